@@ -1,0 +1,278 @@
+"""The hard concrete gate of the L0 paper."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from pyro.distributions import Logistic
+from pyro.distributions.torch_distribution import TorchDistribution
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_l0 import _numerics as numerics
+from pyro_l0._numerics import Nodes, Stretch
+from pyro_l0.distributions.gate import (
+    GateDistribution,
+    Number,
+    as_parameters,
+    bounded,
+    check_rate,
+    inside_unit_interval,
+    open_uniform,
+)
+
+__all__ = ["HardConcrete"]
+
+
+class HardConcrete(GateDistribution):
+    r"""Gate on :math:`[0, 1]` with point masses at 0 and at 1.
+
+    Draw s from BinaryConcrete(log alpha, beta), stretch, then clip:
+
+    .. math:: z = \min(1, \max(0, s(\zeta - \gamma) + \gamma)).
+
+    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
+    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
+
+    Args:
+        log_alpha: location, shape ``batch_shape``.
+        temperature: positive, broadcast against ``log_alpha``.
+        gamma: lower stretch limit, below 0.
+        zeta: upper stretch limit, above 1.
+
+    Shape:
+        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
+
+    Example:
+        >>> HardConcrete(torch.tensor([-4.0, 4.0])).active_prob
+        tensor([0.0831, 0.9963])
+
+    Note:
+        Numbers cost nothing per draw. A temperature that is a tensor of several elements on an accelerator is read
+        back once for each quadrature (``mean``, ``variance``, ``entropy``, KLs without a closed form).
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 10-13 and 23-29.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+        "log_alpha": bounded(),
+        "temperature": bounded(lower=0),
+        "gamma": bounded(upper=0),
+        "zeta": bounded(lower=1),
+    }
+    learned: ClassVar[dict[str, constraints.Constraint]] = {"log_alpha": constraints.real}
+    _stretch: Stretch | None = None
+
+    def __init__(
+        self,
+        log_alpha: Number,
+        temperature: Number = 2 / 3,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> None:
+        (self.log_alpha,), (self._temperature, self._gamma, self._zeta) = as_parameters(
+            {"temperature": temperature, "gamma": gamma, "zeta": zeta}, log_alpha=log_alpha
+        )
+        super().__init__(self.log_alpha.shape, validate_args=validate_args)
+
+    @property
+    def temperature(self) -> Tensor:
+        """Temperature, shape ``batch_shape``."""
+        return self._filled(self._temperature)
+
+    @property
+    def gamma(self) -> Tensor:
+        """Lower stretch limit, shape ``batch_shape``."""
+        return self._filled(self._gamma)
+
+    @property
+    def zeta(self) -> Tensor:
+        """Upper stretch limit, shape ``batch_shape``."""
+        return self._filled(self._zeta)
+
+    def _filled(self, value: Number) -> Tensor:
+        like = self.log_alpha
+        return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+    @property
+    def stretch(self) -> Stretch:
+        """Stretch limits and the logits that follow from them."""
+        if self._stretch is None:
+            self._stretch = numerics.make_stretch(self._gamma, self._zeta, self.log_alpha.dtype)
+        return self._stretch
+
+    @property
+    def fixed_options(self) -> dict[str, Any]:
+        return {"temperature": self._temperature, "gamma": self._gamma, "zeta": self._zeta}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "log_alpha": self.log_alpha,
+            "_temperature": self._temperature,
+            "_gamma": self._gamma,
+            "_zeta": self._zeta,
+        }
+
+    @classmethod
+    def from_active_prob(
+        cls,
+        active_prob: Number,
+        one_given_active: Number | None = None,
+        temperature: Number = 2 / 3,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> Self:
+        """The hard concrete with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, in (0, 1).
+            one_given_active: wanted P(z = 1 | z != 0), in (0, 1); it fixes the temperature.
+            temperature: temperature, if ``one_given_active`` is not given.
+            gamma: lower stretch limit.
+            zeta: upper stretch limit.
+
+        Raises:
+            ValueError: a probability is not strictly between 0 and 1.
+
+        Example:
+            >>> HardConcrete.from_active_prob(0.1, one_given_active=0.8).log_prob_one.exp()
+            tensor(0.0800)
+        """
+        check_rate("active_prob", active_prob, cls.__name__)
+        rate = torch.as_tensor(
+            active_prob,
+            dtype=None if isinstance(active_prob, Tensor) else torch.get_default_dtype(),
+        )
+        rate = rate.to(torch.promote_types(rate.dtype, torch.float32))
+        stretch = numerics.make_stretch(gamma, zeta, rate.dtype)
+        if one_given_active is not None:
+            check_rate("one_given_active", one_given_active, cls.__name__)
+            temperature = (torch.logit(rate) - torch.logit(rate * one_given_active)) / (
+                stretch.t1 - stretch.t0
+            )
+        log_alpha = torch.logit(rate) + temperature * stretch.t0
+        return cls(log_alpha, temperature, gamma, zeta, validate_args=validate_args)
+
+    @property
+    def log_prob_zero(self) -> Tensor:
+        return self._log_probs()[0]
+
+    @property
+    def log_prob_one(self) -> Tensor:
+        return self._log_probs()[1]
+
+    @property
+    def log_interior_prob(self) -> Tensor:
+        return self._log_probs()[2]
+
+    @property
+    def log_active_prob(self) -> Tensor:
+        """log P(z != 0) (eq. 12), shape ``batch_shape``."""
+        return F.logsigmoid(self.log_alpha - self._temperature * self.stretch.t0)
+
+    @property
+    def active_prob(self) -> Tensor:
+        """P(z != 0) (eq. 12), shape ``batch_shape``."""
+        return torch.sigmoid(self.log_alpha - self._temperature * self.stretch.t0)
+
+    def _log_probs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return numerics.hard_concrete_log_probs(self.log_alpha, self._temperature, self.stretch)
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The gate without noise and without temperature (eq. 13): neither the median nor the mean."""
+        return numerics.hard_concrete_transform(
+            torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch
+        )
+
+    @property
+    def median(self) -> Tensor:
+        noise = torch.zeros_like(self.log_alpha)
+        return numerics.hard_concrete_transform(
+            noise, self.log_alpha, self._temperature, self.stretch
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """E[z], shape ``batch_shape``."""
+        return numerics.hard_concrete_mean(self.log_alpha, self._temperature, self._nodes())
+
+    @property
+    def variance(self) -> Tensor:
+        """Var[z], shape ``batch_shape``."""
+        return numerics.hard_concrete_variance(
+            self.log_alpha, self._temperature, self.stretch, self._nodes()
+        )
+
+    def entropy(self) -> Tensor:
+        """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
+        return numerics.hard_concrete_entropy(
+            self.log_alpha, self._temperature, self.stretch, self._nodes()
+        )
+
+    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+        """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
+        shape = torch.Size(sample_shape) + self.log_alpha.shape
+        noise = numerics.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
+        return numerics.hard_concrete_transform(
+            noise, self.log_alpha, self._temperature, self.stretch
+        )
+
+    def rsample_interior(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+        """Pathwise draws of z given 0 < z < 1 (eq. 29, whose limits must read 0 and 1).
+
+        Shape ``sample_shape + batch_shape``.
+        """
+        u = open_uniform(torch.Size(sample_shape) + self.log_alpha.shape, self.log_alpha)
+        z = numerics.hard_concrete_interior_icdf(u, self.log_alpha, self._temperature, self.stretch)
+        return inside_unit_interval(z)
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """The smallest z with P(Z <= z) >= ``value``."""
+        return numerics.hard_concrete_icdf(value, self.log_alpha, self._temperature, self.stretch)
+
+    def base_distribution(self) -> TorchDistribution:
+        """Logistic with location log alpha / beta and scale 1 / beta."""
+        scale = 1 / self.temperature
+        return Logistic(self.log_alpha * scale, scale, validate_args=False)
+
+    def rectify(self, value: Tensor) -> Tensor:
+        return numerics.hard_concrete_transform(value, torch.zeros_like(value), 1.0, self.stretch)
+
+    def _log_density(self, z: Tensor) -> Tensor:
+        return numerics.hard_concrete_log_density(
+            z, self.log_alpha, self._temperature, self.stretch
+        )
+
+    def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
+        if stretch is not self.stretch:
+            return super()._log_density_in_t(nodes, stretch)
+        temperature = self._temperature
+        temperature = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+        return numerics.hard_concrete_log_density_in_t(
+            nodes.t, self.log_alpha.unsqueeze(-1), temperature
+        )
+
+    def _cdf(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(
+            numerics.hard_concrete_cdf_logit(z, self.log_alpha, self._temperature, self.stretch)
+        )
+
+    def _node_temperature(self) -> float:
+        if isinstance(self._temperature, Tensor):
+            return float(self._temperature.detach().amax())
+        return self._temperature
+
+    def _nodes(self) -> Nodes:
+        stretch = self.stretch
+        like = self.log_alpha
+        n = numerics.num_nodes(numerics.half_width(stretch), self._node_temperature(), like.dtype)
+        return numerics.stretch_nodes(stretch, n, like.dtype, like.device)

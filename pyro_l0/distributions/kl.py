@@ -1,0 +1,134 @@
+"""KL divergences between gates: closed forms, quadrature for every other pair, and refusals.
+
+Importing this module registers them with ``torch.distributions.kl_divergence``.
+"""
+
+from __future__ import annotations
+
+import torch
+from pyro.distributions import Delta
+from torch import Tensor
+from torch.distributions import Distribution, register_kl
+
+from pyro_l0 import _numerics as numerics
+from pyro_l0._numerics import Stretch
+from pyro_l0.distributions.gate import GateDistribution, Number
+from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.distributions.rectified_normal import RectifiedNormal
+
+__all__ = ["kl_by_quadrature"]
+
+_DEFAULT_STRETCH = numerics.make_stretch(-0.1, 1.1, torch.float64)
+
+
+@register_kl(HardConcrete, HardConcrete)
+def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
+    if not (_same(q._gamma, p._gamma) and _same(q._zeta, p._zeta)):
+        return kl_by_quadrature(q, p)
+    dtype = torch.promote_types(q.log_alpha.dtype, p.log_alpha.dtype)
+    # The closed form has the derivative with respect to a temperature that both share. Temperatures that are
+    # merely equal may be moved one at a time, so either they are one tensor or neither is being learned.
+    if _same(q._temperature, p._temperature):
+        rule = numerics.gauss_legendre(
+            8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device
+        )
+        return numerics.hard_concrete_kl_same_temperature(
+            q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule
+        )
+    temperature = max(q._node_temperature(), p._node_temperature())
+    n = numerics.num_nodes(numerics.half_width(q.stretch), temperature, dtype)
+    nodes = numerics.stretch_nodes(q.stretch, n, dtype, q.log_alpha.device)
+    return numerics.hard_concrete_kl_same_stretch(
+        q.log_alpha, q._temperature, p.log_alpha, p._temperature, q.stretch, nodes
+    )
+
+
+def _same(x: Number, y: Number) -> bool:
+    """Whether two parameters are one: the same object, equal numbers, or equal constants in main memory."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        if x is y:
+            return True
+        constant = not (x.requires_grad or y.requires_grad)
+        return constant and x.device.type == y.device.type == "cpu" and torch.equal(x, y)
+    return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
+
+
+@register_kl(RectifiedNormal, RectifiedNormal)
+def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
+    return numerics.rectified_normal_kl(q.loc, q.scale, p.loc, p.scale)
+
+
+@register_kl(GateDistribution, GateDistribution)
+def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
+    """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
+
+    The interior is integrated on the logit axis of the narrower stretch on each side (with the wider one the
+    narrower density has a branch point just outside the interval), in panels between the places where a density
+    changes its scale.
+
+    Returns:
+        A tensor of the broadcast batch shape.
+
+    Raises:
+        TypeError: the atoms differ.
+    """
+    if q.atoms != p.atoms:
+        raise TypeError(
+            f"KL({type(q).__name__} || {type(p).__name__}) needs the same atoms on both sides, "
+            f"but got {q.atoms} and {p.atoms}."
+        )
+    like = q.log_prob_zero
+    dtype = torch.promote_types(like.dtype, p.log_prob_zero.dtype)
+    stretch = _narrower(q.stretch, p.stretch)
+    temperature = max(q._node_temperature(), p._node_temperature())
+    n = numerics.num_nodes(numerics.half_width(stretch), temperature, dtype)
+    breakpoints = [x for x in (q._breakpoints(), p._breakpoints()) if x is not None]
+    if breakpoints:
+        nodes = numerics.panel_nodes(stretch, breakpoints, n, dtype, like.device)
+    else:
+        nodes = numerics.stretch_nodes(stretch, n, dtype, like.device)
+    return numerics.kl_from_terms(
+        like,
+        p.log_prob_zero,
+        q.log_prob_one,
+        p.log_prob_one,
+        q._log_density_in_t(nodes, stretch),
+        p._log_density_in_t(nodes, stretch),
+        nodes.weight,
+    )
+
+
+def _narrower(x: Stretch | None, y: Stretch | None) -> Stretch:
+    if x is None or y is None:
+        return x or y or _DEFAULT_STRETCH
+    if x is y:
+        return x
+    if any(isinstance(limit, Tensor) for limit in (*x, *y)):
+        gamma = torch.maximum(torch.as_tensor(x.gamma), torch.as_tensor(y.gamma))
+        zeta = torch.minimum(torch.as_tensor(x.zeta), torch.as_tensor(y.zeta))
+        return numerics.make_stretch(gamma, zeta, torch.promote_types(gamma.dtype, zeta.dtype))
+    return numerics.make_stretch(max(x.gamma, y.gamma), min(x.zeta, y.zeta), torch.float64)
+
+
+@register_kl(GateDistribution, Distribution)
+def _kl_gate_other(q: GateDistribution, p: Distribution) -> Tensor:
+    raise TypeError(
+        f"KL({type(q).__name__} || {type(p).__name__}) is refused: a gate has point masses that "
+        f"{type(p).__name__} has not, or hides behind a wrapper; give both sides the same wrappers."
+    )
+
+
+@register_kl(Distribution, GateDistribution)
+def _kl_other_gate(q: Distribution, p: GateDistribution) -> Tensor:
+    raise TypeError(
+        f"KL({type(q).__name__} || {type(p).__name__}) is refused: {type(q).__name__} is not a gate, or hides one "
+        "behind a wrapper; give both sides the same wrappers."
+    )
+
+
+@register_kl(Delta, GateDistribution)
+def _kl_delta_gate(q: Delta, p: GateDistribution) -> Tensor:
+    raise TypeError(
+        f"KL(Delta || {type(p).__name__}) is refused: the log density of a gate at one point is no divergence on "
+        "a measure with atoms. Use a gate as the posterior."
+    )

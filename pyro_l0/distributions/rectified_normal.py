@@ -1,0 +1,170 @@
+"""The rectified normal gate (stochastic gates)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from pyro.distributions import Normal
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_l0 import _numerics as numerics
+from pyro_l0.distributions.gate import (
+    GateDistribution,
+    Number,
+    as_parameters,
+    bounded,
+    check_rate,
+    inside_unit_interval,
+    open_uniform,
+)
+
+__all__ = ["RectifiedNormal"]
+
+
+class RectifiedNormal(GateDistribution):
+    r"""Gate :math:`z = \min(1, \max(0, x))` with :math:`x \sim N(\mu, s^2)`.
+
+    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
+    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
+
+    Args:
+        loc: location, shape ``batch_shape``.
+        scale: positive, broadcast against ``loc``.
+
+    Shape:
+        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
+
+    Example:
+        >>> RectifiedNormal(torch.tensor([-0.5, 0.5]), 0.5).active_prob
+        tensor([0.1587, 0.8413])
+
+    References:
+        Yamada, Lindenbaum, Negahban, Kluger (2020), arXiv:1810.04247; the end of section 2.2 of the L0 paper.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+        "loc": bounded(),
+        "scale": bounded(lower=0),
+    }
+    learned: ClassVar[dict[str, constraints.Constraint]] = {
+        "loc": constraints.real,
+        "scale": constraints.positive,
+    }
+
+    def __init__(self, loc: Number, scale: Number, validate_args: bool | None = None) -> None:
+        (self.loc, self.scale), _ = as_parameters({}, loc=loc, scale=scale)
+        super().__init__(self.loc.shape, validate_args=validate_args)
+
+    @property
+    def stretch(self) -> None:
+        """A rectified normal has no stretch limits."""
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        return {"loc": self.loc, "scale": self.scale}
+
+    @classmethod
+    def from_active_prob(
+        cls, active_prob: Number, scale: Number = 0.5, validate_args: bool | None = None
+    ) -> Self:
+        """The rectified normal with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, in (0, 1).
+            scale: standard deviation before rectification; 0.5 as in the paper on stochastic gates.
+
+        Raises:
+            ValueError: ``active_prob`` is not strictly between 0 and 1.
+
+        Example:
+            >>> RectifiedNormal.from_active_prob(0.25).active_prob
+            tensor(0.2500)
+        """
+        check_rate("active_prob", active_prob, cls.__name__)
+        (rate, scale), _ = as_parameters({}, active_prob=active_prob, scale=scale)
+        return cls(scale * torch.special.ndtri(rate), scale, validate_args=validate_args)
+
+    @property
+    def log_prob_zero(self) -> Tensor:
+        return numerics.log_ndtr(-self.loc / self.scale)
+
+    @property
+    def log_prob_one(self) -> Tensor:
+        return numerics.log_ndtr((self.loc - 1) / self.scale)
+
+    @property
+    def log_interior_prob(self) -> Tensor:
+        return numerics.rectified_normal_log_interior_prob(self.loc, self.scale)
+
+    @property
+    def log_active_prob(self) -> Tensor:
+        return numerics.log_ndtr(self.loc / self.scale)
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The gate without noise, ``clamp(loc, 0, 1)``, which is also the median."""
+        return self.loc.clamp(0, 1)
+
+    @property
+    def median(self) -> Tensor:
+        return self.loc.clamp(0, 1)
+
+    @property
+    def mean(self) -> Tensor:
+        """E[z], shape ``batch_shape``."""
+        return numerics.rectified_normal_mean(self.loc, self.scale)[0]
+
+    @property
+    def variance(self) -> Tensor:
+        """Var[z], shape ``batch_shape``."""
+        rule = numerics.gauss_legendre(48, self.loc.dtype, self.loc.device)
+        return numerics.rectified_normal_variance(self.loc, self.scale, rule)
+
+    def entropy(self) -> Tensor:
+        """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
+        return numerics.rectified_normal_entropy(self.loc, self.scale)
+
+    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+        """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
+        shape = torch.Size(sample_shape) + self.loc.shape
+        noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
+        return (self.loc + self.scale * noise).clamp(0, 1)
+
+    def rsample_interior(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+        """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
+        u = open_uniform(torch.Size(sample_shape) + self.loc.shape, self.loc)
+        return inside_unit_interval(
+            numerics.rectified_normal_interior_icdf(u, self.loc, self.scale)
+        )
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """The smallest z with P(Z <= z) >= ``value``."""
+        return (self.loc + self.scale * torch.special.ndtri(value)).clamp(0, 1)
+
+    def base_distribution(self) -> TorchDistribution:
+        """Normal with the same location and scale."""
+        return Normal(self.loc, self.scale, validate_args=False)
+
+    def rectify(self, value: Tensor) -> Tensor:
+        return value.clamp(0, 1)
+
+    def _log_density(self, z: Tensor) -> Tensor:
+        return numerics.normal_log_density(z, self.loc, self.scale)
+
+    def _cdf(self, z: Tensor) -> Tensor:
+        return numerics.ndtr((z - self.loc) / self.scale)
+
+    def _node_temperature(self) -> float:
+        # Panels end at the breakpoints, so a panel holds at most 18 standard deviations: 48 nodes in float64, as
+        # many as a temperature of 3 asks for at the default stretch.
+        return 3.0
+
+    def _breakpoints(self) -> Tensor:
+        reach = 9 * self.scale
+        return torch.stack((self.loc - reach, self.loc + reach), -1).clamp(0, 1)
