@@ -1,0 +1,202 @@
+"""The image data of the examples: scikit-learn's digits and MNIST."""
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pooch
+import torch
+from sklearn import datasets
+from sklearn.model_selection import train_test_split
+
+__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_mnist", "read_idx"]
+
+MNIST_URLS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+MNIST_SHA256 = {
+    "train-images-idx3-ubyte.gz": (
+        "7ff28fd295f802eefc6d40e461175dfe4b969b1842b2abc8c6dc8c20711cf79f"
+    ),
+    "train-labels-idx1-ubyte.gz": (
+        "81a978ae83d39ffdba0db3ce2fcaf80a8921e9629e874428996a2b03242d4b2a"
+    ),
+    "t10k-images-idx3-ubyte.gz": (
+        "197e111ae341b0770be9011ac5e622d0e6cd1c640b32eb0de5dc1dd26cc6e182"
+    ),
+    "t10k-labels-idx1-ubyte.gz": (
+        "b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b"
+    ),
+}
+MNIST_SIDE = 28
+CLASSES = 10
+DIGITS_SPLIT_SEED = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images of ten classes, cut into a training and a test part.
+
+    Args:
+        train_x: float32 in [0, 1], shape ``(N, pixels)``.
+        train_y: int64 labels 0 to 9, shape ``(N,)``.
+        test_x: as ``train_x``.
+        test_y: as ``train_y``.
+        image_shape: channels, height, width; their product is ``pixels``.
+    """
+
+    train_x: torch.Tensor
+    train_y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+    image_shape: tuple[int, int, int]
+
+
+def load_digits() -> Images:
+    """Load scikit-learn's 1,797 digits of 8 x 8 pixels; every class keeps a fifth for the test."""
+    digits = datasets.load_digits()
+    train_x, test_x, train_y, test_y = train_test_split(
+        (digits.data / 16).astype(np.float32),
+        digits.target.astype(np.int64),
+        test_size=0.2,
+        random_state=DIGITS_SPLIT_SEED,
+        stratify=digits.target,
+    )
+    return Images(
+        torch.from_numpy(train_x),
+        torch.from_numpy(train_y),
+        torch.from_numpy(test_x),
+        torch.from_numpy(test_y),
+        image_shape=(1, 8, 8),
+    )
+
+
+def load_mnist(
+    data_dir: Path | None = None,
+    *,
+    base_urls: Sequence[str] = MNIST_URLS,
+    cache_dir: Path | None = None,
+) -> Images:
+    """Load MNIST from the four IDX files, gzipped or not.
+
+    Args:
+        data_dir: the folder with the four files. None downloads them, once, and checks their
+            SHA-256.
+        base_urls: mirrors to download from, tried in this order.
+        cache_dir: where downloads are kept. None takes the user's cache folder.
+
+    Raises:
+        FileNotFoundError: a file is missing, or no mirror delivered it.
+        ValueError: a file is truncated, too long, damaged or not a part of MNIST.
+    """
+    if data_dir is None:
+        data_dir = cache_dir or Path(pooch.os_cache("pyro_l0")) / "mnist"
+        for name in MNIST_SHA256:
+            _download(name, base_urls, data_dir)
+    train_x, train_y = _read_part(data_dir, "train")
+    test_x, test_y = _read_part(data_dir, "t10k")
+    return Images(train_x, train_y, test_x, test_y, image_shape=(1, MNIST_SIDE, MNIST_SIDE))
+
+
+def read_idx(path: Path, item_shape: tuple[int, ...] = ()) -> npt.NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes, gzipped or not.
+
+    Args:
+        path: the file.
+        item_shape: what one item must measure; the number of items is free.
+
+    Returns:
+        An array of shape ``(items,) + item_shape``.
+
+    Raises:
+        ValueError: the file is not exactly that; the message names it and tells the difference.
+    """
+    content = _decompress(path)
+    rank = 1 + len(item_shape)
+    header = struct.Struct(f">{1 + rank}I")
+    if len(content) < header.size:
+        raise ValueError(
+            f"{path}: expected an IDX header of {header.size} bytes, got {len(content)} bytes"
+        )
+    magic, count, *found_shape = header.unpack_from(content)
+    expected_magic = 0x0800 + rank  # 08 stands for unsigned bytes
+    if magic != expected_magic:
+        raise ValueError(
+            f"{path}: expected the IDX magic number 0x{expected_magic:08x}, got 0x{magic:08x}"
+        )
+    if tuple(found_shape) != item_shape:
+        raise ValueError(f"{path}: expected items of shape {item_shape}, got {tuple(found_shape)}")
+    if count == 0:
+        raise ValueError(f"{path}: expected at least one item, got 0")
+    expected_size = header.size + count * math.prod(item_shape)
+    if len(content) != expected_size:
+        fault = "is truncated" if len(content) < expected_size else "has trailing bytes"
+        raise ValueError(
+            f"{path} {fault}: expected {expected_size} bytes for {count} items, "
+            f"got {len(content)} (counted without gzip)"
+        )
+    return np.frombuffer(content, np.uint8, offset=header.size).reshape(count, *item_shape)
+
+
+def _decompress(path: Path) -> bytes:
+    content = path.read_bytes()
+    # The first bytes decide, not the name: browsers and copies rename. IDX begins with two zeros.
+    if not content.startswith(b"\x1f\x8b"):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: expected a whole gzip file, got {len(content)} bytes that end or break "
+            f"inside it ({error})"
+        ) from error
+
+
+def _read_part(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    images_path = _find(data_dir, f"{part}-images-idx3-ubyte")
+    labels_path = _find(data_dir, f"{part}-labels-idx1-ubyte")
+    images = read_idx(images_path, (MNIST_SIDE, MNIST_SIDE))
+    labels = read_idx(labels_path)
+    if len(images) != len(labels):
+        raise ValueError(
+            f"expected one label per image, got {len(images)} images in {images_path} "
+            f"and {len(labels)} labels in {labels_path}"
+        )
+    if labels.max() >= CLASSES:
+        raise ValueError(
+            f"{labels_path}: expected labels from 0 to {CLASSES - 1}, got {labels.max()}"
+        )
+    pixels = images.reshape(len(images), -1).astype(np.float32) / 255
+    return torch.from_numpy(pixels), torch.from_numpy(labels.astype(np.int64))
+
+
+def _find(data_dir: Path, name: str) -> Path:
+    if not data_dir.is_dir():
+        raise FileNotFoundError(f"{data_dir}: expected a folder with {name}, found no such folder")
+    for path in (data_dir / name, data_dir / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{data_dir}: expected {name} or {name}.gz there, found neither")
+
+
+def _download(name: str, base_urls: Sequence[str], folder: Path) -> None:
+    failures = []
+    for base_url in base_urls:
+        url = f"{base_url.rstrip('/')}/{name}"
+        try:
+            pooch.retrieve(url, known_hash=MNIST_SHA256[name], fname=name, path=folder)
+            return
+        except (OSError, ValueError) as error:  # no answer, or another file than the known one
+            failures.append(f"{url}: {error}")
+    raise FileNotFoundError(
+        f"expected {name} with SHA-256 {MNIST_SHA256[name]}, and no mirror delivered it; "
+        "download the four files by hand and name their folder with --data-dir\n"
+        + "\n".join(failures)
+    )

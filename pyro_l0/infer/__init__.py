@@ -1,0 +1,7 @@
+"""Objectives, guides and reparameterisation for models with gates."""
+
+from pyro_l0.infer.autoguide import ActiveRate, AutoGate, AutoSpikeSlab
+from pyro_l0.infer.elbo import L0_ELBO
+from pyro_l0.infer.reparam import RectifyReparam
+
+__all__ = ["ActiveRate", "AutoGate", "AutoSpikeSlab", "L0_ELBO", "RectifyReparam"]

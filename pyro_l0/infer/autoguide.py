@@ -1,0 +1,321 @@
+"""Mean-field guides over gates, and over gates together with Gaussian slabs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro.distributions import Normal
+from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
+from torch import Tensor, nn
+from torch.distributions import transform_to
+
+from pyro_l0.distributions.gate import GateDistribution, check_rate, find_gate
+from pyro_l0.distributions.hard_concrete import HardConcrete
+
+__all__ = ["ActiveRate", "AutoGate", "AutoSpikeSlab"]
+
+
+class ActiveRate(NamedTuple):
+    """Realised rates of open gates: the mean of P(z != 0) under the posterior.
+
+    Attributes:
+        by_site: mean over the gates of each site, tensors of shape ``()``.
+        overall: mean over all gates, shape ``()``.
+    """
+
+    by_site: dict[str, Tensor]
+    overall: Tensor
+
+
+class _Plan(NamedTuple):
+    """What the guide knows of one site after it has seen the model."""
+
+    event_dim: int
+    plates: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
+    """Mean-field guide over every gate site of a model.
+
+    Other latent variables are left to other guides; put them together in a
+    :class:`~pyro.infer.autoguide.AutoGuideList`. The parameters exist after the first call.
+
+    Args:
+        model: a Pyro model.
+        family: the posterior's family. One equal to the prior's takes over the prior's fixed parameters
+            (temperature and stretch of a hard concrete), which makes the KL a closed form.
+        init_active_prob: P(z != 0) at the start, for all sites or by site (0.9 for sites that are not named).
+        init_jitter: standard deviation of the normal noise on the location at the start (0.01 in the L0 paper).
+        family_options: keywords of ``family.from_active_prob`` that replace the defaults.
+        create_plates: as in Pyro's guides.
+
+    Raises:
+        ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate.
+
+    Example:
+        >>> def model():
+        ...     with pyro.plate("units", 3):
+        ...         pyro.sample("z", HardConcrete.from_active_prob(0.1))
+        >>> guide = AutoGate(model, init_active_prob=0.5, init_jitter=0.0)
+        >>> guide()["z"].shape
+        torch.Size([3])
+        >>> guide.posterior()["z"].active_prob
+        tensor([0.5000, 0.5000, 0.5000], grad_fn=<SigmoidBackward0>)
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        family: type[GateDistribution] = HardConcrete,
+        init_active_prob: float | Mapping[str, float] = 0.9,
+        init_jitter: float = 0.01,
+        *,
+        family_options: Mapping[str, Any] | None = None,
+        create_plates: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(model, create_plates=create_plates)
+        if not (isinstance(family, type) and issubclass(family, GateDistribution)):
+            raise TypeError(f"Expected family to be a gate's class, but got {family!r}.")
+        rates = init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]
+        for rate in rates:
+            check_rate("init_active_prob", rate, family.__name__)
+        if not 0 <= init_jitter < math.inf:
+            raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
+        self.family = family
+        self.init_active_prob = init_active_prob
+        self.init_jitter = init_jitter
+        self.family_options = dict(family_options or {})
+        self._plans: dict[str, _Plan] = {}
+        # Plain modules, one per site: their attribute access costs far less per step than a PyroModule's.
+        self.sites = nn.ModuleDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
+        state = self.__dict__.copy()
+        state["_model"] = (None,)
+        state["master"] = None
+        return state
+
+    # ------------------------------------------------------------ set-up
+
+    @staticmethod
+    def _prototype_hide_fn(msg: dict[str, Any]) -> bool:
+        return bool(prototype_hide_fn(msg)) or find_gate(msg["fn"]) is None
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        sites = dict(self.prototype_trace.iter_stochastic_nodes())
+        gates = {name: site for name, site in sites.items() if find_gate(site["fn"]) is not None}
+        if not gates:
+            raise ValueError("AutoGate found no gate site in the model.")
+        if isinstance(self.init_active_prob, Mapping):
+            unknown = [name for name in self.init_active_prob if name not in gates]
+            if unknown:
+                raise ValueError(
+                    f"Expected init_active_prob by gate site, one of {sorted(gates)}, "
+                    f"but got {', '.join(map(repr, unknown))}."
+                )
+        for name, site in sites.items():
+            options = self._gate_options(name, site) if name in gates else {}
+            plates = tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
+            self._plans[name] = _Plan(site["fn"].event_dim, plates, options)
+            learned = self._init_gate(name, site, options) if name in gates else self._init_other(name, site)
+            self.sites[_key(name)] = nn.ParameterDict(learned)
+        # The guide's own sites have no use for the plates of the data.
+        used = {plate for plan in self._plans.values() for plate in plan.plates}
+        self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
+        self.prototype_trace.detach_()
+
+    def _gate_options(self, name: str, site: dict[str, Any]) -> dict[str, Any]:
+        prior = find_gate(site["fn"])
+        inherited = dict(prior.fixed_options) if type(prior) is self.family else {}
+        return {
+            key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+            for key, value in (inherited | self.family_options).items()
+        }
+
+    def _init_gate(self, name: str, site: dict[str, Any], options: dict[str, Any]) -> dict[str, nn.Parameter]:
+        rate = self.init_active_prob
+        rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
+        value = site["value"].detach()
+        start = self.family.from_active_prob(torch.as_tensor(rate, dtype=value.dtype, device=value.device), **options)
+        shape = _full_shape(site)
+        learned = {}
+        for i, (key, constraint) in enumerate(self.family.learned.items()):
+            unconstrained = transform_to(constraint).inv(getattr(start, key)).expand(shape).clone()
+            if i == 0 and self.init_jitter > 0:
+                unconstrained += self.init_jitter * torch.randn_like(unconstrained)
+            learned[key] = nn.Parameter(unconstrained)
+        return learned
+
+    def _init_other(self, name: str, site: dict[str, Any]) -> dict[str, nn.Parameter]:
+        raise AssertionError(f"AutoGate hides every site but gates, yet saw {name!r}.")
+
+    # ------------------------------------------------------------ the guide
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site of this guide; takes the model's arguments."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        plates = self._create_plates(*args, **kwargs)
+        values: dict[str, Tensor] = {}
+        for name, plan in self._plans.items():
+            with ExitStack() as stack:
+                for plate in plan.plates:
+                    stack.enter_context(plates[plate])
+                fn = self._distribution(name, plan, subsample=bool(plan.plates))
+                values[name] = pyro.sample(name, fn.to_event(plan.event_dim) if plan.event_dim else fn)
+        return values
+
+    def _parameters_of(self, name: str, plan: _Plan, subsample: bool) -> Mapping[str, Tensor]:
+        parameters: nn.ParameterDict = self.sites[_key(name)]  # type: ignore[assignment]
+        if not subsample:
+            return parameters
+        # Inside a subsampled plate each parameter is full-sized, and the plate picks its rows.
+        return {key: pyro.subsample(value, event_dim=plan.event_dim) for key, value in parameters.items()}
+
+    def _distribution(self, name: str, plan: _Plan, subsample: bool) -> Any:
+        return self._gate(name, plan, subsample)
+
+    def _gate(self, name: str, plan: _Plan, subsample: bool = False) -> GateDistribution:
+        parameters = self._parameters_of(name, plan, subsample)
+        values = {key: transform_to(constraint)(parameters[key]) for key, constraint in self.family.learned.items()}
+        # The transforms keep parameters valid; checking them again at every step would read the device.
+        return self.family(**values, **plan.options, validate_args=False)
+
+    # ------------------------------------------------------------ summaries
+
+    def _gate_plans(self) -> dict[str, _Plan]:
+        if not self._plans:
+            raise ValueError("The guide has not seen the model yet; call it once with the model's arguments.")
+        return self._plans
+
+    def posterior(self) -> dict[str, GateDistribution]:
+        """The posterior gates by site, of the full size of subsampled plates; differentiable."""
+        return {name: self._gate(name, plan) for name, plan in self._gate_plans().items()}
+
+    @torch.no_grad()
+    def test_gates(self) -> dict[str, Tensor]:
+        """The deterministic gates that prune, by site."""
+        return {name: gate.test_gate for name, gate in self.posterior().items()}
+
+    @torch.no_grad()
+    def active_rate(self) -> ActiveRate:
+        """Realised rate of open gates, by site and over all gates."""
+        probs = {name: gate.active_prob for name, gate in self.posterior().items()}
+        overall = torch.cat([prob.flatten() for prob in probs.values()]).mean()
+        return ActiveRate({name: prob.mean() for name, prob in probs.items()}, overall)
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior median of every gate, by site; takes the model's arguments."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        return {name: gate.median for name, gate in self.posterior().items()}
+
+
+class AutoSpikeSlab(AutoGate):
+    """Gates and Gaussian slabs in one mean-field guide, made for ``L0_ELBO("spike_slab", slab=...)``.
+
+    Args:
+        model: a Pyro model.
+        slab: the gate site of each slab site, as given to the ELBO. Slab sites are real-valued.
+        init_scale: standard deviation of the slabs at the start.
+        init_loc: mean of each slab at the start, by site; the prior's mean plus a hundredth of its standard
+            deviation times normal noise where not given.
+        **options: those of :class:`AutoGate`.
+
+    Raises:
+        ValueError: ``slab`` names a site that the model does not have, or ``init_scale`` is not positive.
+
+    Example:
+        >>> def model():
+        ...     with pyro.plate("weights", 2):
+        ...         z = pyro.sample("z", HardConcrete.from_active_prob(0.1))
+        ...         return z * pyro.sample("w", dist.Normal(0.0, 1.0))
+        >>> guide = AutoSpikeSlab(model, slab={"w": "z"})
+        >>> sorted(guide())
+        ['w', 'z']
+        >>> guide.slabs()["w"].scale
+        tensor([0.1000, 0.1000], grad_fn=<ExpBackward0>)
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        slab: Mapping[str, str],
+        init_scale: float = 0.1,
+        init_loc: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        if not 0 < init_scale < math.inf:
+            raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
+        super().__init__(model, **options)
+        self.slab = dict(slab)
+        self.init_scale = init_scale
+        self.init_loc = dict(init_loc or {})
+
+    def _prototype_hide_fn(self, msg: dict[str, Any]) -> bool:
+        return bool(prototype_hide_fn(msg)) or (find_gate(msg["fn"]) is None and msg["name"] not in self.slab)
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        for slab, gate in self.slab.items():
+            for name in (slab, gate):
+                if name not in self._plans:
+                    raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
+
+    def _init_other(self, name: str, site: dict[str, Any]) -> dict[str, nn.Parameter]:
+        value = site["value"].detach()
+        shape = _full_shape(site)
+        loc = self.init_loc.get(name)
+        if loc is None:
+            fn = site["fn"]
+            loc = (fn.mean + 0.01 * fn.stddev * torch.randn_like(value)).detach()
+            loc = loc if loc.shape == shape else loc.mean() + torch.zeros(shape).to(loc)
+        if loc.shape != shape:
+            raise ValueError(f"Expected init_loc[{name!r}] of shape {tuple(shape)}, but got {tuple(loc.shape)}.")
+        log_scale = torch.full_like(loc, math.log(self.init_scale))
+        return {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
+
+    def _distribution(self, name: str, plan: _Plan, subsample: bool) -> Any:
+        if name not in self.slab:
+            return self._gate(name, plan, subsample)
+        return self._slab(name, plan, subsample)
+
+    def _slab(self, name: str, plan: _Plan, subsample: bool = False) -> Normal:
+        parameters = self._parameters_of(name, plan, subsample)
+        return Normal(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
+
+    def _gate_plans(self) -> dict[str, _Plan]:
+        return {name: plan for name, plan in super()._gate_plans().items() if name not in self.slab}
+
+    def slabs(self) -> dict[str, Normal]:
+        """The posterior slabs by site; differentiable."""
+        return {name: self._slab(name, plan) for name, plan in super()._gate_plans().items() if name in self.slab}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior median of every gate and slab, by site; takes the model's arguments."""
+        gates = super().median(*args, **kwargs)
+        return gates | {name: slab.mean for name, slab in self.slabs().items()}
+
+
+def _key(name: str) -> str:
+    """A site's name as a key of a module dict, which may hold no dots."""
+    return name.replace(".", "/")
+
+
+def _full_shape(site: dict[str, Any]) -> torch.Size:
+    """Shape of a site's value with every subsampled plate at its full size."""
+    shape = list(site["value"].shape)
+    for frame in site["cond_indep_stack"]:
+        if frame.vectorized:
+            shape[frame.dim - site["fn"].event_dim] = frame.full_size or frame.size
+    return torch.Size(shape)

@@ -1,0 +1,160 @@
+"""The Gate layer: a random multiplier per unit, as a Pyro site inside any network."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pyro
+from pyro.infer.elbo import ELBOModule
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.hard_concrete import HardConcrete
+
+__all__ = ["Gate", "gate_names", "multiply_along", "name_gates"]
+
+
+class Gate(nn.Module):
+    r"""Multiply every unit by a gate that is sampled once per minibatch.
+
+    A gate belongs behind the nonlinearity, where a closed one makes its unit a true zero. The sample site is named
+    after the layer's module path, such as ``"net.3"``; see :func:`name_gates`.
+
+    Args:
+        size: number of units.
+        dim: dimension of the input that holds the units; -1 for features, 1 for feature maps. The batch is not
+            counted as a unit, so 0 is refused.
+        prior: prior of one gate, or of each (shape ``(size,)``); by default a hard concrete that is open with
+            probability 1/2. Only objectives with a gate KL use it.
+
+    Shape:
+        Input and output have the same shape; dimension ``dim`` has ``size`` entries.
+
+    Raises:
+        ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has
+            another number of units.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), Gate(3))
+        >>> net(torch.ones(2, 4)).shape
+        torch.Size([2, 3])
+        >>> gate_names(net)
+        {'2': Gate(3, dim=-1)}
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; section 2.4.
+    """
+
+    def __init__(self, size: int, dim: int = -1, prior: GateDistribution | None = None) -> None:
+        super().__init__()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"Expected size to be a positive number of units, but got {size!r}.")
+        if dim == 0:
+            raise ValueError("Expected dim to be a dimension of units, but got 0, the batch.")
+        if prior is None:
+            prior = HardConcrete.from_active_prob(0.5)
+        if not isinstance(prior, GateDistribution):
+            raise TypeError(f"Expected prior to be a gate distribution, but got {prior!r}.")
+        if prior.batch_shape not in ((), (1,), (size,)):
+            raise ValueError(f"Expected a prior of shape () or ({size},), but got {tuple(prior.batch_shape)}.")
+        self.size = size
+        self.dim = dim
+        self.prior = prior.expand((size,))
+        self.site_name: str | None = None
+        self._site = self.prior.to_event(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply dimension ``dim`` of ``x`` by one sample of the gates."""
+        if x.dim() <= (self.dim if self.dim >= 0 else -self.dim - 1) or x.shape[self.dim] != self.size:
+            raise ValueError(
+                f"Expected {self.size} units in dimension {self.dim} at gate {self.site_name or self!r}, "
+                f"but got an input of shape {tuple(x.shape)}."
+            )
+        if self.site_name is None:
+            self.site_name = _path_on_stack(self)
+        return multiply_along(x, pyro.sample(self.site_name, self._site), self.dim)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
+        # The prior moves with the network, though it is no parameter of it.
+        super()._apply(fn, recurse)
+        for name, value in list(self.prior.__dict__.items()):
+            if isinstance(value, Tensor):
+                setattr(self.prior, name, fn(value))
+        self._site = self.prior.to_event(1)
+        return self
+
+    def extra_repr(self) -> str:
+        """Size and dimension."""
+        return f"{self.size}, dim={self.dim}"
+
+
+def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
+    """Multiply dimension ``dim`` of ``x`` by the last dimension of ``z``, in the type of ``x``."""
+    trailing = (x.dim() - dim if dim >= 0 else -dim) - 1
+    if trailing:
+        z = z.reshape(z.shape + (1,) * trailing)
+    return x * z.to(x.dtype)
+
+
+def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
+    """Name the gates of a network after their module paths, and return them by name.
+
+    A gate that was not named takes its name at its first forward pass, from the outermost module that is being
+    called and contains it (wrappers for losses and for data parallelism do not count). Naming them beforehand
+    makes the names independent of who calls the network first.
+
+    Args:
+        network: the module whose paths are used.
+        prefix: put before every path.
+
+    Example:
+        >>> list(name_gates(nn.Sequential(Gate(4), nn.Linear(4, 2), Gate(2)), prefix="net."))
+        ['net.0', 'net.2']
+    """
+    gates = {}
+    for path, module in network.named_modules():
+        if isinstance(module, Gate):
+            module.site_name = prefix + (path or "gate")
+            gates[module.site_name] = module
+    return gates
+
+
+def gate_names(network: nn.Module) -> dict[str, Gate]:
+    """The gates of a network by site name; those without a name yet go by their path in this network."""
+    return {
+        module.site_name or path or "gate": module
+        for path, module in network.named_modules()
+        if isinstance(module, Gate)
+    }
+
+
+def _path_on_stack(gate: Gate) -> str:
+    """Path of a gate in the outermost module that is being called and contains it.
+
+    A module does not know its parents. The callers do, and they are looked up once in a gate's life.
+    """
+    root: nn.Module = gate
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, ELBOModule):
+            break
+        if isinstance(owner, nn.Module) and owner is not root and any(m is gate for m in owner.modules()):
+            root = owner
+        frame = frame.f_back
+    path = next(path for path, module in root.named_modules() if module is gate)
+    return _without_wrappers(root, path) or "gate"
+
+
+def _without_wrappers(root: nn.Module, path: str) -> str:
+    """A module path without the names that data parallelism and ``torch.compile`` put in between."""
+    names = []
+    module = root
+    for name in path.split(".") if path else []:
+        if not (isinstance(module, DistributedDataParallel) or name == "_orig_mod"):
+            names.append(name)
+        module = getattr(module, name)
+    return ".".join(names)

@@ -1,0 +1,1 @@
+"""Tests of the gate distributions and of their KL divergences."""

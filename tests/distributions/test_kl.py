@@ -1,0 +1,518 @@
+"""KL divergences: against the slow twins, as properties, in every wrapper, and the refusals."""
+
+from itertools import product
+
+import pyro.distributions as dist
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from torch.distributions import kl_divergence
+
+from pyro_l0.distributions import GateDistribution, HardConcrete, RectifiedNormal
+from tests.cases import FAMILIES, build, stack
+from tests.reference import HardConcreteReference, RectifiedNormalReference, kl
+
+PAIRS = tuple(product(FAMILIES, FAMILIES))
+
+
+@pytest.fixture(params=PAIRS, ids=lambda pair: "-".join(family.gate.__name__ for family in pair))
+def pair(request):
+    """Every ordered pair of families."""
+    return request.param
+
+
+def double(value, requires_grad=False):
+    """A float64 scalar."""
+    return torch.tensor(value, dtype=torch.float64, requires_grad=requires_grad)
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+def test_values_against_the_slow_twins(pair):
+    """Every pair of families at every pair of representative parameters."""
+    q_family, p_family = pair
+    for q, p in product(q_family.parameters[:3], p_family.parameters[1:4]):
+        if q == p:
+            continue
+        expected = kl(q_family.reference(**q), p_family.reference(**p))
+        actual = kl_divergence(build(q_family, q), build(p_family, p))
+        # 1e-10 is what the quadrature rule is chosen for; the closed forms are better.
+        assert abs(actual.item() / float(expected) - 1) < 1e-10, (q, p)
+
+
+def random_parameters(family, generator):
+    """Parameters of moderate size."""
+    x, y = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
+    if family.gate is RectifiedNormal:
+        return dict(loc=3 * x - 1, scale=0.15 * 10**y)
+    stretch = ((-0.1, 1.1), (-0.2, 1.3), (-0.01, 1.02))[int(3 * x * 7) % 3]
+    temperature = 0.1 * 20**y
+    return dict(log_alpha=16 * x - 8, temperature=temperature, gamma=stretch[0], zeta=stretch[1])
+
+
+def test_random_values_against_the_slow_twins(pair):
+    """Random parameters, different stretches among them, in float64 and float32."""
+    generator = torch.Generator().manual_seed(41)
+    for _ in range(8):
+        q, p = (random_parameters(family, generator) for family in pair)
+        expected = float(kl(pair[0].reference(**q), pair[1].reference(**p)))
+        value = kl_divergence(build(pair[0], q), build(pair[1], p)).item()
+        assert abs(value / expected - 1) < 1e-10, (q, p)
+        rounded = kl_divergence(
+            build(pair[0], q, torch.float32), build(pair[1], p, torch.float32)
+        ).item()
+        # Rounding the parameters to float32 moves a log mass of 100 by 1e-5.
+        assert abs(rounded / expected - 1) < 1e-4, (q, p)
+
+
+@pytest.mark.parametrize("log_alpha", [-30.0, -5.0, 0.0, 15.0])
+@pytest.mark.parametrize("temperature", [0.1, 2 / 3, 2.0])
+def test_the_closed_form_agrees_with_quadrature(log_alpha, temperature):
+    """One temperature tensor takes the closed form, two equal learnable ones take quadrature."""
+    for other in (-30.0, -4.9, -1.0, 0.5, 14.0):
+        shared = double(temperature, requires_grad=True)
+        closed = kl_divergence(
+            HardConcrete(double(log_alpha), shared), HardConcrete(double(other), shared)
+        )
+        quadrature = kl_divergence(
+            HardConcrete(double(log_alpha), double(temperature, requires_grad=True)),
+            HardConcrete(double(other), double(temperature, requires_grad=True)),
+        )
+        torch.testing.assert_close(closed, quadrature, rtol=1e-10, atol=0)
+
+
+def test_kl_is_at_most_that_before_clipping():
+    """Clipping can only lose information."""
+    q_loc, p_loc = torch.linspace(-1, 2, 7).double(), double(0.3)
+    q_scale, p_scale = double(0.4), double(0.6)
+    clipped = kl_divergence(RectifiedNormal(q_loc, q_scale), RectifiedNormal(p_loc, p_scale))
+    before = kl_divergence(dist.Normal(q_loc, q_scale), dist.Normal(p_loc, p_scale))
+    assert (clipped < before).all()
+    assert (clipped > 0).all()
+
+
+# --- nearly equal, equal, extreme ---------------------------------------------------------------
+
+
+def test_equal_gates(family_case):
+    """The KL of a gate and itself is 0 with gradient 0, by the closed form and by quadrature."""
+    family, parameters = family_case
+    for shared in (True, False):
+        q = {k: double(v, requires_grad=True) for k, v in parameters.items()}
+        p = q if shared else {k: double(v, requires_grad=True) for k, v in parameters.items()}
+        value = kl_divergence(family.gate(**q), family.gate(**p))
+        # A few roundings of terms of order one.
+        assert abs(value.item()) < 1e-14
+        leaves = [*q.values()] if shared else [*q.values(), *p.values()]
+        for gradient in torch.autograd.grad(value, leaves, allow_unused=True):
+            assert gradient is None or abs(gradient.item()) < 1e-12
+
+
+@pytest.fixture(
+    params=[(family, p) for family in FAMILIES for p in family.parameters],
+    ids=lambda case: f"{case[0].gate.__name__}-{case[0].parameters.index(case[1])}",
+)
+def family_case(request):
+    """A family and one of its parameter sets."""
+    return request.param
+
+
+def test_equal_hard_concretes_have_exactly_no_kl():
+    """The closed form is exact at d = 0, value and gradient, in float32 too."""
+    for dtype, log_alpha in product((torch.float32, torch.float64), (-90.0, -2.0, 0.0, 7.0, 90.0)):
+        q = torch.tensor(log_alpha, dtype=dtype, requires_grad=True)
+        p = torch.tensor(log_alpha, dtype=dtype, requires_grad=True)
+        value = kl_divergence(HardConcrete(q), HardConcrete(p))
+        assert value == 0
+        assert torch.autograd.grad(value, (q, p)) == (0, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 2 / 3, 2.0])
+@pytest.mark.parametrize("log_alpha", [-15.0, -1.0, 0.0, 4.0])
+@pytest.mark.parametrize("d", [2.0**-20, 2.0**-13, 2.0**-7, -(2.0**-10)])
+def test_nearly_equal_hard_concretes_in_float32(log_alpha, temperature, d):
+    """The closed form keeps its relative accuracy where the KL is of the order of d^2 = 1e-12."""
+    # The numbers that float32 stores, so that the twin sees the same ones.
+    stored = [torch.tensor(x).item() for x in (log_alpha, log_alpha + d, temperature)]
+    if stored[0] == stored[1]:
+        pytest.skip("d is below float32's spacing here")
+    q = torch.tensor(stored[0], requires_grad=True)
+    p = torch.tensor(stored[1], requires_grad=True)
+    value = kl_divergence(HardConcrete(q, stored[2]), HardConcrete(p, stored[2]))
+    expected = float(
+        kl(
+            HardConcreteReference(stored[0], stored[2], -0.1),
+            HardConcreteReference(stored[1], stored[2], -0.1),
+        )
+    )
+    # MATH: 1.2e-6 on the full grid; 5e-6 leaves room for another machine's exp and log.
+    assert abs(value.item() / expected - 1) < 5e-6
+    by_q, by_p = torch.autograd.grad(value, (q, p))
+    # To leading order the KL is I d^2 / 2, so its derivatives are +-2 KL / d, up to O(d^2).
+    assert abs(by_q.item() / (-2 * expected / d) - 1) < abs(d) + 1e-5
+    assert abs(by_p.item() / (2 * expected / d) - 1) < abs(d) + 1e-5
+
+
+@pytest.mark.parametrize("parameters", [(0.5, 0.5), (-0.3, 0.4), (1.2, 0.6), (0.4, 0.15)])
+def test_nearly_equal_rectified_normals(parameters):
+    """The closed form has a small absolute error, also where q and p nearly coincide."""
+    loc, scale = parameters
+    for d in (1e-2, 1e-3, 1e-4):
+        q, p = (loc, scale), (loc + d, scale * (1 + d))
+        expected = float(kl(RectifiedNormalReference(*q), RectifiedNormalReference(*p)))
+        value = kl_divergence(RectifiedNormal(*map(double, q)), RectifiedNormal(*map(double, p)))
+        # A few roundings of terms of order one: at d = 1e-4 still 1e-6 relative.
+        assert abs(value.item() - expected) < 5e-15
+        single = kl_divergence(
+            RectifiedNormal(*map(torch.tensor, q)), RectifiedNormal(*map(torch.tensor, p))
+        )
+        assert abs(single.item() - expected) < 2e-6
+
+
+def test_extreme_pairs_are_finite_in_float32(pair):
+    """Extreme q against extreme p: no NaN and no infinity in value or gradient."""
+    q_family, p_family = pair
+    combinations = list(product(q_family.extremes, p_family.extremes))
+    leaves = []
+    gates = []
+    for family, side in ((q_family, 0), (p_family, 1)):
+        tensors = {
+            name: torch.tensor([c[side][name] for c in combinations], requires_grad=True)
+            for name in combinations[0][side]
+        }
+        leaves += tensors.values()
+        gates.append(family.gate(**tensors))
+    value = kl_divergence(*gates)
+    assert value.isfinite().all()
+    # A few float32 epsilons of terms that are in the hundreds here may fall below 0.
+    assert (value >= -1e-6 * value.abs().max()).all()
+    for gradient in torch.autograd.grad(value.sum(), leaves, allow_unused=True):
+        assert gradient is None or gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.05, 2 / 3, 10.0])
+def test_extreme_hard_concretes_are_finite_in_closed_form(temperature):
+    """log alpha of 90 on either side, one shared temperature."""
+    grid = torch.tensor([-90.0, -30.0, 0.0, 30.0, 90.0])
+    q = grid.repeat_interleave(5).requires_grad_()
+    p = grid.repeat(5).requires_grad_()
+    shared = torch.tensor(temperature, requires_grad=True)
+    value = kl_divergence(HardConcrete(q, shared), HardConcrete(p, shared))
+    assert value.isfinite().all() and (value >= 0).all()
+    assert (value.reshape(5, 5).diagonal() == 0).all()
+    for gradient in torch.autograd.grad(value.sum(), (q, p, shared)):
+        assert gradient.isfinite().all()
+
+
+# --- properties ---------------------------------------------------------------------------------
+
+LOCATIONS = st.floats(-20, 20)
+TEMPERATURES = st.floats(0.1, 2)
+STRETCHES = st.sampled_from([(-0.1, 1.1), (-0.2, 1.3), (-0.01, 1.02), (-0.5, 1.5)])
+HARD_CONCRETES = st.tuples(LOCATIONS, TEMPERATURES, STRETCHES).map(
+    lambda x: (FAMILIES[0], dict(log_alpha=x[0], temperature=x[1], gamma=x[2][0], zeta=x[2][1]))
+)
+RECTIFIED_NORMALS = st.tuples(st.floats(-2, 3), st.floats(0.1, 2)).map(
+    lambda x: (FAMILIES[1], dict(loc=x[0], scale=x[1]))
+)
+ANY_GATE = st.one_of(HARD_CONCRETES, RECTIFIED_NORMALS)
+
+# A fixed seed and no deadline: the first call on a machine is slower than the rest.
+properties = settings(max_examples=60, deadline=None, database=None)
+
+
+@seed(51)
+@properties
+@given(ANY_GATE, ANY_GATE)
+def test_kl_is_never_negative(q, p):
+    """KL >= 0 for any two gates."""
+    value = kl_divergence(build(*q), build(*p))
+    # A few roundings of terms of the KL's own size, and of order one.
+    assert value >= -1e-14
+    assert not value.isnan()
+
+
+@seed(52)
+@properties
+@given(ANY_GATE)
+def test_kl_of_a_gate_with_itself_is_zero(q):
+    """Equal parameters, separate objects: nothing but rounding."""
+    assert abs(kl_divergence(build(*q), build(*q)).item()) < 1e-13
+
+
+@seed(53)
+@properties
+@given(ANY_GATE, ANY_GATE)
+def test_kl_does_not_change_under_reflection(q, p):
+    """z -> 1 - z maps both gates to gates with mirrored parameters and keeps the KL."""
+    value = kl_divergence(build(*q), build(*p))
+    mirrored = kl_divergence(
+        *(build(family, family.mirror(parameters)) for family, parameters in (q, p))
+    )
+    # 1 - 1.1 is not quite -0.1: mirrored limits differ by an epsilon, amplified by 1 / gamma.
+    torch.testing.assert_close(mirrored, value, rtol=1e-9, atol=1e-12)
+
+
+@seed(54)
+@properties
+@given(LOCATIONS, LOCATIONS, TEMPERATURES, STRETCHES)
+def test_closed_form_and_quadrature_agree_anywhere(log_alpha_q, log_alpha_p, temperature, stretch):
+    """Two ways to one number, over the whole range."""
+    closed = kl_divergence(
+        HardConcrete(double(log_alpha_q), temperature, *stretch),
+        HardConcrete(double(log_alpha_p), temperature, *stretch),
+    )
+    quadrature = kl_divergence(
+        HardConcrete(double(log_alpha_q), double(temperature, requires_grad=True), *stretch),
+        HardConcrete(double(log_alpha_p), double(temperature, requires_grad=True), *stretch),
+    )
+    torch.testing.assert_close(closed, quadrature, rtol=1e-10, atol=1e-20)
+
+
+@seed(55)
+@properties
+@given(LOCATIONS, st.floats(0.01, 5), TEMPERATURES)
+def test_active_probability_rises_with_the_location(log_alpha, step, temperature):
+    """A larger log alpha opens the gate, whatever the temperature."""
+    low, high = (HardConcrete(double(x), temperature) for x in (log_alpha, log_alpha + step))
+    assert low.log_active_prob < high.log_active_prob
+    assert low.log_prob_zero > high.log_prob_zero
+    assert low.log_prob_one < high.log_prob_one
+    assert low.mean < high.mean
+
+
+@seed(56)
+@properties
+@given(st.floats(1e-4, 1 - 1e-4), st.floats(1e-3, 1 - 1e-3), STRETCHES)
+def test_from_active_prob_gives_both_probabilities(active_prob, one_given_active, stretch):
+    """P(z != 0) and P(z = 1 | z != 0) come out as asked."""
+    gate = HardConcrete.from_active_prob(
+        double(active_prob), double(one_given_active), gamma=stretch[0], zeta=stretch[1]
+    )
+    torch.testing.assert_close(gate.active_prob, double(active_prob), rtol=1e-11, atol=0)
+    given_active = (gate.log_prob_one - gate.log_active_prob).exp()
+    # 1 - pi eta close to 1 - pi costs digits of the temperature: 1e-4 of eps relative at worst.
+    torch.testing.assert_close(given_active, double(one_given_active), rtol=1e-10, atol=0)
+    assert gate.temperature > 0
+
+
+@seed(57)
+@properties
+@given(st.floats(1e-6, 1 - 1e-6), TEMPERATURES, st.floats(0.1, 2))
+def test_from_active_prob_gives_the_rate(active_prob, temperature, scale):
+    """P(z != 0) comes out as asked, for both families."""
+    rate = double(active_prob)
+    for gate in (
+        HardConcrete.from_active_prob(rate, temperature=temperature),
+        RectifiedNormal.from_active_prob(rate, scale=scale),
+    ):
+        torch.testing.assert_close(gate.active_prob, rate, rtol=1e-11, atol=0)
+
+
+# --- which temperature is whose -----------------------------------------------------------------
+
+
+def test_a_shared_temperature_gets_both_derivatives():
+    """One tensor in q and p: the derivative of the closed form is the sum of the two partial ones."""
+    shared = double(0.7, requires_grad=True)
+    value = kl_divergence(HardConcrete(double(1.5), shared), HardConcrete(double(-1.0), shared))
+    (total,) = torch.autograd.grad(value, shared)
+    of_q, of_p = double(0.7, requires_grad=True), double(0.7, requires_grad=True)
+    value = kl_divergence(HardConcrete(double(1.5), of_q), HardConcrete(double(-1.0), of_p))
+    parts = torch.autograd.grad(value, (of_q, of_p))
+    torch.testing.assert_close(total, parts[0] + parts[1], rtol=1e-11, atol=0)
+    assert abs(parts[1].item()) > 1e-2
+
+
+@pytest.mark.parametrize("other", ["number", "tensor", "learnable"])
+def test_an_equal_temperature_is_not_a_shared_one(other):
+    """q's temperature is learnable and p's merely equal: only q's partial derivative arrives."""
+    of_q = double(0.7, requires_grad=True)
+    of_p = {"number": 0.7, "tensor": double(0.7), "learnable": double(0.7, requires_grad=True)}
+    value = kl_divergence(HardConcrete(double(0.3), of_q), HardConcrete(double(-1.0), of_p[other]))
+    (actual,) = torch.autograd.grad(value, of_q)
+    # Central differences of the twin in q's temperature alone; step 1e-10 in 60 digits.
+    p = HardConcreteReference(-1.0, 0.7)
+    step = 1e-10
+    up, down = (kl(HardConcreteReference(0.3, 0.7 + s), p) for s in (step, -step))
+    # 0.7 +- 1e-10 are rounded to doubles, an error of 1e-16 in the step: 1e-6 relative.
+    assert abs(actual.item() / float((up - down) / (2 * step)) - 1) < 5e-6
+
+
+def test_a_learnable_temperature_of_p():
+    """The mirror image: p's temperature is learnable, q's is a number of the same value."""
+    of_p = double(0.7, requires_grad=True)
+    value = kl_divergence(HardConcrete(double(0.3), 0.7), HardConcrete(double(-1.0), of_p))
+    (actual,) = torch.autograd.grad(value, of_p)
+    q = HardConcreteReference(0.3, 0.7)
+    step = 1e-10
+    up, down = (kl(q, HardConcreteReference(-1.0, 0.7 + s)) for s in (step, -step))
+    assert abs(actual.item() / float((up - down) / (2 * step)) - 1) < 5e-6
+
+
+def test_a_shared_temperature_survives_expand():
+    """expand must not turn one shared temperature into two: the gradient stays the sum."""
+    shared = double(0.7, requires_grad=True)
+    q, p = HardConcrete(double(0.3), shared), HardConcrete(double(-1.0), shared)
+    (alone,) = torch.autograd.grad(kl_divergence(q, p), shared)
+    (expanded,) = torch.autograd.grad(
+        kl_divergence(q.expand((3,)), p.expand((3,))).sum(), shared
+    )
+    torch.testing.assert_close(expanded, 3 * alone, rtol=1e-11, atol=0)
+
+
+# --- wrappers -----------------------------------------------------------------------------------
+
+
+def gates(pair, batch_shape):
+    """A q and a p of the pair's families."""
+    return (
+        build(pair[0], pair[0].parameters[0], batch_shape=batch_shape),
+        build(pair[1], pair[1].parameters[1], batch_shape=batch_shape),
+    )
+
+
+def test_to_event_sums(pair):
+    """Independent dimensions add up."""
+    q, p = gates(pair, (2, 3, 4))
+    plain = kl_divergence(q, p)
+    assert plain.shape == (2, 3, 4)
+    torch.testing.assert_close(kl_divergence(q.to_event(1), p.to_event(1)), plain.sum(-1))
+    torch.testing.assert_close(kl_divergence(q.to_event(2), p.to_event(2)), plain.sum((-1, -2)))
+    torch.testing.assert_close(kl_divergence(q.to_event(3), p.to_event(3)), plain.sum())
+
+
+def test_mask_on_both_sides(pair):
+    """The same mask on both sides switches the KL off where it is False."""
+    q, p = gates(pair, (3,))
+    mask = torch.tensor([True, False, True])
+    value = kl_divergence(q.mask(mask), p.mask(mask))
+    torch.testing.assert_close(value, kl_divergence(q, p) * mask)
+    both = kl_divergence(q.to_event(1).mask(True), p.to_event(1).mask(True))
+    torch.testing.assert_close(both, kl_divergence(q, p).sum())
+
+
+def test_expand_on_either_side(pair):
+    """Expanded gates keep their registered KL; shapes broadcast between q and p."""
+    q, p = gates(pair, ())
+    value = kl_divergence(q, p)
+    for expanded in (
+        kl_divergence(q.expand((4,)), p),
+        kl_divergence(q, p.expand((4,))),
+        kl_divergence(q.expand((4,)), p.expand((4,))),
+    ):
+        assert expanded.shape == (4,)
+        torch.testing.assert_close(expanded, value.expand(4), rtol=1e-14, atol=0)
+    assert kl_divergence(q.expand((4, 1)), p.expand((3,))).shape == (4, 3)
+    twice = kl_divergence(q.expand_by((4,)).to_event(1), p.expand_by((4,)).to_event(1))
+    torch.testing.assert_close(twice, 4 * value)
+
+
+def test_batches_of_both_sides_broadcast(pair):
+    """A column of q's against a row of p's gives a table."""
+    q = stack(pair[0], pair[0].parameters)
+    p = stack(pair[1], pair[1].parameters)
+    column = q.expand((1, *q.batch_shape))
+    table = kl_divergence(build(pair[0], pair[0].parameters[0]).expand((2, 1)), p)
+    assert table.shape == (2, *p.batch_shape)
+    alone = torch.stack(
+        [
+            kl_divergence(build(pair[0], pair[0].parameters[0]), build(pair[1], parameters))
+            for parameters in pair[1].parameters
+        ]
+    )
+    torch.testing.assert_close(table[0], alone, rtol=1e-10, atol=1e-15)
+    assert kl_divergence(column, column).shape == column.batch_shape
+
+
+def test_subclasses_keep_the_kl(pair):
+    """A user's subclass of a family has its parent's KL."""
+    sub = type("Sub", (pair[0].gate,), {})
+    q, p = gates(pair, ())
+    value = kl_divergence(sub(**{k: double(v) for k, v in pair[0].parameters[0].items()}), p)
+    torch.testing.assert_close(value, kl_divergence(q, p), rtol=1e-14, atol=0)
+
+
+def test_mixed_precision():
+    """A float32 posterior against a float64 prior is computed, not refused."""
+    q = HardConcrete(torch.tensor(0.5))
+    p = HardConcrete(double(-1.0))
+    expected = kl_divergence(HardConcrete(double(0.5)), p)
+    torch.testing.assert_close(kl_divergence(q, p).double(), expected, rtol=1e-5, atol=0)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+STRANGERS = [
+    dist.Normal(0.0, 1.0),
+    dist.Beta(1.0, 1.0),
+    dist.Bernoulli(0.5),
+    dist.Delta(torch.tensor(0.0)),
+    dist.Uniform(0.0, 1.0),
+    dist.LogNormal(0.0, 1.0),
+    dist.ContinuousBernoulli(0.5),
+]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.gate.__name__)
+def test_a_gate_and_another_kind_are_refused(family, stranger):
+    """TypeError either way round: NotImplementedError would make Pyro sample without a word."""
+    gate = family.gate(**family.parameters[0])
+    names = [family.gate.__name__, type(stranger).__name__]
+    with pytest.raises(TypeError, match=".*".join(names)):
+        kl_divergence(gate, stranger)
+    with pytest.raises(TypeError, match=".*".join(reversed(names))):
+        kl_divergence(stranger, gate)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda d: type(d).__name__)
+def test_another_kind_is_refused_inside_to_event(stranger):
+    """The wrapper does not hide it."""
+    gate = HardConcrete(torch.zeros(2)).to_event(1)
+    wrapped = stranger.expand((2,)).to_event(1)
+    for q, p in ((gate, wrapped), (wrapped, gate)):
+        with pytest.raises(TypeError, match="HardConcrete"):
+            kl_divergence(q, p)
+
+
+def test_a_wrapped_gate_is_never_sampled_silently():
+    """A wrapper on one side only: the right number or a TypeError, never NotImplementedError."""
+    q, p = HardConcrete(torch.zeros(2)), HardConcrete(torch.ones(2))
+    for a, b in (
+        (q.to_event(1), p),
+        (q, p.to_event(1)),
+        (q.mask(torch.tensor([True, False])), p),
+        (q, p.mask(torch.tensor([True, False]))),
+    ):
+        with pytest.raises(TypeError, match="HardConcrete"):
+            kl_divergence(a, b)
+
+
+class OneAtom(RectifiedNormal):
+    """A gate that claims an atom at 0 only."""
+
+    atoms = (0.0,)
+
+
+def test_gates_with_other_atoms_are_refused():
+    """Without the same atoms the KL is infinite or means nothing; the message shows both sets."""
+    one, two = OneAtom(0.5, 0.5), HardConcrete(0.0)
+    for q, p in ((one, two), (two, one)):
+        with pytest.raises(TypeError, match=r"atoms.*\(0\.0,"):
+            kl_divergence(q, p)
+
+
+def test_shapes_that_do_not_broadcast_are_refused(pair):
+    """The message of torch names the sizes."""
+    q = build(pair[0], pair[0].parameters[0], batch_shape=(3,))
+    p = build(pair[1], pair[1].parameters[0], batch_shape=(2,))
+    with pytest.raises((RuntimeError, ValueError), match=r"3.*2|2.*3"):
+        kl_divergence(q, p)
+
+
+def test_every_family_is_a_gate():
+    """The generic function reaches every family through one base class."""
+    assert all(issubclass(family.gate, GateDistribution) for family in FAMILIES)
