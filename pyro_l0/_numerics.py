@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ __all__ = [
 _LOG_2PI = math.log(2 * math.pi)
 _SQRT_2 = math.sqrt(2)
 _LN2 = math.log(2)
+_ONE = torch.ones(())
 
 
 class Stretch(NamedTuple):
@@ -109,26 +110,30 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(small, near, far)
 
 
+def _psi(x: Tensor) -> Tensor:
+    # Truncation at |x| = 1/2: 2e-17 relative with 13 terms, 3e-9 with 8.
+    last = 13 if x.dtype == torch.float64 else 8
+    series = x / last + 1
+    for k in range(last - 1, 2, -1):
+        series = torch.addcmul(_ONE.to(x), series, x, value=1 / k)
+    return torch.where(x.abs() < 0.5, 0.5 * x * x * series, torch.expm1(x) - x)
+
+
+# Autograd functions below take their context in ``forward``: with ``setup_context`` torch binds the signature anew
+# at every call, which takes longer than the maths of a layer's gates.
+
+
 class _Psi(torch.autograd.Function):
     """exp(x) - 1 - x. Its derivative is expm1(x), so x alone is kept for backward."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        series = torch.ones_like(x)
-        # Truncation at |x| = 1/2: 2e-17 relative with 13 terms, 3e-9 with 8.
-        for k in range(13 if x.dtype == torch.float64 else 8, 2, -1):
-            series = 1 + x * series / k
-        return torch.where(x.abs() < 0.5, 0.5 * x * x * series, torch.expm1(x) - x)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _psi(x)
 
     @staticmethod
-    def setup_context(
-        ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor
-    ) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
         return grad * torch.expm1(x)
 
 
@@ -392,6 +397,159 @@ def hard_concrete_entropy(
     return -torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one - interior
 
 
+class _Ends(NamedTuple):
+    """A hard concrete q and the log-odds d by which it leads p, mirrored such that P(z = 0) <= 1/2 under q.
+
+    Attributes:
+        d: log alpha of q minus that of p.
+        mirrored: where z was replaced by 1 - z, under which the KL does not change.
+        v0, u0, v1, u1: cdf of q at 0, its complement, and the same below 1.
+        between: v1 - v0, without cancellation.
+        a0, a1: logits of v0 and v1.
+    """
+
+    d: Tensor
+    mirrored: Tensor
+    v0: Tensor
+    u0: Tensor
+    v1: Tensor
+    u1: Tensor
+    between: Tensor
+    a0: Tensor
+    a1: Tensor
+
+
+def _ends(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: float | Tensor, stretch: Stretch) -> _Ends:
+    a0 = temperature * stretch.t0 - log_alpha_q
+    a1 = temperature * stretch.t1 - log_alpha_q
+    d = log_alpha_q - log_alpha_p
+    mirrored = a0 + a1 > 0
+    sign = 1 - 2 * mirrored.to(d.dtype)
+    a0, a1, d = torch.where(mirrored, -a1, a0), torch.where(mirrored, -a0, a1), d * sign
+    v0, u0, v1, u1 = torch.sigmoid(a0), torch.sigmoid(-a0), torch.sigmoid(a1), torch.sigmoid(-a1)
+    # v1 * u0 - v0 * u1 = v1 * u0 * (1 - exp(a0 - a1)), and the gap of the logits does not depend on q.
+    gap = -temperature * (stretch.t1 - stretch.t0)
+    between = v1 * u0 * -(torch.expm1(gap) if isinstance(gap, Tensor) else math.expm1(gap))
+    return _Ends(d, mirrored, v0, u0, v1, u1, between, a0, a1)
+
+
+def _log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For |d| < 3: d, L0, L1 = log(1 + kappa v0), log(1 + kappa v1), their difference, y and log1p(y) / y."""
+    d = torch.where(near, e.d, 0.0)
+    kappa = torch.expm1(d)
+    l0, l1 = torch.log1p(kappa * e.v0), torch.log1p(kappa * e.v1)
+    y = kappa * e.between / (1 + kappa * e.v0)
+    delta = torch.log1p(y)
+    tiny = y.abs() < 1e-4
+    ratio = torch.where(tiny, 1 - y / 2 + y * y / 3, delta / torch.where(tiny, 1.0, y))
+    return d, l0, l1, delta, y, ratio
+
+
+def _far_log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For |d| >= 3: d, L0, L1, exp(d) - 1 and exp(-d) - 1; beyond 60 the last two would overflow and no longer matter."""
+    d = torch.where(near, 3.0, e.d)
+    l0 = F.softplus(e.a0 + d) - F.softplus(e.a0)
+    l1 = F.softplus(e.a1 + d) - F.softplus(e.a1)
+    bounded = d.clamp(-60.0, 60.0)
+    return d, l0, l1, torch.expm1(bounded), torch.expm1(-bounded)
+
+
+class _KLSameTemperature(torch.autograd.Function):
+    """KL of two hard concretes with one temperature; see :func:`hard_concrete_kl_same_temperature`.
+
+    The derivatives are written out, because autograd would keep some eighty intermediate tensors per step. They are
+    sums of terms of one sign wherever the parameters saturate, and are themselves differentiable.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        log_alpha_q: Tensor,
+        log_alpha_p: Tensor,
+        temperature: float | Tensor,
+        stretch: Stretch,
+        rule: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        ctx.stretch, ctx.rule = stretch, rule
+        ctx.number = None if isinstance(temperature, Tensor) else temperature
+        tensors = (temperature,) if isinstance(temperature, Tensor) else ()
+        ctx.save_for_backward(log_alpha_q, log_alpha_p, *tensors)
+        e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
+        near = e.d.abs() < 3
+        d, l0, l1, delta, _, ratio = _log_ratios(e, near)
+        x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
+        step = delta.unsqueeze(-1) * x
+        inner = _psi((d - 2 * l0).unsqueeze(-1) - 2 * step) * torch.exp(step)
+        small = e.v0 * _psi(d - l0) + e.u1 * _psi(-l1) + e.between * ratio * (inner @ w)
+
+        d, l0, l1, kappa, kappa_bar = _far_log_ratios(e, near)
+        large = (
+            -d * e.v1 - 2 * e.between - l1 * (e.u1 + 2 / kappa_bar) - l0 * (e.v0 + 2 / kappa)
+        )
+        return torch.where(near, small, large)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
+        temperature = rest[0] if rest else ctx.number
+        e = _ends(log_alpha_q, log_alpha_p, temperature, ctx.stretch)
+        near = e.d.abs() < 3
+        d, l0, l1, delta, y, ratio = _log_ratios(e, near)
+        far_d, far_l0, far_l1, kappa, kappa_bar = _far_log_ratios(e, near)
+        x, w = 0.5 * (ctx.rule[0] + 1), 0.5 * ctx.rule[1]
+        step = delta.unsqueeze(-1) * x
+        tiny = (y.abs() < 1e-4).unsqueeze(-1)
+        # The cdf of q at the nodes and its complement.
+        share = torch.where(tiny, x, torch.expm1(step) / torch.where(tiny, 1.0, y.unsqueeze(-1)))
+        v = e.v0.unsqueeze(-1) + e.between.unsqueeze(-1) * share
+        u = e.u1.unsqueeze(-1) + e.between.unsqueeze(-1) * (1 - share)
+        sign = torch.where(e.mirrored, -grad, grad)
+
+        grad_q = grad_p = grad_t = None
+        if ctx.needs_input_grad[0]:
+            ends = e.v0 * e.u0, e.v1 * e.u1
+            small = ends[0] * l0 + ends[1] * (d - l1) + 2 * delta * ((v * u) @ w)
+            large = (
+                ends[0] * far_l0
+                + ends[1] * (far_d - far_l1)
+                - 2 * e.between / kappa_bar
+                + 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
+                - e.between * (e.v0 + e.v1)
+            )
+            grad_q = sign * torch.where(near, small, large)
+        if ctx.needs_input_grad[1]:
+            lead = torch.expm1((d - 2 * l0).unsqueeze(-1) - 2 * step) * (torch.exp(d).unsqueeze(-1) * v - u)
+            small = (
+                torch.exp(-l0) * (e.between * ratio * (lead @ w) - e.v0 * e.u0 * torch.expm1(d - l0))
+                + e.u1 * e.v1 * torch.expm1(-l1) * torch.exp(d - l1)
+            )
+            p0, p1 = torch.sigmoid(e.a0 + far_d), torch.sigmoid(e.a1 + far_d)
+            large = (
+                e.v1
+                - (1 + e.v1) * p1
+                + e.v0 * p0
+                - 2 * (p1 - p0) / kappa
+                - 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
+            )
+            grad_p = sign * torch.where(near, small, large)
+        if ctx.needs_input_grad[2]:
+            l0, l1 = torch.where(near, l0, far_l0), torch.where(near, l1, far_l1)
+            rest_d = e.d - l1
+            low = rest_d < 1
+            # v1 exp(d - L1) is the cdf of p, which stays finite where the exponential does not.
+            upper = torch.where(
+                low,
+                e.v1 * psi(torch.where(low, rest_d, 0.0)),
+                torch.sigmoid(e.a1 + e.d) - e.v1 - e.v1 * rest_d,
+            )
+            lower = e.v0 * e.u0 * psi(-l0)
+            t0, t1 = ctx.stretch.t0, ctx.stretch.t1
+            grad_t = grad * torch.where(
+                e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower
+            )
+        return grad_q, grad_p, grad_t, None, None
+
+
 def hard_concrete_kl_same_temperature(
     log_alpha_q: Tensor,
     log_alpha_p: Tensor,
@@ -401,58 +559,23 @@ def hard_concrete_kl_same_temperature(
 ) -> Tensor:
     """KL of two hard concretes with one temperature and one stretch, in closed form.
 
-    With kappa = exp(d) - 1 and v the cdf of q, the log ratio of the densities is -d + 2 log(1 + kappa v), which
-    integrates to the total below. It is O(d^2) but built from terms of O(d), so for |d| < 3 the same integral is
-    taken over log(1 + kappa v) instead, where the integrand is entire and non-negative and the given rule is exact
-    to rounding.
+    With d the lead of q's log alpha, kappa = exp(d) - 1 and v the cdf of q, the log ratio of the densities is
+    -d + 2 log(1 + kappa v), whose integral is elementary. It is O(d^2) but built from terms of O(d), so for |d| < 3
+    the same integral is taken over log(1 + kappa v) instead, where the integrand is entire and non-negative and the
+    given rule is exact to rounding.
 
     Args:
         log_alpha_q: location of q, broadcast against ``log_alpha_p``.
         log_alpha_p: location of p.
         temperature: the shared temperature; the gradient is that of the shared value.
-        stretch: the shared stretch.
+        stretch: the shared stretch, a constant.
         rule: Gauss-Legendre nodes and weights on [-1, 1] (8 for float64, 5 for float32).
     """
-    a0 = temperature * stretch.t0 - log_alpha_q
-    a1 = temperature * stretch.t1 - log_alpha_q
-    d = log_alpha_q - log_alpha_p
-    # KL is invariant under z -> 1 - z: reflect such that v0 <= 1/2, which keeps the large-d form well conditioned.
-    reflect = a0 + a1 > 0
-    a0, a1, d = (
-        torch.where(reflect, -a1, a0),
-        torch.where(reflect, -a0, a1),
-        torch.where(reflect, -d, d),
-    )
-    v0, v1, u1 = torch.sigmoid(a0), torch.sigmoid(a1), torch.sigmoid(-a1)
-    between = torch.exp(F.logsigmoid(a1) + F.logsigmoid(-a0) + log1mexp(a1 - a0))
-    near = d.abs() < 3
-
-    # |d| < 3
-    d_near = torch.where(near, d, 0.0)
-    kappa = torch.expm1(d_near)
-    l0, l1 = torch.log1p(kappa * v0), torch.log1p(kappa * v1)
-    y = kappa * between / (1 + kappa * v0)
-    delta = torch.log1p(y)
-    tiny = y.abs() < 1e-4
-    y_safe = torch.where(tiny, 1.0, y)
-    ratio = torch.where(tiny, 1 - y / 2 + y * y / 3, torch.log1p(y_safe) / y_safe)
-    nodes, weights = rule
-    step = delta.unsqueeze(-1) * (0.5 * (nodes + 1))
-    inner = psi((d_near - 2 * l0).unsqueeze(-1) - 2 * step) * torch.exp(step)
-    small = v0 * psi(d_near - l0) + u1 * psi(-l1) + between * ratio * (inner @ (0.5 * weights))
-
-    # |d| >= 3; beyond 60 exp(|d|) - 1 no longer matters and would overflow in float32.
-    d_far = torch.where(near, 3.0, d)
-    l0_far = F.softplus(a0 + d_far) - F.softplus(a0)
-    l1_far = F.softplus(a1 + d_far) - F.softplus(a1)
-    bounded = d_far.clamp(-60.0, 60.0)
-    large = (
-        -d_far * v1
-        - 2 * between
-        - l1_far * (u1 + 2 / torch.expm1(-bounded))
-        - l0_far * (v0 + 2 / torch.expm1(bounded))
-    )
-    return torch.where(near, small, large)
+    log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.expand_as(log_alpha_q)
+    out: Tensor = _KLSameTemperature.apply(log_alpha_q, log_alpha_p, temperature, stretch, rule)
+    return out
 
 
 def _logsigmoid_change(a: Tensor, step: Tensor) -> Tensor:
@@ -508,18 +631,13 @@ class _LogNdtr(torch.autograd.Function):
     """log Phi. torch's own derivative loses accuracy far in the tail (2e-4 at -100 in float32)."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         return torch.special.log_ndtr(x)
 
     @staticmethod
-    def setup_context(
-        ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor
-    ) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
         return grad * _inverse_mills(x)
 
 
@@ -569,18 +687,13 @@ class _PositivePartMean(torch.autograd.Function):
     """E max(0, x + e) for standard normal e; its derivative is the normal cdf."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         return _positive_part_mean(x)
 
     @staticmethod
-    def setup_context(
-        ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor
-    ) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
         return grad * ndtr(x)
 
 

@@ -194,6 +194,16 @@ class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not 
         new._validate_args = self._validate_args
         return new  # type: ignore[no-any-return]
 
+    def with_learned(self, **values: Tensor) -> Self:
+        """This gate with other values of the learned parameters, unchecked; they share one shape.
+
+        A guide calls this at every step, where checking would read the device back.
+        """
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__, **values)
+        new._batch_shape = next(iter(values.values())).shape
+        return new  # type: ignore[no-any-return]
+
     def _with_node_dim(self) -> Self:
         """This gate with a last batch dimension of size one, for quadrature nodes to broadcast against."""
         new = type(self).__new__(type(self))

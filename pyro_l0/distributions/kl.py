@@ -28,7 +28,7 @@ def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
     dtype = torch.promote_types(q.log_alpha.dtype, p.log_alpha.dtype)
     # The closed form has the derivative with respect to a temperature that both share. Temperatures that are
     # merely equal may be moved one at a time, so either they are one tensor or neither is being learned.
-    if _same(q._temperature, p._temperature):
+    if _same(q._temperature, p._temperature) and not _learned(q._gamma, q._zeta):
         rule = numerics.gauss_legendre(
             8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device
         )
@@ -51,6 +51,10 @@ def _same(x: Number, y: Number) -> bool:
         constant = not (x.requires_grad or y.requires_grad)
         return constant and x.device.type == y.device.type == "cpu" and torch.equal(x, y)
     return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
+
+
+def _learned(*parameters: Number) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in parameters)
 
 
 @register_kl(RectifiedNormal, RectifiedNormal)

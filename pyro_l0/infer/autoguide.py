@@ -12,7 +12,7 @@ import torch
 from pyro.distributions import Normal
 from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
 from torch import Tensor, nn
-from torch.distributions import transform_to
+from torch.distributions import constraints, transform_to
 
 from pyro_l0.distributions.gate import GateDistribution, check_rate, find_gate
 from pyro_l0.distributions.hard_concrete import HardConcrete
@@ -37,7 +37,7 @@ class _Plan(NamedTuple):
 
     event_dim: int
     plates: tuple[str, ...]
-    options: dict[str, Any]
+    template: GateDistribution | None
 
 
 class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
@@ -122,39 +122,41 @@ class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
                     f"but got {', '.join(map(repr, unknown))}."
                 )
         for name, site in sites.items():
-            options = self._gate_options(name, site) if name in gates else {}
+            template = self._first_gate(name, site) if name in gates else None
             plates = tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
-            self._plans[name] = _Plan(site["fn"].event_dim, plates, options)
-            learned = self._init_gate(name, site, options) if name in gates else self._init_other(name, site)
+            self._plans[name] = _Plan(site["fn"].event_dim, plates, template)
+            shape = _full_shape(site)
+            learned = self._init_other(name, site, shape) if template is None else self._init_gate(template, shape)
             self.sites[_key(name)] = nn.ParameterDict(learned)
         # The guide's own sites have no use for the plates of the data.
         used = {plate for plan in self._plans.values() for plate in plan.plates}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         self.prototype_trace.detach_()
 
-    def _gate_options(self, name: str, site: dict[str, Any]) -> dict[str, Any]:
+    def _first_gate(self, name: str, site: dict[str, Any]) -> GateDistribution:
+        """The gate that a site starts from, shape ``()``; it keeps the parameters that are not learned."""
         prior = find_gate(site["fn"])
-        inherited = dict(prior.fixed_options) if type(prior) is self.family else {}
-        return {
+        assert prior is not None
+        inherited = prior.fixed_options if type(prior) is self.family else {}
+        options = {
             key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-            for key, value in (inherited | self.family_options).items()
+            for key, value in {**inherited, **self.family_options}.items()
         }
-
-    def _init_gate(self, name: str, site: dict[str, Any], options: dict[str, Any]) -> dict[str, nn.Parameter]:
         rate = self.init_active_prob
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
-        value = site["value"].detach()
-        start = self.family.from_active_prob(torch.as_tensor(rate, dtype=value.dtype, device=value.device), **options)
-        shape = _full_shape(site)
+        start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
+        return self.family.from_active_prob(start, **options)
+
+    def _init_gate(self, template: GateDistribution, shape: torch.Size) -> dict[str, nn.Parameter]:
         learned = {}
         for i, (key, constraint) in enumerate(self.family.learned.items()):
-            unconstrained = transform_to(constraint).inv(getattr(start, key)).expand(shape).clone()
+            unconstrained = transform_to(constraint).inv(getattr(template, key)).expand(shape).clone()
             if i == 0 and self.init_jitter > 0:
                 unconstrained += self.init_jitter * torch.randn_like(unconstrained)
             learned[key] = nn.Parameter(unconstrained)
         return learned
 
-    def _init_other(self, name: str, site: dict[str, Any]) -> dict[str, nn.Parameter]:
+    def _init_other(self, name: str, site: dict[str, Any], shape: torch.Size) -> dict[str, nn.Parameter]:
         raise AssertionError(f"AutoGate hides every site but gates, yet saw {name!r}.")
 
     # ------------------------------------------------------------ the guide
@@ -164,30 +166,29 @@ class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         plates = self._create_plates(*args, **kwargs)
+        sites = self.sites  # once: under Pyro every access is a pyro.module statement
         values: dict[str, Tensor] = {}
         for name, plan in self._plans.items():
             with ExitStack() as stack:
                 for plate in plan.plates:
                     stack.enter_context(plates[plate])
-                fn = self._distribution(name, plan, subsample=bool(plan.plates))
+                parameters = sites[_key(name)]._parameters
+                if plan.plates:  # each parameter is full-sized, and a subsampled plate picks its rows
+                    parameters = {key: pyro.subsample(x, event_dim=plan.event_dim) for key, x in parameters.items()}
+                fn = self._distribution(plan, parameters)
                 values[name] = pyro.sample(name, fn.to_event(plan.event_dim) if plan.event_dim else fn)
         return values
 
-    def _parameters_of(self, name: str, plan: _Plan, subsample: bool) -> Mapping[str, Tensor]:
-        parameters: nn.ParameterDict = self.sites[_key(name)]  # type: ignore[assignment]
-        if not subsample:
-            return parameters
-        # Inside a subsampled plate each parameter is full-sized, and the plate picks its rows.
-        return {key: pyro.subsample(value, event_dim=plan.event_dim) for key, value in parameters.items()}
+    def _distribution(self, plan: _Plan, parameters: Mapping[str, Any]) -> Any:
+        return self._gate(plan, parameters)
 
-    def _distribution(self, name: str, plan: _Plan, subsample: bool) -> Any:
-        return self._gate(name, plan, subsample)
-
-    def _gate(self, name: str, plan: _Plan, subsample: bool = False) -> GateDistribution:
-        parameters = self._parameters_of(name, plan, subsample)
-        values = {key: transform_to(constraint)(parameters[key]) for key, constraint in self.family.learned.items()}
-        # The transforms keep parameters valid; checking them again at every step would read the device.
-        return self.family(**values, **plan.options, validate_args=False)
+    def _gate(self, plan: _Plan, parameters: Mapping[str, Any]) -> GateDistribution:
+        assert plan.template is not None
+        values = {
+            key: parameters[key] if constraint is constraints.real else transform_to(constraint)(parameters[key])
+            for key, constraint in self.family.learned.items()
+        }
+        return plan.template.with_learned(**values)
 
     # ------------------------------------------------------------ summaries
 
@@ -198,7 +199,8 @@ class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
 
     def posterior(self) -> dict[str, GateDistribution]:
         """The posterior gates by site, of the full size of subsampled plates; differentiable."""
-        return {name: self._gate(name, plan) for name, plan in self._gate_plans().items()}
+        sites = self.sites
+        return {name: self._gate(plan, sites[_key(name)]) for name, plan in self._gate_plans().items()}
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
@@ -271,9 +273,8 @@ class AutoSpikeSlab(AutoGate):
                 if name not in self._plans:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
 
-    def _init_other(self, name: str, site: dict[str, Any]) -> dict[str, nn.Parameter]:
+    def _init_other(self, name: str, site: dict[str, Any], shape: torch.Size) -> dict[str, nn.Parameter]:
         value = site["value"].detach()
-        shape = _full_shape(site)
         loc = self.init_loc.get(name)
         if loc is None:
             fn = site["fn"]
@@ -284,27 +285,26 @@ class AutoSpikeSlab(AutoGate):
         log_scale = torch.full_like(loc, math.log(self.init_scale))
         return {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
 
-    def _distribution(self, name: str, plan: _Plan, subsample: bool) -> Any:
-        if name not in self.slab:
-            return self._gate(name, plan, subsample)
-        return self._slab(name, plan, subsample)
-
-    def _slab(self, name: str, plan: _Plan, subsample: bool = False) -> Normal:
-        parameters = self._parameters_of(name, plan, subsample)
-        return Normal(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
+    def _distribution(self, plan: _Plan, parameters: Mapping[str, Any]) -> Any:
+        return _slab(parameters) if plan.template is None else self._gate(plan, parameters)
 
     def _gate_plans(self) -> dict[str, _Plan]:
         return {name: plan for name, plan in super()._gate_plans().items() if name not in self.slab}
 
     def slabs(self) -> dict[str, Normal]:
         """The posterior slabs by site; differentiable."""
-        return {name: self._slab(name, plan) for name, plan in super()._gate_plans().items() if name in self.slab}
+        sites = self.sites
+        return {name: _slab(sites[_key(name)]) for name in super()._gate_plans() if name in self.slab}
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior median of every gate and slab, by site; takes the model's arguments."""
         gates = super().median(*args, **kwargs)
         return gates | {name: slab.mean for name, slab in self.slabs().items()}
+
+
+def _slab(parameters: Mapping[str, Any]) -> Normal:
+    return Normal(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
 
 
 def _key(name: str) -> str:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.nn.deferred import defer_product
 
 __all__ = ["Gate", "gate_names", "multiply_along", "name_gates"]
 
@@ -75,7 +76,10 @@ class Gate(nn.Module):
             )
         if self.site_name is None:
             self.site_name = _path_on_stack(self)
-        return multiply_along(x, pyro.sample(self.site_name, self._site), self.dim)
+        z = pyro.sample(self.site_name, self._site)
+        if z.dim() == 1 and z.requires_grad and not x.requires_grad and self.dim in (-1, x.dim() - 1):
+            return defer_product(x, z)
+        return multiply_along(x, z, self.dim)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Gate:
         # The prior moves with the network, though it is no parameter of it.
