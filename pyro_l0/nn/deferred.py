@@ -31,10 +31,31 @@ class _DeferredProduct(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]):
-            x, weight, *rest = args
-            return F.linear(x.plain, weight * x.factor.to(weight.dtype), *rest, **kwargs)
+            x, weight, bias = *args, *(() if len(args) > 2 else (kwargs.get("bias"),))
+            if torch.is_autocast_enabled(x.plain.device.type):
+                return F.linear(x.plain, weight * x.factor.to(weight.dtype), bias)
+            return _GatedLinear.apply(x.plain, x.factor.to(weight.dtype), weight, bias)
         args, kwargs = tree_map(_product, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """W (x * z) + b without a gradient of x; the gates' gradient comes from that of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, z, weight)
+        return F.linear(x * z, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, z, weight = ctx.saved_tensors
+        grad = grad.flatten(0, -2)
+        of_product = grad.t() @ x.flatten(0, -2)  # gradient of weight * z
+        of_z = torch.linalg.vecdot(weight, of_product, dim=0)
+        # In place, unless a graph of this gradient is being built: the matrix is large.
+        of_weight = of_product * z if torch.is_grad_enabled() else of_product.mul_(z)
+        return None, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None
 
 
 def _product(x: Any) -> Any:
