@@ -1,0 +1,7 @@
+"""Gates in networks: the layer, fixed gates, and what open gates cost."""
+
+from pyro_l0.nn.cost import NetworkCost, square_norms
+from pyro_l0.nn.fixed import FixedGate, fix_gates
+from pyro_l0.nn.gate import Gate, gate_names, name_gates
+
+__all__ = ["FixedGate", "Gate", "NetworkCost", "fix_gates", "gate_names", "name_gates", "square_norms"]

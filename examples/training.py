@@ -1,0 +1,160 @@
+"""Training a gated classifier, one epoch at a time, and what is measured along the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from data import Images
+from networks import Classifier, mlp, slab_sites, with_mean_weights
+from pyro_l0 import HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.infer.elbo import Objective
+from pyro_l0.nn import NetworkCost, fix_gates, name_gates
+
+__all__ = ["Run"]
+
+
+class Run:
+    """One training run: model, guide, objective, optimiser and averaged weights.
+
+    Args:
+        images: the data, moved to ``device``.
+        sizes: units per layer of the network.
+        objective: Eq. 22 (``"l0"``), 21 (``"free_energy"``) or 20 (``"spike_slab"``).
+        lam: price of one open weight in nats; one for all gate sites or one per site.
+        prior_active_prob: P(z != 0) under the gates' prior.
+        init_active_prob: P(z != 0) of each site's gates at the start.
+        slab_scale: prior standard deviation of the weights, for ``"spike_slab"``.
+        learning_rate: Adam's step for weights.
+        gate_learning_rate: Adam's step for gates.
+        batch_size: examples per step.
+        averaging: decay of the averaged weights.
+        seed: seed of everything random.
+        device: where to train.
+
+    Raises:
+        ValueError: ``lam`` has neither one entry nor one per gate site.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        sizes: tuple[int, ...],
+        *,
+        objective: Objective = "l0",
+        lam: tuple[float, ...] = (0.1,),
+        prior_active_prob: float = 0.1,
+        init_active_prob: tuple[float, ...],
+        slab_scale: float = 0.1,
+        learning_rate: float = 1e-3,
+        gate_learning_rate: float = 1e-3,
+        batch_size: int = 100,
+        averaging: float = 0.999,
+        seed: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        torch.manual_seed(seed)
+        self.device = torch.device(device)
+        self.train_x, self.train_y, self.test_x, self.test_y = (
+            x.to(self.device) for x in (images.train_x, images.train_y, images.test_x, images.test_y)
+        )
+        self.batch_size = batch_size
+        slab = objective == "spike_slab"
+        prior = HardConcrete.from_active_prob(prior_active_prob)
+        self.net = mlp(sizes, prior, slab_scale if slab else None).to(self.device)
+        self.model = Classifier(self.net, len(self.train_x))
+        sites = list(name_gates(self.model))
+        self.cost = NetworkCost(_named_mlp(sizes), torch.zeros(1, sizes[0]))
+        if len(lam) not in (1, len(sites)):
+            raise ValueError(f"Expected lam with 1 or {len(sites)} entries, one per gate site, but got {len(lam)}.")
+        prices = dict(zip(sites, lam * len(sites) if len(lam) == 1 else lam, strict=True))
+        rates = dict(zip(sites, init_active_prob, strict=True))
+        if slab:
+            starts = {layer: self.net[int(layer.split(".")[1])].weight.detach() for layer in slab_sites(self.net)}
+            self.guide: AutoGate = AutoSpikeSlab(
+                self.model, slab_sites(self.net), init_scale=0.01, init_loc=starts, init_active_prob=rates
+            )
+            elbo = L0_ELBO(objective, slab=slab_sites(self.net))
+        else:
+            self.guide = AutoGate(self.model, init_active_prob=rates)
+            elbo = L0_ELBO(objective, lam=prices, group_size=self.cost.group_sizes)
+        self.loss = elbo(self.model, self.guide)
+        self.loss(*self._batch(torch.arange(2, device=self.device)))  # makes the guide's parameters
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimiser = torch.optim.Adam(
+            [
+                {"params": trained, "lr": learning_rate},
+                {"params": list(self.guide.parameters()), "lr": gate_learning_rate},
+            ],
+            fused=True,
+        )
+        self.averaged = AveragedModel(
+            nn.ModuleList([self.net, self.guide]), multi_avg_fn=get_ema_multi_avg_fn(averaging)
+        )
+
+    def _batch(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return index, self.train_x[index], self.train_y[index]
+
+    def train_epoch(self) -> float:
+        """One pass over the training images in a new order; the mean loss per example, in nats."""
+        total = torch.zeros((), device=self.device)
+        order = torch.randperm(len(self.train_x)).to(self.device)
+        batches = order.split(self.batch_size)
+        for index in batches:
+            self.optimiser.zero_grad()
+            loss = self.loss(*self._batch(index))
+            loss.backward()
+            self.optimiser.step()
+            self.averaged.update_parameters(nn.ModuleList([self.net, self.guide]))
+            total += loss.detach()
+        return float(total) / len(batches) / len(self.train_x)
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any]:
+        """Test error of the averaged weights under the test gates, and what is left of the network."""
+        net, guide = self.averaged.module
+        gates = guide.test_gates()
+        plain = with_mean_weights(net, guide) if isinstance(guide, AutoSpikeSlab) else net
+        wrong = fix_gates(plain, gates)(self.test_x).argmax(-1) != self.test_y
+        open_gates = {name: (gate != 0).float() for name, gate in gates.items()}
+        active = {name: gate.active_prob for name, gate in guide.posterior().items()}
+        return {
+            "test_error_percent": 100 * float(wrong.float().mean()),
+            "architecture": [int(gate.sum()) for gate in open_gates.values()],
+            "weights_left": int(self.cost.weights(open_gates)),
+            "macs_left": int(self.cost.macs(open_gates)),
+            "expected_weights": float(self.cost.weights(active)),
+            "expected_macs": float(self.cost.macs(active)),
+            "expected_l0": sum(float(p.sum()) * self.cost.group_sizes[name] for name, p in active.items()),
+            "active_rate": {name: float(p.mean()) for name, p in active.items()},
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, random numbers included."""
+        return {
+            "model": self.model.state_dict(),
+            "guide": self.guide.state_dict(),
+            "averaged": self.averaged.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "random": torch.get_rng_state(),
+            "step": self.loss.elbo.step,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state` returned."""
+        self.model.load_state_dict(state["model"])
+        self.guide.load_state_dict(state["guide"])
+        self.averaged.load_state_dict(state["averaged"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        torch.set_rng_state(state["random"])
+        self.loss.elbo.step = state["step"]
+
+
+def _named_mlp(sizes: tuple[int, ...]) -> nn.Module:
+    net = mlp(sizes)
+    name_gates(net, prefix="net.")
+    return net
