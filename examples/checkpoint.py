@@ -93,9 +93,7 @@ def _read(path: Path) -> dict[str, Any]:
         content.seek(0)
         state = torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: expected tensors and plain values, got something else ({error})"
-        ) from error
+        raise CheckpointError(f"{path}: expected tensors and plain values, got something else ({error})") from error
     except Exception as error:
         raise CheckpointError(
             f"{path} is damaged or no checkpoint: expected a whole archive written by torch.save, "

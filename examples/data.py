@@ -22,18 +22,10 @@ MNIST_URLS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
 MNIST_SHA256 = {
-    "train-images-idx3-ubyte.gz": (
-        "7ff28fd295f802eefc6d40e461175dfe4b969b1842b2abc8c6dc8c20711cf79f"
-    ),
-    "train-labels-idx1-ubyte.gz": (
-        "81a978ae83d39ffdba0db3ce2fcaf80a8921e9629e874428996a2b03242d4b2a"
-    ),
-    "t10k-images-idx3-ubyte.gz": (
-        "197e111ae341b0770be9011ac5e622d0e6cd1c640b32eb0de5dc1dd26cc6e182"
-    ),
-    "t10k-labels-idx1-ubyte.gz": (
-        "b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b"
-    ),
+    "train-images-idx3-ubyte.gz": ("7ff28fd295f802eefc6d40e461175dfe4b969b1842b2abc8c6dc8c20711cf79f"),
+    "train-labels-idx1-ubyte.gz": ("81a978ae83d39ffdba0db3ce2fcaf80a8921e9629e874428996a2b03242d4b2a"),
+    "t10k-images-idx3-ubyte.gz": ("197e111ae341b0770be9011ac5e622d0e6cd1c640b32eb0de5dc1dd26cc6e182"),
+    "t10k-labels-idx1-ubyte.gz": ("b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b"),
 }
 MNIST_SIDE = 28
 CLASSES = 10
@@ -122,15 +114,11 @@ def read_idx(path: Path, item_shape: tuple[int, ...] = ()) -> npt.NDArray[np.uin
     rank = 1 + len(item_shape)
     header = struct.Struct(f">{1 + rank}I")
     if len(content) < header.size:
-        raise ValueError(
-            f"{path}: expected an IDX header of {header.size} bytes, got {len(content)} bytes"
-        )
+        raise ValueError(f"{path}: expected an IDX header of {header.size} bytes, got {len(content)} bytes")
     magic, count, *found_shape = header.unpack_from(content)
     expected_magic = 0x0800 + rank  # 08 stands for unsigned bytes
     if magic != expected_magic:
-        raise ValueError(
-            f"{path}: expected the IDX magic number 0x{expected_magic:08x}, got 0x{magic:08x}"
-        )
+        raise ValueError(f"{path}: expected the IDX magic number 0x{expected_magic:08x}, got 0x{magic:08x}")
     if tuple(found_shape) != item_shape:
         raise ValueError(f"{path}: expected items of shape {item_shape}, got {tuple(found_shape)}")
     if count == 0:
@@ -154,8 +142,7 @@ def _decompress(path: Path) -> bytes:
         return gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"{path}: expected a whole gzip file, got {len(content)} bytes that end or break "
-            f"inside it ({error})"
+            f"{path}: expected a whole gzip file, got {len(content)} bytes that end or break inside it ({error})"
         ) from error
 
 
@@ -170,9 +157,7 @@ def _read_part(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
             f"and {len(labels)} labels in {labels_path}"
         )
     if labels.max() >= CLASSES:
-        raise ValueError(
-            f"{labels_path}: expected labels from 0 to {CLASSES - 1}, got {labels.max()}"
-        )
+        raise ValueError(f"{labels_path}: expected labels from 0 to {CLASSES - 1}, got {labels.max()}")
     pixels = images.reshape(len(images), -1).astype(np.float32) / 255
     return torch.from_numpy(pixels), torch.from_numpy(labels.astype(np.int64))
 
@@ -197,6 +182,5 @@ def _download(name: str, base_urls: Sequence[str], folder: Path) -> None:
             failures.append(f"{url}: {error}")
     raise FileNotFoundError(
         f"expected {name} with SHA-256 {MNIST_SHA256[name]}, and no mirror delivered it; "
-        "download the four files by hand and name their folder with --data-dir\n"
-        + "\n".join(failures)
+        "download the four files by hand and name their folder with --data-dir\n" + "\n".join(failures)
     )

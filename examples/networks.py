@@ -39,9 +39,7 @@ class SlabLinear(nn.Linear):
         return F.linear(x, pyro.sample(self.site_name, prior.to_event(2)), self.bias)
 
 
-def mlp(
-    sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale: float | None = None
-) -> nn.Sequential:
+def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale: float | None = None) -> nn.Sequential:
     """A multilayer perceptron with a gate per input and per hidden unit, behind the nonlinearity.
 
     Args:
@@ -65,9 +63,7 @@ def mlp(
 def slab_sites(network: nn.Sequential) -> dict[str, str]:
     """The gate site of every slab site of :func:`mlp`: the gate in front of the layer."""
     layers = list(network)
-    return {
-        layer.site_name: f"net.{i - 1}" for i, layer in enumerate(layers) if isinstance(layer, SlabLinear)
-    }
+    return {layer.site_name: f"net.{i - 1}" for i, layer in enumerate(layers) if isinstance(layer, SlabLinear)}
 
 
 def with_mean_weights(network: nn.Sequential, guide: AutoSpikeSlab) -> nn.Sequential:

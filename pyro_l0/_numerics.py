@@ -38,9 +38,9 @@ __all__ = [
     "log_ndtr",
     "log_ndtri",
     "logistic_noise",
+    "make_stretch",
     "ndtr",
     "normal_log_density",
-    "make_stretch",
     "num_nodes",
     "panel_nodes",
     "positive_part_mean",
@@ -111,8 +111,8 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 def _psi(x: Tensor) -> Tensor:
-    # Truncation at |x| = 1/2: 2e-17 relative with 13 terms, 3e-9 with 8.
-    last = 13 if x.dtype == torch.float64 else 8
+    # Cut at x^last / last!; the rest at |x| = 1/2 is 6e-18 of the value in float64, 2e-9 in float32.
+    last = 15 if x.dtype == torch.float64 else 9
     series = x / last + 1
     for k in range(last - 1, 2, -1):
         series = torch.addcmul(_ONE.to(x), series, x, value=1 / k)
@@ -120,7 +120,13 @@ def _psi(x: Tensor) -> Tensor:
 
 
 # Autograd functions below take their context in ``forward``: with ``setup_context`` torch binds the signature anew
-# at every call, which takes longer than the maths of a layer's gates.
+# at every call, which takes longer than the maths of a layer's gates. torch.compile gets the plain formulas instead,
+# which it differentiates and fuses by itself.
+
+
+def _apply(function: Any, *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)
+    return out
 
 
 class _Psi(torch.autograd.Function):
@@ -132,15 +138,14 @@ class _Psi(torch.autograd.Function):
         return _psi(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * torch.expm1(x)
 
 
 def psi(x: Tensor) -> Tensor:
     """exp(x) - 1 - x >= 0, with full relative accuracy at small x."""
-    out: Tensor = _Psi.apply(x)
-    return out
+    return _apply(_Psi, x) if not torch.compiler.is_compiling() else _psi(x)
 
 
 def klterm(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -183,9 +188,7 @@ def _legendre(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @lru_cache(maxsize=256)
-def gauss_legendre(
-    n: int, dtype: torch.dtype, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
+def gauss_legendre(n: int, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Nodes and weights of the n-point Gauss-Legendre rule on [-1, 1], computed in double."""
     x, w = _legendre(n)
     return torch.tensor(x, dtype=dtype, device=device), torch.tensor(w, dtype=dtype, device=device)
@@ -201,7 +204,9 @@ def _number_stretch(gamma: float, zeta: float) -> Stretch:
 def half_width(stretch: Stretch) -> float:
     """Half the length of [t0, t1], the largest one if there are several."""
     length = stretch.t1 - stretch.t0
-    return 0.5 * (float(length.detach().amax()) if isinstance(length, Tensor) else length)
+    if isinstance(length, Tensor):
+        return 0.5 * float(length.detach().amax()) if length.numel() else 1.0
+    return 0.5 * length
 
 
 def make_stretch(gamma: float | Tensor, zeta: float | Tensor, dtype: torch.dtype) -> Stretch:
@@ -273,15 +278,11 @@ def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     stops at 16.6 and may be infinite.
     """
     tiny = torch.finfo(dtype).tiny
-    log_e = (
-        torch.empty((2, *shape), dtype=dtype, device=device).exponential_().clamp_(min=tiny).log_()
-    )
+    log_e = torch.empty((2, *shape), dtype=dtype, device=device).exponential_().clamp_(min=tiny).log_()
     return log_e[0] - log_e[1]
 
 
-def hard_concrete_transform(
-    noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
-) -> Tensor:
+def hard_concrete_transform(noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
     """The gate that standard logistic noise turns into (eq. 10-11 of the L0 paper)."""
     y = (log_alpha + noise) / temperature
     return (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
@@ -294,9 +295,7 @@ def hard_concrete_log_probs(
     a0 = temperature * stretch.t0 - log_alpha
     a1 = temperature * stretch.t1 - log_alpha
     log_active = F.logsigmoid(-a0)
-    gap = torch.as_tensor(
-        temperature * (stretch.t1 - stretch.t0), dtype=log_alpha.dtype, device=log_alpha.device
-    )
+    gap = torch.as_tensor(temperature * (stretch.t1 - stretch.t0), dtype=log_alpha.dtype, device=log_alpha.device)
     log_interior = F.logsigmoid(a1) + log_active + log1mexp(gap)
     return F.logsigmoid(a0), F.logsigmoid(-a1), log_interior, log_active
 
@@ -305,48 +304,31 @@ def _log(x: float | Tensor) -> float | Tensor:
     return torch.log(x) if isinstance(x, Tensor) else math.log(x)
 
 
-def hard_concrete_log_density(
-    z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
-) -> Tensor:
+def hard_concrete_log_density(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
     """Log density at 0 < z < 1 with respect to dz (eq. 23 stretched, eq. 26 before truncation)."""
     log_low = torch.log(z - stretch.gamma)
     log_high = torch.log(stretch.zeta - z)
     a = temperature * (log_low - log_high) - log_alpha
-    return (
-        _log(temperature)
-        + _log(stretch.width)
-        - log_low
-        - log_high
-        + F.logsigmoid(a)
-        + F.logsigmoid(-a)
-    )
+    return _log(temperature) + _log(stretch.width) - log_low - log_high + F.logsigmoid(a) + F.logsigmoid(-a)
 
 
-def hard_concrete_log_density_in_t(
-    t: Tensor, log_alpha: Tensor, temperature: float | Tensor
-) -> Tensor:
+def hard_concrete_log_density_in_t(t: Tensor, log_alpha: Tensor, temperature: float | Tensor) -> Tensor:
     """Log density with respect to dt, t the logit of the unstretched variable."""
     a = temperature * t - log_alpha
     return _log(temperature) + F.logsigmoid(a) + F.logsigmoid(-a)
 
 
-def hard_concrete_cdf_logit(
-    z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
-) -> Tensor:
+def hard_concrete_cdf_logit(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
     """Logit of the cdf at 0 <= z <= 1 (eq. 24)."""
     return temperature * (torch.log(z - stretch.gamma) - torch.log(stretch.zeta - z)) - log_alpha
 
 
-def hard_concrete_icdf(
-    p: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
-) -> Tensor:
+def hard_concrete_icdf(p: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
     """The smallest z with F(z) >= p."""
     return hard_concrete_transform(torch.log(p) - torch.log1p(-p), log_alpha, temperature, stretch)
 
 
-def hard_concrete_interior_icdf(
-    u: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
-) -> Tensor:
+def hard_concrete_interior_icdf(u: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
     """Quantile of the gate given 0 < z < 1 (eq. 29 with the limits 0 and 1).
 
     The logit of P0 + u * Pmid is the difference of two logs, each a sum of positive terms.
@@ -365,12 +347,13 @@ def _last(x: float | Tensor) -> float | Tensor:
 def hard_concrete_mean(log_alpha: Tensor, temperature: float | Tensor, nodes: Nodes) -> Tensor:
     """E[z], the integral of the survival function."""
     a = _last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
-    return (nodes.weight * nodes.slope * torch.sigmoid(-a)).sum(-1)
+    measure = nodes.weight * nodes.slope
+    mean, co_mean = (measure * torch.sigmoid(-a)).sum(-1), (measure * torch.sigmoid(a)).sum(-1)
+    # Near 1 the slope of the mean is that of 1 - E[1 - z], whose terms are small instead of close to one.
+    return torch.where(mean < 0.5, mean, 1 - co_mean)
 
 
-def hard_concrete_variance(
-    log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes
-) -> Tensor:
+def hard_concrete_variance(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Var[z] as a sum of non-negative terms, so that small variances keep their relative accuracy."""
     a = _last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
     below, above = torch.sigmoid(a), torch.sigmoid(-a)
@@ -383,17 +366,11 @@ def hard_concrete_variance(
     return torch.exp(log_zero) * mean.square() + torch.exp(log_one) * co_mean.square() + interior
 
 
-def hard_concrete_entropy(
-    log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes
-) -> Tensor:
+def hard_concrete_entropy(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Entropy with respect to the mixed measure; it may be negative."""
     log_zero, log_one, _, _ = hard_concrete_log_probs(log_alpha, temperature, stretch)
-    log_density = hard_concrete_log_density_in_t(
-        nodes.t, log_alpha.unsqueeze(-1), _last(temperature)
-    )
-    interior = (nodes.weight * torch.exp(log_density) * (log_density - torch.log(nodes.slope))).sum(
-        -1
-    )
+    log_density = hard_concrete_log_density_in_t(nodes.t, log_alpha.unsqueeze(-1), _last(temperature))
+    interior = (nodes.weight * torch.exp(log_density) * (log_density - torch.log(nodes.slope))).sum(-1)
     return -torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one - interior
 
 
@@ -446,12 +423,32 @@ def _log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 def _far_log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For |d| >= 3: d, L0, L1, exp(d) - 1 and exp(-d) - 1; beyond 60 the last two would overflow and no longer matter."""
+    """For |d| >= 3: d, L0, L1, exp(d) - 1 and exp(-d) - 1, which beyond 60 would overflow and no longer matter."""
     d = torch.where(near, 3.0, e.d)
     l0 = F.softplus(e.a0 + d) - F.softplus(e.a0)
     l1 = F.softplus(e.a1 + d) - F.softplus(e.a1)
     bounded = d.clamp(-60.0, 60.0)
     return d, l0, l1, torch.expm1(bounded), torch.expm1(-bounded)
+
+
+def _kl_same_temperature(
+    log_alpha_q: Tensor,
+    log_alpha_p: Tensor,
+    temperature: float | Tensor,
+    stretch: Stretch,
+    rule: tuple[Tensor, Tensor],
+) -> Tensor:
+    e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
+    near = e.d.abs() < 3
+    d, l0, l1, delta, _, ratio = _log_ratios(e, near)
+    x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
+    step = delta.unsqueeze(-1) * x
+    inner = _psi((d - 2 * l0).unsqueeze(-1) - 2 * step) * torch.exp(step)
+    small = e.v0 * _psi(d - l0) + e.u1 * _psi(-l1) + e.between * ratio * (inner @ w)
+
+    d, l0, l1, kappa, kappa_bar = _far_log_ratios(e, near)
+    large = -d * e.v1 - 2 * e.between - l1 * (e.u1 + 2 / kappa_bar) - l0 * (e.v0 + 2 / kappa)
+    return torch.where(near, small, large)
 
 
 class _KLSameTemperature(torch.autograd.Function):
@@ -474,22 +471,10 @@ class _KLSameTemperature(torch.autograd.Function):
         ctx.number = None if isinstance(temperature, Tensor) else temperature
         tensors = (temperature,) if isinstance(temperature, Tensor) else ()
         ctx.save_for_backward(log_alpha_q, log_alpha_p, *tensors)
-        e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
-        near = e.d.abs() < 3
-        d, l0, l1, delta, _, ratio = _log_ratios(e, near)
-        x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
-        step = delta.unsqueeze(-1) * x
-        inner = _psi((d - 2 * l0).unsqueeze(-1) - 2 * step) * torch.exp(step)
-        small = e.v0 * _psi(d - l0) + e.u1 * _psi(-l1) + e.between * ratio * (inner @ w)
-
-        d, l0, l1, kappa, kappa_bar = _far_log_ratios(e, near)
-        large = (
-            -d * e.v1 - 2 * e.between - l1 * (e.u1 + 2 / kappa_bar) - l0 * (e.v0 + 2 / kappa)
-        )
-        return torch.where(near, small, large)
+        return _kl_same_temperature(log_alpha_q, log_alpha_p, temperature, stretch, rule)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
         temperature = rest[0] if rest else ctx.number
         e = _ends(log_alpha_q, log_alpha_p, temperature, ctx.stretch)
@@ -519,17 +504,12 @@ class _KLSameTemperature(torch.autograd.Function):
             grad_q = sign * torch.where(near, small, large)
         if ctx.needs_input_grad[1]:
             lead = torch.expm1((d - 2 * l0).unsqueeze(-1) - 2 * step) * (torch.exp(d).unsqueeze(-1) * v - u)
-            small = (
-                torch.exp(-l0) * (e.between * ratio * (lead @ w) - e.v0 * e.u0 * torch.expm1(d - l0))
-                + e.u1 * e.v1 * torch.expm1(-l1) * torch.exp(d - l1)
-            )
+            small = torch.exp(-l0) * (
+                e.between * ratio * (lead @ w) - e.v0 * e.u0 * torch.expm1(d - l0)
+            ) + e.u1 * e.v1 * torch.expm1(-l1) * torch.exp(d - l1)
             p0, p1 = torch.sigmoid(e.a0 + far_d), torch.sigmoid(e.a1 + far_d)
             large = (
-                e.v1
-                - (1 + e.v1) * p1
-                + e.v0 * p0
-                - 2 * (p1 - p0) / kappa
-                - 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
+                e.v1 - (1 + e.v1) * p1 + e.v0 * p0 - 2 * (p1 - p0) / kappa - 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
             )
             grad_p = sign * torch.where(near, small, large)
         if ctx.needs_input_grad[2]:
@@ -544,9 +524,7 @@ class _KLSameTemperature(torch.autograd.Function):
             )
             lower = e.v0 * e.u0 * psi(-l0)
             t0, t1 = ctx.stretch.t0, ctx.stretch.t1
-            grad_t = grad * torch.where(
-                e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower
-            )
+            grad_t = grad * torch.where(e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower)
         return grad_q, grad_p, grad_t, None, None
 
 
@@ -574,8 +552,9 @@ def hard_concrete_kl_same_temperature(
     log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand_as(log_alpha_q)
-    out: Tensor = _KLSameTemperature.apply(log_alpha_q, log_alpha_p, temperature, stretch, rule)
-    return out
+    if torch.compiler.is_compiling():
+        return _kl_same_temperature(log_alpha_q, log_alpha_p, temperature, stretch, rule)
+    return _apply(_KLSameTemperature, log_alpha_q, log_alpha_p, temperature, stretch, rule)
 
 
 def _logsigmoid_change(a: Tensor, step: Tensor) -> Tensor:
@@ -636,15 +615,14 @@ class _LogNdtr(torch.autograd.Function):
         return torch.special.log_ndtr(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * _inverse_mills(x)
 
 
 def log_ndtr(x: Tensor) -> Tensor:
     """Log of the standard normal cdf."""
-    out: Tensor = _LogNdtr.apply(x)
-    return out
+    return _apply(_LogNdtr, x) if not torch.compiler.is_compiling() else torch.special.log_ndtr(x)
 
 
 def ndtr(x: Tensor) -> Tensor:
@@ -692,15 +670,14 @@ class _PositivePartMean(torch.autograd.Function):
         return _positive_part_mean(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * ndtr(x)
 
 
 def positive_part_mean(x: Tensor) -> Tensor:
     """E max(0, x + e) = x Phi(x) + phi(x), without the cancellation that the sum has at x < 0."""
-    out: Tensor = _PositivePartMean.apply(x)
-    return out
+    return _apply(_PositivePartMean, x) if not torch.compiler.is_compiling() else _positive_part_mean(x)
 
 
 def _reflect(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -726,7 +703,9 @@ def rectified_normal_mean(loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     a, b = -loc / scale, (1 - loc) / scale
     mean = scale * (positive_part_mean(-a) - positive_part_mean(-b))
     co_mean = scale * (positive_part_mean(b) - positive_part_mean(a))
-    return mean, co_mean
+    # The larger of the two is one minus the smaller, whose derivative does not cancel.
+    low = loc < 0.5
+    return torch.where(low, mean, 1 - co_mean), torch.where(low, 1 - mean, co_mean)
 
 
 def rectified_normal_moments(loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -767,9 +746,7 @@ def rectified_normal_kl(loc_q: Tensor, scale_q: Tensor, loc_p: Tensor, scale_p: 
     log_p_zero = log_ndtr(-loc_p / scale_p)
     log_q_one = log_ndtr((loc_q - 1) / scale_q)
     log_p_one = log_ndtr((loc_p - 1) / scale_p)
-    atoms = torch.exp(log_q_zero) * (log_q_zero - log_p_zero) + torch.exp(log_q_one) * (
-        log_q_one - log_p_one
-    )
+    atoms = torch.exp(log_q_zero) * (log_q_zero - log_p_zero) + torch.exp(log_q_one) * (log_q_one - log_p_one)
     return atoms + interior
 
 
@@ -789,11 +766,9 @@ def rectified_normal_entropy(loc: Tensor, scale: Tensor) -> Tensor:
 
 def rectified_normal_interior_icdf(u: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
     """Quantile given 0 < z < 1, from whichever tail is nearer, so that it holds far from the unit interval."""
-    a, b, mirrored = _reflect(-loc / scale, (1 - loc) / scale)
+    a, _, mirrored = _reflect(-loc / scale, (1 - loc) / scale)
     v = torch.where(mirrored, 1 - u, u).clamp(min=torch.finfo(u.dtype).tiny)
-    log_p = torch.logaddexp(
-        log_ndtr(a), torch.log(v) + rectified_normal_log_interior_prob(loc, scale)
-    )
+    log_p = torch.logaddexp(log_ndtr(a), torch.log(v) + rectified_normal_log_interior_prob(loc, scale))
     # The nearer tail has at most half of the mass below its interval's centre, but v may reach beyond it.
     upper = log_p > -_LN2
     tail = log_ndtri(torch.where(upper, -1.0, log_p))
@@ -805,9 +780,7 @@ def rectified_normal_interior_icdf(u: Tensor, loc: Tensor, scale: Tensor) -> Ten
 # ---------------------------------------------------------------- panels
 
 
-def panel_nodes(
-    stretch: Stretch, breakpoints: list[Tensor], n: int, dtype: torch.dtype, device: torch.device
-) -> Nodes:
+def panel_nodes(stretch: Stretch, breakpoints: list[Tensor], n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
     """Nodes on [t0, t1] in panels that end at the breakpoints; panels of no width are harmless.
 
     Args:
@@ -815,11 +788,11 @@ def panel_nodes(
         breakpoints: values of z in [0, 1], each of shape ``batch_shape + (k,)``. Where panels end does not move the
             integral, so no gradient passes.
         n: nodes per panel.
+        dtype: type of the nodes.
+        device: device of the nodes.
     """
     z = torch.cat(torch.broadcast_tensors(*breakpoints), -1).detach().sort(-1).values
-    gamma, zeta, width, t0, t1 = (
-        torch.as_tensor(x, dtype=dtype, device=device).unsqueeze(-1) for x in stretch
-    )
+    gamma, zeta, width, t0, t1 = (torch.as_tensor(x, dtype=dtype, device=device).unsqueeze(-1) for x in stretch)
     inner = torch.log(z - gamma) - torch.log(zeta - z)
     edges = torch.cat((t0.expand_as(inner[..., :1]), inner, t1.expand_as(inner[..., :1])), -1)
     edges = edges.clamp(t0, t1)
@@ -827,6 +800,4 @@ def panel_nodes(
     half = 0.5 * edges.diff(dim=-1).unsqueeze(-1)
     t = (0.5 * (edges[..., 1:] + edges[..., :-1]).unsqueeze(-1) + half * x).flatten(-2)
     s, s_bar = torch.sigmoid(t), torch.sigmoid(-t)
-    return Nodes(
-        t, (half * w).flatten(-2), gamma + width * s, width * s_bar - (zeta - 1), width * s * s_bar
-    )
+    return Nodes(t, (half * w).flatten(-2), gamma + width * s, width * s_bar - (zeta - 1), width * s * s_bar)

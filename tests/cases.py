@@ -58,10 +58,7 @@ def build(family, parameters, dtype=torch.float64, batch_shape=()):
 
 def columns(sets, dtype=torch.float64, requires_grad=False):
     """Parameter sets turned into one tensor for each parameter."""
-    return {
-        name: torch.tensor([p[name] for p in sets], dtype=dtype, requires_grad=requires_grad)
-        for name in sets[0]
-    }
+    return {name: torch.tensor([p[name] for p in sets], dtype=dtype, requires_grad=requires_grad) for name in sets[0]}
 
 
 def stack(family, sets, dtype=torch.float64):
@@ -109,9 +106,7 @@ RN = (
     rectified_normal(0.4, 0.15),
     rectified_normal(0.2, 2.0),
 )
-RN_EXTREMES = tuple(
-    rectified_normal(loc, scale) for loc, scale in product((-10.0, -2.0, 3.0, 11.0), (0.2, 1.0))
-)
+RN_EXTREMES = tuple(rectified_normal(loc, scale) for loc, scale in product((-10.0, -2.0, 3.0, 11.0), (0.2, 1.0)))
 
 FAMILIES = (
     Family(HardConcrete, HardConcreteReference, HC, HC_EXTREMES, mirror_hc),

@@ -90,9 +90,7 @@ def test_klterm(dtype):
             lost = eps * max(1, abs(first), abs(second)) * abs(q * (x - y))
             assert abs(value.item() - expected) <= 16 * (eps * expected + lost * abs(x - y) + lost)
             scale = max(q, p)
-            assert abs(by_q.item() - q * (x - y)) <= 16 * eps * (1 + abs(first)) * scale * max(
-                1, abs(x - y)
-            )
+            assert abs(by_q.item() - q * (x - y)) <= 16 * eps * (1 + abs(first)) * scale * max(1, abs(x - y))
             assert abs(by_p.item() - (p - q)) <= 16 * eps * (1 + abs(second)) * scale
 
 
@@ -217,10 +215,7 @@ def test_the_rule_integrates_a_gate(limits, temperature):
     stretch = numerics.make_stretch(*limits, torch.float64)
     n = numerics.num_nodes(numerics.half_width(stretch), temperature, torch.float64)
     log_alpha = torch.linspace(-15, 15, 31, dtype=torch.float64)
-    few, many = (
-        numerics.stretch_nodes(stretch, count, torch.float64, torch.device("cpu"))
-        for count in (n, 2 * n)
-    )
+    few, many = (numerics.stretch_nodes(stretch, count, torch.float64, torch.device("cpu")) for count in (n, 2 * n))
     for function in (numerics.hard_concrete_variance, numerics.hard_concrete_entropy):
         torch.testing.assert_close(
             function(log_alpha, temperature, stretch, few),
@@ -296,12 +291,7 @@ def test_closed_kl_is_exact_to_rounding(log_alpha_q, log_alpha_p):
     v0, v1 = (1 / (1 + mp.exp(lq - beta * t)) for t in (t0, t1))
     l0, l1 = (mp.log(1 + mp.expm1(d) * v) for v in (v0, v1))
     w0, w1 = mp.exp(l0), mp.exp(l1)
-    expected = (
-        v0 * (l0 - d)
-        + (1 - v1) * l1
-        - (d + 2) * (v1 - v0)
-        + 2 / mp.expm1(d) * (w1 * l1 - w0 * l0)
-    )
+    expected = v0 * (l0 - d) + (1 - v1) * l1 - (d + 2) * (v1 - v0) + 2 / mp.expm1(d) * (w1 * l1 - w0 * l0)
     # A few hundred epsilons of the largest term; the total is well conditioned.
     assert abs(value.item() / expected - 1) < 1e-13
 

@@ -13,6 +13,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
+from torch.types import _size
 
 from pyro_l0._numerics import Nodes, Stretch
 
@@ -116,7 +117,7 @@ class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not 
         """The gate of this family with P(z != 0) = ``active_prob``."""
 
     @abstractmethod
-    def rsample_interior(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
 
     @abstractmethod
@@ -141,8 +142,10 @@ class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not 
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Attributes that hold the parameters. Those in ``learned`` are tensors of shape ``batch_shape``; others
-        are numbers or tensors that broadcast against it."""
+        """Attributes that hold the parameters.
+
+        Those in ``learned`` are tensors of shape ``batch_shape``; others are numbers or tensors that broadcast.
+        """
 
     # ------------------------------------------------------------ what follows
 
@@ -176,13 +179,11 @@ class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not 
         return torch.where(interior, log_density, log_atom)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Z <= value): right-continuous, with jumps at 0 and at 1."""
-        if self._validate_args:
-            self._validate_sample(value)
+        """P(Z <= value) on the whole line: right-continuous, with jumps at 0 and at 1."""
         inside = self._cdf(value.clamp(0, 1))
         return torch.where(value < 0, 0.0, torch.where(value >= 1, 1.0, inside))
 
-    def expand(self, batch_shape: torch.Size, _instance: Self | None = None) -> Self:
+    def expand(self, batch_shape: _size, _instance: Self | None = None) -> Self:
         """The same family over a larger batch; no memory is allocated."""
         batch_shape = torch.Size(batch_shape)
         new = type(self).__new__(type(self)) if _instance is None else _instance
@@ -232,9 +233,7 @@ def find_gate(fn: Any) -> GateDistribution | None:
     return fn
 
 
-def as_parameters(
-    shared: Mapping[str, Number], **full: Number
-) -> tuple[list[Tensor], list[Number]]:
+def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Tensor], list[Number]]:
     """Bring a family's parameters to one floating type and one batch shape.
 
     Args:
@@ -273,15 +272,11 @@ def as_parameters(
         )
     except RuntimeError as error:
         shapes = ", ".join(f"{name} {tuple(torch.as_tensor(x).shape)}" for name, x in named.items())
-        raise ValueError(
-            f"Expected parameters whose shapes broadcast, but got {shapes}."
-        ) from error
+        raise ValueError(f"Expected parameters whose shapes broadcast, but got {shapes}.") from error
     return [x.expand(batch_shape) for x in full_values], shared_values
 
 
-def check_rate(
-    name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0
-) -> None:
+def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
     """Refuse a probability outside the open range that a family can reach.
 
     Raises:
@@ -297,9 +292,7 @@ def check_rate(
 
 def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
     """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp_(
-        min=torch.finfo(like.dtype).tiny
-    )
+    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp_(min=torch.finfo(like.dtype).tiny)
 
 
 def inside_unit_interval(z: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from pyro.distributions import Logistic
 from pyro.distributions.torch_distribution import TorchDistribution
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import constraints
+from torch.types import _size
 
 from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Nodes, Stretch
@@ -67,7 +68,6 @@ class HardConcrete(GateDistribution):
         "zeta": bounded(lower=1),
     }
     learned: ClassVar[dict[str, constraints.Constraint]] = {"log_alpha": constraints.real}
-    _stretch: Stretch | None = None
 
     def __init__(
         self,
@@ -104,12 +104,11 @@ class HardConcrete(GateDistribution):
     @property
     def stretch(self) -> Stretch:
         """Stretch limits and the logits that follow from them."""
-        if self._stretch is None:
-            self._stretch = numerics.make_stretch(self._gamma, self._zeta, self.log_alpha.dtype)
-        return self._stretch
+        return numerics.make_stretch(self._gamma, self._zeta, self.log_alpha.dtype)
 
     @property
     def fixed_options(self) -> dict[str, Any]:
+        """Temperature and stretch limits."""
         return {"temperature": self._temperature, "gamma": self._gamma, "zeta": self._zeta}
 
     def _state(self) -> dict[str, Any]:
@@ -138,9 +137,10 @@ class HardConcrete(GateDistribution):
             temperature: temperature, if ``one_given_active`` is not given.
             gamma: lower stretch limit.
             zeta: upper stretch limit.
+            validate_args: whether the gate checks its arguments later on.
 
         Raises:
-            ValueError: a probability is not strictly between 0 and 1.
+            ValueError: a parameter is outside its constraint, or a probability is not strictly between 0 and 1.
 
         Example:
             >>> HardConcrete.from_active_prob(0.1, one_given_active=0.8).log_prob_one.exp()
@@ -152,25 +152,26 @@ class HardConcrete(GateDistribution):
             dtype=None if isinstance(active_prob, Tensor) else torch.get_default_dtype(),
         )
         rate = rate.to(torch.promote_types(rate.dtype, torch.float32))
-        stretch = numerics.make_stretch(gamma, zeta, rate.dtype)
+        stretch = cls(torch.zeros_like(rate), temperature, gamma, zeta, validate_args=True).stretch
         if one_given_active is not None:
             check_rate("one_given_active", one_given_active, cls.__name__)
-            temperature = (torch.logit(rate) - torch.logit(rate * one_given_active)) / (
-                stretch.t1 - stretch.t0
-            )
+            temperature = (torch.logit(rate) - torch.logit(rate * one_given_active)) / (stretch.t1 - stretch.t0)
         log_alpha = torch.logit(rate) + temperature * stretch.t0
         return cls(log_alpha, temperature, gamma, zeta, validate_args=validate_args)
 
     @property
     def log_prob_zero(self) -> Tensor:
+        """log P(z = 0), shape ``batch_shape``."""
         return self._log_probs()[0]
 
     @property
     def log_prob_one(self) -> Tensor:
+        """log P(z = 1), shape ``batch_shape``."""
         return self._log_probs()[1]
 
     @property
     def log_interior_prob(self) -> Tensor:
+        """log P(0 < z < 1), shape ``batch_shape``."""
         return self._log_probs()[2]
 
     @property
@@ -189,16 +190,13 @@ class HardConcrete(GateDistribution):
     @property
     def test_gate(self) -> Tensor:
         """The gate without noise and without temperature (eq. 13): neither the median nor the mean."""
-        return numerics.hard_concrete_transform(
-            torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch
-        )
+        return numerics.hard_concrete_transform(torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch)
 
     @property
     def median(self) -> Tensor:
+        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
         noise = torch.zeros_like(self.log_alpha)
-        return numerics.hard_concrete_transform(
-            noise, self.log_alpha, self._temperature, self.stretch
-        )
+        return numerics.hard_concrete_transform(noise, self.log_alpha, self._temperature, self.stretch)
 
     @property
     def mean(self) -> Tensor:
@@ -208,25 +206,19 @@ class HardConcrete(GateDistribution):
     @property
     def variance(self) -> Tensor:
         """Var[z], shape ``batch_shape``."""
-        return numerics.hard_concrete_variance(
-            self.log_alpha, self._temperature, self.stretch, self._nodes()
-        )
+        return numerics.hard_concrete_variance(self.log_alpha, self._temperature, self.stretch, self._nodes())
 
     def entropy(self) -> Tensor:
         """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
-        return numerics.hard_concrete_entropy(
-            self.log_alpha, self._temperature, self.stretch, self._nodes()
-        )
+        return numerics.hard_concrete_entropy(self.log_alpha, self._temperature, self.stretch, self._nodes())
 
-    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
         shape = torch.Size(sample_shape) + self.log_alpha.shape
         noise = numerics.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
-        return numerics.hard_concrete_transform(
-            noise, self.log_alpha, self._temperature, self.stretch
-        )
+        return numerics.hard_concrete_transform(noise, self.log_alpha, self._temperature, self.stretch)
 
-    def rsample_interior(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws of z given 0 < z < 1 (eq. 29, whose limits must read 0 and 1).
 
         Shape ``sample_shape + batch_shape``.
@@ -245,30 +237,25 @@ class HardConcrete(GateDistribution):
         return Logistic(self.log_alpha * scale, scale, validate_args=False)
 
     def rectify(self, value: Tensor) -> Tensor:
+        """The gate for a draw of the base distribution."""
         return numerics.hard_concrete_transform(value, torch.zeros_like(value), 1.0, self.stretch)
 
     def _log_density(self, z: Tensor) -> Tensor:
-        return numerics.hard_concrete_log_density(
-            z, self.log_alpha, self._temperature, self.stretch
-        )
+        return numerics.hard_concrete_log_density(z, self.log_alpha, self._temperature, self.stretch)
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         if stretch is not self.stretch:
             return super()._log_density_in_t(nodes, stretch)
         temperature = self._temperature
         temperature = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-        return numerics.hard_concrete_log_density_in_t(
-            nodes.t, self.log_alpha.unsqueeze(-1), temperature
-        )
+        return numerics.hard_concrete_log_density_in_t(nodes.t, self.log_alpha.unsqueeze(-1), temperature)
 
     def _cdf(self, z: Tensor) -> Tensor:
-        return torch.sigmoid(
-            numerics.hard_concrete_cdf_logit(z, self.log_alpha, self._temperature, self.stretch)
-        )
+        return torch.sigmoid(numerics.hard_concrete_cdf_logit(z, self.log_alpha, self._temperature, self.stretch))
 
     def _node_temperature(self) -> float:
         if isinstance(self._temperature, Tensor):
-            return float(self._temperature.detach().amax())
+            return float(self._temperature.detach().amax()) if self._temperature.numel() else 1.0
         return self._temperature
 
     def _nodes(self) -> Nodes:

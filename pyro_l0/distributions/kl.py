@@ -29,12 +29,8 @@ def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
     # The closed form has the derivative with respect to a temperature that both share. Temperatures that are
     # merely equal may be moved one at a time, so either they are one tensor or neither is being learned.
     if _same(q._temperature, p._temperature) and not _learned(q._gamma, q._zeta):
-        rule = numerics.gauss_legendre(
-            8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device
-        )
-        return numerics.hard_concrete_kl_same_temperature(
-            q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule
-        )
+        rule = numerics.gauss_legendre(8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device)
+        return numerics.hard_concrete_kl_same_temperature(q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule)
     temperature = max(q._node_temperature(), p._node_temperature())
     n = numerics.num_nodes(numerics.half_width(q.stretch), temperature, dtype)
     nodes = numerics.stretch_nodes(q.stretch, n, dtype, q.log_alpha.device)

@@ -9,6 +9,7 @@ from pyro.distributions import Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
+from torch.types import _size
 
 from pyro_l0 import _numerics as numerics
 from pyro_l0.distributions.gate import (
@@ -70,14 +71,13 @@ class RectifiedNormal(GateDistribution):
         return {"loc": self.loc, "scale": self.scale}
 
     @classmethod
-    def from_active_prob(
-        cls, active_prob: Number, scale: Number = 0.5, validate_args: bool | None = None
-    ) -> Self:
+    def from_active_prob(cls, active_prob: Number, scale: Number = 0.5, validate_args: bool | None = None) -> Self:
         """The rectified normal with P(z != 0) = ``active_prob``.
 
         Args:
             active_prob: wanted rate, in (0, 1).
             scale: standard deviation before rectification; 0.5 as in the paper on stochastic gates.
+            validate_args: whether the gate checks its arguments.
 
         Raises:
             ValueError: ``active_prob`` is not strictly between 0 and 1.
@@ -92,18 +92,22 @@ class RectifiedNormal(GateDistribution):
 
     @property
     def log_prob_zero(self) -> Tensor:
+        """log P(z = 0), shape ``batch_shape``."""
         return numerics.log_ndtr(-self.loc / self.scale)
 
     @property
     def log_prob_one(self) -> Tensor:
+        """log P(z = 1), shape ``batch_shape``."""
         return numerics.log_ndtr((self.loc - 1) / self.scale)
 
     @property
     def log_interior_prob(self) -> Tensor:
+        """log P(0 < z < 1), shape ``batch_shape``."""
         return numerics.rectified_normal_log_interior_prob(self.loc, self.scale)
 
     @property
     def log_active_prob(self) -> Tensor:
+        """log P(z != 0), shape ``batch_shape``."""
         return numerics.log_ndtr(self.loc / self.scale)
 
     @property
@@ -113,6 +117,7 @@ class RectifiedNormal(GateDistribution):
 
     @property
     def median(self) -> Tensor:
+        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
         return self.loc.clamp(0, 1)
 
     @property
@@ -130,18 +135,16 @@ class RectifiedNormal(GateDistribution):
         """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
         return numerics.rectified_normal_entropy(self.loc, self.scale)
 
-    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
         shape = torch.Size(sample_shape) + self.loc.shape
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
         return (self.loc + self.scale * noise).clamp(0, 1)
 
-    def rsample_interior(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
         u = open_uniform(torch.Size(sample_shape) + self.loc.shape, self.loc)
-        return inside_unit_interval(
-            numerics.rectified_normal_interior_icdf(u, self.loc, self.scale)
-        )
+        return inside_unit_interval(numerics.rectified_normal_interior_icdf(u, self.loc, self.scale))
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""
@@ -152,6 +155,7 @@ class RectifiedNormal(GateDistribution):
         return Normal(self.loc, self.scale, validate_args=False)
 
     def rectify(self, value: Tensor) -> Tensor:
+        """The gate for a draw of the base distribution."""
         return value.clamp(0, 1)
 
     def _log_density(self, z: Tensor) -> Tensor:

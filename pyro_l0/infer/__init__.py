@@ -4,4 +4,4 @@ from pyro_l0.infer.autoguide import ActiveRate, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.reparam import RectifyReparam
 
-__all__ = ["ActiveRate", "AutoGate", "AutoSpikeSlab", "L0_ELBO", "RectifyReparam"]
+__all__ = ["L0_ELBO", "ActiveRate", "AutoGate", "AutoSpikeSlab", "RectifyReparam"]

@@ -237,6 +237,7 @@ class AutoSpikeSlab(AutoGate):
         ValueError: ``slab`` names a site that the model does not have, or ``init_scale`` is not positive.
 
     Example:
+        >>> import pyro.distributions as dist
         >>> def model():
         ...     with pyro.plate("weights", 2):
         ...         z = pyro.sample("z", HardConcrete.from_active_prob(0.1))

@@ -22,6 +22,8 @@ class RectifyReparam(Reparam):
         ValueError: the site is observed.
 
     Example:
+        >>> from pyro import poutine
+        >>> from pyro_l0 import HardConcrete
         >>> model = poutine.reparam(lambda: pyro.sample("z", HardConcrete(0.0)), {"z": RectifyReparam()})
         >>> sorted(poutine.trace(model).get_trace().nodes)
         ['_INPUT', '_RETURN', 'z', 'z_base']

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.gate import Gate, gate_names, multiply_along
+from pyro_l0.nn.gate import gate_names, multiply_along
 
 __all__ = ["FixedGate", "fix_gates"]
 

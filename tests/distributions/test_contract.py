@@ -218,18 +218,14 @@ def expansions(gate):
 
 def test_expand_keeps_family_and_values(family):
     """An expanded gate is of the same class and gives the same numbers, in every form."""
-    parameters = {
-        k: torch.full((2, 1), v, dtype=torch.float64) for k, v in family.parameters[1].items()
-    }
+    parameters = {k: torch.full((2, 1), v, dtype=torch.float64) for k, v in family.parameters[1].items()}
     gate = family.gate(**parameters)
     value = torch.tensor([[0.0], [0.3]], dtype=torch.float64)
     for form, expanded in expansions(gate).items():
         assert type(expanded) is family.gate, form
         shape = expanded.batch_shape
         for name in (*STATISTICS, *parameters):
-            torch.testing.assert_close(
-                getattr(expanded, name), getattr(gate, name).expand(shape), rtol=1e-14, atol=0
-            )
+            torch.testing.assert_close(getattr(expanded, name), getattr(gate, name).expand(shape), rtol=1e-14, atol=0)
         torch.testing.assert_close(expanded.entropy(), gate.entropy().expand(shape))
         torch.testing.assert_close(expanded.log_prob(value), gate.log_prob(value).expand(shape))
         assert expanded.rsample((5,)).shape == (5, *shape), form
@@ -240,10 +236,7 @@ def test_expand_keeps_family_and_values(family):
 
 def test_expand_shares_the_parameters(family):
     """Gradients flow from an expanded gate to the parameters of the original."""
-    parameters = {
-        k: torch.tensor(v, dtype=torch.float64, requires_grad=True)
-        for k, v in family.parameters[1].items()
-    }
+    parameters = {k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in family.parameters[1].items()}
     family.gate(**parameters).expand((4,)).mean.sum().backward()
     for name, tensor in parameters.items():
         assert tensor.grad is not None and tensor.grad != 0, name
@@ -548,10 +541,7 @@ def test_half_precision_parameters_are_computed_in_float32(family, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_parameters_receive_gradients(family, dtype):
     """Gradients come back in the parameter's own dtype."""
-    parameters = {
-        k: torch.tensor(v, dtype=dtype, requires_grad=True)
-        for k, v in family.parameters[0].items()
-    }
+    parameters = {k: torch.tensor(v, dtype=dtype, requires_grad=True) for k, v in family.parameters[0].items()}
     gate = family.gate(**parameters)
     (gate.mean + gate.rsample() + gate.entropy()).backward()
     for name, tensor in parameters.items():

@@ -32,10 +32,7 @@ def case(request):
 
 def leaves(case):
     """The case's parameters as leaf tensors."""
-    return tuple(
-        torch.tensor(value, dtype=torch.float64, requires_grad=True)
-        for value in case.parameters.values()
-    )
+    return tuple(torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in case.parameters.values())
 
 
 def make(case, values):
@@ -147,9 +144,7 @@ def test_pathwise_gradient_of_an_average(case, power):
 
     step = 1e-5  # central differences: error about 1e-10, far below a standard error of 1e-3
     for index, (name, pathwise) in enumerate(zip(case.parameters, samples, strict=True)):
-        up, down = (
-            [x + sign * step * (i == index) for i, x in enumerate(inputs)] for sign in (1, -1)
-        )
+        up, down = ([x + sign * step * (i == index) for i, x in enumerate(inputs)] for sign in (1, -1))
         expected = (exact(up) - exact(down)) / (2 * step)
         standard_error = pathwise.std() / math.sqrt(count)
         assert (pathwise.mean() - expected).abs() < STANDARD_ERRORS * standard_error, name
@@ -165,9 +160,7 @@ def test_a_sampled_kl_has_a_biased_gradient():
     z = posterior.rsample()
     (sampled,) = torch.autograd.grad((posterior.log_prob(z) - prior.log_prob(z)).sum(), copies)
     leaf = log_alpha.clone().requires_grad_()
-    (exact,) = torch.autograd.grad(
-        torch.distributions.kl_divergence(HardConcrete(leaf), prior), leaf
-    )
+    (exact,) = torch.autograd.grad(torch.distributions.kl_divergence(HardConcrete(leaf), prior), leaf)
     # The two numbers of docs: +0.4069 and +0.3441, both to four digits.
     assert abs(exact.item() - 0.4069) < 5e-5
     standard_error = sampled.std().item() / math.sqrt(len(sampled))
@@ -237,9 +230,7 @@ def test_kl_derivatives_with_one_temperature(log_alpha_p, temperature):
     log_alpha_q = 0.3
     q = torch.tensor(log_alpha_q, dtype=torch.float64, requires_grad=True)
     p = torch.tensor(log_alpha_p, dtype=torch.float64, requires_grad=True)
-    kl = torch.distributions.kl_divergence(
-        HardConcrete(q, temperature), HardConcrete(p, temperature)
-    )
+    kl = torch.distributions.kl_divergence(HardConcrete(q, temperature), HardConcrete(p, temperature))
     actual = torch.autograd.grad(kl, (q, p))
 
     # In plain double arithmetic: the formulas cancel only to about eps / d.
@@ -252,11 +243,7 @@ def test_kl_derivatives_with_one_temperature(log_alpha_p, temperature):
     l0, l1 = math.log1p(kappa * v0), math.log1p(kappa * v1)
     common = 2 * math.exp(d) / kappa**2 * (l1 - l0)
     by_q = (
-        v0 * (1 - v0) * l0
-        + v1 * (1 - v1) * (d - l1)
-        + 2 * math.exp(d) / kappa * (v1 - v0)
-        - common
-        - (v1**2 - v0**2)
+        v0 * (1 - v0) * l0 + v1 * (1 - v1) * (d - l1) + 2 * math.exp(d) / kappa * (v1 - v0) - common - (v1**2 - v0**2)
     )
     by_p = v1 - (1 + v1) * p1 + v0 * p0 - 2 / kappa * (p1 - p0) + common
     # The two formulas subtract terms of size 1/d^2 here at most 1e4.
@@ -299,9 +286,7 @@ def test_kl_derivatives_with_two_temperatures(q, p):
     expected = (
         first + (weight * density(t) * log_ratio_slope).sum(),
         second - (weight * t * density(t) * log_ratio_slope).sum(),
-        mass_zero * torch.sigmoid(-ap0)
-        - mass_one * torch.sigmoid(ap1)
-        + (weight * bq * density(t) * rising).sum(),
+        mass_zero * torch.sigmoid(-ap0) - mass_one * torch.sigmoid(ap1) + (weight * bq * density(t) * rising).sum(),
         -mass_zero * t0 * torch.sigmoid(-ap0)
         + mass_one * t1 * torch.sigmoid(ap1)
         - (weight * bq * density(t) * (1 / bp + t * rising)).sum(),
@@ -325,8 +310,7 @@ def test_no_gradient_is_lost_after_a_look_without_gradients(family):
 
     def gradients(look_first):
         parameters = {
-            k: torch.tensor(v, dtype=torch.float64, requires_grad=True)
-            for k, v in family.parameters[1].items()
+            k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in family.parameters[1].items()
         }
         gate = family.gate(**parameters)
         if look_first:
@@ -342,10 +326,7 @@ def test_no_gradient_is_lost_after_a_look_without_gradients(family):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.gate.__name__)
 def test_backward_twice(family):
     """Statistics of one gate can be differentiated in two separate backward passes."""
-    parameters = {
-        k: torch.tensor(v, dtype=torch.float64, requires_grad=True)
-        for k, v in family.parameters[0].items()
-    }
+    parameters = {k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in family.parameters[0].items()}
     gate = family.gate(**parameters)
     gate.mean.backward()
     gate.entropy().backward()

@@ -60,9 +60,7 @@ def test_random_values_against_the_slow_twins(pair):
         expected = float(kl(pair[0].reference(**q), pair[1].reference(**p)))
         value = kl_divergence(build(pair[0], q), build(pair[1], p)).item()
         assert abs(value / expected - 1) < 1e-10, (q, p)
-        rounded = kl_divergence(
-            build(pair[0], q, torch.float32), build(pair[1], p, torch.float32)
-        ).item()
+        rounded = kl_divergence(build(pair[0], q, torch.float32), build(pair[1], p, torch.float32)).item()
         # Rounding the parameters to float32 moves a log mass of 100 by 1e-5.
         assert abs(rounded / expected - 1) < 1e-4, (q, p)
 
@@ -73,9 +71,7 @@ def test_the_closed_form_agrees_with_quadrature(log_alpha, temperature):
     """One temperature tensor takes the closed form, two equal learnable ones take quadrature."""
     for other in (-30.0, -4.9, -1.0, 0.5, 14.0):
         shared = double(temperature, requires_grad=True)
-        closed = kl_divergence(
-            HardConcrete(double(log_alpha), shared), HardConcrete(double(other), shared)
-        )
+        closed = kl_divergence(HardConcrete(double(log_alpha), shared), HardConcrete(double(other), shared))
         quadrature = kl_divergence(
             HardConcrete(double(log_alpha), double(temperature, requires_grad=True)),
             HardConcrete(double(other), double(temperature, requires_grad=True)),
@@ -165,9 +161,7 @@ def test_nearly_equal_rectified_normals(parameters):
         value = kl_divergence(RectifiedNormal(*map(double, q)), RectifiedNormal(*map(double, p)))
         # A few roundings of terms of order one: at d = 1e-4 still 1e-6 relative.
         assert abs(value.item() - expected) < 5e-15
-        single = kl_divergence(
-            RectifiedNormal(*map(torch.tensor, q)), RectifiedNormal(*map(torch.tensor, p))
-        )
+        single = kl_divergence(RectifiedNormal(*map(torch.tensor, q)), RectifiedNormal(*map(torch.tensor, p)))
         assert abs(single.item() - expected) < 2e-6
 
 
@@ -248,9 +242,7 @@ def test_kl_of_a_gate_with_itself_is_zero(q):
 def test_kl_does_not_change_under_reflection(q, p):
     """z -> 1 - z maps both gates to gates with mirrored parameters and keeps the KL."""
     value = kl_divergence(build(*q), build(*p))
-    mirrored = kl_divergence(
-        *(build(family, family.mirror(parameters)) for family, parameters in (q, p))
-    )
+    mirrored = kl_divergence(*(build(family, family.mirror(parameters)) for family, parameters in (q, p)))
     # 1 - 1.1 is not quite -0.1: mirrored limits differ by an epsilon, amplified by 1 / gamma.
     torch.testing.assert_close(mirrored, value, rtol=1e-9, atol=1e-12)
 
@@ -357,9 +349,7 @@ def test_a_shared_temperature_survives_expand():
     shared = double(0.7, requires_grad=True)
     q, p = HardConcrete(double(0.3), shared), HardConcrete(double(-1.0), shared)
     (alone,) = torch.autograd.grad(kl_divergence(q, p), shared)
-    (expanded,) = torch.autograd.grad(
-        kl_divergence(q.expand((3,)), p.expand((3,))).sum(), shared
-    )
+    (expanded,) = torch.autograd.grad(kl_divergence(q.expand((3,)), p.expand((3,))).sum(), shared)
     torch.testing.assert_close(expanded, 3 * alone, rtol=1e-11, atol=0)
 
 

@@ -177,9 +177,7 @@ def test_pathwise_derivatives(family, entry, dtype):
         if family == "HardConcrete":
             noise = torch.tensor(math.log(u) - math.log1p(-u), dtype=dtype)
             stretch = _numerics.make_stretch(leaves["gamma"], leaves["zeta"], dtype)
-            value = _numerics.hard_concrete_transform(
-                noise, leaves["log_alpha"], leaves["beta"], stretch
-            )
+            value = _numerics.hard_concrete_transform(noise, leaves["log_alpha"], leaves["beta"], stretch)
         else:
             value = gate(family, leaves).icdf(torch.tensor(u, dtype=dtype))
         relative, absolute = (1e-10, 1e-14) if dtype == torch.float64 else (5e-5, 1e-6)
@@ -232,9 +230,7 @@ def test_kl(group, entry, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "group, entry", [pair for pair in pairs() if pair.values[0] == "hc_hc_same_temperature"]
-)
+@pytest.mark.parametrize("group, entry", [pair for pair in pairs() if pair.values[0] == "hc_hc_same_temperature"])
 def test_kl_with_a_shared_temperature(group, entry, dtype):
     """The closed form: no slack for nearly equal gates, and the sum of both derivatives for beta."""
     value, gradients = kl_and_gradient(entry, dtype, shared=True)
@@ -278,8 +274,7 @@ def test_statistics_of_batches(family, dtype):
     for path in FILES:
         stored = json.loads(path.read_text())["distributions"][family]
         columns = {
-            name: torch.tensor([entry["params"][name] for entry in stored], dtype=dtype)
-            for name in stored[0]["params"]
+            name: torch.tensor([entry["params"][name] for entry in stored], dtype=dtype) for name in stored[0]["params"]
         }
         g = gate(family, columns)
         relative = 1e-10 if dtype == torch.float64 else 1e-5

@@ -74,9 +74,7 @@ def test_crash_while_writing_loses_nothing(path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("last_rename", [0, 1], ids=["before any", "between the two"])
-def test_crash_around_the_renames_loses_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch, last_rename: int
-) -> None:
+def test_crash_around_the_renames_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, last_rename: int) -> None:
     renames = []
     rename = os.replace
 
@@ -208,9 +206,7 @@ def test_file_of_another_program_is_refused(tmp_path: Path, foreign: object) -> 
         ),
     ],
 )
-def test_checkpoint_of_another_run_is_refused(
-    tmp_path: Path, difference: dict[str, Any], message: str
-) -> None:
+def test_checkpoint_of_another_run_is_refused(tmp_path: Path, difference: dict[str, Any], message: str) -> None:
     path = tmp_path / "last.pt"
     checkpoint.save(path, state_at(1, **difference))
     with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)) as refusal:

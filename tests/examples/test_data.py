@@ -153,8 +153,7 @@ REFUSED = {
     "trailing bytes": (
         TRAIN_IMAGES,
         idx(np.zeros((TRAIN_SIZE, 28, 28), np.uint8)) + b"\0",
-        f"has trailing bytes: expected {IMAGE_BYTES} bytes for {TRAIN_SIZE} items, "
-        f"got {IMAGE_BYTES + 1}",
+        f"has trailing bytes: expected {IMAGE_BYTES} bytes for {TRAIN_SIZE} items, got {IMAGE_BYTES + 1}",
     ),
     "label 10": (
         TEST_LABELS,
@@ -209,10 +208,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A loopback mirror of the small MNIST, whose hashes replace the real ones."""
     gzip_all(folder)
-    hashes = {
-        f"{name}.gz": hashlib.sha256((folder / f"{name}.gz").read_bytes()).hexdigest()
-        for name in NAMES
-    }
+    hashes = {f"{name}.gz": hashlib.sha256((folder / f"{name}.gz").read_bytes()).hexdigest() for name in NAMES}
     monkeypatch.setattr(data, "MNIST_SHA256", hashes)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     handler = partial(QuietHandler, directory=str(folder))
