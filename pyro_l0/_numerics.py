@@ -418,15 +418,16 @@ def _log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
     y = kappa * e.between / (1 + kappa * e.v0)
     delta = torch.log1p(y)
     tiny = y.abs() < 1e-4
-    ratio = torch.where(tiny, 1 - y / 2 + y * y / 3, delta / torch.where(tiny, 1.0, y))
+    ratio = torch.where(tiny, 1 - y * (1 / 2 - y * (1 / 3 - y / 4)), delta / torch.where(tiny, 1.0, y))
     return d, l0, l1, delta, y, ratio
 
 
 def _far_log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For |d| >= 3: d, L0, L1, exp(d) - 1 and exp(-d) - 1, which beyond 60 would overflow and no longer matter."""
     d = torch.where(near, 3.0, e.d)
-    l0 = F.softplus(e.a0 + d) - F.softplus(e.a0)
-    l1 = F.softplus(e.a1 + d) - F.softplus(e.a1)
+    # softplus(a + d) - softplus(a); torch's softplus drops exp(-a) above 20.
+    l0 = F.logsigmoid(-e.a0) - F.logsigmoid(-e.a0 - d)
+    l1 = F.logsigmoid(-e.a1) - F.logsigmoid(-e.a1 - d)
     bounded = d.clamp(-60.0, 60.0)
     return d, l0, l1, torch.expm1(bounded), torch.expm1(-bounded)
 
@@ -485,7 +486,8 @@ class _KLSameTemperature(torch.autograd.Function):
         step = delta.unsqueeze(-1) * x
         tiny = (y.abs() < 1e-4).unsqueeze(-1)
         # The cdf of q at the nodes and its complement.
-        share = torch.where(tiny, x, torch.expm1(step) / torch.where(tiny, 1.0, y.unsqueeze(-1)))
+        series = x * (1 + (x - 1) * delta.unsqueeze(-1) * (1 / 2 + (2 * x - 1) * delta.unsqueeze(-1) / 12))
+        share = torch.where(tiny, series, torch.expm1(step) / torch.where(tiny, 1.0, y.unsqueeze(-1)))
         v = e.v0.unsqueeze(-1) + e.between.unsqueeze(-1) * share
         u = e.u1.unsqueeze(-1) + e.between.unsqueeze(-1) * (1 - share)
         sign = torch.where(e.mirrored, -grad, grad)
@@ -653,12 +655,12 @@ def _positive_part_mean(x: Tensor) -> Tensor:
     density = standard_normal_density(x)
     direct = x * ndtr(x) + density
     middle = density * (1 + x * math.sqrt(math.pi / 2) * torch.special.erfcx(-x / _SQRT_2))
-    u = (-x).clamp(min=3.0)
+    u = (-x).clamp(min=5.0)
     fraction = torch.zeros_like(u)
     for k in range(40, 0, -1):
         fraction = k / (u + fraction)
     tail = density * fraction / (u + fraction)
-    return torch.where(x >= 0, direct, torch.where(x > -3, middle, tail))
+    return torch.where(x >= 0, direct, torch.where(x > -5, middle, tail))
 
 
 class _PositivePartMean(torch.autograd.Function):

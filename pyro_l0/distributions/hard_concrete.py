@@ -179,11 +179,6 @@ class HardConcrete(GateDistribution):
         """log P(z != 0) (eq. 12), shape ``batch_shape``."""
         return F.logsigmoid(self.log_alpha - self._temperature * self.stretch.t0)
 
-    @property
-    def active_prob(self) -> Tensor:
-        """P(z != 0) (eq. 12), shape ``batch_shape``."""
-        return torch.sigmoid(self.log_alpha - self._temperature * self.stretch.t0)
-
     def _log_probs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return numerics.hard_concrete_log_probs(self.log_alpha, self._temperature, self.stretch)
 
