@@ -55,6 +55,9 @@ def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale:
             layers.append(nn.Linear(fan_in, fan_out))
         else:
             layers.append(SlabLinear(fan_in, fan_out, f"net.{len(layers)}.weight", slab_scale))
+        # As in the paper's public layers: their larger first weights matter, because gates shrink the signal.
+        nn.init.kaiming_normal_(layers[-1].weight, mode="fan_out")
+        nn.init.zeros_(layers[-1].bias)
         if i < len(sizes) - 2:
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)

@@ -614,7 +614,8 @@ class _LogNdtr(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return torch.special.log_ndtr(x)
+        value: Tensor = torch.special.log_ndtr(x)
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -629,7 +630,8 @@ def log_ndtr(x: Tensor) -> Tensor:
 
 def ndtr(x: Tensor) -> Tensor:
     """Standard normal cdf; torch's own is (1 + erf) / 2, which cancels in the lower tail."""
-    return 0.5 * torch.special.erfc(-x / _SQRT_2)
+    erfc: Tensor = torch.special.erfc(-x / _SQRT_2)
+    return 0.5 * erfc
 
 
 def log_ndtri(log_p: Tensor) -> Tensor:
@@ -648,7 +650,8 @@ def log_ndtri(log_p: Tensor) -> Tensor:
 
 def _inverse_mills(x: Tensor) -> Tensor:
     """Derivative of log_ndtr."""
-    return math.sqrt(2 / math.pi) / torch.special.erfcx(-x / _SQRT_2)
+    erfcx: Tensor = torch.special.erfcx(-x / _SQRT_2)
+    return math.sqrt(2 / math.pi) / erfcx
 
 
 def _positive_part_mean(x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def bounded(lower: float = -math.inf, upper: float = math.inf) -> constraints.Co
     return _Bounded(lower, upper)
 
 
-class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not typed
+class GateDistribution(TorchDistribution):
     r"""A random multiplier on :math:`[0, 1]` that is exactly 0 or exactly 1 with positive probability.
 
     Densities are with respect to :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`: ``log_prob`` is a log mass
@@ -113,7 +113,7 @@ class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not 
 
     @classmethod
     @abstractmethod
-    def from_active_prob(cls, active_prob: float | Tensor, **options: Any) -> Self:
+    def from_active_prob(cls, active_prob: Number, *args: Any, **options: Any) -> Self:
         """The gate of this family with P(z != 0) = ``active_prob``."""
 
     @abstractmethod
@@ -193,7 +193,7 @@ class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not 
             new.has_rsample = self.has_rsample
         Distribution.__init__(new, batch_shape, validate_args=False)
         new._validate_args = self._validate_args
-        return new  # type: ignore[no-any-return]
+        return new
 
     def with_learned(self, **values: Tensor) -> Self:
         """This gate with other values of the learned parameters, unchecked; they share one shape.
@@ -203,7 +203,7 @@ class GateDistribution(TorchDistribution):  # type: ignore[misc]  # Pyro is not 
         new = type(self).__new__(type(self))
         new.__dict__.update(self.__dict__, **values)
         new._batch_shape = next(iter(values.values())).shape
-        return new  # type: ignore[no-any-return]
+        return new
 
     def _with_node_dim(self) -> Self:
         """This gate with a last batch dimension of size one, for quadrature nodes to broadcast against."""

@@ -58,7 +58,6 @@ def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
     return numerics.rectified_normal_kl(q.loc, q.scale, p.loc, p.scale)
 
 
-@register_kl(GateDistribution, GateDistribution)
 def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
 
@@ -108,6 +107,9 @@ def _narrower(x: Stretch | None, y: Stretch | None) -> Stretch:
         zeta = torch.minimum(torch.as_tensor(x.zeta), torch.as_tensor(y.zeta))
         return numerics.make_stretch(gamma, zeta, torch.promote_types(gamma.dtype, zeta.dtype))
     return numerics.make_stretch(max(x.gamma, y.gamma), min(x.zeta, y.zeta), torch.float64)
+
+
+register_kl(GateDistribution, GateDistribution)(kl_by_quadrature)
 
 
 @register_kl(GateDistribution, Distribution)

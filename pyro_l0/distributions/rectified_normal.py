@@ -148,7 +148,8 @@ class RectifiedNormal(GateDistribution):
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""
-        return (self.loc + self.scale * torch.special.ndtri(value)).clamp(0, 1)
+        e: Tensor = torch.special.ndtri(value)
+        return (self.loc + self.scale * e).clamp(0, 1)
 
     def base_distribution(self) -> TorchDistribution:
         """Normal with the same location and scale."""

@@ -32,6 +32,9 @@ class ActiveRate(NamedTuple):
     overall: Tensor
 
 
+_Parameters = Any  # a ParameterDict, or a mapping of subsampled tensors
+
+
 class _Plan(NamedTuple):
     """What the guide knows of one site after it has seen the model."""
 
@@ -40,7 +43,7 @@ class _Plan(NamedTuple):
     template: GateDistribution | None
 
 
-class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
+class AutoGate(AutoGuide):
     """Mean-field guide over every gate site of a model.
 
     Other latent variables are left to other guides; put them together in a
@@ -79,7 +82,7 @@ class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
         family_options: Mapping[str, Any] | None = None,
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(model, create_plates=create_plates)
+        super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         if not (isinstance(family, type) and issubclass(family, GateDistribution)):
             raise TypeError(f"Expected family to be a gate's class, but got {family!r}.")
         rates = init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]
@@ -109,8 +112,9 @@ class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
         return bool(prototype_hide_fn(msg)) or find_gate(msg["fn"]) is None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
-        sites = dict(self.prototype_trace.iter_stochastic_nodes())
+        super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+        prototype: Any = self.prototype_trace
+        sites = dict(prototype.iter_stochastic_nodes())
         gates = {name: site for name, site in sites.items() if find_gate(site["fn"]) is not None}
         if not gates:
             raise ValueError("AutoGate found no gate site in the model.")
@@ -131,7 +135,7 @@ class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
         # The guide's own sites have no use for the plates of the data.
         used = {plate for plan in self._plans.values() for plate in plan.plates}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
-        self.prototype_trace.detach_()
+        prototype.detach_()
 
     def _first_gate(self, name: str, site: dict[str, Any]) -> GateDistribution:
         """The gate that a site starts from, shape ``()``; it keeps the parameters that are not learned."""
@@ -165,24 +169,24 @@ class AutoGate(AutoGuide):  # type: ignore[misc]  # Pyro is not typed
         """Sample every site of this guide; takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        plates = self._create_plates(*args, **kwargs)
+        plates = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
         sites = self.sites  # once: under Pyro every access is a pyro.module statement
         values: dict[str, Tensor] = {}
         for name, plan in self._plans.items():
             with ExitStack() as stack:
                 for plate in plan.plates:
                     stack.enter_context(plates[plate])
-                parameters = sites[_key(name)]._parameters
+                parameters: _Parameters = sites[_key(name)]._parameters
                 if plan.plates:  # each parameter is full-sized, and a subsampled plate picks its rows
                     parameters = {key: pyro.subsample(x, event_dim=plan.event_dim) for key, x in parameters.items()}
                 fn = self._distribution(plan, parameters)
                 values[name] = pyro.sample(name, fn.to_event(plan.event_dim) if plan.event_dim else fn)
         return values
 
-    def _distribution(self, plan: _Plan, parameters: Mapping[str, Any]) -> Any:
+    def _distribution(self, plan: _Plan, parameters: _Parameters) -> Any:
         return self._gate(plan, parameters)
 
-    def _gate(self, plan: _Plan, parameters: Mapping[str, Any]) -> GateDistribution:
+    def _gate(self, plan: _Plan, parameters: _Parameters) -> GateDistribution:
         assert plan.template is not None
         values = {
             key: parameters[key] if constraint is constraints.real else transform_to(constraint)(parameters[key])
@@ -264,7 +268,7 @@ class AutoSpikeSlab(AutoGate):
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
-    def _prototype_hide_fn(self, msg: dict[str, Any]) -> bool:
+    def _prototype_hide_fn(self, msg: dict[str, Any]) -> bool:  # type: ignore[override]
         return bool(prototype_hide_fn(msg)) or (find_gate(msg["fn"]) is None and msg["name"] not in self.slab)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
@@ -286,7 +290,7 @@ class AutoSpikeSlab(AutoGate):
         log_scale = torch.full_like(loc, math.log(self.init_scale))
         return {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
 
-    def _distribution(self, plan: _Plan, parameters: Mapping[str, Any]) -> Any:
+    def _distribution(self, plan: _Plan, parameters: _Parameters) -> Any:
         return _slab(parameters) if plan.template is None else self._gate(plan, parameters)
 
     def _gate_plans(self) -> dict[str, _Plan]:
@@ -304,7 +308,7 @@ class AutoSpikeSlab(AutoGate):
         return gates | {name: slab.mean for name, slab in self.slabs().items()}
 
 
-def _slab(parameters: Mapping[str, Any]) -> Normal:
+def _slab(parameters: _Parameters) -> Normal:
     return Normal(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
 
 

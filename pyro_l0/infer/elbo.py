@@ -24,12 +24,12 @@ __all__ = ["L0_ELBO", "Coefficient", "Objective"]
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
-Site = dict[str, Any]
+Site = Any  # a message of Pyro's
 
 _TERMS = ("nll", "l0", "l2", "kl_gate", "kl_slab", "kl_other")
 
 
-class L0_ELBO(ELBO):  # type: ignore[misc]  # Pyro is not typed  # noqa: N801  # Pyro names its ELBOs so
+class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     r"""Training objectives for models with gates, in nats, summed over the data set; ``loss = -elbo``.
 
     ==================  ==========================================================================  ===========
@@ -117,7 +117,7 @@ class L0_ELBO(ELBO):  # type: ignore[misc]  # Pyro is not typed  # noqa: N801  #
                     )
         elif slab:
             raise ValueError(f"Expected slab for objective='spike_slab' only, but got {slab!r} for {objective!r}.")
-        super().__init__(
+        super().__init__(  # type: ignore[no-untyped-call]
             num_particles=num_particles,
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
@@ -151,9 +151,9 @@ class L0_ELBO(ELBO):  # type: ignore[misc]  # Pyro is not typed  # noqa: N801  #
         """The loss as a number, after adding its gradients to the parameters' ``.grad``."""
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-        value: float = torch_item(loss)
-        warn_if_nan(value, "loss")
+            loss.backward()
+        value = float(torch_item(loss))
+        warn_if_nan(loss, "loss")
         return value
 
     def terms(
@@ -181,7 +181,7 @@ class L0_ELBO(ELBO):  # type: ignore[misc]  # Pyro is not typed  # noqa: N801  #
 
     def _terms(self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = {}
-        for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
+        for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
             self._add_particle(parts, model_trace.nodes, guide_trace.nodes)
         kl_scale = self.kl_scale(self.step) if callable(self.kl_scale) else self.kl_scale
         for name in parts:

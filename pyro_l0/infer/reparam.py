@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyro
 from pyro.distributions import Delta
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
@@ -31,7 +33,8 @@ class RectifyReparam(Reparam):
 
     def apply(self, msg: ReparamMessage) -> ReparamResult:
         """Replace the gate by a deterministic function of a new continuous site."""
-        name, fn = msg["name"], msg["fn"]
+        name = msg["name"]
+        fn: Any = msg["fn"]
         gate = find_gate(fn)
         if gate is None:
             raise TypeError(f"RectifyReparam expected a gate at site {name!r}, but got {fn}.")

@@ -88,7 +88,8 @@ class NetworkCost:
                 raise ValueError(f"Expected {name!r} of shape ({self._sizes[name]},), but got {tuple(value.shape)}.")
         given = dict(active)
         present, needed = self._graph.present(given), self._graph.needed(given)
-        total = torch.zeros((), **_like(active))
+        like = next(iter(active.values()), torch.zeros(()))
+        total = torch.zeros((), dtype=like.dtype, device=like.device)
         for node in self._graph.graph.nodes:
             if node.name not in self._graph.layers:
                 continue
@@ -96,13 +97,8 @@ class NetworkCost:
             read, written = present[node.all_input_nodes[0].name], needed[node.name]
             rows = layer.in_features if read is None else read.sum()
             columns = layer.out_features if written is None else written.sum()
-            total = total + rows * columns * (layer.positions if macs else 1)
+            total = total + torch.as_tensor(rows * columns * (layer.positions if macs else 1))
         return total
-
-
-def _like(active: Mapping[str, Tensor]) -> dict[str, torch.dtype | torch.device]:
-    first = next(iter(active.values()), torch.zeros(()))
-    return {"dtype": first.dtype, "device": first.device}
 
 
 def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _SquareNorm]:

@@ -31,10 +31,13 @@ class _DeferredProduct(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]):
-            x, weight, bias = *args, *(() if len(args) > 2 else (kwargs.get("bias"),))
+            x, weight = args[:2]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
             if torch.is_autocast_enabled(x.plain.device.type):
                 return F.linear(x.plain, weight * x.factor.to(weight.dtype), bias)
-            return _GatedLinear.apply(x.plain, x.factor.to(weight.dtype), weight, bias)
+            return _GatedLinear.apply(  # type: ignore[no-untyped-call]
+                x.plain, x.factor.to(weight.dtype), weight, bias
+            )
         args, kwargs = tree_map(_product, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -48,7 +51,7 @@ class _GatedLinear(torch.autograd.Function):
         return F.linear(x * z, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, z, weight = ctx.saved_tensors
         grad = grad.flatten(0, -2)
         of_product = grad.t() @ x.flatten(0, -2)  # gradient of weight * z

@@ -65,7 +65,7 @@ class Gate(nn.Module):
         self.dim = dim
         self.prior = prior.expand((size,))
         self.site_name: str | None = None
-        self._site = self.prior.to_event(1)
+        self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply dimension ``dim`` of ``x`` by one sample of the gates."""
@@ -83,11 +83,11 @@ class Gate(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Gate:
         # The prior moves with the network, though it is no parameter of it.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in list(self.prior.__dict__.items()):
             if isinstance(value, Tensor):
                 setattr(self.prior, name, fn(value))
-        self._site = self.prior.to_event(1)
+        self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:

@@ -188,7 +188,7 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
 
 
 def _input(graph: fx.Graph, name: str) -> str:
-    return next(node.all_input_nodes[0].name for node in graph.nodes if node.name == name)
+    return str(next(node.all_input_nodes[0].name for node in graph.nodes if node.name == name))
 
 
 def _check(node: fx.Node, modules: dict[str, nn.Module]) -> None:
