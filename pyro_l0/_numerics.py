@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -452,6 +453,98 @@ def _kl_same_temperature(
     return torch.where(near, small, large)
 
 
+def _kl_same_temperature_slopes(
+    log_alpha_q: Tensor,
+    log_alpha_p: Tensor,
+    temperature: float | Tensor,
+    stretch: Stretch,
+    rule: tuple[Tensor, Tensor],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Derivatives of the KL with respect to both locations and the temperature, those that are needed."""
+    e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
+    near = e.d.abs() < 3
+    d, l0, l1, delta, y, ratio = _log_ratios(e, near)
+    far_d, far_l0, far_l1, kappa, kappa_bar = _far_log_ratios(e, near)
+    x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
+    step = delta.unsqueeze(-1) * x
+    tiny = (y.abs() < 1e-4).unsqueeze(-1)
+    # The cdf of q at the nodes and its complement.
+    series = x * (1 + (x - 1) * delta.unsqueeze(-1) * (1 / 2 + (2 * x - 1) * delta.unsqueeze(-1) / 12))
+    share = torch.where(tiny, series, torch.expm1(step) / torch.where(tiny, 1.0, y.unsqueeze(-1)))
+    v = e.v0.unsqueeze(-1) + e.between.unsqueeze(-1) * share
+    u = e.u1.unsqueeze(-1) + e.between.unsqueeze(-1) * (1 - share)
+    sign = torch.where(e.mirrored, -1.0, 1.0)
+
+    grad_q = grad_p = grad_t = None
+    if needed[0]:
+        ends = e.v0 * e.u0, e.v1 * e.u1
+        small = ends[0] * l0 + ends[1] * (d - l1) + 2 * delta * ((v * u) @ w)
+        large = (
+            ends[0] * far_l0
+            + ends[1] * (far_d - far_l1)
+            - 2 * e.between / kappa_bar
+            + 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
+            - e.between * (e.v0 + e.v1)
+        )
+        grad_q = sign * torch.where(near, small, large)
+    if needed[1]:
+        lead = torch.expm1((d - 2 * l0).unsqueeze(-1) - 2 * step) * (torch.exp(d).unsqueeze(-1) * v - u)
+        small = torch.exp(-l0) * (
+            e.between * ratio * (lead @ w) - e.v0 * e.u0 * torch.expm1(d - l0)
+        ) + e.u1 * e.v1 * torch.expm1(-l1) * torch.exp(d - l1)
+        p0, p1 = torch.sigmoid(e.a0 + far_d), torch.sigmoid(e.a1 + far_d)
+        large = e.v1 - (1 + e.v1) * p1 + e.v0 * p0 - 2 * (p1 - p0) / kappa - 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
+        grad_p = sign * torch.where(near, small, large)
+    if needed[2]:
+        l0, l1 = torch.where(near, l0, far_l0), torch.where(near, l1, far_l1)
+        rest_d = e.d - l1
+        low = rest_d < 1
+        # v1 exp(d - L1) is the cdf of p, which stays finite where the exponential does not.
+        upper = torch.where(
+            low,
+            e.v1 * psi(torch.where(low, rest_d, 0.0)),
+            torch.sigmoid(e.a1 + e.d) - e.v1 - e.v1 * rest_d,
+        )
+        lower = e.v0 * e.u0 * psi(-l0)
+        t0, t1 = stretch.t0, stretch.t1
+        grad_t = torch.where(e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower)
+    return [grad_q, grad_p, grad_t]
+
+
+# Gates that are worked on at a time in main memory: their temporaries stay in the processor's cache.
+_BLOCK = 2**16
+
+
+def _in_blocks(
+    function: Callable[..., list[Tensor | None]], stretch: Stretch, *args: float | Tensor
+) -> list[Tensor | None]:
+    """Apply an elementwise function of equally shaped tensors block by block, where that is faster and possible."""
+    first = next(x for x in args if isinstance(x, Tensor))
+    size = first.numel()
+    whole_only = first.device.type != "cpu" or torch.is_grad_enabled() or isinstance(stretch.t0, Tensor)
+    if size <= _BLOCK or whole_only:
+        return function(*args)
+    flat = [_flat(x) if isinstance(x, Tensor) else x for x in args]
+    out: list[Tensor | None] = []
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        part = function(*(x[start:stop] if isinstance(x, Tensor) else x for x in flat))
+        if not out:
+            out = [None if y is None else torch.empty(size, dtype=y.dtype) for y in part]
+        for whole, piece in zip(out, part, strict=True):
+            if whole is not None and piece is not None:
+                whole[start:stop] = piece
+    return [None if y is None else y.view(first.shape) for y in out]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """One dimension, without a copy of a number that was expanded."""
+    if not any(x.stride()):
+        return x[(0,) * x.dim()].expand(x.numel())
+    return x.reshape(-1)
+
+
 class _KLSameTemperature(torch.autograd.Function):
     """KL of two hard concretes with one temperature; see :func:`hard_concrete_kl_same_temperature`.
 
@@ -472,62 +565,25 @@ class _KLSameTemperature(torch.autograd.Function):
         ctx.number = None if isinstance(temperature, Tensor) else temperature
         tensors = (temperature,) if isinstance(temperature, Tensor) else ()
         ctx.save_for_backward(log_alpha_q, log_alpha_p, *tensors)
-        return _kl_same_temperature(log_alpha_q, log_alpha_p, temperature, stretch, rule)
+
+        def value(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
+            return [_kl_same_temperature(q, p, t, stretch, rule)]
+
+        (kl,) = _in_blocks(value, stretch, log_alpha_q, log_alpha_p, temperature)
+        assert kl is not None
+        return kl
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
         temperature = rest[0] if rest else ctx.number
-        e = _ends(log_alpha_q, log_alpha_p, temperature, ctx.stretch)
-        near = e.d.abs() < 3
-        d, l0, l1, delta, y, ratio = _log_ratios(e, near)
-        far_d, far_l0, far_l1, kappa, kappa_bar = _far_log_ratios(e, near)
-        x, w = 0.5 * (ctx.rule[0] + 1), 0.5 * ctx.rule[1]
-        step = delta.unsqueeze(-1) * x
-        tiny = (y.abs() < 1e-4).unsqueeze(-1)
-        # The cdf of q at the nodes and its complement.
-        series = x * (1 + (x - 1) * delta.unsqueeze(-1) * (1 / 2 + (2 * x - 1) * delta.unsqueeze(-1) / 12))
-        share = torch.where(tiny, series, torch.expm1(step) / torch.where(tiny, 1.0, y.unsqueeze(-1)))
-        v = e.v0.unsqueeze(-1) + e.between.unsqueeze(-1) * share
-        u = e.u1.unsqueeze(-1) + e.between.unsqueeze(-1) * (1 - share)
-        sign = torch.where(e.mirrored, -grad, grad)
+        needed = ctx.needs_input_grad[:3]
 
-        grad_q = grad_p = grad_t = None
-        if ctx.needs_input_grad[0]:
-            ends = e.v0 * e.u0, e.v1 * e.u1
-            small = ends[0] * l0 + ends[1] * (d - l1) + 2 * delta * ((v * u) @ w)
-            large = (
-                ends[0] * far_l0
-                + ends[1] * (far_d - far_l1)
-                - 2 * e.between / kappa_bar
-                + 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
-                - e.between * (e.v0 + e.v1)
-            )
-            grad_q = sign * torch.where(near, small, large)
-        if ctx.needs_input_grad[1]:
-            lead = torch.expm1((d - 2 * l0).unsqueeze(-1) - 2 * step) * (torch.exp(d).unsqueeze(-1) * v - u)
-            small = torch.exp(-l0) * (
-                e.between * ratio * (lead @ w) - e.v0 * e.u0 * torch.expm1(d - l0)
-            ) + e.u1 * e.v1 * torch.expm1(-l1) * torch.exp(d - l1)
-            p0, p1 = torch.sigmoid(e.a0 + far_d), torch.sigmoid(e.a1 + far_d)
-            large = (
-                e.v1 - (1 + e.v1) * p1 + e.v0 * p0 - 2 * (p1 - p0) / kappa - 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
-            )
-            grad_p = sign * torch.where(near, small, large)
-        if ctx.needs_input_grad[2]:
-            l0, l1 = torch.where(near, l0, far_l0), torch.where(near, l1, far_l1)
-            rest_d = e.d - l1
-            low = rest_d < 1
-            # v1 exp(d - L1) is the cdf of p, which stays finite where the exponential does not.
-            upper = torch.where(
-                low,
-                e.v1 * psi(torch.where(low, rest_d, 0.0)),
-                torch.sigmoid(e.a1 + e.d) - e.v1 - e.v1 * rest_d,
-            )
-            lower = e.v0 * e.u0 * psi(-l0)
-            t0, t1 = ctx.stretch.t0, ctx.stretch.t1
-            grad_t = grad * torch.where(e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower)
-        return grad_q, grad_p, grad_t, None, None
+        def slopes(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
+            return _kl_same_temperature_slopes(q, p, t, ctx.stretch, ctx.rule, needed)
+
+        found = _in_blocks(slopes, ctx.stretch, log_alpha_q, log_alpha_p, temperature)
+        return *(None if slope is None else grad * slope for slope in found), None, None
 
 
 def hard_concrete_kl_same_temperature(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.gate import Gate, gate_names
-from pyro_l0.nn.graph import read_network
+from pyro_l0.nn.graph import GateGraph, read_network
 
 __all__ = ["NetworkCost", "square_norms"]
 
@@ -50,22 +50,9 @@ class NetworkCost:
         layers = self._graph.layers.values()
         self.total_weights = sum(layer.in_features * layer.out_features for layer in layers)
         self.total_macs = sum(layer.in_features * layer.out_features * layer.positions for layer in layers)
-        self.group_sizes = self._group_sizes()
-
-    def _group_sizes(self) -> dict[str, float]:
-        """Derivative of the weight count with respect to one unit's presence in front of its consumers."""
-        ones = {name: torch.ones(size, dtype=torch.float64, requires_grad=True) for name, size in self._sizes.items()}
-        present = self._graph.present(ones)
-        total = torch.zeros((), dtype=torch.float64)
-        for node in self._graph.graph.nodes:
-            if node.name in self._graph.layers:
-                units = present[node.all_input_nodes[0].name]
-                if units is not None:
-                    total = total + units.sum() * self._graph.layers[node.name].out_features
-        if not ones:
-            return {}
-        grads = torch.autograd.grad(total, list(ones.values()), allow_unused=True)
-        return {name: 0.0 if grad is None else float(grad[0]) for name, grad in zip(ones, grads, strict=True)}
+        self.group_sizes = dict.fromkeys(self._sizes, 0.0)
+        for site, layer in _readers(self._graph):
+            self.group_sizes[site] += layer.out_features
 
     def weights(self, active: Mapping[str, Tensor]) -> Tensor:
         """Weights left, shape ``()``.
@@ -117,26 +104,26 @@ def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _Square
     """
     graph = read_network(network, example_input)
     layers: dict[str, list[nn.Linear]] = {name: [] for name in graph.sites.values()}
-    for node in graph.graph.nodes:
-        if node.name in graph.layers:
-            for site in _gates_before(graph.modules, graph.sites, node):
-                layers[site].append(graph.modules[str(node.target)])  # type: ignore[arg-type]
+    for site, layer in _readers(graph):
+        layers[site].append(layer)
     return {name: _SquareNorm(found) for name, found in layers.items()}
 
 
-def _gates_before(modules: dict[str, nn.Module], sites: dict[str, str], node: object) -> list[str]:
-    """The gates that a dense layer reads through elementwise operations."""
-    found: list[str] = []
-    frontier = list(node.all_input_nodes)  # type: ignore[attr-defined]
-    while frontier:
-        parent = frontier.pop()
-        module = modules.get(str(parent.target)) if parent.op == "call_module" else None
-        if isinstance(module, nn.Linear):
+def _readers(graph: GateGraph) -> Iterator[tuple[str, nn.Linear]]:
+    """Each gate site with each dense layer that reads its units, directly or through elementwise operations."""
+    for node in graph.graph.nodes:
+        if node.name not in graph.layers:
             continue
-        if isinstance(module, Gate):
-            found.append(sites[str(parent.target)])
-        frontier.extend(parent.all_input_nodes)
-    return found
+        layer = graph.modules[str(node.target)]
+        assert isinstance(layer, nn.Linear)
+        frontier = list(node.all_input_nodes)
+        while frontier:
+            parent = frontier.pop()
+            module = graph.modules.get(str(parent.target)) if parent.op == "call_module" else None
+            if isinstance(module, Gate):
+                yield graph.sites[str(parent.target)], layer
+            if not isinstance(module, nn.Linear):
+                frontier.extend(parent.all_input_nodes)
 
 
 class _SquareNorm:

@@ -1,0 +1,185 @@
+"""Time of a training step with gates, and throughput of sampling and KL: python tests/bench/bench_step.py
+
+MLP 784-300-100, batch 100, fused Adam, one thread. All steps run in turn within one process; the ratios are those of
+the medians over ``--rounds`` rounds. Baselines: the same loss written by hand on plain tensors (with this library's
+KL function, so that only what lies around it is compared), and the dense network without gates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import kl_divergence
+
+from pyro_l0 import HardConcrete, _numerics
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.elbo import Objective
+from pyro_l0.nn import Gate, name_gates
+
+NUM_DATA, BATCH, LAM, SIZES = 60_000, 100, 0.1, (784, 300, 100, 10)
+GROUP_SIZES = {"net.0": 300.0, "net.3": 100.0, "net.6": 10.0}
+Step = Callable[[], None]
+
+
+class Model(nn.Module):
+    """A gated network and its likelihood."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in zip(SIZES[:-1], SIZES[1:], strict=True):
+            layers += [Gate(fan_in), nn.Linear(fan_in, fan_out), nn.ReLU()]
+        self.net = nn.Sequential(*layers[:-1])
+
+    def forward(self, index: Tensor, x: Tensor, y: Tensor) -> None:
+        logits = self.net(x)
+        with pyro.plate("data", NUM_DATA, subsample=index):
+            pyro.sample("y", dist.Categorical(logits=logits, validate_args=False), obs=y)
+
+
+def library_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
+    """One step of ``L0_ELBO(...)(model, guide)`` with a torch optimiser."""
+    model = Model()
+    name_gates(model)
+    loss = L0_ELBO(objective, lam=LAM, group_size=GROUP_SIZES)(model, AutoGate(model))
+    index = torch.arange(BATCH)
+    loss(index, x, y)
+    return _step(lambda: loss(index, x, y), loss)
+
+
+def hand_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
+    """The same loss on plain tensors."""
+    linear = nn.ModuleList([nn.Linear(m, n) for m, n in zip(SIZES[:-1], SIZES[1:], strict=True)])
+    log_alpha = nn.ParameterList([torch.full((n,), 0.6) for n in SIZES[:-1]])
+    prior = torch.tensor(-1.6)
+    beta, gamma, zeta = 2 / 3, -0.1, 1.1
+    shift = beta * math.log(-gamma / zeta)
+    stretch = _numerics.make_stretch(gamma, zeta, torch.float32)
+    rule = _numerics.gauss_legendre(5, torch.float32)
+
+    def loss() -> Tensor:
+        h, penalty = x, torch.zeros(())
+        for i, layer in enumerate(linear):
+            u = torch.rand_like(log_alpha[i]).clamp(1e-7, 1 - 1e-7)
+            s = torch.sigmoid((torch.log(u) - torch.log1p(-u) + log_alpha[i]) / beta)
+            h = layer(h * (s * (zeta - gamma) + gamma).clamp(0, 1))
+            h = F.relu(h) if i < 2 else h
+            price = LAM * list(GROUP_SIZES.values())[i]
+            penalty = penalty + price * torch.sigmoid(log_alpha[i] - shift).sum()
+            if objective == "free_energy":
+                kl = _numerics.hard_concrete_kl_same_temperature(log_alpha[i], prior, beta, stretch, rule)
+                penalty = penalty + kl.sum()
+        return NUM_DATA / BATCH * F.cross_entropy(h, y, reduction="sum") + penalty
+
+    return _step(loss, nn.ModuleList([linear, log_alpha]))
+
+
+def dense_step(x: Tensor, y: Tensor) -> Step:
+    """The network without gates."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in zip(SIZES[:-1], SIZES[1:], strict=True):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    net = nn.Sequential(*layers[:-1])
+    return _step(lambda: NUM_DATA * F.cross_entropy(net(x), y), net)
+
+
+def _step(loss: Callable[[], Tensor], module: nn.Module) -> Step:
+    optimiser = torch.optim.Adam(module.parameters(), 1e-3, fused=True)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
+
+    return step
+
+
+def time_steps(steps: dict[str, Step], rounds: int, repeats: int = 20) -> dict[str, float]:
+    """Median seconds per step, all steps in turn."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        for _ in range(repeats):
+            step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                step()
+            times[name].append((time.perf_counter() - start) / repeats)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def sample_and_kl(num_gates: int) -> tuple[float, float]:
+    """Seconds and peak bytes of rsample, KL and their gradient for many gates, in a process of its own."""
+    torch.set_num_threads(1)
+    log_alpha = torch.zeros(num_gates).normal_().requires_grad_()
+    prior = HardConcrete(-1.6, validate_args=False)
+
+    def run() -> None:
+        gate = HardConcrete(log_alpha, validate_args=False)
+        (gate.rsample().sum() + kl_divergence(gate, prior).sum()).backward()
+        log_alpha.grad = None
+
+    if num_gates <= 1_000_000:
+        run()  # warm; at the largest size the one run is long enough
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if num_gates > 1_000_000 else 0
+    repeats = max(1, 2_000_000 // num_gates)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    seconds = (time.perf_counter() - start) / repeats
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return seconds, 1024.0 * peak
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, y = torch.rand(BATCH, SIZES[0]), torch.randint(0, 10, (BATCH,))
+    steps = {
+        "dense": dense_step(x, y),
+        "l0": library_step("l0", x, y),
+        "l0 by hand": hand_step("l0", x, y),
+        "free_energy": library_step("free_energy", x, y),
+        "free_energy by hand": hand_step("free_energy", x, y),
+    }
+    seconds = time_steps(steps, options.rounds)
+    print(f"{platform.machine()}, torch {torch.__version__}, one thread, {options.rounds} rounds in turn")
+    for name, value in seconds.items():
+        print(f"{name:24s}{1e3 * value:8.3f} ms a step")
+    for name, base in (
+        ("l0", "l0 by hand"),
+        ("free_energy", "free_energy by hand"),
+        ("l0", "dense"),
+        ("free_energy", "dense"),
+        ("l0 by hand", "dense"),
+    ):
+        print(f"{name + ' / ' + base:40s}{seconds[name] / seconds[base]:8.3f}")
+
+    print("\nrsample + KL + gradient, float32, one thread")
+    context = multiprocessing.get_context("spawn")
+    for num_gates in (10_000, 1_000_000, 10_000_000):
+        with context.Pool(1) as pool:
+            total, peak = pool.apply(sample_and_kl, (num_gates,))
+        memory = f"{peak / num_gates:8.0f} bytes a gate at the peak" if num_gates > 1_000_000 else ""
+        print(f"{num_gates:12,d} gates {1e9 * total / num_gates:8.1f} ns a gate {memory}")
+
+
+if __name__ == "__main__":
+    main()

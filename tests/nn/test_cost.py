@@ -1,0 +1,131 @@
+"""Weights and multiply-adds against counts by hand, by enumeration and by torch's own counter."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pyro_l0.nn import Gate, NetworkCost, name_gates, square_norms
+
+
+def mlp(sizes, gated=True):
+    layers = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        layers += ([Gate(fan_in)] if gated else []) + [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def test_the_papers_counts():
+    """MLP 784-300-100 has 266,200 weights; 219-214-100 leaves 69,266 (Table 1)."""
+    cost = NetworkCost(mlp((784, 300, 100, 10)), torch.zeros(1, 784))
+    assert cost.total_weights == cost.total_macs == 266_200
+    assert cost.group_sizes == {"0": 300.0, "3": 100.0, "6": 10.0}
+    kept = {name: (torch.arange(n) < k).float() for name, n, k in (("0", 784, 219), ("3", 300, 214), ("6", 100, 100))}
+    assert cost.weights(kept).item() == 69_266
+
+
+def test_actual_macs_are_those_of_the_smaller_network():
+    """torch's counter on a dense network of the kept sizes reports two operations per multiply-add."""
+    cost = NetworkCost(mlp((20, 15, 9, 4)), torch.zeros(3, 20))
+    kept = {"0": torch.arange(20) % 3 == 0, "3": torch.arange(15) % 2 == 0, "6": torch.arange(9) > 3}
+    smaller = mlp((*(int(k.sum()) for k in kept.values()), 4), gated=False)
+    with FlopCounterMode(display=False) as counter:
+        smaller(torch.zeros(1, int(kept["0"].sum())))
+    assert cost.macs({name: k.double() for name, k in kept.items()}).item() == counter.get_total_flops() / 2
+
+
+def test_expectation_is_exact():
+    """The expected count under independent gates, by enumerating every state of a small network."""
+    cost = NetworkCost(mlp((3, 2, 2)), torch.zeros(1, 3))
+    probs = {"0": torch.tensor([0.2, 0.9, 0.5]), "3": torch.tensor([0.3, 0.7])}
+    expected = 0.0
+    for state in itertools.product((0.0, 1.0), repeat=5):
+        gates = {"0": torch.tensor(state[:3]), "3": torch.tensor(state[3:])}
+        weight = 1.0
+        for name, p in probs.items():
+            weight *= torch.where(gates[name] > 0, p, 1 - p).prod().item()
+        expected += weight * cost.weights(gates).item()
+    assert cost.weights(probs).item() == pytest.approx(expected, rel=1e-6)  # float32
+
+
+def test_counts_can_be_differentiated():
+    """One more open unit adds the weights that read it and those that write it."""
+    cost = NetworkCost(mlp((6, 5, 4, 3)), torch.zeros(1, 6))
+    active = {
+        n: torch.full((s,), 0.5, dtype=torch.float64, requires_grad=True) for n, s in (("0", 6), ("3", 5), ("6", 4))
+    }
+    cost.weights(active).backward()
+    assert active["3"].grad[0].item() == pytest.approx(6 * 0.5 + 4 * 0.5)
+    assert torch.autograd.gradcheck(lambda *a: cost.macs(dict(zip(active, a, strict=True))), tuple(active.values()))
+
+
+def test_positions_multiply_macs_alone():
+    """A layer applied to every element of a sequence holds its weights once."""
+    cost = NetworkCost(nn.Sequential(Gate(4), nn.Linear(4, 3)), torch.zeros(2, 7, 4))
+    assert (cost.total_weights, cost.total_macs) == (12, 84)
+
+
+class Residual(nn.Module):
+    """Two gated branches that meet in a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.second = Gate(4), Gate(4)
+
+    def forward(self, x):
+        h = self.first(F.relu(self.enter(x)))
+        return self.leave(h + self.second(F.relu(self.inner(h))))
+
+
+def test_a_unit_of_a_sum_is_there_if_either_branch_is():
+    """Both branches feed the last layer."""
+    cost = NetworkCost(Residual(), torch.zeros(1, 5))
+    a, b = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    # enter 5*2, inner 2*2, leave 3*2
+    assert cost.weights({"first": a, "second": b}).item() == 10 + 4 + 6
+    assert cost.group_sizes == {"first": 6.0, "second": 2.0}
+
+
+def test_site_names_and_square_norms():
+    """Costs go by the names that the sites have; square norms are those of the columns."""
+    net = mlp((3, 2, 2))
+    name_gates(net, prefix="net.")
+    assert list(NetworkCost(net, torch.zeros(1, 3)).group_sizes) == ["net.0", "net.3"]
+    norms = square_norms(net, torch.zeros(1, 3))
+    torch.testing.assert_close(norms["net.3"](), net[4].weight.square().sum(0))
+
+
+def test_the_network_is_left_as_it_was():
+    """Reading shapes touches neither modes nor BatchNorm's statistics."""
+    net = nn.Sequential(Gate(3), nn.Linear(3, 2), nn.BatchNorm1d(2), nn.ReLU(), Gate(2), nn.Linear(2, 2)).train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    NetworkCost(net, torch.randn(4, 3))
+    assert all(module.training for module in net.modules())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Sequential(nn.Conv1d(3, 2, 1)), r"dense layers.*'0' \(Conv1d\)"),
+        (nn.Sequential(Gate(3), nn.Softmax(-1)), r"'1' \(Softmax\)"),
+        (nn.Sequential(Gate(3, dim=1), nn.Flatten(), nn.Linear(6, 1)), "one gate per input of layer '2', which has 6"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(net, message):
+    """By the name of the layer."""
+    with pytest.raises(ValueError, match=message):
+        NetworkCost(net, torch.zeros(4, 3, 2))
+
+
+def test_wrong_gate_values_are_refused():
+    """A missing site and a wrong size, by name."""
+    cost = NetworkCost(mlp((3, 2, 2)), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"one entry per gate site \['0', '3'\], but got \['0'\]"):
+        cost.weights({"0": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"'3' of shape \(2,\), but got \(3,\)"):
+        cost.weights({"0": torch.ones(3), "3": torch.ones(3)})
