@@ -1,0 +1,270 @@
+"""Spike-and-slab regression by SVI, beside the exact posterior over all 1,024 subsets of features.
+
+The data are scikit-learn's diabetes data (442 patients, 10 features), standardised. Each coefficient
+is a gate times a weight, so that it can be exactly zero:
+
+    z ~ HardConcrete, P(z != 0) = 0.2;   w ~ Normal(0, 0.2);   y ~ Normal(x (z w), sigma)
+
+with a known sigma (the residual standard deviation of least squares, 0.703). SVI maximises the bound
+of Eq. 20 of the L0 paper with a mean-field guide. The exact posterior is that of binary gates. For a fair
+comparison the prior's temperature is such that an active gate is 1 in nine cases of ten; the rest lies
+between 0 and 1 and changes the numbers in the third decimal.
+
+It takes about 10 seconds on one core. What to expect:
+
+- The features that the data decide (sex, bmi, bp, s5 are in; age, s6 are out) agree within 0.03 in
+  inclusion probability and 0.02 in coefficient.
+- s1 to s4 do not. These blood values are collinear (correlation of s1 and s2 0.90, of s3 and s4
+  -0.74), and the exact posterior hesitates between s3 alone (0.45), s1 with s3 (0.12), s1 with s4
+  (0.09), s2 with s3 (0.08), ... The guide's gates are independent, so it can't say "the one or the
+  other": it gives 1.00 to s3 (exact: 0.85) and too little to the others (s1: 0.10 instead of 0.33; s4:
+  0.04 instead of 0.21). The largest differences are 0.22 to 0.25 in inclusion probability and 0.04
+  in coefficient, both at s1.
+
+This is a property of the mean-field bound and not of its optimisation: coordinate ascent on the same bound
+with binary gates ends within 0.03 of what SVI finds. The bound has other optima too: coordinate ascent that
+starts from the least-squares coefficients ends at s1 and s2 in place of s3, with a lower bound.
+Gates that start half open and weights that start near zero avoid that. The more the prior allows, the
+larger the gap: 0.5 in inclusion probability and 0.2 in coefficient at a prior rate and a slab scale of 0.5.
+
+Writes to ``--out``: ``metrics.json`` and ``coefficients.png``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import numpy.typing as npt
+import pyro
+import pyro.distributions as dist
+import torch
+import tyro
+from sklearn.datasets import load_diabetes
+from torch import Tensor
+from tqdm import trange
+
+from pyro_l0.distributions import HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
+
+__all__ = ["Options", "Posterior", "enumerate_subsets", "fit", "load", "main", "make_model"]
+
+ONE_GIVEN_ACTIVE = 0.9
+LEARNING_RATE = 0.05
+PARTICLES = 64
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of this example.
+
+    Attributes:
+        steps: optimiser steps.
+        seed: seed of everything random.
+        device: where to train.
+        out: folder for what this run writes.
+        prior_active_prob: P(z != 0) of every feature under the prior.
+        slab_scale: standard deviation of a weight under the prior.
+    """
+
+    steps: int = 3000
+    seed: int = 0
+    device: str = "cpu"
+    out: Path = Path("runs/regression")
+    prior_active_prob: float = 0.2
+    slab_scale: float = 0.2
+
+
+class Posterior(NamedTuple):
+    """What is compared, one entry per feature.
+
+    Attributes:
+        inclusion: P(z != 0).
+        coefficient: E[z w].
+    """
+
+    inclusion: Array
+    coefficient: Array
+
+
+def main(options: Options) -> dict[str, Any]:
+    """Compute both posteriors, write the files, print a table; returns the metrics."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    if options.steps < 1:
+        raise ValueError(f"Expected steps of at least 1, but got {options.steps}.")
+    if not 0 < options.slab_scale < math.inf:
+        raise ValueError(f"Expected slab_scale to be finite and positive, but got {options.slab_scale}.")
+    start = time.perf_counter()
+    x, y, names = load()
+    noise = noise_scale(x, y)
+    prior = options.prior_active_prob, options.slab_scale
+
+    model = make_model(x, y, noise, *prior, device=options.device)
+    svi = fit(model, options.steps, options.seed)
+    exact = enumerate_subsets(x, y, noise, *prior)
+
+    metrics: dict[str, Any] = {
+        "largest_inclusion_difference": float(np.abs(svi.inclusion - exact.inclusion).max()),
+        "largest_coefficient_difference": float(np.abs(svi.coefficient - exact.coefficient).max()),
+        "features": names,
+        "svi": {key: value.tolist() for key, value in svi._asdict().items()},
+        "exact": {key: value.tolist() for key, value in exact._asdict().items()},
+        "noise_scale": noise,
+        "seconds": time.perf_counter() - start,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    plot(names, svi, exact, options.out / "coefficients.png")
+    report(names, svi, exact)
+    print(f"{metrics['seconds']:.0f} s; wrote metrics.json and coefficients.png to {options.out}")
+    return metrics
+
+
+def load() -> tuple[Array, Array, list[str]]:
+    """The diabetes data, every column of mean 0 and variance 1: x ``(442, 10)``, y ``(442,)``, names."""
+    data = load_diabetes()
+    x, y = ((part - part.mean(axis=0)) / part.std(axis=0) for part in (data["data"], data["target"]))
+    return x, y, list(data["feature_names"])
+
+
+def noise_scale(x: Array, y: Array) -> float:
+    """The residual standard deviation of least squares; centring the data cost one more degree."""
+    residual = y - x @ np.linalg.lstsq(x, y)[0]
+    return float(np.sqrt(residual @ residual / (len(y) - x.shape[1] - 1)))
+
+
+def make_model(
+    x: Array,
+    y: Array,
+    noise: float,
+    prior_active_prob: float,
+    slab_scale: float,
+    device: str = "cpu",
+) -> Callable[[], None]:
+    """The regression as a Pyro model, with gates ``z`` and slab weights ``w``."""
+    inputs, target = (torch.tensor(part, dtype=torch.float32, device=device) for part in (x, y))
+    size, features = inputs.shape
+    gate_prior = HardConcrete.from_active_prob(
+        torch.full((features,), prior_active_prob, device=device),
+        one_given_active=ONE_GIVEN_ACTIVE,
+    )
+    slab_prior = dist.Normal(inputs.new_zeros(features), slab_scale)
+
+    def model() -> None:
+        with pyro.plate("features", features):
+            z = pyro.sample("z", gate_prior)
+            w = pyro.sample("w", slab_prior)
+        with pyro.plate("data", size):
+            pyro.sample("y", dist.Normal((z * w) @ inputs.T, noise), obs=target)
+
+    return model
+
+
+def fit(model: Callable[[], None], steps: int, seed: int) -> Posterior:
+    """The mean-field posterior of a model by SVI, with a learning rate that falls to zero.
+
+    A nearly binary gate is seldom between 0 and 1, where alone its draws have a gradient; many
+    particles, computed at once, make up for that.
+    """
+    pyro.set_rng_seed(seed)
+    slab = {"w": "z"}
+    guide = AutoSpikeSlab(model, slab=slab, init_active_prob=0.5)
+    guide()  # makes the parameters
+    elbo = L0_ELBO(
+        "spike_slab",
+        slab=slab,
+        num_particles=PARTICLES,
+        vectorize_particles=True,
+        max_plate_nesting=1,
+    )
+    loss_of = elbo(model, guide)
+    optimiser = torch.optim.Adam(guide.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for step in (progress := trange(steps, disable=None)):
+        optimiser.zero_grad()
+        loss: Tensor = loss_of()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        if step % 100 == 0:
+            progress.set_postfix(loss=f"{loss.item():.1f}")
+
+    gates, slabs = guide.posterior()["z"], guide.slabs()["w"]
+    coefficient = gates.mean * slabs.mean  # independent in the guide
+    inclusion, coefficient = (part.detach().double().cpu().numpy() for part in (gates.active_prob, coefficient))
+    return Posterior(inclusion, coefficient)
+
+
+def enumerate_subsets(x: Array, y: Array, noise: float, prior_active_prob: float, slab_scale: float) -> Posterior:
+    r"""The exact posterior with binary gates, by a sum over all subsets S of the columns of x.
+
+    With :math:`A = X_S^T X_S / \sigma^2 + I / \tau^2` and :math:`b = X_S^T y / \sigma^2`, the weights of
+    the subset are :math:`N(A^{-1} b, A^{-1})` and its evidence against that of the empty subset is
+    :math:`\exp(b^T A^{-1} b / 2)\, |A|^{-1/2} \tau^{-|S|}`.
+    """
+    features = x.shape[1]
+    gram, moment = x.T @ x / noise**2, x.T @ y / noise**2
+    prior_logit = math.log(prior_active_prob) - math.log1p(-prior_active_prob)
+    subsets = np.array(list(itertools.product([False, True], repeat=features)))
+    log_weights = np.zeros(len(subsets))
+    means = np.zeros((len(subsets), features))
+    for i, subset in enumerate(subsets):
+        count = int(subset.sum())
+        precision = gram[np.ix_(subset, subset)] + np.eye(count) / slab_scale**2
+        means[i, subset] = np.linalg.solve(precision, moment[subset])
+        log_weights[i] = (
+            0.5 * moment[subset] @ means[i, subset]
+            - 0.5 * np.linalg.slogdet(precision).logabsdet
+            + count * (prior_logit - math.log(slab_scale))
+        )
+    weights = np.exp(log_weights - log_weights.max())
+    weights /= weights.sum()
+    return Posterior(weights @ subsets, weights @ means)
+
+
+def report(names: list[str], svi: Posterior, exact: Posterior) -> None:
+    """Print the comparison, one row per feature, and the largest differences."""
+    print(f"{'':8}{'P(z != 0)':>18}{'E[z w]':>22}")
+    print(f"{'feature':8}" + f"{'SVI':>10}{'exact':>10}" * 2)
+    columns = svi.inclusion, exact.inclusion, svi.coefficient, exact.coefficient
+    for name, *numbers in zip(names, *columns, strict=True):
+        print(f"{name:8}" + "".join(f"{number:10.3f}" for number in numbers))
+    for what, ours, truth in zip(("inclusion probability", "coefficient"), svi, exact, strict=True):
+        difference = np.abs(ours - truth)
+        i = int(difference.argmax())
+        print(f"largest difference in {what}: {difference[i]:.3f} ({names[i]})")
+
+
+def plot(names: list[str], svi: Posterior, exact: Posterior, path: Path) -> None:
+    """Both posteriors side by side: inclusion probabilities and mean coefficients."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+    position = np.arange(len(names))
+    titles = "Inclusion probability P(z ≠ 0)", "Mean coefficient E[z w]"
+    for axes, title, ours, truth in zip(panels, titles, svi, exact, strict=True):
+        axes.bar(position - 0.2, truth, 0.4, label="exact, all 1,024 subsets", color="0.6")
+        axes.bar(position + 0.2, ours, 0.4, label="SVI, mean-field guide", color="C0")
+        axes.axhline(0, color="0.2", lw=0.8)
+        axes.set_xticks(position, names)
+        axes.set_title(title)
+        axes.grid(axis="y", alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
