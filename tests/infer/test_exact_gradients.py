@@ -1,0 +1,151 @@
+"""Gradients of the whole loss against differences of a value that shares no code with the library.
+
+The noise is frozen, so that the likelihood term is a number; KLs and probabilities come from scipy's quadrature.
+"""
+
+import math
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.special import expit
+
+from pyro_l0 import HardConcrete, _numerics
+from pyro_l0.infer import L0_ELBO
+
+BETA_Q, BETA_P, GAMMA, ZETA, PRIOR = 0.7, 2 / 3, -0.1, 1.1, -1.0
+LAM, SIZE, TAU, SIGMA = 0.3, 2.0, 0.8, 0.5
+T0, T1 = math.log(-GAMMA / ZETA), math.log((1 - GAMMA) / (ZETA - 1))
+X = np.array([[1.0, 0.3, -0.4], [0.2, -1.0, 0.5], [0.7, 0.6, 1.1], [-0.5, 0.1, 0.9]])
+Y = np.array([0.9, -0.6, 1.4, 0.3])
+START = {
+    "log_alpha": np.array([0.3, -1.2, 2.0]),
+    "temperature": np.array([BETA_Q]),
+    "loc": np.array([0.8, 0.4, -0.3]),
+    "log_scale": np.array([-1.0, -1.5, -0.7]),
+    "weight": np.array([0.7, 0.9, -0.8]),
+}
+
+
+def gate_kl(a, b):
+    """KL by quadrature on the logit axis."""
+
+    def log_density(t, log_alpha, temperature):
+        u = temperature * t - log_alpha
+        return math.log(temperature) - np.logaddexp(0, u) - np.logaddexp(0, -u)
+
+    def integrand(t):
+        q = log_density(t, a, b)
+        return math.exp(q) * (q - log_density(t, PRIOR, BETA_P))
+
+    zero = -np.logaddexp(0, -(b * T0 - a)), -np.logaddexp(0, -(BETA_P * T0 - PRIOR))
+    one = -np.logaddexp(0, b * T1 - a), -np.logaddexp(0, BETA_P * T1 - PRIOR)
+    atoms = sum(math.exp(q) * (q - p) for q, p in (zero, one))
+    return atoms + quad(integrand, T0, T1, epsabs=1e-14, epsrel=1e-13)[0]
+
+
+def value(parameters, objective, noises):
+    """The loss, in numpy."""
+    a, (b,) = parameters["log_alpha"], parameters["temperature"]
+    loc, scale = parameters["loc"], np.exp(parameters["log_scale"])
+    nll = 0.0
+    for gate_noise, slab_noise in noises:
+        z = np.clip(GAMMA + (ZETA - GAMMA) * expit((a + gate_noise) / b), 0, 1)
+        w = loc + scale * slab_noise if objective == "spike_slab" else parameters["weight"]
+        error = Y - X @ (z * w)
+        nll += np.sum(0.5 * (error / SIGMA) ** 2 + math.log(SIGMA) + 0.5 * math.log(2 * math.pi)) / len(noises)
+    active = expit(a - b * T0)
+    loss = nll
+    if objective != "spike_slab":
+        loss += LAM * SIZE * active.sum()
+    if objective != "l0":
+        loss += sum(gate_kl(x, b) for x in a)
+    if objective == "spike_slab":
+        loss += np.sum(active * (np.log(TAU / scale) + (scale**2 + loc**2) / (2 * TAU**2) - 0.5))
+    return loss
+
+
+@pytest.mark.parametrize("particles", [1, 3])
+@pytest.mark.parametrize("shape", ["plate", "to_event"])
+@pytest.mark.parametrize("objective", ["l0", "free_energy", "spike_slab"])
+def test_gradient_of_the_loss(objective, shape, particles, monkeypatch):
+    """Every parameter, to 1e-6 in float64: differences with h = 1e-5 are good to about 1e-9."""
+    generator = np.random.default_rng(7)
+    noises = [(generator.logistic(size=3), generator.normal(size=3)) for _ in range(particles)]
+    gate_noise, slab_noise = iter(n[0] for n in noises), iter(n[1] for n in noises)
+    monkeypatch.setattr(_numerics, "logistic_noise", lambda *_: torch.tensor(next(gate_noise)))
+    monkeypatch.setattr(dist.Normal, "rsample", lambda d, _=(): d.loc + d.scale * torch.tensor(next(slab_noise)))
+    leaves = {name: torch.tensor(x, requires_grad=True) for name, x in START.items()}
+    x, y = torch.tensor(X), torch.tensor(Y)
+    slab = objective == "spike_slab"
+
+    def sample(name, fn):
+        if shape == "to_event":
+            return pyro.sample(name, fn.to_event(1))
+        with pyro.plate(f"units of {name}", 3, dim=-1):
+            return pyro.sample(name, fn)
+
+    def model():
+        prior = torch.full((3,), PRIOR, dtype=torch.float64)
+        z = sample("z", HardConcrete(prior, BETA_P))
+        w = sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), TAU)) if slab else leaves["weight"]
+        with pyro.plate("data", len(y), dim=-1):
+            pyro.sample("y", dist.Normal(x @ (z * w), SIGMA), obs=y)
+
+    def guide():
+        sample("z", HardConcrete(leaves["log_alpha"], leaves["temperature"]))
+        if slab:
+            sample("w", dist.Normal(leaves["loc"], leaves["log_scale"].exp()))
+
+    options = {"slab": {"w": "z"}} if slab else {"lam": LAM, "group_size": SIZE}
+    loss = L0_ELBO(objective, num_particles=particles, **options).differentiable_loss(model, guide)
+    assert loss.item() == pytest.approx(value(START, objective, noises), rel=1e-12)
+    loss.backward()
+    for name, start in START.items():
+        if leaves[name].grad is None:
+            assert name in (("weight",) if slab else ("loc", "log_scale"))
+            continue
+        for i in range(len(start)):
+            step = np.zeros_like(start)
+            step[i] = 1e-5
+            ends = [value({**START, name: start + s * step}, objective, noises) for s in (1, -1)]
+            expected = (ends[0] - ends[1]) / 2e-5
+            assert leaves[name].grad[i].item() == pytest.approx(expected, rel=1e-6, abs=1e-9), (name, i)
+
+
+def test_the_mean_gradient_is_that_of_the_free_energy():
+    """Averaged over draws, the gradient is that of the exact free energy, integrated over z."""
+    y, sigma, weight, draws = 0.6, 0.5, 1.3, 20_000
+
+    def exact(a):
+        def log_likelihood(z):
+            return -0.5 * ((y - weight * z) / sigma) ** 2 - math.log(sigma) - 0.5 * math.log(2 * math.pi)
+
+        def interior(t):
+            u = BETA_P * t - a
+            z = GAMMA + (ZETA - GAMMA) * expit(t)
+            return BETA_P * expit(u) * expit(-u) * log_likelihood(z)
+
+        zero, one = expit(BETA_P * T0 - a), expit(a - BETA_P * T1)
+        mean = zero * log_likelihood(0.0) + one * log_likelihood(1.0) + quad(interior, T0, T1)[0]
+        return gate_kl(a, BETA_P) - mean
+
+    truth = (exact(0.3 + 1e-4) - exact(0.3 - 1e-4)) / 2e-4
+    pyro.set_rng_seed(11)
+    leaf = torch.full((draws,), 0.3, dtype=torch.float64, requires_grad=True)
+
+    def model():
+        with pyro.plate("draws", draws):
+            z = pyro.sample("z", HardConcrete(torch.full((draws,), PRIOR, dtype=torch.float64)))
+            pyro.sample("y", dist.Normal(weight * z, sigma), obs=torch.full((draws,), y, dtype=torch.float64))
+
+    def guide():
+        with pyro.plate("draws", draws):
+            pyro.sample("z", HardConcrete(leaf))
+
+    L0_ELBO("free_energy").differentiable_loss(model, guide).backward()
+    error = leaf.grad.std() / math.sqrt(draws)
+    assert abs(leaf.grad.mean() - truth) < 5 * error  # five standard errors
