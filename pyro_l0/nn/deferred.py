@@ -30,7 +30,7 @@ class _DeferredProduct(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]):
+        if func is F.linear and args and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]):
             x, weight = args[:2]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             if torch.is_autocast_enabled(x.plain.device.type):

@@ -1,0 +1,398 @@
+"""Values of the objectives against formulas by hand, and every refusal."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
+from pyro.infer.renyi_elbo import RenyiELBO
+from torch.distributions import kl_divergence
+
+from pyro_l0 import HardConcrete, RectifiedNormal
+from pyro_l0.distributions import gate as gate_module
+from pyro_l0.infer import L0_ELBO, AutoGate
+
+Q = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+P = torch.tensor(-1.0, dtype=torch.float64)
+POSTERIOR, PRIOR = HardConcrete(Q), HardConcrete(P)
+ACTIVE = POSTERIOR.active_prob
+
+
+def plated(fn):
+    with pyro.plate("units", 3):
+        return pyro.sample("z", fn)
+
+
+def model():
+    plated(PRIOR)
+
+
+def guide():
+    plated(POSTERIOR)
+
+
+def near(expected):
+    return pytest.approx(
+        float(torch.as_tensor(expected, dtype=torch.float64).detach()), rel=1e-12
+    )  # a few roundings in float64
+
+
+@pytest.mark.parametrize(
+    ("lam", "size", "expected"),
+    [
+        (0.5, None, 0.5 * ACTIVE.sum()),
+        ({"z": 0.5}, {"z": 10.0}, 5 * ACTIVE.sum()),
+        (torch.tensor([1.0, 2.0, 3.0]), 2, (2 * torch.tensor([1.0, 2.0, 3.0]) * ACTIVE).sum()),
+        ({}, 7.0, 0.0),
+    ],
+)
+def test_l0_penalty(lam, size, expected):
+    """Eq. 22: lam * |g| * P(z != 0), by number, by site and by gate."""
+    assert L0_ELBO("l0", lam=lam, group_size=size).loss(model, guide) == near(expected)
+
+
+def test_free_energy_adds_the_kl():
+    """Eq. 21."""
+    expected = 0.5 * ACTIVE.sum() + kl_divergence(POSTERIOR, PRIOR).sum()
+    assert L0_ELBO("free_energy", lam=0.5).loss(model, guide) == near(expected)
+    assert L0_ELBO().loss(model, guide) == near(TraceMeanField_ELBO().loss(model, guide))
+
+
+def test_expected_weight_decay():
+    """Eq. 17: half of the coefficient times P(z != 0) times the squared norm of the gate's weights."""
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    elbo = L0_ELBO("l0", weight_decay=0.2, square_norm={"z": lambda: weight.square().sum(0)})
+    loss = elbo.differentiable_loss(model, guide)
+    assert loss.item() == near((0.1 * ACTIVE * weight.square().sum(0)).sum())
+    loss.backward()
+    torch.testing.assert_close(weight.grad, 0.2 * ACTIVE * weight.detach())
+    assert elbo.terms(model, guide)["l2"].item() == near(loss.detach())
+
+
+def test_spike_slab_weighs_the_slab_by_its_gate():
+    """Eq. 20 with q(z != 0), element by element: a gate per column of a weight matrix."""
+    q_w, p_w = dist.Normal(torch.randn(2, 3).double(), 0.3), dist.Normal(torch.zeros(2, 3).double(), 1.5)
+
+    def model():
+        plated(PRIOR)
+        pyro.sample("w", p_w.to_event(2))
+
+    def guide():
+        plated(POSTERIOR)
+        pyro.sample("w", q_w.to_event(2))
+
+    expected_slab = (kl_divergence(q_w, p_w) * ACTIVE).sum()
+    terms = L0_ELBO("spike_slab", slab={"w": "z"}).terms(model, guide)
+    assert terms["kl_slab"].item() == near(expected_slab)
+    assert terms["kl_gate"].item() == near(kl_divergence(POSTERIOR, PRIOR).sum())
+    # The other objectives know no slabs: the KL of w is one of the others, at full weight.
+    assert L0_ELBO("l0").loss(model, guide) == near(kl_divergence(q_w, p_w).sum())
+
+
+def with_data(scale=1.0):
+    z = plated(PRIOR)
+    with poutine.scale(scale=scale), pyro.plate("data", 4):
+        pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.arange(4.0).double())
+
+
+def test_terms_add_up_and_leave_the_step():
+    """The named parts are those of the loss at the same noise."""
+    elbo = L0_ELBO("free_energy", lam=0.3, num_particles=2)
+    pyro.set_rng_seed(3)
+    terms = elbo.terms(with_data, guide)
+    pyro.set_rng_seed(3)
+    assert sum(terms.values()).item() == near(elbo.loss(with_data, guide))
+    assert list(terms) == ["nll", "l0", "l2", "kl_gate", "kl_slab", "kl_other"]
+    assert elbo.step == 0
+    elbo.differentiable_loss(with_data, guide)
+    elbo.loss_and_grads(with_data, guide)
+    assert elbo.step == 2
+
+
+def test_kl_scale_anneals_every_kl_and_nothing_else():
+    """A number, and a schedule that sees the steps taken."""
+    kl = kl_divergence(POSTERIOR, PRIOR).sum()
+    assert L0_ELBO(kl_scale=0.25).loss(model, guide) == near(0.25 * kl)
+    elbo = L0_ELBO("free_energy", lam=0.5, kl_scale=lambda step: min(1.0, step / 2))
+    losses = [elbo.differentiable_loss(model, guide).item() for _ in range(4)]
+    penalty = 0.5 * ACTIVE.sum()
+    assert losses == [near(penalty + s * kl) for s in (0.0, 0.5, 1.0, 1.0)]
+
+
+def test_vectorised_particles_agree_with_a_loop():
+    """The analytic terms are equal; the likelihood agrees in mean."""
+    options = {"lam": 0.3, "num_particles": 500}
+    loop = L0_ELBO(**options).terms(with_data, guide)
+    vectorised = L0_ELBO(**options, vectorize_particles=True, max_plate_nesting=1)
+
+    def model():
+        z = plated(PRIOR)
+        with pyro.plate("data", 4, dim=-1):
+            pyro.sample("y", dist.Normal(z.sum(-1, keepdim=True), 1.0), obs=torch.arange(4.0).double())
+
+    terms = vectorised.terms(model, guide)
+    for name in ("l0", "kl_gate"):
+        assert terms[name].item() == near(loop[name])
+    # The standard deviation of one particle's nll is about 4: five standard errors of the difference.
+    assert abs(terms["nll"] - loop["nll"]) < 5 * 4 * math.sqrt(2 / 500)
+
+
+def test_local_gates_in_a_subsampled_plate():
+    """A plate of 10 with 5 drawn doubles every term."""
+
+    def sample(fn):
+        with pyro.plate("data", 10, subsample_size=5):
+            pyro.sample("z", fn)
+
+    terms = L0_ELBO(lam=1.0).terms(lambda: sample(PRIOR), lambda: sample(HardConcrete(Q[0])))
+    assert terms["l0"].item() == near(10 * ACTIVE[0])
+    assert terms["kl_gate"].item() == near(10 * kl_divergence(HardConcrete(Q[0]), PRIOR))
+
+
+@pytest.mark.parametrize("how", ["handler", "distribution", "to_event"])
+def test_masks_and_scales(how):
+    """What is masked costs nothing, what is scaled costs as often."""
+    mask = torch.tensor([True, False, True])
+
+    def sample(fn):
+        if how == "handler":
+            with poutine.scale(scale=3.0), poutine.mask(mask=mask):
+                plated(fn)
+        elif how == "distribution":
+            with poutine.scale(scale=3.0):
+                plated(fn.expand([3]).mask(mask))
+        else:
+            with poutine.scale(scale=torch.tensor(3.0)):
+                pyro.sample("z", fn.expand([3]).mask(mask).to_event(1))
+
+    terms = L0_ELBO(lam=1.0).terms(lambda: sample(PRIOR), lambda: sample(POSTERIOR))
+    assert terms["l0"].item() == near(3 * (ACTIVE * mask).sum())
+    if how == "handler":
+        assert terms["kl_gate"].item() == near(3 * (kl_divergence(POSTERIOR, PRIOR) * mask).sum())
+
+
+def gaussian():
+    a = pyro.sample("a", dist.Normal(0.0, 2.0))
+    with pyro.plate("two", 2):
+        b = pyro.sample("b", dist.Exponential(1.0))
+    pyro.sample("y", dist.Normal(a + b.sum(), 1.0), obs=torch.tensor(0.7))
+
+
+@pytest.mark.parametrize("family", [AutoNormal, AutoMultivariateNormal, AutoDelta])
+def test_other_latents_are_those_of_pyro(family):
+    """Without gates, every objective is Pyro's ELBO, in mean over draws."""
+    guide = family(gaussian)
+    guide()
+    draws = torch.tensor([L0_ELBO("l0").loss(gaussian, guide) for _ in range(400)])
+    reference = torch.tensor([Trace_ELBO().loss(gaussian, guide) for _ in range(400)])
+    error = math.sqrt((draws.var() + reference.var()) / 400)
+    assert abs(draws.mean() - reference.mean()) <= 5 * error + 1e-5  # an AutoDelta has no noise
+
+
+def test_gates_beside_other_latents():
+    """AutoGate and AutoNormal in one list."""
+
+    def model():
+        z = plated(HardConcrete(torch.tensor(-1.0)))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(z.sum(), scale), obs=torch.tensor(1.0))
+
+    guide = AutoGuideList(model)
+    guide.append(AutoGate(model))
+    guide.append(AutoNormal(poutine.block(model, hide=["z"])))
+    terms = L0_ELBO().terms(model, guide)
+    assert terms["kl_other"] != 0
+    assert terms["kl_gate"] > 0
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), L0_ELBO(lam=0.5))
+    before = next(iter(guide[0].sites["z"].values())).detach().clone()
+    assert all(math.isfinite(svi.step()) for _ in range(3))
+    assert not torch.equal(before, guide[0].sites["z"]["log_alpha"])
+
+
+def test_bias_of_a_sampled_kl_and_exactness_of_ours(monkeypatch):
+    """One gate, q: log alpha 0.3, p: -1: the gradient is +0.4069; a sampled KL gives +0.3441 with any particles."""
+    monkeypatch.setattr(gate_module, "_warned", True)
+    draws = 40_000
+
+    def gradients(elbo):
+        leaf = torch.full((draws,), 0.3, requires_grad=True)
+
+        def sample(fn):
+            with pyro.plate("draws", draws):
+                pyro.sample("z", fn)
+
+        elbo.differentiable_loss(lambda: sample(HardConcrete(-1.0)), lambda: sample(HardConcrete(leaf))).backward()
+        return leaf.grad
+
+    truth = 0.40690
+    assert gradients(L0_ELBO())[0].item() == pytest.approx(truth, abs=2e-5)  # four digits are given
+    assert gradients(TraceMeanField_ELBO())[0].item() == pytest.approx(truth, abs=2e-5)
+    for particles in (1, 10):
+        grad = gradients(Trace_ELBO(num_particles=particles))
+        error = grad.std().item() / math.sqrt(draws)
+        assert abs(grad.mean().item() - 0.3441) < 5 * error + 5e-5
+        assert abs(grad.mean().item() - truth) > 10 * error
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("elbo", [Trace_ELBO(), TraceGraph_ELBO(), RenyiELBO(num_particles=2)], ids=type)
+def test_trace_style_elbos_warn_once(elbo, wrapped, monkeypatch):
+    """With a sentence that says what to use instead."""
+    monkeypatch.setattr(gate_module, "_warned", False)
+    leaf = torch.zeros(2, requires_grad=True)
+
+    def sample(fn):
+        fn = fn.expand([2])
+        if wrapped:
+            return pyro.sample("z", fn.to_event(1))
+        with pyro.plate("units", 2):
+            return pyro.sample("z", fn)
+
+    def step(elbo):
+        elbo.loss_and_grads(lambda: sample(HardConcrete(-1.0)), lambda: sample(HardConcrete(leaf)))
+
+    step(TraceMeanField_ELBO())
+    step(L0_ELBO())
+    with pytest.warns(UserWarning, match=r"samples the KL of a gate.*Use pyro_l0.infer.L0_ELBO"):
+        step(elbo)
+    step(elbo)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"objective": "elbo"}, ValueError, "objective 'l0', 'free_energy' or 'spike_slab', but got 'elbo'"),
+        ({"lam": -1.0}, ValueError, "lam to be finite and not negative, but got -1.0"),
+        ({"lam": {"z": math.nan}}, ValueError, r"lam\['z'\] to be finite"),
+        ({"group_size": math.inf}, ValueError, "group_size to be finite"),
+        ({"kl_scale": -0.5}, ValueError, "kl_scale to be finite and not negative"),
+        ({"lam": "0.1"}, TypeError, "lam to be a number or a tensor, but got str"),
+        ({"num_particles": 0}, ValueError, "num_particles of at least 1, but got 0"),
+        ({"objective": "spike_slab"}, ValueError, "slab={'w': 'z', ...}"),
+        ({"objective": "spike_slab", "slab": {"w": "z"}, "lam": 0.1}, ValueError, "no lam for objective='spike_slab'"),
+        ({"objective": "l0", "slab": {"w": "z"}}, ValueError, "slab for objective='spike_slab' only"),
+    ],
+)
+def test_bad_options(options, error, message):
+    """Refused when the objective is made."""
+    with pytest.raises(error, match=message):
+        L0_ELBO(**options)
+
+
+def sampler(**sites):
+    def run():
+        for name, fn in sites.items():
+            pyro.sample(name, fn)
+
+    return run
+
+
+NORMAL = dist.Normal(0.0, 1.0)
+GATE = HardConcrete(torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("model", "guide", "options", "message"),
+    [
+        (model, guide, {"lam": {"y": 1.0}}, r"lam by gate site, one of \['z'\], but got 'y'"),
+        (model, guide, {"group_size": {"y": 1.0}}, "group_size by gate site"),
+        (model, guide, {"weight_decay": 1.0}, "square_norm for gate site 'z'"),
+        (model, guide, {"lam": torch.ones(2, 3)}, "broadcast against gate site 'z'"),
+        (sampler(z=GATE), sampler(), {}, "Gate site 'z' of the model has no posterior"),
+        (sampler(w=NORMAL), sampler(), {}, "Latent site 'w' of the model has no posterior"),
+        (sampler(z=GATE), sampler(z=NORMAL), {}, "Site 'z' is a gate .* in the model but no gate .* biased"),
+        (sampler(z=NORMAL), sampler(z=GATE), {}, "Site 'z' is no gate"),
+        (sampler(), sampler(z=GATE), {}, "Gate site 'z' of the guide is not in the model"),
+        (sampler(), sampler(w=NORMAL), {}, "Site 'w' of the guide is not in the model; mark it"),
+        (sampler(z=GATE), sampler(z=POSTERIOR.to_event(1)), {}, "Shapes of model and guide differ at site 'z'"),
+        (poutine.scale(sampler(z=GATE), 2.0), sampler(z=GATE), {}, "scale of model and guide differ at site 'z'"),
+        (
+            poutine.scale(sampler(z=GATE), torch.tensor(2.0)),
+            poutine.scale(sampler(z=GATE), torch.tensor(3.0)),
+            {},
+            "scale of model and guide differ",
+        ),
+        (poutine.mask(sampler(z=GATE), torch.tensor(True)), sampler(z=GATE), {}, "mask of model and guide differ"),
+        (
+            sampler(k=dist.Poisson(2.0)),
+            sampler(k=dist.Poisson(3.0)),
+            {},
+            "reparameterised posterior at latent site 'k'",
+        ),
+        (
+            sampler(z=GATE, w=NORMAL),
+            sampler(z=GATE, w=NORMAL),
+            {"objective": "spike_slab", "slab": {"v": "z"}},
+            "slab to name latent weights of the model, but got 'v'",
+        ),
+        (
+            sampler(z=GATE, w=NORMAL),
+            sampler(z=GATE, w=NORMAL),
+            {"objective": "spike_slab", "slab": {"w": "y"}},
+            r"slab site 'w' to name its gate site, one of \['z'\], but got 'y'",
+        ),
+        (
+            sampler(w=NORMAL, v=NORMAL),
+            sampler(w=NORMAL, v=NORMAL),
+            {"objective": "spike_slab", "slab": {"w": "v"}},
+            "Expected a gate at site 'v' for slab site 'w'",
+        ),
+        (
+            sampler(z=POSTERIOR.to_event(1), w=dist.Normal(torch.zeros(2), 1.0).to_event(1)),
+            sampler(z=POSTERIOR.to_event(1), w=dist.Normal(torch.zeros(2), 1.0).to_event(1)),
+            {"objective": "spike_slab", "slab": {"w": "z"}},
+            r"gates at site 'z' that broadcast against slab site 'w' of shape \(2,\), but got \(3,\)",
+        ),
+        (
+            sampler(z=GATE, w=NORMAL),
+            sampler(z=GATE, w=dist.Laplace(0.0, 1.0)),
+            {"objective": "spike_slab", "slab": {"w": "z"}},
+            "slab",
+        ),
+    ],
+)
+def test_what_raises_names_the_site(model, guide, options, message):
+    """Wherever a gate's KL would be sampled, or model and guide disagree."""
+    if message == "slab":
+        assert math.isfinite(L0_ELBO(**options).loss(model, guide))  # Laplace || Normal is registered
+        return
+    with pytest.raises(ValueError, match=message):
+        L0_ELBO(**options).loss(model, guide)
+
+
+def test_a_pair_without_a_kl_raises():
+    """An event dimension on one side alone has no registered KL."""
+    p, q = GATE.expand([2, 3]).to_event(1), POSTERIOR.expand([2, 3]).mask(torch.ones(2, 3).bool()).to_event(1)
+
+    def sample(fn):
+        with pyro.plate("rows", 2):
+            pyro.sample("z", fn)
+
+    with pytest.raises((TypeError, ValueError), match="KL"):
+        L0_ELBO().loss(lambda: sample(p), lambda: sample(q))
+
+
+def test_families_mix():
+    """A rectified normal posterior under a hard concrete prior, through the module interface."""
+    loc = torch.nn.Parameter(torch.tensor([0.2, 0.9]))
+
+    class Guide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.loc = loc
+
+        def forward(self):
+            pyro.sample("z", RectifiedNormal(self.loc, 0.4).to_event(1))
+
+    class Model(torch.nn.Module):
+        def forward(self):
+            pyro.sample("z", HardConcrete(-1.0).expand([2]).to_event(1))
+
+    loss = L0_ELBO(lam=0.1)(Model(), Guide())
+    assert [p is loc for p in loss.parameters()] == [True]
+    loss().backward()
+    assert torch.isfinite(loc.grad).all()

@@ -1,0 +1,257 @@
+"""AutoGate, AutoSpikeSlab and RectifyReparam."""
+
+import copy
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch.distributions import kl_divergence
+from torch.optim.swa_utils import AveragedModel
+
+from pyro_l0 import HardConcrete, RectifiedNormal, _numerics
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, RectifyReparam
+
+
+def model():
+    with pyro.plate("units", 4):
+        pyro.sample("a.z", HardConcrete.from_active_prob(0.2, temperature=0.5))
+    pyro.sample("b", RectifiedNormal(0.3, 0.5).expand([2, 3]).to_event(2))
+    pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+
+
+def started(**options):
+    guide = AutoGate(model, **options)
+    guide()
+    return guide
+
+
+def test_every_gate_and_nothing_else():
+    """Sites, shapes, and starts by active probability."""
+    guide = started(init_active_prob={"a.z": 0.3}, init_jitter=0.0)
+    assert {name: gate.batch_shape for name, gate in guide.posterior().items()} == {"a.z": (4,), "b": (2, 3)}
+    torch.testing.assert_close(guide.posterior()["a.z"].active_prob.detach(), torch.full((4,), 0.3))
+    torch.testing.assert_close(guide.posterior()["b"].active_prob.detach(), torch.full((2, 3), 0.9))
+    values = guide()
+    assert {name: value.shape for name, value in values.items()} == {"a.z": (4,), "b": (2, 3)}
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(guide.median().values(), (g.median for g in guide.posterior().values()), strict=True)
+    )
+
+
+def test_the_prior_fixes_what_is_not_learned():
+    """The temperature is the prior's, so that the KL is closed; options replace it."""
+    assert started().posterior()["a.z"].fixed_options == {"temperature": 0.5, "gamma": -0.1, "zeta": 1.1}
+    other = started(family_options={"temperature": 0.7}).posterior()["a.z"]
+    assert other.fixed_options["temperature"] == 0.7
+
+
+def test_jitter_is_that_of_the_paper():
+    """A normal of standard deviation 0.01 on log alpha; 10,000 draws know theirs to 0.7 %."""
+
+    def model():
+        pyro.sample("z", HardConcrete(0.0).expand([10_000]).to_event(1))
+
+    guide = AutoGate(model)
+    guide()
+    log_alpha = guide.posterior()["z"].log_alpha
+    assert log_alpha.std().item() == pytest.approx(0.01, rel=0.035)
+
+
+def test_summaries():
+    """Test gates without a graph, rates by site and overall."""
+    guide = started(family=RectifiedNormal, init_jitter=0.0, init_active_prob=0.6)
+    rate = guide.active_rate()
+    assert rate.by_site["a.z"].item() == pytest.approx(0.6, abs=1e-6)
+    assert rate.overall.item() == pytest.approx(0.6, abs=1e-6)
+    assert not guide.test_gates()["b"].requires_grad
+
+
+@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal])
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2, 0.5])
+def test_without_data_the_posterior_returns_to_the_prior(family, rate):
+    """The free energy is then the KL alone; the realised rate is the prior's to 1e-3."""
+
+    def model():
+        pyro.sample("z", family.from_active_prob(rate).expand([5]).to_event(1))
+
+    guide = AutoGate(model, family=family, init_active_prob=0.6)
+    guide()
+    loss = L0_ELBO("free_energy")(model, guide)
+    optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 1500)
+    for _ in range(1500):
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
+        decay.step()
+    assert guide.active_rate().overall.item() == pytest.approx(rate, abs=1e-3)
+
+
+def test_copies_keep_the_original_whole():
+    """Averaged weights copy the guide; the original still knows its model."""
+    guide = started()
+    averaged = AveragedModel(guide)
+    with torch.no_grad():
+        guide.sites["b"]["log_alpha"].add_(1.0)
+    assert guide.model is model
+    assert not torch.equal(averaged.module.test_gates()["b"], guide.test_gates()["b"])
+    other = started(init_jitter=1.0)
+    other.load_state_dict(guide.state_dict())
+    assert torch.equal(copy.deepcopy(other).test_gates()["a.z"], guide.test_gates()["a.z"])
+
+
+def test_local_gates_in_a_subsampled_plate():
+    """Parameters have the plate's full size; a step moves the rows that were drawn."""
+    target = torch.linspace(0, 1, 8)
+
+    def model():
+        with pyro.plate("data", 8, subsample_size=3) as index:
+            z = pyro.sample("z", HardConcrete(0.0))
+            pyro.sample("y", dist.Normal(z, 0.1), obs=target[index])
+
+    guide = AutoGate(model, init_jitter=0.0)
+    guide()
+    before = guide.posterior()["z"].log_alpha.detach().clone()
+    assert before.shape == (8,)
+    optimiser = torch.optim.SGD(guide.parameters(), lr=0.1)
+    L0_ELBO().differentiable_loss(model, guide).backward()
+    optimiser.step()
+    assert (guide.posterior()["z"].log_alpha != before).sum() == 3
+
+
+def test_learned_prior_temperature_takes_the_quadrature():
+    """A prior with parameters of its own has their gradient too."""
+    temperature = torch.tensor(0.5, requires_grad=True)
+
+    def model():
+        pyro.sample("z", HardConcrete(torch.zeros(3), temperature).to_event(1))
+
+    guide = AutoGate(model)
+    guide()
+    L0_ELBO().differentiable_loss(model, guide).backward()
+    assert temperature.grad.abs() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"init_active_prob": 1.0}, ValueError, "init_active_prob strictly between 0 and 1"),
+        ({"init_active_prob": {"a.z": 0.0}}, ValueError, "init_active_prob strictly between"),
+        ({"init_jitter": -0.1}, ValueError, "init_jitter to be finite and not negative"),
+        ({"family": dist.Normal}, TypeError, "family to be a gate's class"),
+    ],
+)
+def test_bad_options(options, error, message):
+    """Refused when the guide is made."""
+    with pytest.raises(error, match=message):
+        AutoGate(model, **options)
+
+
+def test_refusals_that_need_the_model():
+    """Unknown sites, a model without gates, a guide that has not run."""
+    with pytest.raises(ValueError, match=r"one of \['a.z', 'b'\], but got 'c'"):
+        AutoGate(model, init_active_prob={"c": 0.5})()
+    with pytest.raises(ValueError, match="no gate site in the model"):
+        AutoGate(lambda: pyro.sample("w", dist.Normal(0.0, 1.0)))()
+    with pytest.raises(ValueError, match="has not seen the model yet"):
+        AutoGate(model).posterior()
+
+
+def regression(x, y):
+    z = pyro.sample("z", HardConcrete.from_active_prob(0.2).expand([6]).to_event(1))
+    with pyro.plate("features", 6):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x @ (z * w), 0.3), obs=y)
+
+
+def test_spike_and_slab_finds_the_support():
+    """Two of six features matter; a step every 0.6 ms."""
+    x = torch.randn(150, 6)
+    y = 1.5 * x[:, 1] - x[:, 4] + 0.3 * torch.randn(150)
+    guide = AutoSpikeSlab(regression, slab={"w": "z"}, init_active_prob=0.5)
+    svi = SVI(regression, guide, pyro.optim.Adam({"lr": 0.03}), L0_ELBO("spike_slab", slab={"w": "z"}))
+    for _ in range(800):
+        svi.step(x, y)
+    inclusion = guide.posterior()["z"].active_prob
+    assert (inclusion > 0.5).tolist() == [False, True, False, False, True, False]
+    assert guide.slabs()["w"].mean[[1, 4]].tolist() == pytest.approx([1.5, -1.0], abs=0.3)
+    assert sorted(guide.median(x, y)) == ["w", "z"]
+    assert list(guide.test_gates()) == ["z"]
+
+
+def test_spike_and_slab_options():
+    """Starts of the slabs, and refusals by name."""
+    x, y = torch.randn(5, 6), torch.randn(5)
+    start = torch.arange(6.0)
+    guide = AutoSpikeSlab(regression, slab={"w": "z"}, init_scale=0.2, init_loc={"w": start})
+    guide(x, y)
+    assert torch.equal(guide.slabs()["w"].mean.detach(), start)
+    assert guide.slabs()["w"].scale.tolist() == pytest.approx([0.2] * 6)
+    with pytest.raises(ValueError, match="init_scale to be finite and positive, but got 0"):
+        AutoSpikeSlab(regression, slab={"w": "z"}, init_scale=0.0)
+    with pytest.raises(ValueError, match="but 'v' is none"):
+        AutoSpikeSlab(regression, slab={"v": "z"})(x, y)
+    with pytest.raises(ValueError, match=r"init_loc\['w'\] of shape \(6,\), but got \(2,\)"):
+        AutoSpikeSlab(regression, slab={"w": "z"}, init_loc={"w": torch.zeros(2)})(x, y)
+
+
+GATES = [HardConcrete(torch.tensor([0.3, -1.0]), 0.6), RectifiedNormal(torch.tensor([0.3, 0.9]), 0.4)]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda g: type(g).__name__)
+def test_rectified_draws_have_the_gates_law(gate):
+    """Mean and atoms of 40,000 draws, within five standard errors."""
+    draws = 40_000
+
+    def model():
+        return pyro.sample("z", gate.to_event(1))
+
+    with pyro.plate("draws", draws, dim=-1):
+        z = poutine.reparam(model, {"z": RectifyReparam()})()
+    assert z.shape == (draws, 2)
+    error = gate.variance.sqrt() / math.sqrt(draws)
+    assert ((z.mean(0) - gate.mean).abs() < 5 * error).all()
+    active = gate.active_prob
+    assert (((z != 0).float().mean(0) - active).abs() < 5 * (active * (1 - active) / draws).sqrt()).all()
+
+
+def test_reparam_refuses_what_it_cannot_do():
+    """Other distributions and observed gates, by site."""
+    with pytest.raises(TypeError, match="a gate at site 'w'"):
+        poutine.reparam(lambda: pyro.sample("w", dist.Normal(0.0, 1.0)), {"w": RectifyReparam()})()
+    observed = poutine.condition(lambda: pyro.sample("z", HardConcrete(0.0)), {"z": torch.tensor(0.0)})
+    with pytest.raises(ValueError, match="latent gate at site 'z', but it is observed"):
+        poutine.reparam(observed, {"z": RectifyReparam()})()
+
+
+def small():
+    z = pyro.sample("z", HardConcrete(torch.zeros(2)).to_event(1))
+    pyro.sample("y", dist.Normal(z @ torch.tensor([1.0, 0.0]), 0.2), obs=torch.tensor(0.9))
+
+
+def test_nuts_and_autonormal_run_on_gates():
+    """Exact zeros among the samples, and no warning about a sampled gate KL."""
+    reparametrised = poutine.reparam(small, {"z": RectifyReparam()})
+    mcmc = MCMC(NUTS(reparametrised, max_tree_depth=4), num_samples=60, warmup_steps=40, disable_progbar=True)
+    mcmc.run()
+    y = mcmc.get_samples()["z_base"]
+    z = HardConcrete(torch.zeros(2)).rectify(y)
+    assert (z[:, 1] == 0).any()
+    assert z[:, 0].mean() > z[:, 1].mean()
+    svi = SVI(reparametrised, AutoNormal(reparametrised), pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
+    assert all(math.isfinite(svi.step()) for _ in range(3))
+
+
+def test_closed_form_is_taken(monkeypatch):
+    """With the prior's family the KL of the guide costs no quadrature."""
+    monkeypatch.setattr(_numerics, "stretch_nodes", None)
+    guide = started()
+    prior = HardConcrete.from_active_prob(0.2, temperature=0.5).expand([4])
+    assert torch.isfinite(kl_divergence(guide.posterior()["a.z"], prior)).all()

@@ -1,0 +1,189 @@
+"""The Gate layer, its site names, the deferred product, and fixed gates."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from torch import nn
+
+from pyro_l0 import HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_names, name_gates
+from pyro_l0.nn.deferred import defer_product
+
+
+def network():
+    return nn.Sequential(Gate(4), nn.Linear(4, 3), nn.ReLU(), Gate(3), nn.Linear(3, 2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=self.net(x)), obs=torch.zeros(len(x)))
+
+
+def sites(model, *args):
+    nodes = poutine.trace(model).get_trace(*args).nodes
+    return [name for name, site in nodes.items() if site["type"] == "sample" and name not in ("data", "y")]
+
+
+def test_sites_are_named_after_module_paths():
+    """From the outermost module that is called: a plain function adds nothing, losses do not count."""
+    x = torch.ones(2, 4)
+    net = network()
+    assert sites(lambda x: net(x), x) == ["0", "3"]
+    model = Model()
+    guide = AutoGate(model)
+    L0_ELBO()(model, guide)(x)
+    assert list(guide.posterior()) == ["net.0", "net.3"]
+    assert list(gate_names(model.net)) == ["net.0", "net.3"]
+    assert sites(Gate(4), x) == ["gate"]
+
+
+def test_wrappers_do_not_show_in_names():
+    """What torch.compile puts in between is left out."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self._orig_mod = inner
+
+        def forward(self, x):
+            return self._orig_mod(x)
+
+    assert sites(Wrapper(network()), torch.ones(2, 4)) == ["0", "3"]
+
+
+def test_names_can_be_given():
+    """Before any call, with a prefix."""
+    net = network()
+    assert list(name_gates(net, prefix="classifier.")) == ["classifier.0", "classifier.3"]
+    assert sites(net, torch.ones(2, 4)) == ["classifier.0", "classifier.3"]
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 3), -1), ((2, 3, 5, 5), 1), ((2, 5, 3), -1), ((2, 3, 5), -2)])
+def test_units_of_any_dimension(shape, dim):
+    """One sample multiplies the whole batch."""
+    gate = Gate(3, dim=dim)
+    trace = poutine.trace(gate).get_trace(torch.ones(shape))
+    z = trace.nodes["gate"]["value"]
+    view = [1] * len(shape)
+    view[dim] = 3
+    torch.testing.assert_close(trace.nodes["_RETURN"]["value"], torch.ones(shape) * z.reshape(view))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_deferred_product_is_the_product(bias):
+    """Value and gradients of a layer behind deferred gates, also twice differentiated."""
+    torch.manual_seed(0)
+    x, z = torch.randn(5, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64, requires_grad=True)
+    layer = nn.Linear(4, 3, bias=bias).double()
+    leaves = [z, *layer.parameters()]
+
+    def gradients(y):
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return [y, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+
+    for ours, plain in zip(gradients(layer(defer_product(x, z))), gradients(layer(x * z)), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    sequence = torch.randn(2, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(layer(defer_product(sequence, z)), layer(sequence * z))
+
+
+def test_deferred_product_with_other_consumers():
+    """Any use but a linear layer's sees the plain product."""
+    x, z = torch.randn(5, 4), torch.rand(4, requires_grad=True)
+    product = defer_product(x, z)
+    torch.testing.assert_close(F.relu(product), F.relu(x * z))
+    torch.testing.assert_close(product + 1, x * z + 1)
+    torch.testing.assert_close(torch.stack([product, product]), torch.stack([x * z, x * z]))
+    torch.testing.assert_close(F.linear(input=product, weight=torch.ones(1, 4)), (x * z).sum(-1, keepdim=True))
+    assert product.shape == (5, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = nn.Linear(4, 3)(product)
+    assert out.dtype == torch.bfloat16
+
+
+def test_the_layer_defers_for_inputs_alone():
+    """Inputs without gradient; hidden units take the plain product."""
+    net = network()
+    guide = AutoGate(lambda x: net(x))
+    guide(torch.ones(2, 4))
+    trace = poutine.trace(guide).get_trace(torch.ones(2, 4))
+    with poutine.replay(trace=trace):
+        assert type(net[0](torch.ones(2, 4))) is not torch.Tensor
+        assert type(net[3](torch.ones(2, 3, requires_grad=True))) is torch.Tensor
+
+
+def test_the_prior_moves_with_the_network():
+    """To another type, in the site too."""
+    gate = Gate(3, prior=HardConcrete(torch.zeros(3), torch.full((3,), 0.5)))
+    gate.double()
+    assert (
+        poutine.trace(gate).get_trace(torch.ones(2, 3)).nodes["gate"]["fn"].base_dist.log_alpha.dtype == torch.float64
+    )
+
+
+def test_default_prior_is_a_fair_one():
+    """Open with probability one half."""
+    torch.testing.assert_close(Gate(2).prior.active_prob, torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0,), ValueError, "size to be a positive number of units, but got 0"),
+        ((2.0,), ValueError, "size to be a positive number"),
+        ((2, 0), ValueError, "got 0, the batch"),
+        ((2, -1, dist.Normal(0.0, 1.0)), TypeError, "prior to be a gate distribution"),
+        ((2, -1, HardConcrete(torch.zeros(3))), ValueError, r"prior of shape \(\) or \(2,\), but got \(3,\)"),
+    ],
+)
+def test_bad_layers(arguments, error, message):
+    """Refused when the layer is made."""
+    with pytest.raises(error, match=message):
+        Gate(*arguments)
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 4), torch.ones(())])
+def test_a_gate_of_the_wrong_size(x):
+    """Names the units and the input's shape."""
+    with pytest.raises(ValueError, match="3 units in dimension -1 at gate"):
+        Gate(3)(x)
+
+
+def test_fixed_gates_are_deterministic_and_leave_the_network():
+    """A copy whose units are multiplied by what is given; the state of the original is shared with nothing."""
+    net = network()
+    gates = {"0": torch.tensor([1.0, 0.0, 0.5, 1.0]), "3": torch.tensor([0.0, 1.0, 0.3])}
+    fixed = fix_gates(net, gates)
+    x = torch.randn(5, 4)
+    expected = net[4](net[2](net[1](x * gates["0"])) * gates["3"])
+    torch.testing.assert_close(fixed(x), expected)
+    assert isinstance(net[0], Gate)
+    assert isinstance(fixed[0], FixedGate)
+    assert fixed[1].weight is not net[1].weight
+    assert set(fixed.state_dict()) == {"0.value", "1.weight", "1.bias", "3.value", "4.weight", "4.bias"}
+    assert "FixedGate(3, dim=-1)" in repr(fixed)
+
+
+@pytest.mark.parametrize(
+    ("gates", "message"),
+    [
+        ({"0": torch.ones(4)}, "no value for '3'"),
+        ({"0": torch.ones(4), "3": torch.ones(3), "5": torch.ones(1)}, "no layer for '5'"),
+        ({"0": torch.ones(4), "3": torch.ones(2)}, r"gates\['3'\] of shape \(3,\), but got \(2,\)"),
+        ({"0": torch.ones(4), "3": torch.full((3,), 1.5)}, r"gates\['3'\] in \[0, 1\]"),
+        ({"0": torch.ones(4), "3": torch.full((3,), float("nan"))}, r"gates\['3'\] in \[0, 1\]"),
+    ],
+)
+def test_bad_fixed_gates(gates, message):
+    """By site name."""
+    with pytest.raises(ValueError, match=message):
+        fix_gates(network(), gates)
