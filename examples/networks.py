@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pyro
@@ -49,7 +50,7 @@ def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale:
             ``net.<index>.weight``.
     """
     layers: list[nn.Module] = []
-    for i, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         layers.append(Gate(fan_in, prior=prior))
         if slab_scale is None:
             layers.append(nn.Linear(fan_in, fan_out))

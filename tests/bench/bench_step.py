@@ -8,6 +8,7 @@ KL function, so that only what lies around it is compared), and the dense networ
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import platform
@@ -39,7 +40,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for fan_in, fan_out in zip(SIZES[:-1], SIZES[1:], strict=True):
+        for fan_in, fan_out in itertools.pairwise(SIZES):
             layers += [Gate(fan_in), nn.Linear(fan_in, fan_out), nn.ReLU()]
         self.net = nn.Sequential(*layers[:-1])
 
@@ -61,7 +62,7 @@ def library_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
 
 def hand_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
     """The same loss on plain tensors."""
-    linear = nn.ModuleList([nn.Linear(m, n) for m, n in zip(SIZES[:-1], SIZES[1:], strict=True)])
+    linear = nn.ModuleList([nn.Linear(m, n) for m, n in itertools.pairwise(SIZES)])
     log_alpha = nn.ParameterList([torch.full((n,), 0.6) for n in SIZES[:-1]])
     prior = torch.tensor(-1.6)
     beta, gamma, zeta = 2 / 3, -0.1, 1.1
@@ -89,7 +90,7 @@ def hand_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
 def dense_step(x: Tensor, y: Tensor) -> Step:
     """The network without gates."""
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(SIZES[:-1], SIZES[1:], strict=True):
+    for fan_in, fan_out in itertools.pairwise(SIZES):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     net = nn.Sequential(*layers[:-1])
     return _step(lambda: NUM_DATA * F.cross_entropy(net(x), y), net)

@@ -53,14 +53,14 @@ def as_tensors(parameters, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family, parameters, name", BAD_PARAMETERS, ids=describe)
+@pytest.mark.parametrize(("family", "parameters", "name"), BAD_PARAMETERS, ids=describe)
 def test_bad_tensor_parameters(family, parameters, name, dtype):
     """A tensor outside its constraint is refused by its name."""
     with pytest.raises(ValueError, match=rf"\b{name}\b.*{family.__name__}"):
         family(**as_tensors(parameters, dtype))
 
 
-@pytest.mark.parametrize("family, parameters, name", BAD_PARAMETERS, ids=describe)
+@pytest.mark.parametrize(("family", "parameters", "name"), BAD_PARAMETERS, ids=describe)
 def test_bad_number_parameters(family, parameters, name):
     """A Python number outside its constraint is refused by its name."""
     if any(isinstance(value, list) for value in parameters.values()):
@@ -70,7 +70,7 @@ def test_bad_number_parameters(family, parameters, name):
 
 
 @pytest.mark.parametrize(
-    "family, shapes",
+    ("family", "shapes"),
     [
         (HardConcrete, dict(log_alpha=(3,), temperature=(2,))),
         (HardConcrete, dict(log_alpha=(3,), temperature=(), gamma=(2,))),
@@ -105,7 +105,7 @@ def test_one_given_active_outside_the_open_interval(rate):
 
 
 @pytest.mark.parametrize(
-    "family, parameters, name",
+    ("family", "parameters", "name"),
     [
         (HardConcrete, dict(temperature=-1.0), "temperature"),
         (HardConcrete, dict(gamma=0.5), "gamma"),

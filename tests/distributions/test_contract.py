@@ -98,7 +98,7 @@ def test_statistics_have_the_batch_shape(family, batch_shape):
 def test_infer_shapes_foresees_the_shapes(family):
     """infer_shapes tells from parameter shapes what the constructor will do."""
     names = list(family.parameters[0])
-    shapes = {name: shape for name, shape in zip(names, [(3, 1), (2,), (), (1,)], strict=False)}
+    shapes = dict(zip(names, [(3, 1), (2,), (), (1,)], strict=False))
     tensors = {k: torch.full(s, family.parameters[0][k]) for k, s in shapes.items()}
     gate = family.gate(**tensors)
     assert family.gate.infer_shapes(**shapes) == (gate.batch_shape, gate.event_shape)
@@ -239,7 +239,8 @@ def test_expand_shares_the_parameters(family):
     parameters = {k: torch.tensor(v, dtype=torch.float64, requires_grad=True) for k, v in family.parameters[1].items()}
     family.gate(**parameters).expand((4,)).mean.sum().backward()
     for name, tensor in parameters.items():
-        assert tensor.grad is not None and tensor.grad != 0, name
+        assert tensor.grad is not None, name
+        assert tensor.grad != 0, name
 
 
 def test_expand_keeps_a_subclass(family):
@@ -278,7 +279,8 @@ def test_to_event_sums(gate):
     batch = gate.expand((2, 3))
     value = batch.sample()
     joint = batch.to_event(1)
-    assert joint.batch_shape == (2,) and joint.event_shape == (3,)
+    assert joint.batch_shape == (2,)
+    assert joint.event_shape == (3,)
     torch.testing.assert_close(joint.log_prob(value), batch.log_prob(value).sum(-1))
     torch.testing.assert_close(joint.entropy(), batch.entropy().sum(-1))
     torch.testing.assert_close(joint.mean, batch.mean)
@@ -354,7 +356,9 @@ def test_cdf_is_right_continuous_with_two_jumps(gate):
     """The cdf is 0 below 0, jumps at both atoms, rises between, and is 1 from 1 on."""
     value = torch.tensor([-0.25, 0.0, 1e-12, 0.3, 0.7, 1 - 1e-12, 1.0, 1.25], dtype=torch.float64)
     cdf = gate.cdf(value)
-    assert cdf[0] == 0 and cdf[6] == 1 and cdf[7] == 1
+    assert cdf[0] == 0
+    assert cdf[6] == 1
+    assert cdf[7] == 1
     assert (cdf.diff() >= 0).all()
     torch.testing.assert_close(cdf[1], gate.log_prob_zero.exp())
     # 1e-12 beside an atom the density, at most about 50 here, moves the cdf by 5e-11.
@@ -545,7 +549,8 @@ def test_half_precision_parameters_receive_gradients(family, dtype):
     gate = family.gate(**parameters)
     (gate.mean + gate.rsample() + gate.entropy()).backward()
     for name, tensor in parameters.items():
-        assert tensor.grad.dtype == dtype and tensor.grad.isfinite(), name
+        assert tensor.grad.dtype == dtype, name
+        assert tensor.grad.isfinite(), name
 
 
 def test_float32_extremes_are_finite(family):
@@ -577,4 +582,5 @@ def test_log_prob_gradient_reaches_the_value(case, dtype):
     value = torch.tensor([0.0, 0.3, 1.0], dtype=dtype, requires_grad=True)
     (gradient,) = torch.autograd.grad(case.gate(dtype).log_prob(value).sum(), value)
     assert gradient.isfinite().all()
-    assert gradient[0] == 0 and gradient[2] == 0
+    assert gradient[0] == 0
+    assert gradient[2] == 0

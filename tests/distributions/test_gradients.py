@@ -93,7 +93,9 @@ def test_rsample(case):
 
     draws = draw(*leaves(case))
     inside = draws[(draws > 0) & (draws < 1)]
-    assert inside.numel() > 0 and inside.min() > 1e-4 and inside.max() < 1 - 1e-4
+    assert inside.numel() > 0
+    assert inside.min() > 1e-4
+    assert inside.max() < 1 - 1e-4
     check(draw, leaves(case))
 
 
@@ -186,7 +188,8 @@ def test_hard_concrete_draw_formulas():
     by_location, by_temperature = torch.autograd.grad(z.sum(), (log_alpha, temperature))
     y = (0.4 + noise) / 0.7
     slope = (zeta - gamma) * sigmoid_slope(y) * ((z > 0) & (z < 1))
-    assert (slope == 0).any() and (slope > 0).any()
+    assert (slope == 0).any()
+    assert (slope > 0).any()
     torch.testing.assert_close(by_location, slope / 0.7, rtol=1e-12, atol=0)
     torch.testing.assert_close(by_temperature, -y * slope / 0.7, rtol=1e-12, atol=0)
 

@@ -194,7 +194,8 @@ def test_extreme_hard_concretes_are_finite_in_closed_form(temperature):
     p = grid.repeat(5).requires_grad_()
     shared = torch.tensor(temperature, requires_grad=True)
     value = kl_divergence(HardConcrete(q, shared), HardConcrete(p, shared))
-    assert value.isfinite().all() and (value >= 0).all()
+    assert value.isfinite().all()
+    assert (value >= 0).all()
     assert (value.reshape(5, 5).diagonal() == 0).all()
     for gradient in torch.autograd.grad(value.sum(), (q, p, shared)):
         assert gradient.isfinite().all()

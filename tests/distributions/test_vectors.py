@@ -99,7 +99,7 @@ def check_log(what, actual, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family, entry", entries())
+@pytest.mark.parametrize(("family", "entry"), entries())
 def test_probabilities(family, entry, dtype):
     """Masses and their logs, log_prob at every z."""
     g = gate(family, tensors(entry["params"], dtype))
@@ -115,7 +115,7 @@ def test_probabilities(family, entry, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family, entry", entries())
+@pytest.mark.parametrize(("family", "entry"), entries())
 def test_cdf(family, entry, dtype):
     """The cdf at every z, below 0 and above 1 too."""
     g = gate(family, tensors(entry["params"], dtype))
@@ -126,7 +126,7 @@ def test_cdf(family, entry, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family, entry", entries())
+@pytest.mark.parametrize(("family", "entry"), entries())
 def test_quantiles(family, entry, dtype):
     """icdf with its slope, the median, the test gate of eq. 13."""
     g = gate(family, tensors(entry["params"], dtype))
@@ -144,7 +144,7 @@ def test_quantiles(family, entry, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family, entry", entries())
+@pytest.mark.parametrize(("family", "entry"), entries())
 def test_moments(family, entry, dtype):
     """Mean, its derivatives, variance and entropy."""
     leaves = tensors(entry["params"], dtype)
@@ -168,7 +168,7 @@ def test_moments(family, entry, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family, entry", entries())
+@pytest.mark.parametrize(("family", "entry"), entries())
 def test_pathwise_derivatives(family, entry, dtype):
     """A draw at fixed noise and its derivatives for the parameters."""
     names = [name for name in entry["params"] if name in LEARNABLE]
@@ -216,7 +216,7 @@ def near_equal_rounding(entry, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group, entry", pairs())
+@pytest.mark.parametrize(("group", "entry"), pairs())
 def test_kl(group, entry, dtype):
     """KL and its partial derivatives, all parameters being separate tensors."""
     value, gradients = kl_and_gradient(entry, dtype)
@@ -230,7 +230,7 @@ def test_kl(group, entry, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group, entry", [pair for pair in pairs() if pair.values[0] == "hc_hc_same_temperature"])
+@pytest.mark.parametrize(("group", "entry"), [pair for pair in pairs() if pair.values[0] == "hc_hc_same_temperature"])
 def test_kl_with_a_shared_temperature(group, entry, dtype):
     """The closed form: no slack for nearly equal gates, and the sum of both derivatives for beta."""
     value, gradients = kl_and_gradient(entry, dtype, shared=True)
@@ -289,7 +289,7 @@ def test_statistics_of_batches(family, dtype):
 # --- the slow twins are checked too ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family, entry", entries()[::12])
+@pytest.mark.parametrize(("family", "entry"), entries()[::12])
 def test_the_slow_twins_agree_with_the_stored_values(family, entry):
     """reference.py, by plain definitions, meets the file to the last digit of a double."""
     params = {NAMES[name]: value for name, value in entry["params"].items()}
@@ -302,7 +302,7 @@ def test_the_slow_twins_agree_with_the_stored_values(family, entry):
         check(f"icdf({p})", twin.icdf(p), z, 4e-16)
 
 
-@pytest.mark.parametrize("group, entry", pairs()[::15])
+@pytest.mark.parametrize(("group", "entry"), pairs()[::15])
 def test_the_slow_kl_agrees_with_the_stored_values(group, entry):
     """The same for the KL."""
     sides = []
