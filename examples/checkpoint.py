@@ -115,5 +115,5 @@ def _is_whole(path: Path) -> bool:
 def _advice(path: Path) -> str:
     previous = previous_path(path)
     if _is_whole(previous):
-        return f"The checkpoint before it, {previous}, can be used: --resume {previous}"
+        return f"The checkpoint before it, {previous}, can be used: --resume --checkpoint {previous}"
     return "There is no usable checkpoint before it: start again without --resume"

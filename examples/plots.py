@@ -39,7 +39,7 @@ def plot_training(history: list[dict[str, Any]], total_macs: int, path: Path) ->
 def plot_inputs(gate: Tensor, image_shape: tuple[int, ...], path: Path) -> None:
     """Which pixels stayed open, and how far."""
     figure, axes = plt.subplots(figsize=(3.4, 3.2), layout="constrained")
-    shown = axes.imshow(gate.reshape(image_shape[-2:]), vmin=0, vmax=1, cmap="viridis")
+    shown = axes.imshow(gate.reshape(image_shape[-2:]).numpy(), vmin=0, vmax=1, cmap="viridis")
     axes.set(title=f"{int((gate != 0).sum())} of {gate.numel()} pixels open", xticks=[], yticks=[])
     figure.colorbar(shown, label="test gate")
     figure.savefig(path, dpi=110)

@@ -129,7 +129,7 @@ def test_damaged_file_is_refused_and_the_previous_offered(path: Path, damage: st
     previous = checkpoint.previous_path(path)
     with pytest.raises(checkpoint.CheckpointError, match=r"last\.pt is damaged") as refusal:
         checkpoint.load(path, FINGERPRINT)
-    assert f"{previous}, can be used: --resume {previous}" in str(refusal.value)
+    assert f"{previous}, can be used: --resume --checkpoint {previous}" in str(refusal.value)
     assert epoch_of(previous) == 1
 
 
@@ -159,7 +159,7 @@ def test_previous_is_offered_only_when_whole(path: Path) -> None:
 def test_missing_file(path: Path) -> None:
     path.unlink()
     previous = re.escape(str(checkpoint.previous_path(path)))
-    with pytest.raises(FileNotFoundError, match=f"found no file.*--resume {previous}"):
+    with pytest.raises(FileNotFoundError, match=f"found no file.*--resume --checkpoint {previous}"):
         checkpoint.load(path, FINGERPRINT)
 
 

@@ -1,0 +1,137 @@
+"""The main example: what it writes, what it refuses, and that a killed run ends like an uninterrupted one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import checkpoint
+import mnist
+import pytest
+import torch
+from mnist import Options
+
+EXAMPLES = Path(mnist.__file__).parent
+KEYS = {
+    "test_error_percent",
+    "best_test_error_percent",
+    "architecture",
+    "weights",
+    "weights_left",
+    "macs",
+    "macs_left",
+    "expected_l0",
+    "seconds",
+    "history",
+}
+
+
+@pytest.mark.parametrize("objective", ["l0", "free_energy", "spike_slab"])
+def test_every_objective_writes_its_files(objective, tmp_path, capsys):
+    """Two epochs on the digits."""
+    metrics = mnist.main(Options(objective=objective, epochs=2, out=tmp_path))
+    assert KEYS <= metrics.keys()
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
+    assert (metrics["weights"], metrics["macs"], metrics["architecture"]) == (50_200, 50_200, [64, 300, 100])
+    assert 0 < metrics["expected_l0"] < metrics["weights"]
+    assert [entry["epoch"] for entry in metrics["history"]] == [1, 2]
+    assert metrics["test_error_percent"] == metrics["history"][-1]["test_error_percent"]
+    assert {"training.png", "inputs.png", "checkpoint.pt"} <= {path.name for path in tmp_path.iterdir()}
+    assert "weights left" in capsys.readouterr().out
+
+
+def test_longer_training_goes_on_from_a_shorter_one(tmp_path):
+    """The number of epochs is no part of what a checkpoint must agree in."""
+    mnist.main(Options(epochs=1, out=tmp_path))
+    resumed = mnist.main(Options(epochs=2, out=tmp_path, resume=True))
+    straight = mnist.main(Options(epochs=2, out=tmp_path / "straight"))
+    for metrics in (resumed, straight):
+        del metrics["seconds"]
+    assert resumed == straight
+
+
+def test_kill_and_resume(tmp_path):
+    """Kill -9 during epoch 3 of 6, resume, same metrics to the last bit."""
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); import checkpoint, mnist; from pathlib import Path\n"
+        "save = checkpoint.save\n"
+        "def slow_save(path, state):\n"
+        "    save(path, state)\n"
+        "    if len(state['history']) == 2: Path(sys.argv[2], 'in epoch 3').touch(); time.sleep(60)\n"
+        "checkpoint.save = slow_save\n"
+        "mnist.main(mnist.Options(epochs=6, out=Path(sys.argv[2])))\n"
+    )
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = EXAMPLES.parent
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(EXAMPLES), str(killed)],
+        cwd=root,
+        env={**environment, "PYTHONPATH": str(root)},
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (killed / "in epoch 3").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "metrics.json").exists()
+    resumed = mnist.main(Options(epochs=6, out=killed, resume=True))
+    straight = mnist.main(Options(epochs=6, out=tmp_path / "straight"))
+    for metrics in (resumed, straight):
+        del metrics["seconds"]
+    assert resumed == straight
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 0}, ValueError, "epochs of at least 1, but got 0"),
+        ({"lam": (0.1, 0.2)}, ValueError, "lam with 1 or 3 entries, one per gate site, but got 2"),
+        ({"lam": (-0.1,)}, ValueError, "lam.* to be finite and not negative"),
+        ({"objective": "spike_slab", "lam": (0.1,)}, ValueError, "no lam for objective='spike_slab'"),
+        ({"prior_active_prob": 1.5}, ValueError, "active_prob strictly between 0 and 1"),
+        ({"data_dir": Path("somewhere")}, ValueError, "data_dir with data='mnist' only"),
+        ({"data": "mnist", "data_dir": Path("no/such/folder")}, FileNotFoundError, "no/such/folder"),
+        ({"resume": True}, FileNotFoundError, "checkpoint.pt"),
+    ],
+)
+def test_bad_options(options, error, message, tmp_path):
+    """Each names the option, what was expected and what arrived."""
+    with pytest.raises(error, match=message):
+        mnist.main(Options(**{"out": tmp_path, "epochs": 1, **options}))
+
+
+def test_bad_checkpoints(tmp_path):
+    """Of another run, and damaged: refused by name, and the one before is offered."""
+    mnist.main(Options(epochs=2, out=tmp_path))
+    with pytest.raises(ValueError, match="objective.*free_energy"):
+        mnist.main(Options(objective="free_energy", epochs=2, out=tmp_path, resume=True))
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    previous = checkpoint.previous_path(path)
+    with pytest.raises(ValueError, match=f"checkpoint.pt.*--resume --checkpoint {previous}"):
+        mnist.main(Options(epochs=2, out=tmp_path, resume=True))
+    metrics = mnist.main(Options(epochs=2, out=tmp_path, resume=True, checkpoint=previous))
+    assert len(metrics["history"]) == 2
+
+
+def test_a_price_per_site(tmp_path):
+    """Only the site that pays closes; averaged gates lag, so rates are compared."""
+    metrics = mnist.main(Options(epochs=3, lam=(50.0, 0.0, 0.0), out=tmp_path, gate_learning_rate=0.5))
+    rates = metrics["active_rate"]
+    assert rates["net.0"] < 0.95 - 0.01  # the start is 0.952
+    assert min(rates["net.3"], rates["net.6"]) > 0.83  # the start is 0.832
+
+
+@pytest.mark.slow
+def test_the_default_run(tmp_path):
+    """At most 4 % error with at most half of the weights; seconds, not minutes."""
+    torch.set_num_threads(1)
+    metrics = mnist.main(Options(out=tmp_path))
+    assert metrics["test_error_percent"] <= 4
+    assert metrics["weights_left"] <= 0.5 * metrics["weights"]
