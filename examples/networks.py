@@ -46,19 +46,19 @@ def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale:
     Args:
         sizes: units per layer, from the inputs to the classes.
         prior: prior of every gate.
-        slab_scale: if given, the weights are sites with a Gaussian prior of this standard deviation, named
-            ``net.<index>.weight``.
+        slab_scale: if given, the weights are sites named ``net.<index>.weight`` with a Gaussian prior, whose
+            standard deviation is this over the square root of the layer's inputs.
     """
     layers: list[nn.Module] = []
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         layers.append(Gate(fan_in, prior=prior))
         if slab_scale is None:
             layers.append(nn.Linear(fan_in, fan_out))
+            # As in the paper's public layers: a larger start than torch's, since gates shrink the signal.
+            nn.init.kaiming_normal_(layers[-1].weight, mode="fan_out")
+            nn.init.zeros_(layers[-1].bias)
         else:
-            layers.append(SlabLinear(fan_in, fan_out, f"net.{len(layers)}.weight", slab_scale))
-        # As in the paper's public layers: their larger first weights matter, because gates shrink the signal.
-        nn.init.kaiming_normal_(layers[-1].weight, mode="fan_out")
-        nn.init.zeros_(layers[-1].bias)
+            layers.append(SlabLinear(fan_in, fan_out, f"net.{len(layers)}.weight", slab_scale / fan_in**0.5))
         if i < len(sizes) - 2:
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)

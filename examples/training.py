@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from pyro_l0.nn import NetworkCost, fix_gates, name_gates
 
 __all__ = ["Run"]
 
+KL_WARM_UP_EPOCHS = 50  # of spike_slab
+
 
 class Run:
     """One training run: model, guide, objective, optimiser and averaged weights.
@@ -28,7 +31,8 @@ class Run:
         lam: price of one open weight in nats; one for all gate sites or one per site.
         prior_active_prob: P(z != 0) under the gates' prior.
         init_active_prob: P(z != 0) of each site's gates at the start.
-        slab_scale: prior standard deviation of the weights, for ``"spike_slab"``.
+        slab_scale: prior standard deviation of the weights, for ``"spike_slab"``, times the square root of a layer's
+            inputs.
         learning_rate: Adam's step for weights.
         gate_learning_rate: Adam's step for gates.
         batch_size: examples per step.
@@ -49,7 +53,7 @@ class Run:
         lam: tuple[float, ...] = (0.1,),
         prior_active_prob: float = 0.1,
         init_active_prob: tuple[float, ...],
-        slab_scale: float = 0.1,
+        slab_scale: float = 3.0,
         learning_rate: float = 1e-3,
         gate_learning_rate: float = 1e-3,
         batch_size: int = 100,
@@ -76,9 +80,11 @@ class Run:
         if slab:
             starts = {layer: self.net[int(layer.split(".")[1])].weight.detach() for layer in slab_sites(self.net)}
             self.guide: AutoGate = AutoSpikeSlab(
-                self.model, slab_sites(self.net), init_scale=0.01, init_loc=starts, init_active_prob=rates
+                self.model, slab_sites(self.net), init_scale=0.02, init_loc=starts, init_active_prob=rates
             )
-            elbo = L0_ELBO(objective, slab=slab_sites(self.net))
+            # Charged in full from the start, 50,000 weights would all fall back on their prior before they fit.
+            warm_up = KL_WARM_UP_EPOCHS * math.ceil(len(self.train_x) / batch_size)
+            elbo = L0_ELBO(objective, slab=slab_sites(self.net), kl_scale=lambda step: min(1.0, (step + 1) / warm_up))
         else:
             self.guide = AutoGate(self.model, init_active_prob=rates)
             elbo = L0_ELBO(objective, lam=prices, group_size=self.cost.group_sizes)

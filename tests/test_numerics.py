@@ -313,6 +313,35 @@ def test_closed_kl_can_be_differentiated_twice():
     assert gradgradcheck(value, (q, p, temperature))
 
 
+@pytest.mark.parametrize("temperature", ["number", "one", "many"])
+def test_many_gates_give_what_few_give(temperature):
+    """Large tensors are worked on in blocks, which must not show in values or gradients."""
+    torch.manual_seed(62)
+    shape = (3, 50_000)
+    q, p = torch.randn(2, *shape).mul(4).unbind(0)
+    p[2] = p[0]
+    stretch = numerics.make_stretch(-0.1, 1.1, torch.float32)
+    rule = numerics.gauss_legendre(5, torch.float32)
+    beta = {"number": 2 / 3, "one": torch.tensor(2 / 3), "many": torch.rand(shape) + 0.1}[temperature]
+
+    def run(at):
+        tensors = [x[at].clone().requires_grad_() for x in (q, p.expand(shape))]
+        one = beta if not isinstance(beta, torch.Tensor) or beta.dim() == 0 else beta[at]
+        if isinstance(one, torch.Tensor):
+            tensors.append(one.clone().requires_grad_())
+            one = tensors[-1]
+        value = numerics.hard_concrete_kl_same_temperature(*tensors[:2], one, stretch, rule)
+        return value.detach(), *torch.autograd.grad(value.sum(), tensors)
+
+    everything = run(slice(None))
+    assert everything[0].shape == shape
+    rows = [run(row) for row in range(3)]
+    for whole, parts in zip(everything, zip(*rows, strict=True), strict=True):
+        # A temperature shared by all gates adds its gradient up over 150,000 of them, in another order.
+        together = torch.stack(parts) if whole.dim() == 2 else torch.stack(parts).sum()
+        torch.testing.assert_close(whole, together, rtol=1e-4 if whole.dim() == 0 else 1e-6, atol=1e-6)
+
+
 # --- torch.compile ------------------------------------------------------------------------------
 
 
@@ -391,6 +420,14 @@ COMPILED = {
 }
 
 
+@pytest.fixture
+def validation_survives():
+    """torch.compile switches the validation of all distributions off; later tests rely on it."""
+    before = torch.distributions.Distribution._validate_args
+    yield
+    torch.distributions.Distribution.set_default_validate_args(before)
+
+
 def value_and_gradients(function, inputs):
     """A function's value and the gradients of its sum."""
     value = function(*inputs)
@@ -408,6 +445,7 @@ def check_compiled(name, backend):
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.usefixtures("validation_survives")
 @pytest.mark.parametrize("name", COMPILED)
 def test_functions_are_one_graph(name):
     """torch.compile(fullgraph=True) accepts every pure function; the eager backend is quick."""
@@ -415,6 +453,7 @@ def test_functions_are_one_graph(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("validation_survives")
 @pytest.mark.parametrize("name", COMPILED)
 def test_functions_compile(name):
     """The same through the real compiler."""

@@ -474,6 +474,17 @@ def test_sample_carries_no_gradient(family):
     assert gate.rsample_interior().requires_grad
 
 
+def test_the_base_distribution_rectified_is_the_gate(gate):
+    """Quantiles of the unclipped variable, clipped, are the gate's; its tails are the atoms."""
+    base = gate.base_distribution()
+    u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    torch.testing.assert_close(gate.rectify(base.icdf(u)), gate.icdf(u), rtol=0, atol=1e-12)
+    torch.manual_seed(23)
+    draws = gate.rectify(base.rsample((10_000,)))
+    values = randomised_pit(gate, draws)
+    assert stats.kstest(values.numpy(), "uniform").pvalue > SMALLEST_P_VALUE
+
+
 # --- the interior sampler (Louizos eq. 29, corrected) -------------------------------------------
 
 

@@ -354,6 +354,23 @@ def test_a_shared_temperature_survives_expand():
     torch.testing.assert_close(expanded, 3 * alone, rtol=1e-11, atol=0)
 
 
+def test_a_learnable_stretch_gets_its_gradient():
+    """Learnable limits leave the closed form, whose derivatives take the stretch as constant."""
+    shared = [double(x, requires_grad=True) for x in (-0.1, 1.1)]
+    value = kl_divergence(HardConcrete(double(0.3), 0.7, *shared), HardConcrete(double(-1.0), 0.7, *shared))
+    constant = kl_divergence(HardConcrete(double(0.3), 0.7), HardConcrete(double(-1.0), 0.7))
+    torch.testing.assert_close(value, constant, rtol=1e-10, atol=0)
+    step = 1e-6  # central differences: rounding 1e-10, curvature 1e-12
+    for index, actual in enumerate(torch.autograd.grad(value, shared)):
+        moved = []
+        for sign in (1, -1):
+            limits = [-0.1, 1.1]
+            limits[index] += sign * step
+            q, p = HardConcrete(double(0.3), 0.7, *limits), HardConcrete(double(-1.0), 0.7, *limits)
+            moved.append(kl_divergence(q, p))
+        torch.testing.assert_close(actual, (moved[0] - moved[1]) / (2 * step), rtol=1e-7, atol=1e-9)
+
+
 # --- wrappers -----------------------------------------------------------------------------------
 
 

@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import checkpoint
-import mnist
 import pytest
 import torch
+
+import checkpoint
+import mnist
 from mnist import Options
 
 EXAMPLES = Path(mnist.__file__).parent
@@ -33,7 +34,7 @@ KEYS = {
 def test_every_objective_writes_its_files(objective, tmp_path, capsys):
     """Two epochs on the digits."""
     metrics = mnist.main(Options(objective=objective, epochs=2, out=tmp_path))
-    assert KEYS <= metrics.keys()
+    assert metrics.keys() >= KEYS
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     assert (metrics["weights"], metrics["macs"], metrics["architecture"]) == (50_200, 50_200, [64, 300, 100])
     assert 0 < metrics["expected_l0"] < metrics["weights"]
@@ -109,7 +110,7 @@ def test_bad_options(options, error, message, tmp_path):
 def test_bad_checkpoints(tmp_path):
     """Of another run, and damaged: refused by name, and the one before is offered."""
     mnist.main(Options(epochs=2, out=tmp_path))
-    with pytest.raises(ValueError, match="objective.*free_energy"):
+    with pytest.raises(ValueError, match=r"objective.*free_energy"):
         mnist.main(Options(objective="free_energy", epochs=2, out=tmp_path, resume=True))
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:1000])
@@ -121,11 +122,10 @@ def test_bad_checkpoints(tmp_path):
 
 
 def test_a_price_per_site(tmp_path):
-    """Only the site that pays closes; averaged gates lag, so rates are compared."""
-    metrics = mnist.main(Options(epochs=3, lam=(50.0, 0.0, 0.0), out=tmp_path, gate_learning_rate=0.5))
-    rates = metrics["active_rate"]
-    assert rates["net.0"] < 0.95 - 0.01  # the start is 0.952
-    assert min(rates["net.3"], rates["net.6"]) > 0.83  # the start is 0.832
+    """Only the site that pays closes."""
+    metrics = mnist.main(Options(epochs=50, lam=(1.0, 0.0, 0.0), out=tmp_path, gate_learning_rate=0.03))
+    assert metrics["architecture"][0] < 50
+    assert metrics["architecture"][1:] == [300, 100]
 
 
 @pytest.mark.slow
