@@ -22,3 +22,5 @@ def fresh_state() -> Iterator[None]:
     pyro.set_rng_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
+    # The first torch.compile of a process switches validation off for good.
+    torch.distributions.Distribution.set_default_validate_args(True)

@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -195,6 +195,16 @@ class GateDistribution(TorchDistribution):
         new._validate_args = self._validate_args
         return new
 
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """This gate with every parameter that is a tensor changed, such as moved to another device."""
+        new = type(self).__new__(type(self))
+        for name, value in self._state().items():
+            setattr(new, name, function(value) if isinstance(value, Tensor) else value)
+        shape = getattr(new, next(iter(self.learned))).shape
+        Distribution.__init__(new, shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
     def with_learned(self, **values: Tensor) -> Self:
         """This gate with other values of the learned parameters, unchecked; they share one shape.
 
@@ -207,12 +217,7 @@ class GateDistribution(TorchDistribution):
 
     def _with_node_dim(self) -> Self:
         """This gate with a last batch dimension of size one, for quadrature nodes to broadcast against."""
-        new = type(self).__new__(type(self))
-        for name, value in self._state().items():
-            setattr(new, name, value.unsqueeze(-1) if isinstance(value, Tensor) else value)
-        Distribution.__init__(new, torch.Size((*self.batch_shape, 1)), validate_args=False)
-        new._validate_args = False
-        return new
+        return self.apply_to_tensors(lambda x: x.unsqueeze(-1))
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         """Log density with respect to dt at the nodes of a stretch's logit map, shape ``batch_shape + (n,)``."""

@@ -68,6 +68,7 @@ class HardConcrete(GateDistribution):
         "zeta": bounded(lower=1),
     }
     learned: ClassVar[dict[str, constraints.Constraint]] = {"log_alpha": constraints.real}
+    _stretch: Stretch | None = None
 
     def __init__(
         self,
@@ -104,7 +105,13 @@ class HardConcrete(GateDistribution):
     @property
     def stretch(self) -> Stretch:
         """Stretch limits and the logits that follow from them."""
-        return numerics.make_stretch(self._gamma, self._zeta, self.log_alpha.dtype)
+        if self._stretch is not None:
+            return self._stretch
+        stretch = numerics.make_stretch(self._gamma, self._zeta, self.log_alpha.dtype)
+        # Kept, so that a KL sees one object; not with a graph, which belongs to one evaluation.
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in (self._gamma, self._zeta)):
+            self._stretch = stretch
+        return stretch
 
     @property
     def fixed_options(self) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.infer.elbo import ELBO
 from pyro.infer.util import is_validation_enabled, torch_item
-from pyro.poutine import replay, trace
+from pyro.poutine import Trace
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from pyro.util import warn_if_nan
 from torch import Tensor
@@ -172,17 +173,16 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def _get_trace(
         self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
-        guide_trace = trace(guide).get_trace(*args, **kwargs)
-        model_trace = trace(replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-        return model_trace, guide_trace
+    ) -> tuple[dict[str, Site], dict[str, Site]]:
+        guide_sites = _run(guide, args, kwargs)
+        return _run(model, args, kwargs, guide_sites), guide_sites
 
     # ------------------------------------------------------------ the terms
 
     def _terms(self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = {}
-        for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
-            self._add_particle(parts, model_trace.nodes, guide_trace.nodes)
+        for model_sites, guide_sites in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
+            self._add_particle(parts, model_sites, guide_sites)
         kl_scale = self.kl_scale(self.step) if callable(self.kl_scale) else self.kl_scale
         for name in parts:
             factor = (kl_scale if name.startswith("kl") else 1.0) / self.num_particles
@@ -293,6 +293,55 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                 raise ValueError(
                     f"Expected slab site {slab!r} to name its gate site, one of {sorted(gates)}, but got {gate!r}."
                 )
+
+
+class _Record(Messenger):
+    """Record the sample sites of a run, with the values of another run where it has them.
+
+    Pyro's ``trace`` and ``replay`` in one: they also keep parameters, arguments and a graph, which a loss has no use
+    for, and take a good part of a small network's step for it. Parameters still reach the handlers outside.
+    """
+
+    def __init__(self, values: dict[str, Site] | None) -> None:
+        super().__init__()
+        self.values = values or {}
+        self.sites: dict[str, Site] = {}
+
+    def _process_message(self, msg: Site) -> None:
+        if msg["type"] != "sample" or msg["is_observed"]:
+            return
+        other = self.values.get(msg["name"])
+        if other is None:
+            return
+        if other["is_observed"]:
+            raise RuntimeError(f"Site {msg['name']!r} of the guide is observed, but the model's is latent.")
+        msg["done"] = True
+        msg["value"] = other["value"]
+        msg["infer"] = other["infer"]
+
+    def _postprocess_message(self, msg: Site) -> None:
+        if msg["type"] != "sample" or msg["infer"].get("_do_not_trace"):
+            return
+        if msg["name"] in self.sites:
+            raise RuntimeError(f"Multiple sample sites named {msg['name']!r}.")
+        self.sites[msg["name"]] = msg.copy()
+
+
+def _run(
+    program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, Site] | None = None
+) -> dict[str, Site]:
+    """The sample sites of a model or a guide by name, in their order."""
+    record = _Record(values)
+    try:
+        with record:
+            program(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        seen = Trace()
+        for name, site in record.sites.items():
+            seen.add_node(name, **site)
+        error.add_note(seen.format_shapes())
+        raise
+    return record.sites
 
 
 def _check_coefficient(name: str, value: Any) -> None:

@@ -84,9 +84,7 @@ class Gate(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Gate:
         # The prior moves with the network, though it is no parameter of it.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, value in list(self.prior.__dict__.items()):
-            if isinstance(value, Tensor):
-                setattr(self.prior, name, fn(value))
+        self.prior = self.prior.apply_to_tensors(fn)
         self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
         return self
 

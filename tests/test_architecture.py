@@ -1,0 +1,49 @@
+"""The direction of imports that docs/architecture.md draws."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import pyro_l0
+
+ROOT = Path(pyro_l0.__file__).parent
+MAY_IMPORT = {
+    "_numerics": set(),
+    "distributions": {"_numerics"},
+    "infer": {"distributions"},
+    "nn": {"distributions"},
+}
+
+
+def imports(path):
+    """Absolute names imported by a file, and those that are imported inside a function."""
+    tree = ast.parse(path.read_text())
+    top, nested = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+        else:
+            continue
+        (top if node in tree.body else nested).update(names)
+    return top, nested
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_one_way(path):
+    """Each part imports itself and what stands before it; nothing is imported inside a function."""
+    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    top, nested = imports(path)
+    assert not nested
+    own = {name.split(".")[1] for name in top if name.startswith("pyro_l0.")}
+    if part != "__init__":
+        assert own <= MAY_IMPORT[part] | {part}
+
+
+def test_numerics_know_no_pyro():
+    """The maths needs torch and numpy alone."""
+    top, _ = imports(ROOT / "_numerics.py")
+    assert not any(name.startswith(("pyro.", "pyro_l0")) for name in top)
