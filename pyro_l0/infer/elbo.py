@@ -327,9 +327,7 @@ class _Record(Messenger):
         self.sites[msg["name"]] = msg.copy()
 
 
-def _run(
-    program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, Site] | None = None
-) -> dict[str, Site]:
+def _run(program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, Site] | None = None) -> dict[str, Site]:
     """The sample sites of a model or a guide by name, in their order."""
     record = _Record(values)
     try:
