@@ -68,8 +68,8 @@ class AutoGate(AutoGuide):
         >>> guide = AutoGate(model, init_active_prob=0.5, init_jitter=0.0)
         >>> guide()["z"].shape
         torch.Size([3])
-        >>> guide.posterior()["z"].active_prob
-        tensor([0.5000, 0.5000, 0.5000], grad_fn=<SigmoidBackward0>)
+        >>> guide.posterior()["z"].active_prob.detach()
+        tensor([0.5000, 0.5000, 0.5000])
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class AutoSpikeSlab(AutoGate):
         >>> guide = AutoSpikeSlab(model, slab={"w": "z"})
         >>> sorted(guide())
         ['w', 'z']
-        >>> guide.slabs()["w"].scale
-        tensor([0.1000, 0.1000], grad_fn=<ExpBackward0>)
+        >>> guide.slabs()["w"].scale.detach()
+        tensor([0.1000, 0.1000])
     """
 
     def __init__(

@@ -49,6 +49,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
             or a value is outside [0, 1] or not a number.
 
     Example:
+        >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(Gate(2), nn.Linear(2, 1))
         >>> fix_gates(net, {"0": torch.tensor([1.0, 0.0])})[0]
         FixedGate(2, dim=-1)

@@ -39,6 +39,7 @@ class Gate(nn.Module):
             another number of units.
 
     Example:
+        >>> import torch
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), Gate(3))
         >>> net(torch.ones(2, 4)).shape
         torch.Size([2, 3])
