@@ -205,7 +205,7 @@ def test_more_nodes_for_sharper_integrands():
     assert count(half, 0.1, torch.float64) == count(half, 1.0, torch.float64)
     assert count(half, 1.0, torch.float64) < count(2 * half, 1.0, torch.float64)
     assert count(half, 1.0, torch.float32) < count(half, 1.0, torch.float64)
-    # Memory is proportional to it: what MATH.md finds enough at the default stretch.
+    # Memory is proportional to it: what is enough at the default stretch.
     assert count(half, 1.0, torch.float32) <= 14
     assert count(half, 2.0, torch.float32) <= 22
 

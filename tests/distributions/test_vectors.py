@@ -163,7 +163,7 @@ def test_moments(family, entry, dtype):
     if dtype == torch.float64:
         check("entropy", g.entropy(), entry["entropy"], 0.0, 1e-9)
     else:
-        # Relative, but for entropies that pass through zero: 0.01 is the floor of MATH.md.
+        # Relative, but for entropies that pass through zero: 0.01 is the floor.
         check("entropy", g.entropy(), entry["entropy"], 0.0, 5e-5 * max(0.01, abs(entry["entropy"])))
 
 
