@@ -3,7 +3,7 @@
 Inputs of a network need no gradient, so the first layer of a dense network does no backward product with its
 weights. Gates on the inputs would ask for one, though all that they need is the sum over the batch, which the
 gradient of the weights already holds: with W (x * z) = (W * z) x the gates cost a pass over the weights instead of
-a matrix product. On an MLP 784-300-100 at batch 100 this is a third of the first layer's time.
+a matrix product.
 """
 
 from __future__ import annotations
