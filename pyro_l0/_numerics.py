@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ from torch import Tensor
 __all__ = [
     "Nodes",
     "Stretch",
+    "cat_flat",
     "gauss_legendre",
     "half_width",
     "hard_concrete_cdf_logit",
+    "hard_concrete_draw",
     "hard_concrete_entropy",
     "hard_concrete_icdf",
     "hard_concrete_interior_icdf",
@@ -61,6 +63,7 @@ _LOG_2PI = math.log(2 * math.pi)
 _SQRT_2 = math.sqrt(2)
 _LN2 = math.log(2)
 _ONE = torch.ones(())
+_clamp_backward = torch.ops.aten.hardtanh_backward.default
 
 
 class Stretch(NamedTuple):
@@ -275,9 +278,12 @@ def stretch_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.de
 def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Standard logistic draws with their full tails.
 
-    The log of a ratio of two exponentials reaches beyond |e| = 80 in float32, where the logit of a 24-bit uniform
-    stops at 16.6 and may be infinite.
+    The logit of a 24-bit uniform stops at 16.6 and may be infinite in float32. In main memory the uniform is drawn in
+    double, which reaches 36.7 (a draw beyond has probability 2e-16); elsewhere, where double may be slow or missing,
+    the log of a ratio of two exponentials reaches beyond 80, but takes four times as long on a CPU.
     """
+    if device.type == "cpu":
+        return torch.rand(shape, dtype=torch.float64).logit_(2.0**-54).to(dtype)
     tiny = torch.finfo(dtype).tiny
     log_e = torch.empty((2, *shape), dtype=dtype, device=device).exponential_().clamp_(min=tiny).log_()
     return log_e[0] - log_e[1]
@@ -285,8 +291,79 @@ def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
 
 def hard_concrete_transform(noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
     """The gate that standard logistic noise turns into (eq. 10-11 of the L0 paper)."""
-    y = (log_alpha + noise) / temperature
+    if isinstance(temperature, Tensor):
+        y = (log_alpha + noise) / temperature
+    else:
+        y = torch.add(noise / temperature, log_alpha, alpha=1 / temperature)  # one operation in the graph
     return (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
+
+
+class _HardConcreteDraw(torch.autograd.Function):
+    """P(z != 0) of all gates in one vector, and a draw of each."""
+
+    @staticmethod
+    def forward(ctx: Any, noise: Tensor, temperature: float, stretch: Stretch, *log_alphas: Tensor) -> Any:
+        y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+        s, active = torch.sigmoid(y), torch.sigmoid(x)
+        z = (s * stretch.width).add_(stretch.gamma).clamp_(0, 1)
+        ctx.save_for_backward(noise, y, s, z, x, active, *log_alphas)
+        ctx.options = temperature, stretch
+        ctx.set_materialize_grads(False)
+        return active, *_split_like(z, log_alphas)
+
+    @staticmethod
+    def backward(ctx: Any, of_active: Tensor | None, *of_z: Tensor | None) -> Any:
+        noise, y, s, z, x, active, *log_alphas = ctx.saved_tensors
+        temperature, stretch = ctx.options
+        if torch.is_grad_enabled():  # a graph of this gradient is being built
+            y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+            s, active = torch.sigmoid(y), torch.sigmoid(x)
+        pieces = zip(of_z, log_alphas, strict=True)
+        grad = cat_flat([torch.zeros_like(a) if g is None else g for g, a in pieces])
+        # The derivative of clamp at its result, 0 at the atoms; and sigmoid(-y), as 1 - s cancels near one.
+        grad = _clamp_backward(grad, z, 0, 1)
+        grad = grad.mul_(s).mul_(torch.sigmoid(-y)).mul_(stretch.width / temperature)
+        if of_active is not None:
+            grad.add_((active * torch.sigmoid(-x)).mul_(of_active))
+        return None, None, None, *_split_like(grad, log_alphas)
+
+
+def _draw_logits(
+    noise: Tensor, temperature: float, stretch: Stretch, log_alphas: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Logits of the stretched variable and of P(z != 0)."""
+    log_alpha = cat_flat(log_alphas)
+    return torch.add(noise, log_alpha).div_(temperature), log_alpha - temperature * stretch.t0
+
+
+def _split_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([x.numel() for x in like])
+    return [piece if x.dim() == 1 else piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
+
+
+def cat_flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All entries of several tensors, one tensor after the other."""
+    # A view of a vector as itself would still be a node of the graph.
+    return torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in tensors])
+
+
+def hard_concrete_draw(
+    log_alphas: Sequence[Tensor], temperature: float, stretch: Stretch
+) -> tuple[list[Tensor], Tensor]:
+    """Draw hard concretes of several sites with one temperature and stretch, given as numbers.
+
+    A layer has few gates, so that a formula takes as long as its operations take to be called and to be recorded for
+    the gradient. Here both happen once for all sites, and the graph has one node.
+
+    Returns:
+        The draws, each in the shape of its log alpha; P(z != 0) of all gates in one vector.
+    """
+    size = torch.Size([sum(a.numel() for a in log_alphas)])
+    noise = logistic_noise(size, log_alphas[0].dtype, log_alphas[0].device)
+    active, *draws = _HardConcreteDraw.apply(  # type: ignore[no-untyped-call]
+        noise, temperature, stretch, *log_alphas
+    )
+    return draws, active
 
 
 def hard_concrete_log_probs(

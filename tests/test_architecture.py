@@ -10,9 +10,10 @@ import pyro_l0
 ROOT = Path(pyro_l0.__file__).parent
 MAY_IMPORT = {
     "_numerics": set(),
+    "_record": set(),
     "distributions": {"_numerics"},
-    "infer": {"distributions"},
-    "nn": {"distributions"},
+    "infer": {"_record", "distributions"},
+    "nn": {"_record", "distributions"},
 }
 
 

@@ -6,23 +6,26 @@ import math
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from pyro.distributions import Independent
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0._numerics import Nodes, Stretch
+from pyro_l0._numerics import Nodes, Stretch, cat_flat
 
 __all__ = [
     "GateDistribution",
+    "JointDraw",
     "Number",
     "as_parameters",
     "bounded",
     "check_rate",
+    "concatenate",
     "find_gate",
     "inside_unit_interval",
     "open_uniform",
@@ -215,6 +218,15 @@ class GateDistribution(TorchDistribution):
         new._batch_shape = next(iter(values.values())).shape
         return new
 
+    @classmethod
+    def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
+        """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
+        joint = concatenate(gates)
+        assert joint is not None
+        pieces = joint.rsample().split([gate.batch_shape.numel() for gate in gates])
+        draws = [piece.view(gate.batch_shape) for piece, gate in zip(pieces, gates, strict=True)]
+        return JointDraw(gates, draws, joint.active_prob)
+
     def _with_node_dim(self) -> Self:
         """This gate with a last batch dimension of size one, for quadrature nodes to broadcast against."""
         return self.apply_to_tensors(lambda x: x.unsqueeze(-1))
@@ -228,14 +240,52 @@ class GateDistribution(TorchDistribution):
         return None
 
 
+class JointDraw(NamedTuple):
+    """Gates of several sites that were drawn together.
+
+    Attributes:
+        gates: the sites' gates.
+        draws: a draw of each, in its shape.
+        active_prob: P(z != 0) of all gates side by side, shape ``(n,)``.
+    """
+
+    gates: Sequence[GateDistribution]
+    draws: Sequence[Tensor]
+    active_prob: Tensor
+
+
 def find_gate(fn: Any) -> GateDistribution | None:
     """The gate inside ``to_event``, ``mask`` and ``expand`` wrappers, or None."""
+    while type(fn) is Independent:  # the usual wrapper; abstract classes answer isinstance slowly
+        fn = fn.base_dist
     while not isinstance(fn, GateDistribution):
         inner = getattr(fn, "base_dist", None)
         if inner is None or isinstance(fn, torch.distributions.TransformedDistribution):
             return None
         fn = inner
     return fn
+
+
+def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
+    """Several gates side by side as one of shape ``(n,)``, or None if no gate of their family is that.
+
+    A layer has few gates, so that a formula takes as long as its operations take to be called and to be recorded
+    for the gradient; one call for all layers saves most of it.
+    """
+    first = gates[0]
+    kinds = [_kind(gate) for gate in gates]
+    if kinds[0] is None or any(kind != kinds[0] for kind in kinds):
+        return None
+    return first.with_learned(**{name: cat_flat([getattr(gate, name) for gate in gates]) for name in first.learned})
+
+
+def _kind(gate: GateDistribution) -> Any:
+    """What gates have in common that can be one gate, None where it takes more than numbers."""
+    options = tuple(gate.fixed_options.items())
+    if any(isinstance(option, Tensor) for _, option in options):
+        return None
+    learned: Tensor = getattr(gate, next(iter(gate.learned)))
+    return type(gate), options, learned.dtype, learned.device
 
 
 def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Tensor], list[Number]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,6 +17,7 @@ from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.gate import (
     GateDistribution,
+    JointDraw,
     Number,
     as_parameters,
     bounded,
@@ -219,6 +221,16 @@ class HardConcrete(GateDistribution):
         shape = torch.Size(sample_shape) + self.log_alpha.shape
         noise = numerics.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
         return numerics.hard_concrete_transform(noise, self.log_alpha, self._temperature, self.stretch)
+
+    @classmethod
+    def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
+        """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
+        first = gates[0]
+        assert not isinstance(first._temperature, Tensor)  # concatenate has seen to it
+        draws, active_prob = numerics.hard_concrete_draw(
+            [gate.log_alpha for gate in gates], first._temperature, first.stretch
+        )
+        return JointDraw(gates, draws, active_prob)
 
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws of z given 0 < z < 1 (eq. 29, whose limits must read 0 and 1).

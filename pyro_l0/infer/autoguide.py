@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.distributions import Normal
+from pyro.distributions import Independent, Normal
 from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
 from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
-from pyro_l0.distributions.gate import GateDistribution, check_rate, find_gate
+from pyro_l0._record import Record, sole_record
+from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, find_gate
 from pyro_l0.distributions.hard_concrete import HardConcrete
 
 __all__ = ["ActiveRate", "AutoGate", "AutoSpikeSlab"]
@@ -95,6 +96,8 @@ class AutoGate(AutoGuide):
         self.init_jitter = init_jitter
         self.family_options = dict(family_options or {})
         self._plans: dict[str, _Plan] = {}
+        self._groups: list[list[str]] | None = None
+        self._kept: dict[str, Any] = {}
         # Plain modules, one per site: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
 
@@ -103,6 +106,7 @@ class AutoGate(AutoGuide):
         state = self.__dict__.copy()
         state["_model"] = (None,)
         state["master"] = None
+        state["_kept"] = {}
         return state
 
     # ------------------------------------------------------------ set-up
@@ -136,6 +140,21 @@ class AutoGate(AutoGuide):
         used = {plate for plan in self._plans.values() for plate in plan.plates}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         prototype.detach_()
+        if not used:
+            self._groups = self._find_groups()
+
+    def _find_groups(self) -> list[list[str]]:
+        """Put the gates together that can be drawn jointly."""
+        groups: list[list[str]] = []
+        templates = {name: plan.template for name, plan in self._plans.items() if plan.template is not None}
+        for name, template in templates.items():
+            for group in groups:
+                if concatenate([templates[group[0]], template]) is not None:
+                    group.append(name)
+                    break
+            else:
+                groups.append([name])
+        return groups
 
     def _first_gate(self, name: str, site: dict[str, Any]) -> GateDistribution:
         """The gate that a site starts from, shape ``()``; it keeps the parameters that are not learned."""
@@ -169,6 +188,9 @@ class AutoGate(AutoGuide):
         """Sample every site of this guide; takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
+        record = sole_record()
+        if record is not None and self._groups is not None:
+            return self._draw_jointly(record, self._groups)
         plates = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
         sites = self.sites  # once: under Pyro every access is a pyro.module statement
         values: dict[str, Tensor] = {}
@@ -182,6 +204,35 @@ class AutoGate(AutoGuide):
                 fn = self._distribution(plan, parameters)
                 values[name] = pyro.sample(name, fn.to_event(plan.event_dim) if plan.event_dim else fn)
         return values
+
+    def _draw_jointly(self, record: Record, groups: list[list[str]]) -> dict[str, Tensor]:
+        """Sample every site for a loss that looks at the sites alone: gates of one kind in one draw."""
+        sites: Any = self._modules["sites"]._modules  # type: ignore[union-attr]
+        values: dict[str, Tensor] = {}
+        for names in groups:
+            fns = [self._fn(name, sites[_key(name)]._parameters) for name in names]
+            gates = [fn.base_dist if type(fn) is Independent else fn for fn in fns]
+            joint = gates[0].draw_jointly(gates)
+            for name, fn, draw in zip(names, fns, joint.draws, strict=True):
+                values[name] = record.sample(name, fn, draw, joint=joint)
+        for name, plan in self._plans.items():
+            if plan.template is None:
+                values[name] = record.sample(name, self._fn(name, sites[_key(name)]._parameters))
+        return values
+
+    def _fn(self, name: str, parameters: _Parameters) -> Any:
+        """The distribution of a site, kept from step to step if it holds the parameters themselves."""
+        fn = self._kept.get(name)
+        if fn is not None:
+            gate = fn.base_dist if type(fn) is Independent else fn
+            if all(getattr(gate, key) is x for key, x in parameters.items()):
+                return fn
+        plan = self._plans[name]
+        fn = self._distribution(plan, parameters)
+        fn = fn.to_event(plan.event_dim) if plan.event_dim else fn
+        if plan.template is not None and all(c is constraints.real for c in self.family.learned.values()):
+            self._kept[name] = fn
+        return fn
 
     def _distribution(self, plan: _Plan, parameters: _Parameters) -> Any:
         return self._gate(plan, parameters)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, reduce
 from typing import Any, Literal
 
 import torch
@@ -13,19 +15,20 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.infer.elbo import ELBO
 from pyro.infer.util import is_validation_enabled, torch_item
 from pyro.poutine import Trace
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import Independent, kl_divergence
 
-from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0._record import Record, Site
+from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, find_gate
 
 __all__ = ["L0_ELBO", "Coefficient", "Objective"]
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
-Site = Any  # a message of Pyro's
+
+_Add = Callable[[str, Tensor], None]
 
 _TERMS = ("nll", "l0", "l2", "kl_gate", "kl_slab", "kl_other")
 
@@ -124,11 +127,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             vectorize_particles=vectorize_particles,
         )
         self.objective = objective
-        self.lam = lam
-        self.group_size = 1.0 if group_size is None else group_size
+        self.lam = _as_dict(lam)
+        self.group_size = 1.0 if group_size is None else _as_dict(group_size)
         self.slab = dict(slab or {})
         self.kl_scale = kl_scale
-        self.weight_decay = weight_decay
+        self.weight_decay = _as_dict(weight_decay)
         self.square_norm = dict(square_norm or {})
         self.step = 0
 
@@ -138,14 +141,14 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """The loss with its graph, shape ``()``; advances ``step``."""
-        loss = sum(self._terms(model, guide, args, kwargs).values())
+        loss = _total(self._terms(model, guide, args, kwargs))
         self.step += 1
-        return torch.as_tensor(loss)
+        return loss
 
     def loss(self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
         """The loss as a number, without gradients; ``step`` stays."""
         with torch.no_grad():
-            loss: float = torch_item(sum(self._terms(model, guide, args, kwargs).values()))
+            loss: float = torch_item(_total(self._terms(model, guide, args, kwargs)))
         return loss
 
     def loss_and_grads(self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
@@ -194,19 +197,18 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         def add(name: str, value: Tensor) -> None:
             parts[name] = parts[name] + value if name in parts else value
 
-        gates: set[str] = set()
+        gates: dict[str, GateDistribution] = {}
         for name, site in model.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
             if site["is_observed"]:
-                add("nll", -_log_prob_sum(site))
+                add("nll", _log_prob_sum(site, -1.0))
                 continue
             posterior = guide.get(name)
             gate = _check_pair(name, site, posterior)
             assert posterior is not None
             if gate is not None:
-                gates.add(name)
-                self._add_gate(add, name, gate, site, posterior)
+                gates[name] = gate
             elif name in self.slab:
                 if self.slab[name] in guide:
                     add("kl_slab", self._slab_kl(name, site, posterior, guide[self.slab[name]]))
@@ -217,39 +219,76 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                 _check_auxiliary(name, site)
                 add("kl_other", _log_prob_sum(site))
         self._check_names(gates, model)
+        for joint, names in _jointly_drawn(guide, gates):
+            posteriors = {name: guide[name] for name in names}
+            if self.objective != "spike_slab" and not self._add_joint_price(add, joint, posteriors):
+                for name, posterior in posteriors.items():
+                    self._add_price(add, name, posterior)
+            if self.objective != "l0" and not self._add_joint_kl(add, joint, [model[name] for name in names]):
+                for name, posterior in posteriors.items():
+                    self._add_kl(add, name, model[name], posterior)
 
-    def _add_gate(
-        self, add: Callable[[str, Tensor], None], name: str, gate: GateDistribution, site: Site, posterior: Site
-    ) -> None:
-        fn = posterior["fn"]
-        if self.objective != "spike_slab":
-            price = _by_site(self.lam, name, 0.0)
-            decay = _by_site(self.weight_decay, name, 0.0)
-            free = isinstance(price, float | int) and price == 0
-            decays = not (isinstance(decay, float | int) and decay == 0)
-            active = None if free and not decays else _active_prob(fn)
-            if active is not None and not free:
-                add("l0", _site_sum(name, price * _by_site(self.group_size, name, 1.0) * active, active, posterior))
-            if active is not None and decays:
-                if name not in self.square_norm:
-                    raise ValueError(
-                        f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
-                        f"got some for {sorted(self.square_norm)}."
-                    )
-                add("l2", _site_sum(name, 0.5 * decay * self.square_norm[name]() * active, active, posterior))
-        if self.objective != "l0":
-            try:
-                kl = kl_divergence(fn, site["fn"])
-            except NotImplementedError as error:
+    def _add_price(self, add: _Add, name: str, posterior: Site) -> None:
+        """The penalties of one gate site."""
+        price = _by_site(self.lam, name, 0.0)
+        decay = _by_site(self.weight_decay, name, 0.0)
+        free, decays = _is_zero(price), not _is_zero(decay)
+        if free and not decays:
+            return
+        active = _active_prob(posterior["fn"])
+        if not free:
+            add("l0", _site_sum(name, price * _by_site(self.group_size, name, 1.0) * active, active, posterior))
+        if decays:
+            if name not in self.square_norm:
                 raise ValueError(
-                    f"No KL is derived for gate site {name!r} with posterior {fn} and prior {site['fn']}; "
-                    "sampling it would give a biased gradient."
-                ) from error
-            if kl.shape != fn.batch_shape:
-                raise ValueError(
-                    f"Expected a KL of shape {tuple(fn.batch_shape)} at gate site {name!r}, but got {tuple(kl.shape)}."
+                    f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
+                    f"got some for {sorted(self.square_norm)}."
                 )
-            add("kl_gate", scale_and_mask(kl, posterior["scale"], posterior["mask"]).sum())
+            add("l2", _site_sum(name, 0.5 * decay * self.square_norm[name]() * active, active, posterior))
+
+    def _add_joint_price(self, add: _Add, joint: JointDraw | None, posteriors: Mapping[str, Site]) -> bool:
+        """The price of all gates of a joint draw; False, and nothing done, where it takes more than numbers."""
+        if joint is None:
+            return False
+        prices = []
+        for name in posteriors:
+            factors = _by_site(self.lam, name, 0.0), _by_site(self.group_size, name, 1.0)
+            if any(isinstance(x, Tensor) for x in factors) or not _is_zero(_by_site(self.weight_decay, name, 0.0)):
+                return False
+            prices.append(float(factors[0] * factors[1]))
+        if any(prices):
+            active = joint.active_prob
+            sizes = tuple(site["value"].numel() for site in posteriors.values())
+            add("l0", torch.dot(_side_by_side(tuple(prices), sizes, active.dtype, active.device), active))
+        return True
+
+    def _add_kl(self, add: _Add, name: str, site: Site, posterior: Site) -> None:
+        """The KL of one gate site."""
+        fn = posterior["fn"]
+        try:
+            kl = kl_divergence(fn, site["fn"])
+        except NotImplementedError as error:
+            raise ValueError(
+                f"No KL is derived for gate site {name!r} with posterior {fn} and prior {site['fn']}; "
+                "sampling it would give a biased gradient."
+            ) from error
+        if kl.shape != fn.batch_shape:
+            raise ValueError(
+                f"Expected a KL of shape {tuple(fn.batch_shape)} at gate site {name!r}, but got {tuple(kl.shape)}."
+            )
+        add("kl_gate", scale_and_mask(kl, posterior["scale"], posterior["mask"]).sum())
+
+    def _add_joint_kl(self, add: _Add, joint: JointDraw | None, sites: Sequence[Site]) -> bool:
+        """The KL of all gates of a joint draw; False, and nothing done, if their priors are no joint gate."""
+        if joint is None:
+            return False
+        priors = [_base(site["fn"]) for site in sites]
+        prior = concatenate(priors) if all(isinstance(fn, GateDistribution) for fn in priors) else None
+        posterior = concatenate(joint.gates)
+        if prior is None or posterior is None or type(prior) is not type(posterior):
+            return False
+        add("kl_gate", kl_divergence(posterior, prior).sum())
+        return True
 
     def _slab_kl(self, name: str, site: Site, posterior: Site, gate_site: Site) -> Tensor:
         gate_name = self.slab[name]
@@ -278,10 +317,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         summed: Tensor = scale_and_mask(weighted, posterior["scale"], posterior["mask"]).sum()
         return summed
 
-    def _check_names(self, gates: set[str], model: dict[str, Site]) -> None:
+    def _check_names(self, gates: Collection[str], model: dict[str, Site]) -> None:
         for option in ("lam", "group_size", "weight_decay", "square_norm"):
             value = getattr(self, option)
-            unknown = [name for name in value if name not in gates] if isinstance(value, Mapping) else []
+            unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
             if unknown:
                 raise ValueError(
                     f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}."
@@ -295,41 +334,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                 )
 
 
-class _Record(Messenger):
-    """Record the sample sites of a run, with the values of another run where it has them.
-
-    Pyro's ``trace`` and ``replay`` in one: they also keep parameters, arguments and a graph, which a loss has no use
-    for, and take a good part of a small network's step for it. Parameters still reach the handlers outside.
-    """
-
-    def __init__(self, values: dict[str, Site] | None) -> None:
-        super().__init__()
-        self.values = values or {}
-        self.sites: dict[str, Site] = {}
-
-    def _process_message(self, msg: Site) -> None:
-        if msg["type"] != "sample" or msg["is_observed"]:
-            return
-        other = self.values.get(msg["name"])
-        if other is None:
-            return
-        if other["is_observed"]:
-            raise RuntimeError(f"Site {msg['name']!r} of the guide is observed, but the model's is latent.")
-        msg["done"] = True
-        msg["value"] = other["value"]
-        msg["infer"] = other["infer"]
-
-    def _postprocess_message(self, msg: Site) -> None:
-        if msg["type"] != "sample" or msg["infer"].get("_do_not_trace"):
-            return
-        if msg["name"] in self.sites:
-            raise RuntimeError(f"Multiple sample sites named {msg['name']!r}.")
-        self.sites[msg["name"]] = msg.copy()
-
-
 def _run(program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, Site] | None = None) -> dict[str, Site]:
     """The sample sites of a model or a guide by name, in their order."""
-    record = _Record(values)
+    record = Record(values)
     try:
         with record:
             program(*args, **kwargs)
@@ -356,7 +363,41 @@ def _check_coefficient(name: str, value: Any) -> None:
 
 
 def _by_site(value: Any, name: str, default: float) -> Any:
-    return value.get(name, default) if isinstance(value, Mapping) else value
+    return value.get(name, default) if isinstance(value, dict) else value
+
+
+def _as_dict(value: Coefficient) -> float | Tensor | dict[str, float | Tensor]:
+    """A coefficient whose kind is told faster than an abstract mapping's."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _total(parts: Mapping[str, Tensor]) -> Tensor:
+    return reduce(operator.add, parts.values()) if parts else torch.zeros(())
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a coefficient is known to be zero without reading a device."""
+    return isinstance(value, float | int) and value == 0
+
+
+def _jointly_drawn(
+    guide: Mapping[str, Site], gates: Mapping[str, GateDistribution]
+) -> list[tuple[JointDraw | None, list[str]]]:
+    """The gate sites of each joint draw in its order, and every other gate site by itself."""
+    groups: dict[int, tuple[JointDraw | None, list[str]]] = {}
+    for i, (name, site) in enumerate(guide.items()):
+        if name in gates:
+            joint = site.get("joint")
+            groups.setdefault(-i - 1 if joint is None else id(joint), (joint, []))[1].append(name)
+    return list(groups.values())
+
+
+@lru_cache(maxsize=16)
+def _side_by_side(
+    values: tuple[float, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Each value as often as its size says, in one vector."""
+    return torch.cat([torch.full((n,), x, dtype=dtype, device=device) for x, n in zip(values, sizes, strict=True)])
 
 
 def _base(fn: Any) -> Any:
@@ -392,10 +433,13 @@ def _site_sum(name: str, value: Tensor, active: Tensor, site: Site) -> Tensor:
     return total
 
 
-def _log_prob_sum(site: Site) -> Tensor:
+def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-    total: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
-    return total
+    scale, mask = site["scale"], site["mask"]
+    if mask is None and not isinstance(scale, Tensor):
+        total: Tensor = log_prob.sum() * (sign * scale)  # one number, not one per row
+        return total
+    return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
 
 
 def _other_kl(name: str, site: Site, posterior: Site) -> Tensor:

@@ -6,11 +6,11 @@ import sys
 from types import FrameType
 from typing import Any
 
-import pyro
 from pyro.infer.elbo import ELBOModule
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyro_l0._record import sample
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.nn.deferred import defer_product
@@ -77,7 +77,7 @@ class Gate(nn.Module):
             )
         if self.site_name is None:
             self.site_name = _path_on_stack(self)
-        z = pyro.sample(self.site_name, self._site)
+        z = sample(self.site_name, self._site)
         if z.dim() == 1 and z.requires_grad and not x.requires_grad and self.dim in (-1, x.dim() - 1):
             return defer_product(x, z)
         return multiply_along(x, z, self.dim)

@@ -1,0 +1,97 @@
+"""The handler under which a loss runs a model and a guide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+from pyro.poutine import runtime
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+__all__ = ["Record", "Site", "sample", "sole_record"]
+
+Site = Any  # a message of Pyro's
+
+
+class Record(Messenger):
+    """Record the sample sites of a run, with the values of another run where it has them.
+
+    Pyro's ``trace`` and ``replay`` in one: they also keep parameters, arguments and a graph, which a loss has no use
+    for, and take a good part of a small network's step for it. Parameters still reach the handlers outside.
+    """
+
+    def __init__(self, values: Mapping[str, Site] | None = None) -> None:
+        super().__init__()
+        self.values = values or {}
+        self.sites: dict[str, Site] = {}
+
+    def _process_message(self, msg: Site) -> None:
+        if msg["type"] != "sample" or msg["is_observed"]:
+            return
+        other = self._other(msg["name"])
+        if other is not None:
+            msg["done"] = True
+            msg["value"] = other["value"]
+            msg["infer"] = other["infer"]
+
+    def _postprocess_message(self, msg: Site) -> None:
+        if msg["type"] == "sample" and not msg["infer"].get("_do_not_trace"):
+            self._keep(msg.copy())
+
+    def _other(self, name: str) -> Site | None:
+        other = self.values.get(name)
+        if other is not None and other["is_observed"]:
+            raise RuntimeError(f"Site {name!r} of the guide is observed, but the model's is latent.")
+        return other
+
+    def _keep(self, site: Site) -> None:
+        if site["name"] in self.sites:
+            raise RuntimeError(f"Multiple sample sites named {site['name']!r}.")
+        self.sites[site["name"]] = site
+
+    def sample(self, name: str, fn: Any, value: Tensor | None = None, **extra: Any) -> Tensor:
+        """``pyro.sample(name, fn)`` for a latent site when no other handler is active, at a third of its time.
+
+        Args:
+            name: the site.
+            fn: its distribution.
+            value: a draw that was made elsewhere.
+            **extra: further entries of the recorded site.
+        """
+        other = self._other(name)
+        if other is not None:
+            value = other["value"]
+        drawn: Tensor = fn() if value is None else value
+        site = {
+            "type": "sample",
+            "name": name,
+            "fn": fn,
+            "value": drawn,
+            "is_observed": False,
+            "scale": 1.0,
+            "mask": None,
+            "infer": {},
+            "cond_indep_stack": (),
+            "args": (),
+            "kwargs": {},
+        }
+        site.update(extra)
+        self._keep(site)
+        return drawn
+
+
+def sole_record() -> Record | None:
+    """The active record if there is no other handler, which could tell a site from a message."""
+    stack = runtime._PYRO_STACK
+    if len(stack) == 1 and type(stack[0]) is Record:
+        return stack[0]
+    return None
+
+
+def sample(name: str, fn: Any) -> Tensor:
+    """``pyro.sample``, by the shorter way where that makes no difference."""
+    record = sole_record()
+    value: Tensor = pyro.sample(name, fn) if record is None else record.sample(name, fn)
+    return value
