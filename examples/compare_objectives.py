@@ -96,8 +96,6 @@ def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) ->
     digits = options.data == "digits"
     run = Run(
         images,
-        (images.train_x.shape[1], 300, 100, 10),
-        init_active_prob=(0.952, 0.832, 0.832),
         gate_learning_rate=2e-2 if digits else 1e-3,
         seed=options.seed,
         device=options.device,

@@ -50,6 +50,22 @@ class Images:
     test_y: torch.Tensor
     image_shape: tuple[int, int, int]
 
+    def hold_out(self, number: int) -> "Images":
+        """The last ``number`` training images in the place of the test images, to choose settings on.
+
+        Raises:
+            ValueError: there are not that many training images.
+        """
+        if not 0 < number < len(self.train_x):
+            raise ValueError(f"Expected to hold out between 1 and {len(self.train_x) - 1} images, but got {number}.")
+        return Images(
+            self.train_x[:-number],
+            self.train_y[:-number],
+            self.train_x[-number:],
+            self.train_y[-number:],
+            self.image_shape,
+        )
+
 
 def load_digits() -> Images:
     """Load scikit-learn's 1,797 digits of 8 x 8 pixels; every class keeps a fifth for the test."""

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import checkpoint
 from data import Images, load_digits, load_mnist
+from networks import NetworkName
 from plots import plot_inputs, plot_training
 from training import Run
 
@@ -37,7 +38,7 @@ class Options:
     Attributes:
         data: embedded digits, or MNIST.
         data_dir: folder with MNIST's four files; downloaded with a hash check if not given.
-        network: which network; mlp has hidden layers of 300 and 100 units.
+        network: mlp (hidden layers of 300 and 100 units), or lenet5 (20-50-800-500, MNIST alone).
         objective: Eq. 22 (l0), Eq. 21 (free_energy) or Eq. 20 (spike_slab) of the L0 paper.
         lam: price of one open weight in nats; one for all gate sites or one per site. 0.1 on MNIST and 0.05 on
             the digits if not given; spike_slab takes none.
@@ -50,11 +51,12 @@ class Options:
         checkpoint: the checkpoint's file, if not out/checkpoint.pt.
         gate_learning_rate: Adam's step for the gates; the weights' is 0.001. 0.001 on MNIST (the paper's) and 0.01
             on the digits, whose 200 epochs are only 3,000 steps, if not given.
+        hold_out: set so many training images aside and report on them instead of the test images, to choose settings.
     """
 
     data: Literal["digits", "mnist"] = "digits"
     data_dir: Path | None = None
-    network: Literal["mlp"] = "mlp"
+    network: NetworkName = "mlp"
     objective: Literal["l0", "free_energy", "spike_slab"] = "l0"
     lam: tuple[float, ...] = ()
     prior_active_prob: float = 0.1
@@ -65,6 +67,7 @@ class Options:
     resume: bool = False
     checkpoint: Path | None = None
     gate_learning_rate: float | None = None
+    hold_out: int = 0
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -76,26 +79,26 @@ def main(options: Options) -> dict[str, Any]:
     if digits and options.data_dir is not None:
         raise ValueError("Expected data_dir with data='mnist' only; the digits are embedded.")
     images = load_digits() if digits else load_mnist(options.data_dir)
+    if options.hold_out:
+        images = images.hold_out(options.hold_out)
     lam = options.lam or ((0.0,) if options.objective == "spike_slab" else (0.05,) if digits else (0.1,))
     if options.objective == "spike_slab" and any(lam):
         raise ValueError(f"Expected no lam for objective='spike_slab', but got {lam}.")
     gate_learning_rate = options.gate_learning_rate or (1e-2 if digits else 1e-3)
-    sizes = (images.train_x.shape[1], 300, 100, 10)
     run = Run(
         images,
-        sizes,
+        options.network,
         objective=options.objective,
         lam=lam,
         prior_active_prob=options.prior_active_prob,
-        # The paper drops 0.2 of the inputs and half of the hidden units at the start: log alpha = logit(0.8), 0.
-        init_active_prob=(0.952, 0.832, 0.832),
         gate_learning_rate=gate_learning_rate,
         seed=options.seed,
         device=options.device,
     )
     fingerprint = {
         **{key: value for key, value in asdict(options).items() if key in ("data", "network", "objective", "seed")},
-        "sizes": list(sizes),
+        "units": [gate.numel() for gate in run.guide.test_gates().values()],
+        "hold_out": options.hold_out,
         "lam": list(lam),
         "prior_active_prob": options.prior_active_prob,
         "gate_learning_rate": gate_learning_rate,
@@ -125,9 +128,10 @@ def main(options: Options) -> dict[str, Any]:
 
     metrics = _metrics(run, history, seconds)
     (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    plot_training(history, run.cost.total_macs, options.out / "training.png")
+    plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
     gate = next(iter(run.averaged.module[1].test_gates().values()))
-    plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
+    if gate.numel() == images.train_x.shape[1]:
+        plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
     _print_table(metrics, images, options.out)
     return metrics
 
@@ -138,6 +142,7 @@ def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[st
         "test_error_percent": last["test_error_percent"],
         "best_test_error_percent": min(entry["test_error_percent"] for entry in history),
         "architecture": last["architecture"],
+        "units": [gate.numel() for gate in run.guide.test_gates().values()],
         "weights": run.cost.total_weights,
         "weights_left": last["weights_left"],
         "macs": run.cost.total_macs,
@@ -154,14 +159,14 @@ def _print_table(metrics: dict[str, Any], images: Images, out: Path) -> None:
     rows = [
         ("test error, final epoch", f"{metrics['test_error_percent']:.2f} %"),
         ("test error, best epoch", f"{metrics['best_test_error_percent']:.2f} %"),
-        ("units left", f"{'-'.join(map(str, metrics['architecture']))} of {images.train_x.shape[1]}-300-100"),
+        ("units left", f"{'-'.join(map(str, metrics['architecture']))} of {'-'.join(map(str, metrics['units']))}"),
         ("weights left", f"{metrics['weights_left']:,} of {metrics['weights']:,} ({100 * left:.1f} %)"),
         ("multiply-adds left", f"{metrics['macs_left']:,} of {metrics['macs']:,}"),
         ("seconds", f"{metrics['seconds']:.0f}"),
     ]
     for name, value in rows:
         print(f"{name:26s}{value}")
-    print(f"files in {out}: metrics.json, training.png, inputs.png, checkpoint.pt")
+    print(f"files in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
 if __name__ == "__main__":

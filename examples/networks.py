@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import pyro
 import pyro.distributions as dist
@@ -13,9 +14,29 @@ from torch import Tensor, nn
 
 from pyro_l0 import GateDistribution
 from pyro_l0.infer import AutoSpikeSlab
-from pyro_l0.nn import Gate
+from pyro_l0.nn import Gate, NetworkCost, gate_names
 
-__all__ = ["Classifier", "SlabLinear", "mlp", "slab_sites", "with_mean_weights"]
+__all__ = [
+    "INIT_ACTIVE_PROB",
+    "Classifier",
+    "NetworkName",
+    "SlabLinear",
+    "build",
+    "group_sizes",
+    "lenet5",
+    "mlp",
+    "slab_sites",
+    "with_mean_weights",
+]
+
+
+NetworkName = Literal["mlp", "lenet5"]
+# P(z != 0) of each gate site at the start. The paper drops 0.2 of the MLP's inputs and half of all other units:
+# log alpha = logit(0.8), 0.
+INIT_ACTIVE_PROB: dict[NetworkName, tuple[float, ...]] = {
+    "mlp": (0.952, 0.832, 0.832),
+    "lenet5": (0.832, 0.832, 0.832, 0.832),
+}
 
 
 class SlabLinear(nn.Linear):
@@ -61,6 +82,71 @@ def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale:
             layers.append(SlabLinear(fan_in, fan_out, f"net.{len(layers)}.weight", slab_scale / fan_in**0.5))
         if i < len(sizes) - 2:
             layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+def build(
+    name: NetworkName, pixels: int, prior: GateDistribution | None = None, slab_scale: float | None = None
+) -> nn.Sequential:
+    """One of the examples' networks for ten classes.
+
+    Args:
+        name: ``"mlp"`` (hidden layers of 300 and 100 units) or ``"lenet5"``.
+        pixels: inputs per image.
+        prior: prior of every gate.
+        slab_scale: see :func:`mlp`.
+
+    Raises:
+        ValueError: LeNet-5 is asked for other images than 28 x 28, or for weights that are sample sites.
+    """
+    if name == "mlp":
+        return mlp((pixels, 300, 100, 10), prior, slab_scale)
+    if pixels != 784:
+        raise ValueError(f"Expected images of 784 pixels for network='lenet5', but got {pixels}.")
+    if slab_scale is not None:
+        raise ValueError("Expected network='mlp' for objective='spike_slab', but got 'lenet5'.")
+    return lenet5(prior)
+
+
+def group_sizes(network: nn.Module, cost: NetworkCost) -> dict[str, float]:
+    """The L0 paper's groups by gate site: a feature map's filter, and the weights that read a dense layer's input."""
+    return {
+        site: (cost.filter_sizes if gate.dim == 1 else cost.group_sizes)[site]
+        for site, gate in gate_names(network).items()
+    }
+
+
+def lenet5(prior: GateDistribution | None = None) -> nn.Sequential:
+    """LeNet-5-Caffe 20-50-800-500 on flat images of 28 x 28: gates on feature maps and on the dense layers' inputs.
+
+    A map's gate stands behind the pooling, which commutes with it and leaves a quarter of the products.
+
+    Args:
+        prior: prior of every gate.
+    """
+    layers = [
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, 20, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        Gate(20, dim=1, prior=prior),
+        nn.Conv2d(20, 50, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        Gate(50, dim=1, prior=prior),
+        nn.Flatten(),
+        Gate(800, prior=prior),
+        nn.Linear(800, 500),
+        nn.ReLU(),
+        Gate(500, prior=prior),
+        nn.Linear(500, 10),
+    ]
+    for layer in layers:
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            # As in the paper's public layers: a larger start than torch's, since gates shrink the signal.
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out" if isinstance(layer, nn.Linear) else "fan_in")
+            assert layer.bias is not None
+            nn.init.zeros_(layer.bias)
     return nn.Sequential(*layers)
 
 

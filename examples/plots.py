@@ -14,16 +14,16 @@ from torch import Tensor
 __all__ = ["plot_inputs", "plot_training"]
 
 
-def plot_training(history: list[dict[str, Any]], total_macs: int, path: Path) -> None:
+def plot_training(history: list[dict[str, Any]], total_macs: int, sites: list[str], path: Path) -> None:
     """Error, open units and expected multiply-adds over the epochs (Figure 3 of the L0 paper)."""
     epochs = [entry["epoch"] for entry in history]
     figure, (error, units, macs) = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
     error.plot(epochs, [entry["test_error_percent"] for entry in history], color="C3")
     error.set(title="Test error (averaged weights, test gates)", ylabel="%", yscale="log")
-    for i, name in enumerate(("inputs", "first hidden layer", "second hidden layer")):
+    for i, name in enumerate(sites):
         units.plot(epochs, [entry["architecture"][i] for entry in history], label=name)
     units.set(title="Open units", ylim=(0, None))
-    units.legend()
+    units.legend(title="gate")
     macs.plot(epochs, [entry["expected_macs"] for entry in history], label="expected", color="C0")
     macs.plot(epochs, [entry["macs_left"] for entry in history], label="test gates", color="C0", ls=":")
     macs.axhline(total_macs, color="0.5", lw=0.8, label="dense")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from data import Images
-from networks import Classifier, mlp, slab_sites, with_mean_weights
+from networks import INIT_ACTIVE_PROB, Classifier, NetworkName, build, group_sizes, slab_sites, with_mean_weights
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.elbo import Objective
@@ -26,11 +26,11 @@ class Run:
 
     Args:
         images: the data, moved to ``device``.
-        sizes: units per layer of the network.
+        network: which network.
         objective: Eq. 22 (``"l0"``), 21 (``"free_energy"``) or 20 (``"spike_slab"``).
         lam: price of one open weight in nats; one for all gate sites or one per site.
         prior_active_prob: P(z != 0) under the gates' prior.
-        init_active_prob: P(z != 0) of each site's gates at the start.
+        init_active_prob: P(z != 0) of each site's gates at the start; the paper's if not given.
         slab_scale: prior standard deviation of the weights, for ``"spike_slab"``, times the square root of a layer's
             inputs.
         learning_rate: Adam's step for weights.
@@ -47,12 +47,12 @@ class Run:
     def __init__(
         self,
         images: Images,
-        sizes: tuple[int, ...],
+        network: NetworkName = "mlp",
         *,
         objective: Objective = "l0",
         lam: tuple[float, ...] = (0.1,),
         prior_active_prob: float = 0.1,
-        init_active_prob: tuple[float, ...],
+        init_active_prob: tuple[float, ...] | None = None,
         slab_scale: float = 3.0,
         learning_rate: float = 1e-3,
         gate_learning_rate: float = 1e-3,
@@ -69,14 +69,18 @@ class Run:
         self.batch_size = batch_size
         slab = objective == "spike_slab"
         prior = HardConcrete.from_active_prob(prior_active_prob)
-        self.net = mlp(sizes, prior, slab_scale if slab else None).to(self.device)
+        pixels = images.train_x.shape[1]
+        self.net = build(network, pixels, prior, slab_scale if slab else None).to(self.device)
         self.model = Classifier(self.net, len(self.train_x))
         sites = list(name_gates(self.model))
-        self.cost = NetworkCost(_named_mlp(sizes), torch.zeros(1, sizes[0]))
+        plain = build(network, pixels)
+        name_gates(plain, prefix="net.")
+        self.cost = NetworkCost(plain, torch.zeros(1, pixels))
+        self.group_sizes = group_sizes(plain, self.cost)
         if len(lam) not in (1, len(sites)):
             raise ValueError(f"Expected lam with 1 or {len(sites)} entries, one per gate site, but got {len(lam)}.")
         prices = dict(zip(sites, lam * len(sites) if len(lam) == 1 else lam, strict=True))
-        rates = dict(zip(sites, init_active_prob, strict=True))
+        rates = dict(zip(sites, init_active_prob or INIT_ACTIVE_PROB[network], strict=True))
         if slab:
             starts = {layer: self.net[int(layer.split(".")[1])].weight.detach() for layer in slab_sites(self.net)}
             self.guide: AutoGate = AutoSpikeSlab(
@@ -87,7 +91,7 @@ class Run:
             elbo = L0_ELBO(objective, slab=slab_sites(self.net), kl_scale=lambda step: min(1.0, (step + 1) / warm_up))
         else:
             self.guide = AutoGate(self.model, init_active_prob=rates)
-            elbo = L0_ELBO(objective, lam=prices, group_size=self.cost.group_sizes)
+            elbo = L0_ELBO(objective, lam=prices, group_size=self.group_sizes)
         self.loss = elbo(self.model, self.guide)
         self.loss(*self._batch(torch.arange(2, device=self.device)))  # makes the guide's parameters
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -125,7 +129,9 @@ class Run:
         net, guide = self.averaged.module
         gates = guide.test_gates()
         plain = with_mean_weights(net, guide) if isinstance(guide, AutoSpikeSlab) else net
-        wrong = fix_gates(plain, gates)(self.test_x).argmax(-1) != self.test_y
+        fixed = fix_gates(plain, gates)
+        predicted = torch.cat([fixed(x).argmax(-1) for x in self.test_x.split(1000)])
+        wrong = predicted != self.test_y
         open_gates = {name: (gate != 0).float() for name, gate in gates.items()}
         active = {name: gate.active_prob for name, gate in guide.posterior().items()}
         return {
@@ -135,7 +141,7 @@ class Run:
             "macs_left": int(self.cost.macs(open_gates)),
             "expected_weights": float(self.cost.weights(active)),
             "expected_macs": float(self.cost.macs(active)),
-            "expected_l0": sum(float(p.sum()) * self.cost.group_sizes[name] for name, p in active.items()),
+            "expected_l0": sum(float(p.sum()) * self.group_sizes[name] for name, p in active.items()),
             "active_rate": {name: float(p.mean()) for name, p in active.items()},
         }
 
@@ -158,9 +164,3 @@ class Run:
         self.optimiser.load_state_dict(state["optimiser"])
         torch.set_rng_state(state["random"])
         self.loss.elbo.step = state["step"]
-
-
-def _named_mlp(sizes: tuple[int, ...]) -> nn.Module:
-    net = mlp(sizes)
-    name_gates(net, prefix="net.")
-    return net

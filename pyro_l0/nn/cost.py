@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.gate import Gate, gate_names
-from pyro_l0.nn.graph import GateGraph, read_network
+from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.graph import GateGraph, Kind, Layer, read_network
 
 __all__ = ["NetworkCost", "square_norms"]
 
@@ -17,16 +17,19 @@ class NetworkCost:
     """Counts what open gates cost, weights without biases.
 
     A weight is left if the unit it reads and the unit it writes are both there, so closed units upstream and
-    downstream count: between gates with counts a and b a dense layer keeps a * b weights. For probabilities the
-    counts are expectations under independent gates; for gates of 0 and 1 they are the compacted network's numbers.
+    downstream count: between gates with counts a and b a dense layer keeps a * b weights, a convolution a * b kernels,
+    and a branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network;
+    for probabilities they are expectations under independent gates, where branches meet up to their correlation.
 
     Args:
-        network: a network of dense layers and :class:`~pyro_l0.nn.Gate` layers.
+        network: a network of dense layers, convolutions and :class:`~pyro_l0.nn.Gate` layers.
         example_input: one batch of inputs, for the shapes.
 
     Attributes:
         group_sizes: by gate site, the number of weights that read one of its units: :math:`|g|` of Eq. 16, as
             ``group_size`` of :class:`~pyro_l0.infer.L0_ELBO` takes it.
+        filter_sizes: by gate site, the number of weights that write one of its units: a convolution's filter, the
+            group that the L0 paper prices for feature maps.
         total_weights: weights with every gate open.
         total_macs: multiply-adds per example with every gate open.
 
@@ -47,12 +50,15 @@ class NetworkCost:
     def __init__(self, network: nn.Module, example_input: Tensor) -> None:
         self._graph = read_network(network, example_input)
         self._sizes = {name: gate.size for name, gate in gate_names(network).items()}
-        layers = self._graph.layers.values()
-        self.total_weights = sum(layer.in_features * layer.out_features for layer in layers)
-        self.total_macs = sum(layer.in_features * layer.out_features * layer.positions for layer in layers)
+        layers = self._graph.layers().values()
+        self.total_weights = sum(layer.in_units * layer.out_units * layer.taps for layer in layers)
+        self.total_macs = sum(layer.in_units * layer.out_units * layer.taps * layer.positions for layer in layers)
         self.group_sizes = dict.fromkeys(self._sizes, 0.0)
-        for site, layer in _readers(self._graph):
-            self.group_sizes[site] += layer.out_features
+        self.filter_sizes = dict.fromkeys(self._sizes, 0.0)
+        for site, layer, copies in _readers(self._graph):
+            self.group_sizes[site] += layer.out_units * layer.taps * copies
+        for site, layer in _writers(self._graph):
+            self.filter_sizes[site] += layer.in_units * layer.taps
 
     def weights(self, active: Mapping[str, Tensor]) -> Tensor:
         """Weights left, shape ``()``.
@@ -73,18 +79,14 @@ class NetworkCost:
         for name, value in active.items():
             if value.shape != (self._sizes[name],):
                 raise ValueError(f"Expected {name!r} of shape ({self._sizes[name]},), but got {tuple(value.shape)}.")
-        given = dict(active)
-        present, needed = self._graph.present(given), self._graph.needed(given)
+        present, needed = self._graph.present(active), self._graph.needed(active)
         like = next(iter(active.values()), torch.zeros(()))
         total = torch.zeros((), dtype=like.dtype, device=like.device)
-        for node in self._graph.graph.nodes:
-            if node.name not in self._graph.layers:
-                continue
-            layer = self._graph.layers[node.name]
-            read, written = present[node.all_input_nodes[0].name], needed[node.name]
-            rows = layer.in_features if read is None else read.sum()
-            columns = layer.out_features if written is None else written.sum()
-            total = total + torch.as_tensor(rows * columns * (layer.positions if macs else 1))
+        for name, layer in self._graph.layers().items():
+            read = present[self._graph.steps[name].parents[0]]
+            written = needed[name]
+            each = layer.taps * (layer.positions if macs else 1)
+            total = total + read.count(layer.in_units) * written.count(layer.out_units) * each
         return total
 
 
@@ -94,7 +96,7 @@ def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _Square
     For ``square_norm`` of :class:`~pyro_l0.infer.L0_ELBO`, which weighs it with P(z != 0) (Eq. 17).
 
     Args:
-        network: a network of dense layers and gates.
+        network: a network of dense layers, convolutions and gates.
         example_input: one batch of inputs, for the shapes.
 
     Example:
@@ -103,35 +105,56 @@ def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _Square
         torch.Size([2])
     """
     graph = read_network(network, example_input)
-    layers: dict[str, list[nn.Linear]] = {name: [] for name in graph.sites.values()}
-    for site, layer in _readers(graph):
-        layers[site].append(layer)
-    return {name: _SquareNorm(found) for name, found in layers.items()}
+    layers: dict[str, list[nn.Module]] = {name: [] for name in graph.sites.values()}
+    for site, layer, _ in _readers(graph):
+        layers[site].append(graph.modules[layer.path])
+    sizes = {name: gate.size for name, gate in gate_names(network).items()}
+    return {name: _SquareNorm(sizes[name], found) for name, found in layers.items()}
 
 
-def _readers(graph: GateGraph) -> Iterator[tuple[str, nn.Linear]]:
-    """Each gate site with each dense layer that reads its units, directly or through elementwise operations."""
-    for node in graph.graph.nodes:
-        if node.name not in graph.layers:
-            continue
-        layer = graph.modules[str(node.target)]
-        assert isinstance(layer, nn.Linear)
-        frontier = list(node.all_input_nodes)
-        while frontier:
-            parent = frontier.pop()
-            module = graph.modules.get(str(parent.target)) if parent.op == "call_module" else None
-            if isinstance(module, Gate):
-                yield graph.sites[str(parent.target)], layer
-            if not isinstance(module, nn.Linear):
-                frontier.extend(parent.all_input_nodes)
+def _readers(graph: GateGraph) -> Iterator[tuple[str, Layer, int]]:
+    """Each gate site with each layer that reads its units, and the number of inputs that one unit becomes."""
+    for name, layer in graph.layers().items():
+        for gate in _upstream(graph, name, through={"gate", "unitwise", "reshape", "add"}):
+            if graph.steps[gate].kind == "gate":
+                yield graph.site(gate), layer, layer.in_units // graph.steps[gate].size
+
+
+def _writers(graph: GateGraph) -> Iterator[tuple[str, Layer]]:
+    """Each gate site with each layer that writes its units."""
+    for name, step in graph.steps.items():
+        if step.kind == "gate":
+            for parent in _upstream(graph, name, through={"gate", "unitwise", "add"}):
+                layer = graph.steps[parent].layer
+                if layer is not None:
+                    yield graph.site(name), layer
+
+
+def _upstream(graph: GateGraph, name: str, through: set[Kind]) -> list[str]:
+    """The nodes that a node's input comes from, up to and with the first that are not of the given kinds."""
+    found: dict[str, None] = {}
+    frontier = list(graph.steps[name].parents)
+    while frontier:
+        parent = frontier.pop()
+        if parent not in found:
+            found[parent] = None
+            if graph.steps[parent].kind in through:
+                frontier.extend(graph.steps[parent].parents)
+    return list(found)
 
 
 class _SquareNorm:
-    """Squared norm of the columns of some layers' weights, read at each call."""
+    """Squared norm of the weights of some layers that read each unit, computed at each call."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, size: int, layers: list[nn.Module]) -> None:
+        self.size = size
         self.layers = layers
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
-        return sum((layer.weight.square().sum(0) for layer in self.layers), torch.zeros(()))
+        total = torch.zeros(())
+        for layer in self.layers:
+            weight = layer.weight
+            assert isinstance(weight, Tensor)
+            total = total + weight.square().movedim(1, 0).reshape(self.size, -1).sum(1)
+        return total

@@ -1,76 +1,201 @@
 """Reads a network once: what produces and what consumes the units of every gate.
 
-Today it knows dense layers and what stands between them; any other module that holds weights is refused by name,
-because a wrong count is worse than none.
+A *unit* is an entry of one dimension of a tensor: a feature or a feature map. Dense layers and convolutions read the
+units of one tensor and write those of another; everything else keeps units apart (elementwise operations, pooling,
+normalisation by running statistics), renames them (flattening) or adds them up (residual sums). What fits none of
+these is refused by name, because a wrong count is worse than none.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import operator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from pyro_l0.nn.gate import Gate, gate_names
 
-__all__ = ["GateGraph", "LinearNode", "read_network"]
+__all__ = ["GateGraph", "Kind", "Layer", "Step", "Units", "either", "is_homogeneous", "read_network"]
 
-# Elementwise modules and functions: unit i of the output depends on unit i of the input alone, and 0 maps to 0 or
-# to a constant that the layer's bias absorbs.
-_ELEMENTWISE_MODULES = (
+Kind = Literal["input", "layer", "gate", "unitwise", "reshape", "add", "output", "shape"]
+
+_Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# f(s x) = s f(x) for s > 0, so that a gate between 0 and 1 may wait for the next layer's weights.
+_HOMOGENEOUS_MODULES = (
     nn.ReLU,
     nn.LeakyReLU,
+    nn.Dropout,
+    nn.Dropout2d,
+    nn.Identity,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+)
+_UNITWISE_MODULES = (
+    *_HOMOGENEOUS_MODULES,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
     nn.ELU,
     nn.SELU,
     nn.GELU,
     nn.SiLU,
+    nn.Mish,
+    nn.Hardswish,
+    nn.ReLU6,
     nn.Tanh,
     nn.Sigmoid,
     nn.Softplus,
-    nn.Dropout,
-    nn.Identity,
-    nn.BatchNorm1d,
 )
-_ELEMENTWISE_FUNCTIONS = frozenset(
+_HOMOGENEOUS_FUNCTIONS = frozenset(
     {
         torch.relu,
-        torch.tanh,
-        torch.sigmoid,
-        nn.functional.relu,
-        nn.functional.leaky_relu,
-        nn.functional.elu,
-        nn.functional.gelu,
-        nn.functional.silu,
-        nn.functional.softplus,
-        nn.functional.dropout,
-        nn.functional.tanh,
-        nn.functional.sigmoid,
+        F.relu,
+        F.leaky_relu,
+        F.dropout,
+        F.dropout2d,
+        F.max_pool1d,
+        F.max_pool2d,
+        torch.max_pool2d,
+        F.avg_pool1d,
+        F.avg_pool2d,
+        F.adaptive_avg_pool2d,
+        F.adaptive_max_pool2d,
+        torch.mean,
     }
 )
-_ELEMENTWISE_METHODS = frozenset({"relu", "tanh", "sigmoid", "contiguous"})
-_ADDITIONS = frozenset({operator.add, torch.add})
-_FLATTEN = frozenset({torch.flatten})
+_UNITWISE_FUNCTIONS = _HOMOGENEOUS_FUNCTIONS | {
+    torch.tanh,
+    torch.sigmoid,
+    F.elu,
+    F.selu,
+    F.gelu,
+    F.silu,
+    F.mish,
+    F.hardswish,
+    F.relu6,
+    F.softplus,
+    F.tanh,
+    F.sigmoid,
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    torch.add,
+    torch.mul,
+}
+_HOMOGENEOUS_METHODS = frozenset({"relu", "contiguous", "mean"})
+_UNITWISE_METHODS = _HOMOGENEOUS_METHODS | {"tanh", "sigmoid", "add", "mul"}
+_ADDITIONS = frozenset({operator.add, torch.add, "add", operator.iadd})
+_RESHAPES = frozenset({torch.flatten, torch.reshape, torch.squeeze, "flatten", "view", "reshape", "squeeze"})
+_SHAPES = frozenset({getattr, operator.getitem, "size", operator.mul, operator.floordiv})
 
 
 @dataclass(frozen=True)
-class LinearNode:
-    """A dense layer between gated units.
+class Layer:
+    """A dense layer or a convolution.
 
     Attributes:
         path: module path.
-        in_features: inputs.
-        out_features: outputs.
-        positions: how often the layer is applied per example; 1 for a plain batch of vectors.
+        in_units: features or maps that it reads.
+        out_units: features or maps that it writes.
+        taps: weights per pair of these: 1, or the size of the kernel.
+        positions: places per example where it is applied.
     """
 
     path: str
-    in_features: int
-    out_features: int
+    in_units: int
+    out_units: int
+    taps: int
     positions: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of the traced network.
+
+    Attributes:
+        kind: what it does to units.
+        parents: names of the nodes whose units it takes.
+        dim: dimension of its output that holds the units.
+        size: number of units.
+        layer: for layers, the layer.
+        source: for ``"reshape"``, the parent's unit that each unit stems from; None where units are mixed.
+    """
+
+    kind: Kind
+    parents: tuple[str, ...] = ()
+    dim: int = 1
+    size: int = 0
+    layer: Layer | None = None
+    source: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Units:
+    """Probability of an event for each unit of a tensor, as a product over gate sites and of what is no gate's.
+
+    The factors are kept apart so that a gate which acts twice on the same units, as in a residual stream, counts once.
+
+    Attributes:
+        sites: the gates' probabilities by site.
+        rest: the other factor; None stands for ones.
+    """
+
+    sites: Mapping[str, Tensor] = field(default_factory=dict)
+    rest: Tensor | None = None
+
+    def probs(self) -> Tensor | None:
+        """The product, None for ones."""
+        total = self.rest
+        for prob in self.sites.values():
+            total = prob if total is None else total * prob
+        return total
+
+    def gated(self, site: str, prob: Tensor) -> Units:
+        """The same, and the gate of a site is open."""
+        return Units({**self.sites, site: prob}, self.rest)
+
+    def count(self, size: int) -> Tensor | float:
+        """Expected number of units."""
+        probs = self.probs()
+        if probs is None:
+            return float(size)
+        return probs.sum() if probs.dim() else size * probs
+
+    def any(self) -> Units:
+        """Probability that there is one unit at all, a scalar."""
+        probs = self.probs()
+        return Units() if probs is None else Units({}, 1 - (1 - probs).prod())
+
+
+def either(parts: Iterable[Units]) -> Units:
+    """At least one of several events, independent but for the gates that they share."""
+    units = list(parts)
+    if len(units) == 1:
+        return units[0]
+    if not units:
+        return Units({}, torch.zeros(()))
+    shared = {site: prob for site, prob in units[0].sites.items() if all(site in part.sites for part in units)}
+    none: Tensor | None = None
+    for part in units:
+        own = Units({site: prob for site, prob in part.sites.items() if site not in shared}, part.rest).probs()
+        if own is None:
+            return Units(shared)
+        none = 1 - own if none is None else none * (1 - own)
+    assert none is not None
+    return Units(shared, 1 - none)
 
 
 @dataclass(frozen=True)
@@ -81,65 +206,68 @@ class GateGraph:
         graph: the fx graph, with gates as leaves.
         modules: the modules of its nodes by path.
         sites: site name of each gate by path.
-        layers: the dense layers by fx node name.
+        steps: what each node does, by name and in order.
     """
 
     graph: fx.Graph
     modules: dict[str, nn.Module]
     sites: dict[str, str]
-    layers: dict[str, LinearNode]
+    steps: dict[str, Step]
 
-    def present(self, active: dict[str, Tensor]) -> dict[str, Tensor | None]:
-        """For each node, the probability that each of its units is not exactly zero; None stands for all ones."""
-        present: dict[str, Tensor | None] = {}
-        for node in self.graph.nodes:
-            parents = [present[parent.name] for parent in node.all_input_nodes]
-            module = self.modules.get(str(node.target)) if node.op == "call_module" else None
-            if isinstance(module, Gate):
-                before, gate = parents[0], active[self.sites[str(node.target)]]
-                present[node.name] = gate if before is None else gate * before
-            elif isinstance(module, nn.Linear) or node.op in ("placeholder", "get_attr"):
-                present[node.name] = None
-            elif _is_addition(node):
-                present[node.name] = _either(parents)
+    def layers(self) -> dict[str, Layer]:
+        """The layers by node name."""
+        return {name: step.layer for name, step in self.steps.items() if step.layer is not None}
+
+    def site(self, name: str) -> str:
+        """The site of a gate's node."""
+        return self.sites[str(next(node.target for node in self.graph.nodes if node.name == name))]
+
+    def present(self, active: Mapping[str, Tensor]) -> dict[str, Units]:
+        """For each node, that each of its units varies with the input.
+
+        Args:
+            active: P(z != 0) of every gate by site.
+        """
+        present: dict[str, Units] = {}
+        targets = {node.name: str(node.target) for node in self.graph.nodes}
+        for name, step in self.steps.items():
+            parents = [present[parent] for parent in step.parents]
+            if step.kind == "gate":
+                site = self.sites[targets[name]]
+                present[name] = parents[0].gated(site, active[site])
+            elif step.kind == "layer" or (step.kind == "reshape" and step.source is None):
+                present[name] = parents[0].any()
+            elif step.kind == "reshape":
+                probs = parents[0].probs()
+                present[name] = Units() if probs is None or step.source is None else Units({}, probs[step.source])
+            elif step.kind == "add":
+                present[name] = either(parents)
             else:
-                present[node.name] = parents[0] if parents else None
+                present[name] = parents[0] if parents else Units()
         return present
 
-    def needed(self, active: dict[str, Tensor]) -> dict[str, Tensor | None]:
-        """For each node, the probability that some consumer uses each of its units; None stands for all ones."""
-        needed: dict[str, list[Tensor | None]] = {node.name: [] for node in self.graph.nodes}
-        result: dict[str, Tensor | None] = {}
-        for node in reversed(self.graph.nodes):
-            uses = needed[node.name]
-            here = _either(uses) if uses else None
-            result[node.name] = here
-            module = self.modules.get(str(node.target)) if node.op == "call_module" else None
-            if isinstance(module, Gate):
-                gate = active[self.sites[str(node.target)]]
-                here = gate if here is None else gate * here
-            elif isinstance(module, nn.Linear):
-                here = None
-            for parent in node.all_input_nodes:
-                needed[parent.name].append(here)
-        return result
-
-
-def _either(probs: list[Tensor | None]) -> Tensor | None:
-    """Probability that at least one of independent events happens."""
-    if any(prob is None for prob in probs):
-        return None
-    none = torch.ones(())
-    for prob in probs:
-        assert prob is not None
-        none = none.to(prob) * (1 - prob)
-    return 1 - none if len(probs) > 1 else probs[0]
-
-
-def _is_addition(node: fx.Node) -> bool:
-    return (node.op == "call_function" and node.target in _ADDITIONS) or (
-        node.op == "call_method" and node.target == "add"
-    )
+    def needed(self, active: Mapping[str, Tensor]) -> dict[str, Units]:
+        """For each node, that the output depends on each of its units; arguments as in :meth:`present`."""
+        uses: dict[str, list[Units]] = {name: [] for name in self.steps}
+        needed: dict[str, Units] = {}
+        targets = {node.name: str(node.target) for node in self.graph.nodes}
+        for name, step in reversed(self.steps.items()):
+            here = Units() if step.kind == "output" else either(uses[name])
+            needed[name] = here
+            if step.kind == "gate":
+                site = self.sites[targets[name]]
+                here = here.gated(site, active[site])
+            elif step.kind == "layer" or (step.kind == "reshape" and step.source is None):
+                here = here.any()
+            elif step.kind == "reshape":
+                probs = here.probs()
+                if probs is not None and step.source is not None and probs.dim():
+                    parent = self.steps[step.parents[0]]
+                    none = probs.new_ones(parent.size).index_reduce(0, step.source.to(probs.device), 1 - probs, "prod")
+                    here = Units({}, 1 - none)
+            for parent_name in step.parents:
+                uses[parent_name].append(here)
+        return needed
 
 
 class _Tracer(fx.Tracer):
@@ -148,63 +276,213 @@ class _Tracer(fx.Tracer):
 
 
 def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
-    """Trace a network of dense layers and gates.
+    """Trace a network of dense layers, convolutions and gates.
 
     Args:
         network: the network; it is not changed.
         example_input: one batch, for the shapes.
 
     Raises:
-        ValueError: the network holds a layer or an operation whose units can't be followed yet.
+        ValueError: the network holds a layer or an operation whose units can't be followed, or gates that do not sit
+            on the units of their tensor.
     """
     graph = _Tracer().trace(network)
-    modules = dict(network.named_modules())
+    modules = dict(network.named_modules(remove_duplicate=False))
     # Shapes alone are wanted: on a copy, whose gates pass their input on instead of asking Pyro for a sample.
     gates: dict[int, Any] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
     shadow = fx.GraphModule(copy.deepcopy(network, gates).eval(), graph)
     with torch.no_grad():
         ShapeProp(shadow).propagate(example_input)
-    layers = {}
-    for node in graph.nodes:
-        _check(node, modules)
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, nn.Linear):
-            shape = node.meta["tensor_meta"].shape
-            positions = int(torch.Size(shape[1:-1]).numel())
-            layers[node.name] = LinearNode(str(node.target), module.in_features, module.out_features, positions)
+    kinds = {node.name: _kind(node, modules) for node in graph.nodes}
+    _check_single_use(graph, modules)
+    dims = _unit_dims(graph, modules, kinds)
     paths = {id(gate): name for name, gate in gate_names(network).items()}
     sites = {path: paths[id(module)] for path, module in modules.items() if isinstance(module, Gate)}
-    network_graph = GateGraph(graph, modules, sites, layers)
-    ones = {paths[id(module)]: torch.ones(module.size) for module in modules.values() if isinstance(module, Gate)}
-    present = network_graph.present(ones)
-    for name, layer in layers.items():
-        units = present[_input(graph, name)]
-        if units is not None and len(units) != layer.in_features:
-            raise ValueError(
-                f"Expected one gate per input of layer {layer.path!r}, which has {layer.in_features}, "
-                f"but got {len(units)}."
-            )
-    return network_graph
+    steps: dict[str, Step] = {}
+    for node in graph.nodes:
+        steps[node.name] = _step(node, kinds, modules, dims, steps)
+    return GateGraph(graph, modules, sites, steps)
 
 
-def _input(graph: fx.Graph, name: str) -> str:
-    return str(next(node.all_input_nodes[0].name for node in graph.nodes if node.name == name))
+def is_homogeneous(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a unitwise node takes s x to s times its value at x, for every s > 0."""
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], _HOMOGENEOUS_MODULES)
+    return node.target in (_HOMOGENEOUS_FUNCTIONS if node.op == "call_function" else _HOMOGENEOUS_METHODS)
 
 
-def _check(node: fx.Node, modules: dict[str, nn.Module]) -> None:
-    if node.op in ("placeholder", "output", "get_attr"):
-        return
+def _shape(node: fx.Node) -> torch.Size | None:
+    shape: torch.Size | None = getattr(node.meta.get("tensor_meta"), "shape", None)
+    return shape
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that are tensors, in the order of its arguments."""
+    return [arg for arg in node.all_input_nodes if _shape(arg) is not None]
+
+
+def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "output":
+        if len(_tensors(node)) == 1 and isinstance(node.args[0], fx.Node):
+            return "output"
+        raise ValueError("Expected a network that returns one tensor.")
+    if _shape(node) is None and (node.target in _SHAPES):
+        return "shape"
     if node.op == "call_module":
         module = modules[str(node.target)]
-        if isinstance(module, (nn.Linear, Gate, nn.Flatten, *_ELEMENTWISE_MODULES)):
-            return
+        if isinstance(module, Gate):
+            return "gate"
+        if isinstance(module, nn.Linear):
+            return "layer"
+        if isinstance(module, _Convolution):
+            if module.groups != 1:
+                raise ValueError(f"Expected convolutions with groups=1, but {node.target!r} has {module.groups}.")
+            return "layer"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            raise ValueError(f"Expected running statistics in {node.target!r}, but it has none.")
+        if isinstance(module, _UNITWISE_MODULES):
+            return "unitwise"
+        if isinstance(module, (nn.Flatten, nn.Unflatten)):
+            return "reshape"
         what = f"module {node.target!r} ({type(module).__name__})"
-    elif node.op == "call_method":
-        if node.target in _ELEMENTWISE_METHODS or node.target in ("flatten", "add"):
-            return
-        what = f"method {node.target!r}"
     else:
-        if node.target in _ELEMENTWISE_FUNCTIONS | _ADDITIONS | _FLATTEN:
-            return
-        what = f"function {getattr(node.target, '__name__', node.target)!r}"
-    raise ValueError(f"Expected dense layers, gates and elementwise operations, but got {what}.")
+        inputs = _tensors(node)
+        if len(inputs) == 2 and node.target in _ADDITIONS:
+            return "add"
+        if len(inputs) == 1 and node.target in _RESHAPES:
+            return "reshape"
+        if len(inputs) == 1 and node.target in (
+            _UNITWISE_FUNCTIONS if node.op == "call_function" else _UNITWISE_METHODS
+        ):
+            return "unitwise"
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
+        what = f"{node.op.removeprefix('call_')} {name!r}"
+    raise ValueError(
+        f"Expected dense layers, convolutions, gates, unitwise operations, pooling, flattening and sums, "
+        f"but got {what}."
+    )
+
+
+def _check_single_use(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
+    seen: set[int] = set()
+    for node in graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if module is None or isinstance(module, Gate) or not any(True for _ in module.parameters()):
+            continue
+        if id(module) in seen:
+            raise ValueError(f"Expected every layer to be called once, but {node.target!r} is called again.")
+        seen.add(id(module))
+
+
+def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping[str, Kind]) -> dict[str, int]:
+    """The dimension that holds the units of each node's output, from the layers and gates around it."""
+    dims: dict[str, int] = {}
+    links: list[tuple[str, str]] = []
+
+    def fix(node: fx.Node, dim: int, why: object) -> None:
+        shape = _shape(node)
+        assert shape is not None
+        dim = dim + len(shape) if dim < 0 else dim
+        if dims.setdefault(node.name, dim) != dim:
+            raise ValueError(
+                f"Expected {why!r} to act on dimension {dims[node.name]}, which holds the units of a tensor of shape "
+                f"{tuple(shape)}, but got {dim}."
+            )
+
+    for node in graph.nodes:
+        kind = kinds[node.name]
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        inputs = _tensors(node)
+        if isinstance(module, nn.Linear):
+            fix(inputs[0], -1, node.target)
+            fix(node, -1, node.target)
+        elif isinstance(module, (*_Convolution, nn.modules.batchnorm._BatchNorm)) or "pool" in str(node.target).lower():
+            fix(inputs[0], 1, node.target)
+            fix(node, 1, node.target)
+        elif isinstance(module, Gate):
+            fix(inputs[0], module.dim, node.target)
+            fix(node, module.dim, node.target)
+        if kind in ("unitwise", "add", "output"):
+            if kind != "output":
+                links += [(node.name, parent.name) for parent in inputs]
+            else:
+                links.append((node.name, inputs[0].name))
+    changed = True
+    while changed:
+        changed = False
+        for one, other in links:
+            for a, b in ((one, other), (other, one)):
+                if a in dims and b not in dims:
+                    dims[b] = dims[a]
+                    changed = True
+    return dims
+
+
+def _step(
+    node: fx.Node,
+    kinds: Mapping[str, Kind],
+    modules: Mapping[str, nn.Module],
+    dims: Mapping[str, int],
+    steps: Mapping[str, Step],
+) -> Step:
+    kind = kinds[node.name]
+    if kind == "shape":
+        return Step(kind)
+    inputs = _tensors(node)
+    parents = tuple(parent.name for parent in inputs)
+    shape = _shape(inputs[0] if kind == "output" else node)
+    assert shape is not None
+    dim = dims.get(node.name, 1)
+    for parent in inputs:
+        if kind in ("unitwise", "add") and steps[parent.name].size and steps[parent.name].dim != dim:
+            raise ValueError(
+                f"Expected units in dimension {steps[parent.name].dim} throughout, but {node.name!r} has them in {dim}."
+            )
+    if len(shape) <= dim:
+        raise ValueError(f"Expected a batch of units at {node.name!r}, but got shape {tuple(shape)}.")
+    size = shape[dim]
+    if kind == "layer":
+        module = modules[str(node.target)]
+        if isinstance(module, nn.Linear):
+            positions = math.prod(shape[1:-1])
+            layer = Layer(str(node.target), module.in_features, module.out_features, 1, positions)
+        else:
+            assert isinstance(module, _Convolution)
+            taps = math.prod(module.kernel_size)
+            layer = Layer(str(node.target), module.in_channels, module.out_channels, taps, math.prod(shape[2:]))
+        return Step(kind, parents, dim, size, layer)
+    if kind == "reshape":
+        return Step(kind, parents, dim, size, source=_source(inputs[0], shape, dim, steps))
+    if kind == "gate":
+        gate = modules[str(node.target)]
+        assert isinstance(gate, Gate)
+        if gate.size != size:
+            raise ValueError(
+                f"Expected one gate per unit of {parents[0]!r}, which has {size}, but {node.target!r} has {gate.size}."
+            )
+    elif kind in ("unitwise", "add") and any(steps[parent].size != size for parent in parents):
+        raise ValueError(f"Expected {node.name!r} to keep units apart, but it takes {parents} to {size} units.")
+    if node.target in (torch.mean, "mean") and dim in _mean_dims(node, len(_shape(inputs[0]) or ())):
+        raise ValueError(f"Expected {node.name!r} to keep units apart, but it averages over dimension {dim}.")
+    return Step(kind, parents, dim, size)
+
+
+def _mean_dims(node: fx.Node, rank: int) -> list[int]:
+    given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    if given is None:
+        return list(range(rank))
+    entries: Any = given if isinstance(given, (tuple, list)) else [given]
+    return [entry % rank for entry in entries]
+
+
+def _source(parent: fx.Node, shape: torch.Size, dim: int, steps: Mapping[str, Step]) -> Tensor | None:
+    """The unit of the parent that each unit of a reshaped tensor holds, None if some unit holds several."""
+    before = _shape(parent)
+    assert before is not None
+    step = steps[parent.name]
+    view = [1] * len(before)
+    view[step.dim] = step.size
+    ids = torch.arange(step.size).view(view).expand(before).reshape(shape).movedim(dim, 0).reshape(shape[dim], -1)
+    return ids[:, 0].clone() if bool((ids == ids[:, :1]).all()) else None

@@ -54,11 +54,12 @@ def test_expectation_is_exact():
 def test_counts_can_be_differentiated():
     """One more open unit adds the weights that read it and those that write it."""
     cost = NetworkCost(mlp((6, 5, 4, 3)), torch.zeros(1, 6))
-    active = {
-        n: torch.full((s,), 0.5, dtype=torch.float64, requires_grad=True) for n, s in (("0", 6), ("3", 5), ("6", 4))
-    }
+    active = {n: torch.ones(s, dtype=torch.float64) for n, s in (("0", 6), ("3", 5), ("6", 4))}
+    active["3"][0] = 0.5
+    active = {name: value.requires_grad_() for name, value in active.items()}
     cost.weights(active).backward()
-    assert active["3"].grad[0].item() == pytest.approx(6 * 0.5 + 4 * 0.5)
+    assert active["3"].grad[0].item() == pytest.approx(6 + 4)
+    active = {name: torch.full_like(value, 0.5).requires_grad_() for name, value in active.items()}
     assert torch.autograd.gradcheck(lambda *a: cost.macs(dict(zip(active, a, strict=True))), tuple(active.values()))
 
 
@@ -111,9 +112,11 @@ def test_the_network_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (nn.Sequential(nn.Conv1d(3, 2, 1)), r"dense layers.*'0' \(Conv1d\)"),
+        (nn.Sequential(nn.ConvTranspose1d(3, 2, 1)), r"dense layers.*'0' \(ConvTranspose1d\)"),
+        (nn.Sequential(nn.Conv1d(3, 3, 1, groups=3)), "groups=1, but '0' has 3"),
         (nn.Sequential(Gate(3), nn.Softmax(-1)), r"'1' \(Softmax\)"),
-        (nn.Sequential(Gate(3, dim=1), nn.Flatten(), nn.Linear(6, 1)), "one gate per input of layer '2', which has 6"),
+        (nn.Sequential(Gate(3, dim=1), nn.Linear(2, 1)), "'1' to act on dimension 1, .* but got 2"),
+        (nn.Sequential(Gate(2, dim=1)), "one gate per unit of 'input_1', which has 3, but '0' has 2"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(net, message):
