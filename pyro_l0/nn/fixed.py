@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.gate import gate_names, multiply_along
+from pyro_l0.nn.gate import Gate, gate_names, multiply_along
 
-__all__ = ["FixedGate", "fix_gates"]
+__all__ = ["FixedGate", "check_gates", "fix_gates"]
 
 
 class FixedGate(nn.Module):
@@ -54,6 +54,15 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
         >>> fix_gates(net, {"0": torch.tensor([1.0, 0.0])})[0]
         FixedGate(2, dim=-1)
     """
+    layers = check_gates(network, gates)
+    # Give deepcopy the replacements as if it had already copied the gates.
+    memo: dict[int, object] = {id(layer): FixedGate(gates[name], layer.dim) for name, layer in layers.items()}
+    with torch.no_grad():
+        return copy.deepcopy(network, memo)
+
+
+def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Gate]:
+    """The gates of a network by site, after their values were checked; raises as :func:`fix_gates`."""
     layers = gate_names(network)
     for what, names in (("no value", layers.keys() - gates.keys()), ("no layer", gates.keys() - layers.keys())):
         if names:
@@ -67,7 +76,4 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
             raise ValueError(f"Expected gates[{name!r}] of shape ({layer.size},), but got {tuple(value.shape)}.")
         if not bool(((value >= 0) & (value <= 1)).all()):
             raise ValueError(f"Expected gates[{name!r}] in [0, 1], but got {value}.")
-    # Give deepcopy the replacements as if it had already copied the gates.
-    memo: dict[int, object] = {id(layer): FixedGate(gates[name], layer.dim) for name, layer in layers.items()}
-    with torch.no_grad():
-        return copy.deepcopy(network, memo)
+    return layers

@@ -22,7 +22,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from pyro_l0.nn.gate import Gate, gate_names
 
-__all__ = ["GateGraph", "Kind", "Layer", "Step", "Units", "either", "is_homogeneous", "read_network"]
+__all__ = ["GateGraph", "Kind", "Layer", "Step", "Units", "either", "is_homogeneous", "operation", "read_network"]
 
 Kind = Literal["input", "layer", "gate", "unitwise", "reshape", "add", "output", "shape"]
 
@@ -239,7 +239,8 @@ class GateGraph:
                 present[name] = parents[0].any()
             elif step.kind == "reshape":
                 probs = parents[0].probs()
-                present[name] = Units() if probs is None or step.source is None else Units({}, probs[step.source])
+                renamed = probs is not None and probs.dim() > 0 and step.source is not None
+                present[name] = Units({}, probs[step.source] if renamed and probs is not None else probs)
             elif step.kind == "add":
                 present[name] = either(parents)
             else:
@@ -263,8 +264,8 @@ class GateGraph:
                 probs = here.probs()
                 if probs is not None and step.source is not None and probs.dim():
                     parent = self.steps[step.parents[0]]
-                    none = probs.new_ones(parent.size).index_reduce(0, step.source.to(probs.device), 1 - probs, "prod")
-                    here = Units({}, 1 - none)
+                    copies = step.source.argsort(stable=True).view(parent.size, -1).to(probs.device)
+                    here = Units({}, 1 - (1 - probs)[copies].prod(1))
             for parent_name in step.parents:
                 uses[parent_name].append(here)
         return needed
@@ -286,7 +287,13 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
         ValueError: the network holds a layer or an operation whose units can't be followed, or gates that do not sit
             on the units of their tensor.
     """
-    graph = _Tracer().trace(network)
+    # Traced as it is evaluated: a functional dropout keeps the mode of its trace.
+    training = [module for module in network.modules() if module.training]
+    try:
+        graph = _Tracer().trace(network.eval())
+    finally:
+        for module in training:
+            module.training = True
     modules = dict(network.named_modules(remove_duplicate=False))
     # Shapes alone are wanted: on a copy, whose gates pass their input on instead of asking Pyro for a sample.
     gates: dict[int, Any] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
@@ -309,6 +316,13 @@ def is_homogeneous(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if node.op == "call_module":
         return isinstance(modules[str(node.target)], _HOMOGENEOUS_MODULES)
     return node.target in (_HOMOGENEOUS_FUNCTIONS if node.op == "call_function" else _HOMOGENEOUS_METHODS)
+
+
+def operation(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+    """The name of what a node does: a module's class, a function or a method."""
+    if node.op == "call_module":
+        return type(modules[str(node.target)]).__name__
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
 
 
 def _shape(node: fx.Node) -> torch.Size | None:
@@ -357,8 +371,7 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
             _UNITWISE_FUNCTIONS if node.op == "call_function" else _UNITWISE_METHODS
         ):
             return "unitwise"
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-        what = f"{node.op.removeprefix('call_')} {name!r}"
+        what = f"{node.op.removeprefix('call_')} {operation(node, modules)!r}"
     raise ValueError(
         f"Expected dense layers, convolutions, gates, unitwise operations, pooling, flattening and sums, "
         f"but got {what}."
@@ -398,7 +411,10 @@ def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping
         if isinstance(module, nn.Linear):
             fix(inputs[0], -1, node.target)
             fix(node, -1, node.target)
-        elif isinstance(module, (*_Convolution, nn.modules.batchnorm._BatchNorm)) or "pool" in str(node.target).lower():
+        elif (
+            isinstance(module, (*_Convolution, nn.modules.batchnorm._BatchNorm))
+            or "pool" in operation(node, modules).lower()
+        ):
             fix(inputs[0], 1, node.target)
             fix(node, 1, node.target)
         elif isinstance(module, Gate):

@@ -1,0 +1,6 @@
+"""Network and gates in, a smaller plain network that computes the same out."""
+
+from pyro_l0.compaction.plan import Plan, plan
+from pyro_l0.compaction.rewrite import Compacted, CompactionError, compact, load_compacted, rewrite
+
+__all__ = ["Compacted", "CompactionError", "Plan", "compact", "load_compacted", "plan", "rewrite"]

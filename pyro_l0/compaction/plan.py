@@ -1,0 +1,239 @@
+"""Decides which units of a network stay; changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from pyro_l0.nn.fixed import check_gates
+from pyro_l0.nn.graph import GateGraph, read_network
+
+__all__ = ["Analysis", "Plan", "along", "analyse", "is_uniform", "plan"]
+
+Offset = Literal["none", "vector", "map"]
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a network stays, as numbers and names alone.
+
+    Attributes:
+        input_shape: shape of the example that the network was read with, batch included.
+        gates: value of every gate by site.
+        kept: by node of the traced network, the units that are still computed, in order.
+        offsets: by node of a layer, how it makes up for inputs that are constant: ``"none"``, a bias ``"vector"``, or
+            a ``"map"`` where padding makes it depend on the place.
+        maps: the nodes whose constant units differ from place to place.
+        shifts: the sums in which a branch is left as a constant.
+    """
+
+    input_shape: tuple[int, ...]
+    gates: dict[str, tuple[float, ...]]
+    kept: dict[str, tuple[int, ...]]
+    offsets: dict[str, Offset]
+    maps: tuple[str, ...]
+    shifts: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """This plan as JSON; floats keep every digit."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from :meth:`to_json`.
+
+        Raises:
+            ValueError: the text is no plan.
+        """
+        try:
+            values = json.loads(text)
+            if values.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            return cls(
+                tuple(values.pop("input_shape")),
+                {name: tuple(gate) for name, gate in values.pop("gates").items()},
+                {name: tuple(units) for name, units in values.pop("kept").items()},
+                values.pop("offsets"),
+                tuple(values.pop("maps")),
+                tuple(values.pop("shifts")),
+            )
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"Expected the JSON of a compaction plan, but got {text[:60]!r} ({error}).") from error
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the gates make of every tensor of a network.
+
+    Attributes:
+        varies: by node, which units depend on the input.
+        constants: by node, one example's tensor, shape ``(1, ...)``, right at the units that do not; others are 0.
+        offsets: as in :class:`Plan`.
+    """
+
+    varies: dict[str, Tensor]
+    constants: dict[str, Tensor]
+    offsets: dict[str, Offset]
+
+
+def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor) -> Plan:
+    """Find the units that neither vary with the input nor reach the output.
+
+    A unit leaves if its gate is 0, if everything that reads it is gone, or if everything that it reads is gone. What
+    a unit that leaves still hands on (a bias behind its gate, BatchNorm's shift, with padding or without) is kept as
+    a constant, exactly.
+
+    Args:
+        network: a network with gates; it is not changed.
+        gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
+        example_input: one batch, for the shapes.
+
+    Raises:
+        ValueError: a gate has no value or a wrong one, or the network holds an operation that can't be followed.
+
+    Example:
+        >>> from pyro_l0.nn import Gate
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> plan(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).kept["_0"]
+        (0, 2)
+    """
+    check_gates(network, gates)
+    graph = read_network(network, example_input)
+    found = analyse(graph, gates)
+    needed: dict[str, Tensor] = {
+        name: torch.zeros(step.size, dtype=torch.bool) for name, step in graph.steps.items() if step.kind != "shape"
+    }
+    for name, step in reversed(graph.steps.items()):
+        if step.kind == "shape":
+            continue
+        here = torch.ones_like(needed[name]) if step.kind == "output" else needed[name]
+        needed[name] = here
+        if step.kind == "gate":
+            here = here & (gates[graph.site(name)] != 0).cpu()
+        elif step.kind == "layer":
+            assert step.layer is not None
+            used = bool((here & found.varies[name]).any())
+            here = torch.full((step.layer.in_units,), used)
+        elif step.kind == "reshape" and step.source is None:
+            here = torch.full((graph.steps[step.parents[0]].size,), bool(here.any()))
+        elif step.kind == "reshape":
+            assert step.source is not None
+            sources = torch.zeros(graph.steps[step.parents[0]].size, dtype=torch.bool)
+            sources[step.source[here]] = True
+            here = sources
+        for parent in step.parents:
+            needed[parent] = needed[parent] | here
+    kept = {name: here & found.varies[name] for name, here in needed.items()}
+    shifts = [
+        name
+        for name, step in graph.steps.items()
+        if step.kind == "add"
+        and any(
+            not kept[p].any() and bool(found.constants[p].movedim(step.dim, 0)[kept[name]].any()) for p in step.parents
+        )
+    ]
+    return Plan(
+        tuple(example_input.shape),
+        {site: tuple(value.double().tolist()) for site, value in gates.items()},
+        {name: tuple(units.nonzero().flatten().tolist()) for name, units in kept.items()},
+        found.offsets,
+        tuple(name for name, value in found.constants.items() if not is_uniform(value, graph.steps[name].dim)),
+        tuple(shifts),
+    )
+
+
+@torch.no_grad()
+def analyse(graph: GateGraph, gates: Mapping[str, Tensor]) -> Analysis:
+    """Follow constants through a network whose gates are fixed.
+
+    Args:
+        graph: the network.
+        gates: values by site.
+    """
+    varies: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
+    offsets: dict[str, Offset] = {}
+    like = next((p for module in graph.modules.values() for p in module.parameters()), torch.zeros(()))
+    for node in graph.graph.nodes:
+        name = node.name
+        step = graph.steps[name]
+        if step.kind == "shape":
+            continue
+        shape = None if step.kind == "output" else (1, *node.meta["tensor_meta"].shape[1:])
+        if step.kind == "input":
+            assert shape is not None
+            varies[name] = torch.ones(step.size, dtype=torch.bool)
+            constants[name] = torch.zeros(shape, dtype=like.dtype)
+            continue
+        parent = step.parents[0]
+        before, value = varies[parent], constants[parent]
+        if step.kind == "gate":
+            gate = gates[graph.site(name)].to(value)
+            before, value = before & (gate != 0), value * along(gate, value.dim(), step.dim)
+        elif step.kind == "layer":
+            offsets[name], value = _layer_on_constants(graph, name, value)
+            before = before.any().expand(step.size)
+        elif step.kind == "reshape":
+            assert shape is not None
+            before = before.any().expand(step.size) if step.source is None else before[step.source]
+            value = value.reshape(shape)
+        elif step.kind == "add":
+            other = step.parents[1]
+            before, value = before | varies[other], value + constants[other]
+        elif step.kind == "unitwise":
+            value = _on_constants(node, graph.modules, value)
+        varies[name] = before
+        constants[name] = value.masked_fill(along(before, value.dim(), step.dim), 0.0)
+    return Analysis(varies, constants, offsets)
+
+
+def along(value: Tensor, rank: int, dim: int) -> Tensor:
+    """A vector as a tensor of a given rank, along a dimension."""
+    view = [1] * rank
+    view[dim] = -1
+    return value.view(view)
+
+
+def is_uniform(value: Tensor, dim: int) -> bool:
+    """Whether every unit of a constant has one value at every place."""
+    places = value.movedim(dim, 0).flatten(1)
+    return bool((places == places[:, :1]).all())
+
+
+def _layer_on_constants(graph: GateGraph, name: str, constants: Tensor) -> tuple[Offset, Tensor]:
+    """How a layer takes in constant inputs, and what it makes of them alone."""
+    step = graph.steps[name]
+    layer = step.layer
+    assert layer is not None
+    module: Any = copy.deepcopy(graph.modules[layer.path]).cpu()
+    value: Tensor = module(constants)
+    parent = graph.steps[step.parents[0]]
+    if not bool(constants.any()):
+        return ("none" if module.bias is None else "vector"), value
+    padded = not isinstance(module, nn.Linear) and module.padding_mode == "zeros" and _has_padding(module)
+    return ("map" if padded or not is_uniform(constants, parent.dim) else "vector"), value
+
+
+def _has_padding(module: nn.Conv2d) -> bool:
+    if isinstance(module.padding, str):
+        return module.padding == "same" and any(size > 1 for size in module.kernel_size)
+    return any(size > 0 for size in module.padding)
+
+
+def _on_constants(node: fx.Node, modules: Mapping[str, nn.Module], x: Tensor) -> Tensor:
+    """A unitwise operation's value on the constant units; the others' is meaningless."""
+    if node.op == "call_module":
+        return cast(Tensor, copy.deepcopy(modules[str(node.target)]).cpu().eval()(x))
+    args = tuple(x if isinstance(arg, fx.Node) else arg for arg in node.args)
+    kwargs = {key: x if isinstance(arg, fx.Node) else arg for key, arg in node.kwargs.items()}
+    if node.op == "call_method":
+        return cast(Tensor, getattr(x, str(node.target))(*args[1:], **kwargs))
+    assert callable(node.target)
+    return cast(Tensor, node.target(*args, **kwargs))

@@ -1,0 +1,496 @@
+"""Carries a plan out on a copy of a network, and certifies that the copy computes the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from pyro_l0.compaction.plan import Plan, along, analyse, plan
+from pyro_l0.nn.fixed import FixedGate, fix_gates
+from pyro_l0.nn.graph import GateGraph, is_homogeneous, read_network
+
+__all__ = ["Compacted", "CompactionError", "compact", "load_compacted", "rewrite"]
+
+_SEED = 0
+_Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class CompactionError(RuntimeError):
+    """A compacted network that does not compute what the network with fixed gates computes."""
+
+
+class Select(nn.Module):
+    """Some units of a tensor.
+
+    Args:
+        units: which, in order.
+        dim: dimension of the units.
+    """
+
+    index: Tensor
+
+    def __init__(self, units: Sequence[int], dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The selected units."""
+        return x.index_select(self.dim, self.index)
+
+
+class Expand(nn.Module):
+    """Put constant units between those of a tensor.
+
+    Args:
+        places: where the tensor's units go, in order.
+        constants: every unit of the result, shape ``(1, ...)`` that broadcasts against it; those at ``places`` are
+            not used.
+        dim: dimension of the units.
+    """
+
+    order: Tensor
+    constants: Tensor
+
+    def __init__(self, places: Sequence[int], constants: Tensor, dim: int) -> None:
+        super().__init__()
+        taken = set(places)
+        others = [unit for unit in range(constants.shape[dim]) if unit not in taken]
+        self.dim = dim
+        self.register_buffer("order", torch.tensor([*places, *others]).argsort())
+        self.register_buffer("constants", constants.index_select(dim, torch.tensor(others)).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All units."""
+        shape = list(x.shape)
+        shape[self.dim] = self.constants.shape[self.dim]
+        return torch.cat([x, self.constants.expand(shape)], self.dim).index_select(self.dim, self.order)
+
+
+class Shift(nn.Module):
+    """Add a constant that is the same for every example.
+
+    Args:
+        value: broadcasts against one example's tensor with a batch dimension in front.
+    """
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` plus the constant."""
+        return x + self.value
+
+
+class Constant(nn.Module):
+    """A tensor that is the same for every example.
+
+    Args:
+        value: shape ``(1, ...)``; expanded to the batch of the network's input.
+    """
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One copy per example of ``x``."""
+        return self.value.expand(x.shape[0], *self.value.shape[1:])
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """A small plain network and where it comes from.
+
+    Attributes:
+        network: plain torch, without gates; it computes what the network with fixed gates computes.
+        plan: which units stayed.
+        certificate: largest difference between the two on random inputs and on the example, relative to the largest
+            output if that is above 1.
+    """
+
+    network: nn.Module
+    plan: Plan
+    certificate: float
+
+    def save(self, path: str | Path) -> None:
+        """Write ``path.safetensors`` (the tensors) and ``path.json`` (the plan); no pickle is involved.
+
+        Raises:
+            ImportError: safetensors is not installed (``pip install pyro-l0[export]``).
+        """
+        from safetensors.torch import save_file
+
+        state = {name: value.contiguous() for name, value in self.network.state_dict().items()}
+        save_file(state, str(path) + ".safetensors")
+        text = json.dumps({"certificate": self.certificate, "plan": json.loads(self.plan.to_json())})
+        Path(str(path) + ".json").write_text(text)
+
+
+def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
+    """Read what :meth:`Compacted.save` wrote.
+
+    Args:
+        network: the network that was compacted, with any weights; it is not changed.
+        path: as given to ``save``.
+
+    Raises:
+        ValueError: the files are of another network, or are damaged.
+        ImportError: safetensors is not installed (``pip install pyro-l0[export]``).
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        values = json.loads(Path(str(path) + ".json").read_text())
+        certificate, found = float(values["certificate"]), Plan.from_json(json.dumps(values["plan"]))
+        state = load_file(str(path) + ".safetensors")
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"Expected the files of a compacted network at {str(path)!r}, but got: {error}") from error
+    try:
+        small = rewrite(network, found)
+        small.load_state_dict(state)
+    except (RuntimeError, KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"Expected the files at {str(path)!r} to be of this network, but they do not fit: {error}"
+        ) from error
+    return Compacted(small, found, certificate)
+
+
+def compact(
+    network: nn.Module,
+    gates: Mapping[str, Tensor],
+    example_input: Tensor,
+    tolerance: float | None = None,
+) -> Compacted:
+    """Turn a network with gates into a smaller one without, that computes the same.
+
+    Args:
+        network: a network of dense layers, convolutions, gates and what stands between them; it is not changed. The
+            result is in evaluation mode.
+        gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
+        example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only.
+        tolerance: largest difference that is accepted; 1e-5 in float32 and 1e-10 in float64 if not given.
+
+    Raises:
+        ValueError: a gate has no value or a wrong one, or the network holds an operation that can't be followed.
+        CompactionError: the two networks differ by more than the tolerance.
+
+    Example:
+        >>> from pyro_l0.nn import Gate
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).network.get_submodule("0")
+        Linear(in_features=2, out_features=2, bias=True)
+    """
+    found = plan(network, gates, example_input)
+    small = rewrite(network, found)
+    certificate = _certify(fix_gates(network, gates).eval(), small, example_input)
+    if tolerance is None:
+        tolerance = 1e-10 if example_input.dtype == torch.float64 else 1e-5
+    if not certificate <= tolerance:
+        raise CompactionError(
+            f"The compacted network differs from the network with fixed gates by {certificate:.2e}, "
+            f"more than the tolerance of {tolerance:.0e}."
+        )
+    return Compacted(small, found, certificate)
+
+
+@torch.no_grad()
+def _certify(reference: nn.Module, small: nn.Module, example_input: Tensor) -> float:
+    generator = torch.Generator().manual_seed(_SEED)
+    noise = torch.randn(example_input.shape, generator=generator, dtype=example_input.dtype).to(example_input.device)
+    worst = 0.0
+    for x in (example_input, noise, 3 * noise.flip(0)):
+        expected, got = reference(x), small(x)
+        scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+        difference = float((got - expected).abs().max()) / scale if expected.numel() else 0.0
+        worst = max(worst, difference) if difference == difference else float("nan")
+    return worst
+
+
+def rewrite(network: nn.Module, plan: Plan) -> fx.GraphModule:
+    """The network that a plan describes; on a copy.
+
+    Args:
+        network: the network that the plan was made for, with any weights.
+        plan: see :func:`~pyro_l0.compaction.plan.plan`.
+
+    Raises:
+        ValueError: the plan is of another network, or a reshape can't be carried out on fewer units.
+    """
+    like = next(network.parameters(), torch.zeros(()))
+    example = torch.zeros(plan.input_shape, dtype=like.dtype, device=like.device)
+    graph = read_network(network, example)
+    names = {name for name, step in graph.steps.items() if step.kind != "shape"}
+    if names != plan.kept.keys() or set(graph.sites.values()) != plan.gates.keys():
+        raise ValueError(
+            f"Expected a plan of this network, whose gate sites are {sorted(set(graph.sites.values()))}, "
+            f"but got one of {sorted(plan.gates)}."
+        )
+    return _Rewriter(graph, plan, like).run()
+
+
+class _Rewriter:
+    """Builds the small network node by node.
+
+    A node of the old graph has a place in ``values`` only if some of its units stay. Gates between 0 and 1 wait in
+    ``scales`` until a layer takes them into its weights or an operation needs the true value.
+    """
+
+    def __init__(self, graph: GateGraph, plan: Plan, like: Tensor) -> None:
+        self.old = graph
+        self.plan = plan
+        self.like = like
+        gates = {site: torch.tensor(value, dtype=like.dtype) for site, value in plan.gates.items()}
+        self.gates = gates
+        self.constants = analyse(graph, gates).constants
+        self.nodes = {node.name: node for node in graph.graph.nodes}
+        self.graph = fx.Graph()
+        self.modules: dict[str, nn.Module] = {}
+        self.values: dict[str, fx.Node] = {}
+        self.scales: dict[str, Tensor | None] = {}
+        self.input: fx.Node
+
+    @torch.no_grad()
+    def run(self) -> fx.GraphModule:
+        for name, step in self.old.steps.items():
+            if step.kind == "shape":
+                continue
+            if step.kind == "output":
+                parent = step.parents[0]
+                self.graph.output(self._with_units(parent, range(self.old.steps[parent].size), "output"))
+            elif step.kind == "input":
+                self.input = self.values[name] = self.graph.placeholder(name)
+                self.scales[name] = None
+                if len(self.plan.kept[name]) < step.size and self.plan.kept[name]:
+                    self._add(name, f"select_{name}", Select(self.plan.kept[name], step.dim), self.input)
+            elif self.plan.kept[name]:
+                getattr(self, "_sum" if step.kind == "add" else f"_{step.kind}")(name)
+        network = fx.GraphModule(self.modules, self.graph, class_name="CompactedNetwork")
+        network.graph.eliminate_dead_code()
+        network.recompile()
+        network.delete_all_unused_submodules()
+        return network.to(self.like.device).eval()
+
+    # ------------------------------------------------------------ helpers
+
+    def _call(self, path: str, module: nn.Module, x: fx.Node) -> fx.Node:
+        parts = path.split(".")
+        # GraphModule takes modules by path, whose parents it makes itself.
+        self.modules[".".join(parts)] = module
+        return self.graph.call_module(path, (x,))
+
+    def _add(self, name: str, path: str, module: nn.Module, x: fx.Node) -> None:
+        self.values[name] = self._call(path, module, x)
+
+    def _units(self, name: str) -> tuple[int, ...]:
+        return self.plan.kept[name]
+
+    def _places(self, of: Sequence[int], among: Sequence[int]) -> list[int]:
+        place = {unit: i for i, unit in enumerate(among)}
+        return [place[unit] for unit in of]
+
+    def _constant(self, name: str, units: Sequence[int]) -> Tensor:
+        """The constant value of some units, shape ``(1, ...)``, one place for all where it is the same everywhere."""
+        dim = self.old.steps[name].dim
+        value = self.constants[name].index_select(dim, torch.tensor(units))
+        if name in self.plan.maps:
+            return value
+        for place in range(1, value.dim()):
+            if place != dim:
+                value = value.narrow(place, 0, 1)
+        return value
+
+    def _true(self, name: str, user: str) -> fx.Node:
+        """A node's value with its scale carried out."""
+        scale, x = self.scales[name], self.values[name]
+        if scale is None:
+            return x
+        return self._call(f"scale_{name}_{user}", FixedGate(scale, self.old.steps[name].dim), x)
+
+    def _with_units(self, name: str, units: Sequence[int], user: str) -> fx.Node:
+        """A node's true value with given units, constants among them."""
+        have, step = self._units(name), self.old.steps[name]
+        if not have:
+            value = self.constants[name].index_select(step.dim, torch.tensor(units))
+            return self._call(f"constant_{name}_{user}", Constant(value), self.input)
+        x = self._true(name, user)
+        inner = [unit for unit in have if unit in set(units)]
+        if len(inner) < len(have):
+            x = self._call(f"select_{name}_{user}", Select(self._places(inner, have), step.dim), x)
+        if len(inner) < len(units):
+            places = self._places(inner, units)
+            x = self._call(f"expand_{name}_{user}", Expand(places, self._constant(name, units), step.dim), x)
+        return x
+
+    def _scaled(self, name: str, units: Sequence[int], user: str) -> tuple[fx.Node, Tensor | None]:
+        """A node's value with some of its units, and the scale that is still due."""
+        have = self._units(name)
+        x, scale = self.values[name], self.scales[name]
+        if tuple(units) != have:
+            places = self._places(units, have)
+            x = self._call(f"select_{name}_{user}", Select(places, self.old.steps[name].dim), x)
+            scale = None if scale is None else scale[places]
+        return x, scale
+
+    # ------------------------------------------------------------ one method per kind of node
+
+    def _gate(self, name: str) -> None:
+        units = self._units(name)
+        x, scale = self._scaled(self.old.steps[name].parents[0], units, name)
+        gate = self.gates[self.old.site(name)][list(units)]
+        scale = gate if scale is None else scale * gate
+        self.values[name], self.scales[name] = x, None if bool((scale == 1).all()) else scale
+
+    def _layer(self, name: str) -> None:
+        step = self.old.steps[name]
+        layer = step.layer
+        assert layer is not None
+        parent, rows = step.parents[0], list(self._units(name))
+        columns = list(self._units(parent))
+        module = cast("nn.Linear | nn.Conv2d", self.old.modules[layer.path])
+        offset = self.plan.offsets[name]
+        weight = module.weight.detach().cpu()[rows][:, columns]
+        bias = None if module.bias is None else module.bias.detach().cpu()[rows]
+        spread: Tensor | None = None
+        if len(columns) < layer.in_units and offset != "none":
+            spread = copy.deepcopy(module).cpu()(self.constants[parent]).index_select(step.dim, torch.tensor(rows))
+            if offset == "vector":
+                bias = spread.movedim(step.dim, 0).flatten(1)[:, 0]  # the same at every place
+            elif bias is not None:
+                spread = spread - along(bias, spread.dim(), step.dim)
+        scale = self.scales[parent]
+        if scale is not None:
+            weight = weight * along(scale, weight.dim(), 1)
+        self.scales[name] = None
+        self._add(name, layer.path, _layer_like(module, weight, bias), self.values[parent])
+        if offset == "map":
+            assert spread is not None
+            self._add(name, f"shift_{name}", Shift(spread), self.values[name])
+
+    def _unitwise(self, name: str) -> None:
+        step, node = self.old.steps[name], self.nodes[name]
+        parent, units = step.parents[0], self._units(name)
+        x, scale = self._scaled(parent, units, name)
+        module = self.old.modules[str(node.target)] if node.op == "call_module" else None
+        if isinstance(module, _Batches):
+            self._add(name, str(node.target), _batch_norm_like(module, list(units), scale), x)
+            self.scales[name] = None
+            return
+        if scale is not None and not is_homogeneous(node, self.old.modules):
+            x, scale = self._call(f"scale_{parent}_{name}", FixedGate(scale, step.dim), x), None
+        self.scales[name] = scale
+        if module is not None:
+            self._add(name, str(node.target), copy.deepcopy(module), x)
+        else:
+            self.values[name] = self._copy(node, {parent: x})
+
+    def _reshape(self, name: str) -> None:
+        step, node = self.old.steps[name], self.nodes[name]
+        parent, units = step.parents[0], list(self._units(name))
+        before = self.old.steps[parent]
+        if step.source is None:
+            x: fx.Node = self._with_units(parent, range(before.size), name)
+            held, scale = list(range(step.size)), None
+        else:
+            x, scale = self.values[parent], self.scales[parent]
+            kept = set(self._units(parent))
+            held = [unit for unit, source in enumerate(step.source.tolist()) if source in kept]
+            if scale is not None:
+                places = self._places([int(step.source[unit]) for unit in held], self._units(parent))
+                scale = scale[places]
+        if step.source is None or len(self._units(parent)) == before.size:
+            if node.op == "call_module":
+                y = self._call(str(node.target), copy.deepcopy(self.old.modules[str(node.target)]), x)
+            else:
+                y = self._copy(node, {parent: x})
+        elif len(node.meta["tensor_meta"].shape) == 2:
+            # Sizes written into the reshape no longer hold; with the batch in front it is a flattening.
+            y = self.graph.call_function(torch.flatten, (x, 1))
+        else:
+            raise ValueError(f"Expected reshapes of pruned units to flatten them, but {name!r} does not.")
+        if held != units:
+            places = self._places(units, held)
+            y = self._call(f"select_{name}", Select(places, step.dim), y)
+            scale = None if scale is None else scale[places]
+        self.values[name], self.scales[name] = y, scale
+
+    def _sum(self, name: str) -> None:
+        step, units = self.old.steps[name], self._units(name)
+        self.scales[name] = None
+        living = [parent for parent in step.parents if self._units(parent)]
+        operands = [self._with_units(parent, units, f"{name}_{i}") for i, parent in enumerate(living)]
+        if len(operands) == 2:
+            self.values[name] = self.graph.call_function(torch.add, tuple(operands))
+            return
+        dead = next(parent for parent in step.parents if not self._units(parent))
+        self.values[name] = operands[0]
+        if name in self.plan.shifts:
+            self._add(name, f"shift_{name}", Shift(self._constant(dead, units)), operands[0])
+
+    def _copy(self, node: fx.Node, values: Mapping[str, fx.Node]) -> fx.Node:
+        """The same function or method on new arguments."""
+
+        def argument(old: fx.Node) -> fx.Node:
+            if old.name in values:
+                return values[old.name]
+            step = self.old.steps[old.name]
+            if step.kind != "shape":
+                return self.values[old.name]
+            if old.name not in self.values:
+                self.values[old.name] = self.graph.node_copy(old, argument)
+            return self.values[old.name]
+
+        return self.graph.node_copy(node, argument)
+
+
+def _layer_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """The same layer with other weights."""
+    options: Any = module
+    out_units, in_units = weight.shape[:2]
+    if isinstance(module, nn.Linear):
+        layer: nn.Module = nn.Linear(in_units, out_units, bias is not None, dtype=weight.dtype)
+    else:
+        layer = type(options)(
+            in_units,
+            out_units,
+            options.kernel_size,
+            options.stride,
+            options.padding,
+            options.dilation,
+            bias=bias is not None,
+            padding_mode=options.padding_mode,
+            dtype=weight.dtype,
+        )
+    state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    layer.load_state_dict(state)
+    return layer
+
+
+def _batch_norm_like(module: nn.Module, units: list[int], scale: Tensor | None) -> nn.Module:
+    """Batch normalisation of some units, which come divided by ``scale``."""
+    options: Any = module
+    affine = options.affine or scale is not None
+    norm = type(options)(len(units), options.eps, options.momentum, affine, dtype=options.running_mean.dtype)
+    state = {name: value.detach().cpu() for name, value in options.state_dict().items()}
+    state = {name: value[units] if value.dim() else value for name, value in state.items()}
+    if affine and not options.affine:
+        state["weight"], state["bias"] = torch.ones(len(units)), torch.zeros(len(units))
+    if scale is not None:
+        # ((s x - m) / d) w + b = ((x - m / s) / d) (w s) + b
+        state["weight"] = state["weight"] * scale
+        state["running_mean"] = state["running_mean"] / scale
+    norm.load_state_dict(state)
+    return cast(nn.Module, norm)

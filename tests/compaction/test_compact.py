@@ -1,0 +1,292 @@
+"""The compacted network computes what the network with fixed gates computes, and costs what the count says."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from networks import lenet5, mlp
+from pyro_l0.compaction import CompactionError, Plan, compact, load_compacted, plan, rewrite
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
+from tests.compaction.networks import Drawer, FlattenBy, Residual, draw_gates, randomise
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def check(net, gates, x):
+    """Certificate in both types, and multiply-adds to the last operation; the float32 network."""
+    for dtype in (torch.float64, torch.float32):
+        values = {name: gate.to(dtype) for name, gate in gates.items()}
+        result = compact(net.to(dtype), values, x.to(dtype))
+        assert result.certificate <= TOLERANCE[dtype]
+    cost = NetworkCost(net, x)
+    with FlopCounterMode(display=False) as counter:
+        result.network(x[:1])
+    state = {name: (gate != 0).float() for name, gate in gates.items()}
+    assert cost.macs(state).item() == counter.get_total_flops() / 2
+    return result
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(picks=st.lists(st.integers(0, 2**16), min_size=60, max_size=60), seed=st.integers(0, 2**31))
+def test_random_networks(picks, seed):
+    """Layers, biases, BatchNorm, padding, stride, residual sums, flattening, gates anywhere."""
+    left = iter(picks)
+    net = Drawer(lambda n: next(left, 0) % n).network()
+    generator = torch.Generator().manual_seed(seed)
+    randomise(net, generator)
+    check(net, draw_gates(net, generator), torch.randn(2, 2, 6, 6, generator=generator))
+
+
+def test_lenet5_and_mlp_shrink_to_the_papers_sizes():
+    """9-18-65-25 of LeNet-5 and 266-88-33 of the MLP, gates between 0 and 1 among them."""
+    generator = torch.Generator().manual_seed(5)
+    for net, sizes in ((lenet5(), (9, 18, 65, 25)), (mlp((784, 300, 100, 10)), (266, 88, 33))):
+        gates = {}
+        for (name, gate), left in zip(gate_names(net).items(), sizes, strict=True):
+            gates[name] = torch.zeros(gate.size)
+            if gate.size == 800:  # open inputs of open maps
+                maps = gates["8"].nonzero().flatten()
+                chosen = torch.cat([16 * maps + i for i in range(16)])[:left]
+            else:
+                chosen = torch.randperm(gate.size, generator=generator)[:left]
+            gates[name][chosen] = 0.2 + 0.8 * torch.rand(len(chosen), generator=generator).round(decimals=1)
+        result = check(net, gates, torch.rand(2, 784, generator=generator))
+        weights = sum(p.numel() for p in result.network.parameters() if p.dim() > 1)
+        expected = 9 * 25 + 9 * 18 * 25 + 65 * 25 + 250 if len(sizes) == 4 else 266 * 88 + 88 * 33 + 330
+        assert weights == expected
+        assert not any(isinstance(module, Gate) for module in result.network.modules())
+
+
+@pytest.mark.parametrize("how", ["view", "reshape", "torch", "method", "mean"])
+@pytest.mark.parametrize("features", [True, False])
+def test_every_way_to_flatten(how, features):
+    """Whole maps, and single features of a map that stays."""
+    size = 3 if how == "mean" else 12
+    net = nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.ReLU(),
+        Gate(3, dim=1),
+        FlattenBy(how),
+        Gate(size) if features else nn.Identity(),
+        nn.Linear(size, 2),
+    )
+    gates = {"2": torch.tensor([0.5, 0.0, 1.0])}
+    if features:
+        gates["4"] = (torch.arange(size) % 2).float()
+    check(net, gates, torch.randn(2, 1, 4, 4))
+
+
+def test_a_constant_behind_a_gate_and_padding():
+    """A closed map that BatchNorm shifts is no zero for a padded convolution: its border differs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), Gate(3, dim=1), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 3, padding=1))
+    randomise(net, torch.Generator().manual_seed(1))
+    result = check(net, {"1": torch.tensor([1.0, 0.0, 0.3])}, torch.randn(2, 1, 6, 6))
+    assert result.plan.offsets == {"_0": "vector", "_3": "map"}
+    assert result.network.get_submodule("2").num_features == 2
+
+
+def test_a_closed_layer_takes_its_branch_along():
+    """All gates of a branch closed: nothing of it is computed, its bias stays."""
+    branch = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), Gate(4, dim=1), nn.Conv2d(4, 2, 3, padding=1))
+    net = nn.Sequential(Residual(nn.Identity(), branch, nn.Identity()), nn.Flatten(), nn.Linear(18, 2))
+    result = check(net, {"0.other.2": torch.zeros(4)}, torch.randn(2, 2, 3, 3))
+    assert sum(isinstance(module, nn.Conv2d) for module in result.network.modules()) == 0
+    assert result.plan.shifts == ("add",)
+
+
+def test_a_network_without_open_gates_is_a_constant():
+    """Whatever comes in."""
+    net = nn.Sequential(Gate(3), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2))
+    result = check(net, {"0": torch.zeros(3)}, torch.randn(4, 3))
+    assert sum(p.numel() for p in result.network.parameters()) == 0
+
+
+def test_coupled_units_leave_together():
+    """One gate on a residual stream: the units of every layer that writes or reads it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter = nn.Conv2d(1, 4, 3, padding=1)
+            self.one, self.two = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+            self.stream = Gate(4, dim=1)
+            self.leave = nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.stream(torch.relu(self.enter(x)))
+            h = self.stream(h + torch.relu(self.one(h)))
+            h = self.stream(h + torch.relu(self.two(h)))
+            return self.leave(h.mean((2, 3)))
+
+    result = check(Net(), {"stream": torch.tensor([1.0, 0.0, 1.0, 0.0])}, torch.randn(2, 1, 5, 5))
+    for name in ("enter", "one", "two"):
+        assert result.network.get_submodule(name).out_channels == 2
+    assert not any("select" in name or "expand" in name for name, _ in result.network.named_modules())
+
+
+def test_nested_gates():
+    """A layer's gate times its units' gates: both must be open."""
+
+    class Scalar(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.gate, self.size = Gate(1), size
+
+        def forward(self, x):
+            return x
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), Gate(4), nn.Linear(4, 2))
+    gates = {"2": torch.tensor([1.0, 0.0, 0.5, 0.9]), "3": torch.tensor([1.0, 1.0, 0.0, 0.7])}
+    assert check(net, gates, torch.randn(2, 3)).network.get_submodule("0").out_features == 2
+
+
+def test_the_networks_are_left_alone():
+    """Neither the network nor its modes change, and nothing is shared."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), Gate(2, dim=1), nn.Conv2d(2, 1, 3)).train()
+    before = copy.deepcopy(net.state_dict())
+    small = compact(net, {"3": torch.ones(2)}, torch.randn(2, 1, 6, 6)).network
+    assert all(module.training for module in net.modules())
+    assert not any(module.training for module in small.modules())
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_compacted_network_can_be_trained():
+    """Its weights are parameters."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    small = compact(net, {"2": torch.tensor([1.0, 0.0, 0.5, 0.9])}, torch.randn(2, 3)).network.train()
+    small(torch.randn(5, 3)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in small.parameters())
+
+
+# ------------------------------------------------------------ plans and files
+
+
+def example(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    left = iter(torch.randint(2**16, (200,), generator=torch.Generator().manual_seed(3)).tolist())
+    net = Drawer(lambda n: next(left) % n).network()
+    randomise(net, generator)
+    gates = draw_gates(net, torch.Generator().manual_seed(4))
+    return net, gates, torch.randn(2, 2, 6, 6, generator=generator)
+
+
+def test_plans_are_json():
+    """To the last digit."""
+    net, gates, x = example()
+    found = plan(net, gates, x)
+    again = Plan.from_json(found.to_json())
+    assert again == found
+    small = rewrite(net, again)
+    torch.testing.assert_close(small(x), fix_gates(net, gates).eval()(x), rtol=1e-4, atol=1e-5)  # float32
+
+
+def test_saved_networks_come_back(tmp_path):
+    """Into a network with other weights, without pickle."""
+    pytest.importorskip("safetensors")
+    net, gates, x = example()
+    result = compact(net, gates, x)
+    result.save(tmp_path / "small")
+    assert {path.name for path in tmp_path.iterdir()} == {"small.json", "small.safetensors"}
+    loaded = load_compacted(example(seed=9)[0], tmp_path / "small")
+    assert torch.equal(loaded.network(x), result.network(x))
+    assert (loaded.plan, loaded.certificate) == (result.plan, result.certificate)
+
+
+def test_files_of_another_network_are_refused(tmp_path):
+    """And damaged ones, by name."""
+    pytest.importorskip("safetensors")
+    net, gates, x = example()
+    compact(net, gates, x).save(tmp_path / "small")
+    with pytest.raises(ValueError, match="to be of this network"):
+        load_compacted(nn.Sequential(nn.Linear(2, 3), Gate(3)), tmp_path / "small")
+    (tmp_path / "small.json").write_text("{")
+    with pytest.raises(ValueError, match=r"files of a compacted network at .*small"):
+        load_compacted(net, tmp_path / "small")
+    with pytest.raises(ValueError, match=r"Expected the JSON of a compaction plan, but got '\{\}'"):
+        Plan.from_json("{}")
+
+
+def test_exports_compute_the_same(tmp_path):
+    """torch.export, and ONNX in onnxruntime."""
+    net = lenet5()
+    generator = torch.Generator().manual_seed(6)
+    gates = {name: (torch.rand(gate.size, generator=generator) < 0.3).float() for name, gate in gate_names(net).items()}
+    x = torch.rand(4, 784, generator=generator)
+    small = compact(net, gates, x).network
+    exported = torch.export.export(small, (x,)).module()
+    torch.testing.assert_close(exported(x), small(x))
+    onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX is tested with the export extra")
+    pytest.importorskip("onnxscript", reason="ONNX is tested with the export extra")
+    path = tmp_path / "small.onnx"
+    with warnings.catch_warnings():  # the exporter's own deprecations
+        warnings.simplefilter("ignore")
+        torch.onnx.export(small, (x,), path, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(out), small(x).detach(), rtol=1e-4, atol=1e-5)  # float32 kernels
+
+
+def test_torch_pruning_agrees():
+    """Another tool, on a network that it can prune: convolutions, BatchNorm, a residual sum."""
+    pruning = pytest.importorskip("torch_pruning", reason="the oracle is not installed")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 4, 3, padding=1)
+            self.gate, self.norm, self.head = Gate(6, dim=1), nn.BatchNorm2d(6), nn.Linear(4, 2)
+
+        def forward(self, x):
+            x = torch.relu(self.a(x))
+            x = x + self.c(self.gate(torch.relu(self.norm(self.b(x)))))
+            return self.head(x.mean((2, 3)))
+
+    net = Net().eval()
+    randomise(net, torch.Generator().manual_seed(2))
+    gate = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    x = torch.randn(3, 1, 8, 8)
+    ours = check(net, {"gate": gate}, x).network
+    theirs = fix_gates(net, {"gate": torch.ones(6)}).eval()
+    theirs.gate = nn.Identity()
+    graph = pruning.DependencyGraph().build_dependency(theirs, x)
+    graph.get_pruning_group(theirs.b, pruning.prune_conv_out_channels, idxs=[1, 4]).prune()
+    torch.testing.assert_close(ours(x), theirs(x))
+    ours_size, theirs_size = (sum(p.numel() for p in model.parameters()) for model in (ours, theirs))
+    assert ours_size == theirs_size
+
+
+# ------------------------------------------------------------ refusals
+
+
+def test_a_wrong_result_is_refused(monkeypatch):
+    """The certificate is compared with the tolerance."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    gates = {"2": torch.tensor([1.0, 0.0, 0.5, 0.9])}
+    with pytest.raises(CompactionError, match=r"differs from the network with fixed gates by .* tolerance of 1e-30"):
+        compact(net.double(), {"2": gates["2"].double()}, torch.randn(50, 3).double(), tolerance=1e-30)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1)), r"'1' \(Softmax\)"),
+        (nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), r"'1' \(LayerNorm\)"),
+        (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)), "running statistics in '1'"),
+        (nn.Sequential(*[nn.Linear(3, 3)] * 2), "called once, but '0' is called again"),
+        (nn.Sequential(nn.Linear(3, 3), nn.Flatten(0)), "a batch of units at"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(net, message):
+    """By the name of the layer."""
+    with pytest.raises(ValueError, match=message):
+        compact(net, {}, torch.randn(2, 3))
