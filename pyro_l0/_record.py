@@ -8,6 +8,7 @@ from typing import Any
 import pyro
 from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 __all__ = ["Record", "Site", "sample", "sole_record"]
@@ -91,7 +92,21 @@ def sole_record() -> Record | None:
 
 
 def sample(name: str, fn: Any) -> Tensor:
-    """``pyro.sample``, by the shorter way where that makes no difference."""
+    """``pyro.sample``, by the shorter way where that makes no difference; a site is drawn once in a run.
+
+    A gate that acts at several places of a network asks again for its site, and gets the same value as long as a
+    handler that records sites is active.
+    """
     record = sole_record()
-    value: Tensor = pyro.sample(name, fn) if record is None else record.sample(name, fn)
+    if record is not None:
+        before = record.sites.get(name)
+        return record.sample(name, fn) if before is None or before["fn"] is not fn else before["value"]
+    for handler in runtime._PYRO_STACK:
+        sites = handler.sites if isinstance(handler, Record) else None
+        if isinstance(handler, TraceMessenger):
+            sites = handler.trace.nodes
+        if sites is not None and name in sites and sites[name].get("fn") is fn:
+            again: Tensor = sites[name]["value"]
+            return again
+    value: Tensor = pyro.sample(name, fn)
     return value

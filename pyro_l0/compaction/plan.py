@@ -183,7 +183,11 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor]) -> Analysis:
         elif step.kind == "reshape":
             assert shape is not None
             before = before.any().expand(step.size) if step.source is None else before[step.source]
-            value = value.reshape(shape)
+            if value.numel() == torch.Size(shape).numel():
+                value = value.reshape(shape)
+            else:  # units were selected
+                assert step.source is not None
+                value = value.index_select(step.dim, step.source)
         elif step.kind == "add":
             other = step.parents[1]
             before, value = before | varies[other], value + constants[other]

@@ -14,7 +14,9 @@ from torch import Tensor, fx, nn
 
 from pyro_l0.compaction.plan import Plan, along, analyse, plan
 from pyro_l0.nn.fixed import FixedGate, fix_gates
+from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import GateGraph, is_homogeneous, read_network
+from pyro_l0.nn.pieces import Constant, Expand, Select, Shift
 
 __all__ = ["Compacted", "CompactionError", "compact", "load_compacted", "rewrite"]
 
@@ -24,90 +26,6 @@ _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 class CompactionError(RuntimeError):
     """A compacted network that does not compute what the network with fixed gates computes."""
-
-
-class Select(nn.Module):
-    """Some units of a tensor.
-
-    Args:
-        units: which, in order.
-        dim: dimension of the units.
-    """
-
-    index: Tensor
-
-    def __init__(self, units: Sequence[int], dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The selected units."""
-        return x.index_select(self.dim, self.index)
-
-
-class Expand(nn.Module):
-    """Put constant units between those of a tensor.
-
-    Args:
-        places: where the tensor's units go, in order.
-        constants: every unit of the result, shape ``(1, ...)`` that broadcasts against it; those at ``places`` are
-            not used.
-        dim: dimension of the units.
-    """
-
-    order: Tensor
-    constants: Tensor
-
-    def __init__(self, places: Sequence[int], constants: Tensor, dim: int) -> None:
-        super().__init__()
-        taken = set(places)
-        others = [unit for unit in range(constants.shape[dim]) if unit not in taken]
-        self.dim = dim
-        self.register_buffer("order", torch.tensor([*places, *others]).argsort())
-        self.register_buffer("constants", constants.index_select(dim, torch.tensor(others)).clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """All units."""
-        shape = list(x.shape)
-        shape[self.dim] = self.constants.shape[self.dim]
-        return torch.cat([x, self.constants.expand(shape)], self.dim).index_select(self.dim, self.order)
-
-
-class Shift(nn.Module):
-    """Add a constant that is the same for every example.
-
-    Args:
-        value: broadcasts against one example's tensor with a batch dimension in front.
-    """
-
-    value: Tensor
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("value", value.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` plus the constant."""
-        return x + self.value
-
-
-class Constant(nn.Module):
-    """A tensor that is the same for every example.
-
-    Args:
-        value: shape ``(1, ...)``; expanded to the batch of the network's input.
-    """
-
-    value: Tensor
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("value", value.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One copy per example of ``x``."""
-        return self.value.expand(x.shape[0], *self.value.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -220,12 +138,13 @@ def _certify(reference: nn.Module, small: nn.Module, example_input: Tensor) -> f
     return worst
 
 
-def rewrite(network: nn.Module, plan: Plan) -> fx.GraphModule:
-    """The network that a plan describes; on a copy.
+def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.GraphModule:
+    """The network that a plan describes; on a copy, in evaluation mode.
 
     Args:
         network: the network that the plan was made for, with any weights.
         plan: see :func:`~pyro_l0.compaction.plan.plan`.
+        keep_gates: leave the gates of the units that stay in the network, to train on, in place of their values.
 
     Raises:
         ValueError: the plan is of another network, or a reshape can't be carried out on fewer units.
@@ -239,7 +158,7 @@ def rewrite(network: nn.Module, plan: Plan) -> fx.GraphModule:
             f"Expected a plan of this network, whose gate sites are {sorted(set(graph.sites.values()))}, "
             f"but got one of {sorted(plan.gates)}."
         )
-    return _Rewriter(graph, plan, like).run()
+    return _Rewriter(graph, plan, like, keep_gates).run()
 
 
 class _Rewriter:
@@ -249,8 +168,9 @@ class _Rewriter:
     ``scales`` until a layer takes them into its weights or an operation needs the true value.
     """
 
-    def __init__(self, graph: GateGraph, plan: Plan, like: Tensor) -> None:
+    def __init__(self, graph: GateGraph, plan: Plan, like: Tensor, keep_gates: bool) -> None:
         self.old = graph
+        self.keep_gates = keep_gates
         self.plan = plan
         self.like = like
         gates = {site: torch.tensor(value, dtype=like.dtype) for site, value in plan.gates.items()}
@@ -350,6 +270,11 @@ class _Rewriter:
     def _gate(self, name: str) -> None:
         units = self._units(name)
         x, scale = self._scaled(self.old.steps[name].parents[0], units, name)
+        if self.keep_gates:
+            path = str(self.nodes[name].target)
+            self._add(name, path, _gate_like(cast(Gate, self.old.modules[path]), units), x)
+            self.scales[name] = None
+            return
         gate = self.gates[self.old.site(name)][list(units)]
         scale = gate if scale is None else scale * gate
         self.values[name], self.scales[name] = x, None if bool((scale == 1).all()) else scale
@@ -385,6 +310,13 @@ class _Rewriter:
         parent, units = step.parents[0], self._units(name)
         x, scale = self._scaled(parent, units, name)
         module = self.old.modules[str(node.target)] if node.op == "call_module" else None
+        if isinstance(module, Shift):
+            x = x if scale is None else self._call(f"scale_{parent}_{name}", FixedGate(scale, step.dim), x)
+            value = module.value.cpu()
+            value = value if value.shape[step.dim] == 1 else value.index_select(step.dim, torch.tensor(units))
+            self._add(name, str(node.target), Shift(value), x)
+            self.scales[name] = None
+            return
         if isinstance(module, _Batches):
             self._add(name, str(node.target), _batch_norm_like(module, list(units), scale), x)
             self.scales[name] = None
@@ -411,7 +343,13 @@ class _Rewriter:
             if scale is not None:
                 places = self._places([int(step.source[unit]) for unit in held], self._units(parent))
                 scale = scale[places]
-        if step.source is None or len(self._units(parent)) == before.size:
+        module = self.old.modules[str(node.target)] if node.op == "call_module" else None
+        if isinstance(module, Select):
+            assert step.source is not None
+            held, y = list(self._units(parent)), x
+            units = [int(step.source[unit]) for unit in units]
+            scale = self.scales[parent]
+        elif step.source is None or len(self._units(parent)) == before.size:
             if node.op == "call_module":
                 y = self._call(str(node.target), copy.deepcopy(self.old.modules[str(node.target)]), x)
             else:
@@ -454,6 +392,15 @@ class _Rewriter:
             return self.values[old.name]
 
         return self.graph.node_copy(node, argument)
+
+
+def _gate_like(gate: Gate, units: Sequence[int]) -> Gate:
+    """The same site with fewer gates."""
+    index = torch.tensor(units)
+    prior = gate.prior.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == (gate.size,) else x)
+    small = Gate(len(units), gate.dim, prior)
+    small.site_name = gate.site_name
+    return small
 
 
 def _layer_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:

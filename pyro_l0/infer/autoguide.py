@@ -257,6 +257,35 @@ class AutoGate(AutoGuide):
         sites = self.sites
         return {name: self._gate(plan, sites[_key(name)]) for name, plan in self._gate_plans().items()}
 
+    def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
+        """Drop all but some units of some gate sites, as when they leave the network.
+
+        Args:
+            units: by site, the places of the units that stay, shape ``(n,)``; a site without any leaves.
+
+        Returns:
+            For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
+
+        Raises:
+            ValueError: a name is not a gate site of one dimension outside of plates.
+        """
+        replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
+        for name, index in units.items():
+            plan = self._plans.get(name)
+            parameters: _Parameters = self.sites[_key(name)] if plan is not None else {}
+            if plan is None or plan.template is None or plan.plates or any(x.dim() != 1 for x in parameters.values()):
+                raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
+            for key, old in list(parameters.items()):
+                new = nn.Parameter(old.detach()[index.to(old.device)].clone()) if len(index) else None
+                replaced[old] = new, index
+                if new is not None:
+                    parameters[key] = new
+            if not len(index):
+                del self._plans[name], self.sites[_key(name)]
+        self._kept = {}
+        self._groups = self._find_groups() if self._groups is not None else None
+        return replaced
+
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
         """The deterministic gates that prune, by site."""

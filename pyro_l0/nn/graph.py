@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.pieces import Select, Shift
 
 __all__ = ["GateGraph", "Kind", "Layer", "Step", "Units", "either", "is_homogeneous", "operation", "read_network"]
 
@@ -57,6 +58,7 @@ _UNITWISE_MODULES = (
     nn.Tanh,
     nn.Sigmoid,
     nn.Softplus,
+    Shift,
 )
 _HOMOGENEOUS_FUNCTIONS = frozenset(
     {
@@ -264,8 +266,10 @@ class GateGraph:
                 probs = here.probs()
                 if probs is not None and step.source is not None and probs.dim():
                     parent = self.steps[step.parents[0]]
-                    copies = step.source.argsort(stable=True).view(parent.size, -1).to(probs.device)
-                    here = Units({}, 1 - (1 - probs)[copies].prod(1))
+                    order = step.source.argsort(stable=True).to(probs.device)
+                    copies = torch.bincount(step.source, minlength=parent.size).tolist()
+                    none = [part.prod() for part in (1 - probs)[order].split(copies)]
+                    here = Units({}, 1 - torch.stack(none))
             for parent_name in step.parents:
                 uses[parent_name].append(here)
         return needed
@@ -273,7 +277,7 @@ class GateGraph:
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Gate) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (Gate, Select, Shift)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
@@ -358,7 +362,7 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
             raise ValueError(f"Expected running statistics in {node.target!r}, but it has none.")
         if isinstance(module, _UNITWISE_MODULES):
             return "unitwise"
-        if isinstance(module, (nn.Flatten, nn.Unflatten)):
+        if isinstance(module, (nn.Flatten, nn.Unflatten, Select)):
             return "reshape"
         what = f"module {node.target!r} ({type(module).__name__})"
     else:
@@ -417,7 +421,7 @@ def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping
         ):
             fix(inputs[0], 1, node.target)
             fix(node, 1, node.target)
-        elif isinstance(module, Gate):
+        elif isinstance(module, (Gate, Select)):
             fix(inputs[0], module.dim, node.target)
             fix(node, module.dim, node.target)
         if kind in ("unitwise", "add", "output"):
@@ -469,6 +473,9 @@ def _step(
             taps = math.prod(module.kernel_size)
             layer = Layer(str(node.target), module.in_channels, module.out_channels, taps, math.prod(shape[2:]))
         return Step(kind, parents, dim, size, layer)
+    select = modules.get(str(node.target)) if node.op == "call_module" else None
+    if isinstance(select, Select):
+        return Step(kind, parents, dim, size, source=select.index.cpu())
     if kind == "reshape":
         return Step(kind, parents, dim, size, source=_source(inputs[0], shape, dim, steps))
     if kind == "gate":

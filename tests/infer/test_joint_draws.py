@@ -244,7 +244,7 @@ def test_the_short_way_refuses_what_the_long_one_does():
     with Record():
         sample("z", fn)
         with pytest.raises(RuntimeError, match="Multiple sample sites named 'z'"):
-            sample("z", fn)
+            sample("z", HardConcrete(0.0))
     with Record() as record:
         pyro.sample("z", fn, obs=torch.tensor(0.5))
     with pytest.raises(RuntimeError, match="'z' of the guide is observed"), Record(record.sites):
