@@ -51,6 +51,8 @@ class Options:
         checkpoint: the checkpoint's file, if not out/checkpoint.pt.
         gate_learning_rate: Adam's step for the gates; the weights' is 0.001. 0.001 on MNIST (the paper's) and 0.01
             on the digits, whose 200 epochs are only 3,000 steps, if not given.
+        shrink: take units whose gates are closed for good out of the network after each epoch, so that later epochs
+            cost less.
         hold_out: set so many training images aside and report on them instead of the test images, to choose settings.
     """
 
@@ -68,6 +70,7 @@ class Options:
     checkpoint: Path | None = None
     gate_learning_rate: float | None = None
     hold_out: int = 0
+    shrink: bool = False
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -92,13 +95,15 @@ def main(options: Options) -> dict[str, Any]:
         lam=lam,
         prior_active_prob=options.prior_active_prob,
         gate_learning_rate=gate_learning_rate,
+        shrink=options.shrink,
         seed=options.seed,
         device=options.device,
     )
     fingerprint = {
         **{key: value for key, value in asdict(options).items() if key in ("data", "network", "objective", "seed")},
-        "units": [gate.numel() for gate in run.guide.test_gates().values()],
+        "units": run.units,
         "hold_out": options.hold_out,
+        "shrink": options.shrink,
         "lam": list(lam),
         "prior_active_prob": options.prior_active_prob,
         "gate_learning_rate": gate_learning_rate,
@@ -129,7 +134,8 @@ def main(options: Options) -> dict[str, Any]:
     metrics = _metrics(run, history, seconds)
     (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
-    gate = next(iter(run.averaged.module[1].test_gates().values()))
+    gates = run.averaged.module[1].test_gates()
+    gate = next(iter((gates if run.shrinker is None else run.shrinker.full(gates)).values()))
     if gate.numel() == images.train_x.shape[1]:
         plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
     _print_table(metrics, images, options.out)
@@ -142,7 +148,7 @@ def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[st
         "test_error_percent": last["test_error_percent"],
         "best_test_error_percent": min(entry["test_error_percent"] for entry in history),
         "architecture": last["architecture"],
-        "units": [gate.numel() for gate in run.guide.test_gates().values()],
+        "units": run.units,
         "weights": run.cost.total_weights,
         "weights_left": last["weights_left"],
         "macs": run.cost.total_macs,

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from data import Images
 from networks import INIT_ACTIVE_PROB, Classifier, NetworkName, build, group_sizes, slab_sites, with_mean_weights
 from pyro_l0 import HardConcrete
+from pyro_l0.compaction import Replica, Shrinker
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.elbo import Objective
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates
@@ -37,6 +38,7 @@ class Run:
         gate_learning_rate: Adam's step for gates.
         batch_size: examples per step.
         averaging: decay of the averaged weights.
+        shrink: take units whose gates are closed for good out of the network after each epoch.
         seed: seed of everything random.
         device: where to train.
 
@@ -58,6 +60,7 @@ class Run:
         gate_learning_rate: float = 1e-3,
         batch_size: int = 100,
         averaging: float = 0.999,
+        shrink: bool = False,
         seed: int = 1,
         device: str = "cpu",
     ) -> None:
@@ -102,9 +105,18 @@ class Run:
             ],
             fused=True,
         )
-        self.averaged = AveragedModel(
-            nn.ModuleList([self.net, self.guide]), multi_avg_fn=get_ema_multi_avg_fn(averaging)
-        )
+        self.units = [gate.numel() for gate in self.guide.test_gates().values()]
+        self.trained = nn.ModuleList([self.net, self.guide])
+        self.averaged = AveragedModel(self.trained, multi_avg_fn=get_ema_multi_avg_fn(averaging))
+        self.shrinker: Shrinker | None = None
+        if shrink:
+            if slab:
+                raise ValueError("Expected shrink for objective='l0' or 'free_energy', but got 'spike_slab'.")
+            pair: Any = self.averaged.module
+            example = torch.zeros(1, pixels, device=self.device)
+            self.shrinker = Shrinker(
+                self.trained, "0", self.guide, example, self.optimiser, elbo, [Replica(pair, "0", pair[1])]
+            )
 
     def _batch(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return index, self.train_x[index], self.train_y[index]
@@ -119,8 +131,10 @@ class Run:
             loss = self.loss(*self._batch(index))
             loss.backward()
             self.optimiser.step()
-            self.averaged.update_parameters(nn.ModuleList([self.net, self.guide]))
+            self.averaged.update_parameters(self.trained)
             total += loss.detach()
+        if self.shrinker is not None and self.shrinker.step():
+            self.model.net = self.trained[0]
         return float(total) / len(batches) / len(self.train_x)
 
     @torch.no_grad()
@@ -132,8 +146,10 @@ class Run:
         fixed = fix_gates(plain, gates)
         predicted = torch.cat([fixed(x).argmax(-1) for x in self.test_x.split(1000)])
         wrong = predicted != self.test_y
-        open_gates = {name: (gate != 0).float() for name, gate in gates.items()}
         active = {name: gate.active_prob for name, gate in guide.posterior().items()}
+        if self.shrinker is not None:
+            gates, active = self.shrinker.full(gates), self.shrinker.full(active)
+        open_gates = {name: (gate != 0).float() for name, gate in gates.items()}
         return {
             "test_error_percent": 100 * float(wrong.float().mean()),
             "architecture": [int(gate.sum()) for gate in open_gates.values()],
@@ -154,10 +170,14 @@ class Run:
             "optimiser": self.optimiser.state_dict(),
             "random": torch.get_rng_state(),
             "step": self.loss.elbo.step,
+            "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""
+        if self.shrinker is not None:
+            self.shrinker.load_state_dict(state["shrinker"])
+            self.model.net = self.trained[0]
         self.model.load_state_dict(state["model"])
         self.guide.load_state_dict(state["guide"])
         self.averaged.load_state_dict(state["averaged"])

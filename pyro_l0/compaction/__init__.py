@@ -2,5 +2,16 @@
 
 from pyro_l0.compaction.plan import Plan, plan
 from pyro_l0.compaction.rewrite import Compacted, CompactionError, compact, load_compacted, rewrite
+from pyro_l0.compaction.training import Replica, Shrinker
 
-__all__ = ["Compacted", "CompactionError", "Plan", "compact", "load_compacted", "plan", "rewrite"]
+__all__ = [
+    "Compacted",
+    "CompactionError",
+    "Plan",
+    "Replica",
+    "Shrinker",
+    "compact",
+    "load_compacted",
+    "plan",
+    "rewrite",
+]

@@ -272,6 +272,8 @@ class _Rewriter:
         x, scale = self._scaled(self.old.steps[name].parents[0], units, name)
         if self.keep_gates:
             path = str(self.nodes[name].target)
+            if path in self.modules and cast(Gate, self.modules[path]).size != len(units):
+                raise ValueError(f"Expected gate {path!r} to keep the same units wherever it acts.")
             self._add(name, path, _gate_like(cast(Gate, self.old.modules[path]), units), x)
             self.scales[name] = None
             return

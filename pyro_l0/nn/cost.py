@@ -55,8 +55,9 @@ class NetworkCost:
         self.total_macs = sum(layer.in_units * layer.out_units * layer.taps * layer.positions for layer in layers)
         self.group_sizes = dict.fromkeys(self._sizes, 0.0)
         self.filter_sizes = dict.fromkeys(self._sizes, 0.0)
-        for site, layer, copies in _readers(self._graph):
-            self.group_sizes[site] += layer.out_units * layer.taps * copies
+        for site, layer, units in _readers(self._graph):
+            # Per gate; behind a flattening a map is as many inputs as it has places.
+            self.group_sizes[site] += layer.out_units * layer.taps * len(units) / self._sizes[site]
         for site, layer in _writers(self._graph):
             self.filter_sizes[site] += layer.in_units * layer.taps
 
@@ -105,19 +106,31 @@ def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _Square
         torch.Size([2])
     """
     graph = read_network(network, example_input)
-    layers: dict[str, list[nn.Module]] = {name: [] for name in graph.sites.values()}
-    for site, layer, _ in _readers(graph):
-        layers[site].append(graph.modules[layer.path])
+    layers: dict[str, list[tuple[nn.Module, Tensor]]] = {name: [] for name in graph.sites.values()}
+    for site, layer, units in _readers(graph):
+        layers[site].append((graph.modules[layer.path], units))
     sizes = {name: gate.size for name, gate in gate_names(network).items()}
     return {name: _SquareNorm(sizes[name], found) for name, found in layers.items()}
 
 
-def _readers(graph: GateGraph) -> Iterator[tuple[str, Layer, int]]:
-    """Each gate site with each layer that reads its units, and the number of inputs that one unit becomes."""
+def _readers(graph: GateGraph) -> Iterator[tuple[str, Layer, Tensor]]:
+    """Each gate site with each layer that reads its units, and the unit that each of the layer's inputs stems from."""
     for name, layer in graph.layers().items():
-        for gate in _upstream(graph, name, through={"gate", "unitwise", "reshape", "add"}):
-            if graph.steps[gate].kind == "gate":
-                yield graph.site(gate), layer, layer.in_units // graph.steps[gate].size
+        frontier = [(parent, torch.arange(layer.in_units)) for parent in graph.steps[name].parents]
+        seen: set[str] = set()
+        while frontier:
+            parent, units = frontier.pop()
+            step = graph.steps[parent]
+            if parent in seen:
+                continue
+            seen.add(parent)
+            if step.kind == "gate":
+                yield graph.site(parent), layer, units
+            if step.kind == "reshape" and step.source is not None:
+                units = step.source[units]
+            elif step.kind not in ("gate", "unitwise", "add"):
+                continue
+            frontier += [(before, units) for before in step.parents]
 
 
 def _writers(graph: GateGraph) -> Iterator[tuple[str, Layer]]:
@@ -146,15 +159,18 @@ def _upstream(graph: GateGraph, name: str, through: set[Kind]) -> list[str]:
 class _SquareNorm:
     """Squared norm of the weights of some layers that read each unit, computed at each call."""
 
-    def __init__(self, size: int, layers: list[nn.Module]) -> None:
+    def __init__(self, size: int, layers: list[tuple[nn.Module, Tensor]]) -> None:
         self.size = size
         self.layers = layers
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
         total = torch.zeros(())
-        for layer in self.layers:
+        for layer, units in self.layers:
             weight = layer.weight
             assert isinstance(weight, Tensor)
-            total = total + weight.square().movedim(1, 0).reshape(self.size, -1).sum(1)
+            norms = weight.square().movedim(1, 0).flatten(1).sum(1)
+            if len(units) != self.size:
+                norms = norms.new_zeros(self.size).index_add(0, units.to(norms.device), norms)
+            total = total + norms
         return total

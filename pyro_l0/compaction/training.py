@@ -1,0 +1,261 @@
+"""Shrinks a network, its guide and its optimiser while they train."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.compaction.plan import Plan, plan
+from pyro_l0.compaction.rewrite import rewrite
+from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.graph import GateGraph, read_network
+
+__all__ = ["GatePosterior", "Replica", "Shrinker"]
+
+_Replaced = dict[nn.Parameter, tuple[nn.Parameter | None, tuple[Tensor, ...]]]
+
+
+class _Posterior(Protocol):
+    @property
+    def active_prob(self) -> Tensor: ...
+
+
+class GatePosterior(Protocol):
+    """What shrinking asks of a guide; :class:`~pyro_l0.infer.AutoGate` has it."""
+
+    def posterior(self) -> Mapping[str, _Posterior]:
+        """The posterior gates by site."""
+        ...
+
+    def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
+        """Drop all but some units of some sites."""
+        ...
+
+
+class Replica(NamedTuple):
+    """A network inside another module, with the guide of its gates, such as an average over steps.
+
+    Attributes:
+        holder: the module that holds the network.
+        path: the network's path in it.
+        guide: the guide of the network's gates.
+    """
+
+    holder: nn.Module
+    path: str
+    guide: GatePosterior
+
+
+class Shrinker:
+    """Takes the units whose gates are closed for good out of a network while it trains, so that later steps cost less.
+
+    A unit leaves when P(z != 0) of its gate was at most ``threshold`` at ``patience`` calls of :meth:`step` in a row;
+    call it once per epoch. The unit, the weights that read and write it, its gate's parameters, their places in the
+    optimiser's state and in the replicas go with it. A smaller threshold and more patience are more conservative. A
+    gate that would have opened again is the only thing that is lost: the objective's prices stay what they are, and
+    what leaves would have been closed in all but ``threshold`` of the coming steps. An open gate that no longer
+    reaches the output leaves too, and its price with it.
+
+    Args:
+        holder: the module that holds the network; the network in it is replaced.
+        path: the network's path in ``holder``.
+        guide: the guide of its gates.
+        example_input: one batch of the network's inputs, for the shapes.
+        optimiser: trains the network's and the guide's parameters.
+        elbo: an objective whose coefficients by site lose the sites that leave.
+        replicas: averaged copies of the network and the guide, which shrink with them.
+        threshold: P(z != 0) below which a gate counts as closed.
+        patience: calls in a row that a gate must be closed.
+
+    Raises:
+        ValueError: ``threshold`` is not in (0, 1) or ``patience`` is not positive.
+
+    Example:
+        >>> import pyro
+        >>> from pyro_l0.infer import AutoGate
+        >>> from pyro_l0.nn import Gate
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1)))
+        >>> guide = AutoGate(model)
+        >>> _ = guide(torch.ones(1, 2))
+        >>> optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()])
+        >>> shrinker = Shrinker(model, "0", guide, torch.ones(1, 2), optimiser, patience=1)
+        >>> with torch.no_grad():
+        ...     _ = next(guide.parameters())[1].fill_(-9.0)
+        >>> shrinker.step(), model[0].get_submodule("0")
+        (True, Linear(in_features=2, out_features=2, bias=True))
+    """
+
+    def __init__(
+        self,
+        holder: nn.Module,
+        path: str,
+        guide: GatePosterior,
+        example_input: Tensor,
+        optimiser: torch.optim.Optimizer,
+        elbo: Any = None,
+        replicas: Sequence[Replica] = (),
+        *,
+        threshold: float = 0.01,
+        patience: int = 3,
+    ) -> None:
+        if not 0 < threshold < 1:
+            raise ValueError(f"Expected threshold strictly between 0 and 1, but got {threshold}.")
+        if patience < 1:
+            raise ValueError(f"Expected patience of at least 1, but got {patience}.")
+        self.main = Replica(holder, path, guide)
+        self.replicas = list(replicas)
+        self.example_input = example_input
+        self.optimiser = optimiser
+        self.elbo = elbo
+        self.threshold = threshold
+        self.patience = patience
+        gates = gate_names(holder.get_submodule(path))
+        self._sizes = {site: gate.size for site, gate in gates.items()}
+        self._kept = {site: torch.arange(gate.size) for site, gate in gates.items()}
+        self._streaks = {site: torch.zeros(gate.size, dtype=torch.long) for site, gate in gates.items()}
+        self._plans: list[Plan] = []
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """By site, the units of the network at the start that are still in it."""
+        return dict(self._kept)
+
+    def full(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values by site in the sizes of the network at the start; units that left have 0.
+
+        Args:
+            gates: values of the units that are left, by site.
+        """
+        full = {}
+        for site, size in self._sizes.items():
+            like = gates.get(site)
+            full[site] = torch.zeros(size) if like is None else like.new_zeros(size)
+            if like is not None:
+                full[site][self._kept[site].to(like.device)] = like
+        return full
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Look at the gates, and shrink if some are closed for good; True if the network was replaced."""
+        posterior = self.main.guide.posterior()
+        for site, gate in posterior.items():
+            closed = (gate.active_prob <= self.threshold).cpu()
+            self._streaks[site] = torch.where(closed, self._streaks[site] + 1, 0)
+        open_gates = {site: (self._streaks[site] < self.patience).float() for site in posterior}
+        if all(bool(gate.all()) for gate in open_gates.values()):
+            return False
+        network = self.main.holder.get_submodule(self.main.path)
+        like = next(network.parameters())
+        found = plan(network, {site: gate.to(like) for site, gate in open_gates.items()}, self.example_input[:1])
+        if not next(reversed(found.kept.values())):
+            warnings.warn(
+                "All gates of a layer are closed for good, so that the network's output would be a constant; it is "
+                "left as it is. Lower the price of open gates, or train them more slowly.",
+                stacklevel=2,
+            )
+            return False
+        self._carry_out(found)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain values."""
+        return {
+            "plans": [found.to_json() for found in self._plans],
+            "streaks": {site: streak.clone() for site, streak in self._streaks.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Shrink the networks as those were whose state this is; load their parameters afterwards.
+
+        Args:
+            state: from :meth:`state_dict`, of a shrinker of the same networks before their first shrinking.
+
+        Raises:
+            ValueError: the state is of another network.
+        """
+        for text in state["plans"]:
+            self._carry_out(Plan.from_json(text))
+        if state["streaks"].keys() != self._streaks.keys():
+            raise ValueError(f"Expected the state of gate sites {sorted(self._streaks)}.")
+        self._streaks = {site: streak.clone() for site, streak in state["streaks"].items()}
+
+    def _carry_out(self, found: Plan) -> None:
+        network = self.main.holder.get_submodule(self.main.path)
+        graph = read_network(network, self.example_input[:1])
+        units: dict[str, Tensor] = {site: torch.empty(0, dtype=torch.long) for site in self._kept}
+        for name, step in graph.steps.items():
+            if step.kind == "gate":
+                units[graph.site(name)] = torch.tensor(found.kept[name], dtype=torch.long)
+        replaced = self._replace(self.main, found, graph, units)
+        for replica in self.replicas:
+            self._replace(replica, found, None, units)
+        _move(self.optimiser, replaced)
+        for site, index in units.items():
+            self._kept[site] = self._kept[site][index]
+            self._streaks[site] = self._streaks[site][index]
+        gone = [site for site, index in units.items() if not len(index)]
+        for site in gone:
+            del self._kept[site], self._streaks[site]
+        if self.elbo is not None:
+            for option in ("lam", "group_size", "weight_decay", "square_norm"):
+                value = getattr(self.elbo, option)
+                for site in gone if isinstance(value, dict) else ():
+                    value.pop(site, None)
+        self._plans.append(found)
+
+    def _replace(
+        self, replica: Replica, found: Plan, graph: GateGraph | None, units: Mapping[str, Tensor]
+    ) -> _Replaced:
+        """Put the smaller network in the place of one, and return what became of the parameters."""
+        old = replica.holder.get_submodule(replica.path)
+        small = rewrite(old, found, keep_gates=True).train(old.training)
+        replaced: _Replaced = {} if graph is None else _layer_slices(graph, found, small)
+        parent, _, name = replica.path.rpartition(".")
+        setattr(replica.holder.get_submodule(parent), name, small)
+        for parameter, (new, index) in replica.guide.keep(units).items():
+            replaced[parameter] = new, (index,)
+        return replaced
+
+
+def _layer_slices(graph: GateGraph, found: Plan, small: nn.Module) -> _Replaced:
+    """For each parameter of a network, the one in the smaller network and its places along each dimension."""
+    new = dict(small.named_parameters())
+    replaced: _Replaced = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_module":
+            continue
+        step, path = graph.steps[node.name], str(node.target)
+        rows = torch.tensor(found.kept[node.name], dtype=torch.long)
+        for name, parameter in graph.modules[path].named_parameters(recurse=False):
+            places: tuple[Tensor, ...] = (rows,)
+            if step.kind == "layer" and name == "weight":
+                places = rows, torch.tensor(found.kept[step.parents[0]], dtype=torch.long)
+            replaced[parameter] = new.get(f"{path}.{name}"), places
+    return replaced
+
+
+def _move(optimiser: torch.optim.Optimizer, replaced: _Replaced) -> None:
+    """Let an optimiser go on with the new parameters and the parts of its state that belong to them."""
+    for group in optimiser.param_groups:
+        params: list[nn.Parameter] = []
+        for old in group["params"]:
+            new, places = replaced.get(old, (old, ()))
+            state = optimiser.state.pop(old, None) if new is not old else None
+            if new is None:
+                continue
+            params.append(new)
+            if state is not None:
+                optimiser.state[new] = {key: _slice(value, old.shape, places) for key, value in state.items()}
+        group["params"] = params
+
+
+def _slice(value: Any, shape: torch.Size, places: tuple[Tensor, ...]) -> Any:
+    if not isinstance(value, Tensor) or value.shape != shape:
+        return value
+    for dim, index in enumerate(places):
+        value = value.index_select(dim, index.to(value.device))
+    return value.clone()

@@ -1,0 +1,233 @@
+"""A network that shrinks while it trains goes on as the whole one would."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import mnist
+from mnist import Options
+from pyro_l0.compaction import Replica, Shrinker
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.nn import Gate, fix_gates, square_norms
+
+CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
+
+
+class Model(nn.Module):
+    """Convolutions, flattening, BatchNorm; gates that are open or closed for certain."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.ReLU(),
+            Gate(4, dim=1),
+            nn.Conv2d(4, 3, 3, bias=False),
+            nn.BatchNorm2d(3),
+            nn.ReLU(),
+            Gate(3, dim=1),
+            nn.Flatten(),
+            Gate(12),
+            nn.Linear(12, 5),
+            nn.ReLU(),
+            Gate(5),
+            nn.Linear(5, 2),
+        )
+
+    def forward(self, x, y):
+        logits = self.net(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    model = Model().double()
+    x, y = torch.randn(6, 1, 6, 6, dtype=torch.float64), torch.randint(2, (6,))
+    guide = AutoGate(model)
+    loss = L0_ELBO("l0", lam=dict.fromkeys(CLOSED, 0.0))(model, guide)
+    loss(x, y)
+    with torch.no_grad():
+        for name, units in CLOSED.items():
+            log_alpha = guide.sites[name.replace(".", "/")]["log_alpha"]
+            log_alpha.fill_(60.0)
+            log_alpha[units] = -60.0
+    optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()], 0.01, weight_decay=0.0)
+    return model, guide, loss, optimiser, x, y
+
+
+def train(loss, optimiser, x, y, steps):
+    values = []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        value = loss(x, y)
+        value.backward()
+        optimiser.step()
+        values.append(value.item())
+    return values
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_training_goes_on_as_before(kind):
+    """With gates that are certain, the same losses as without shrinking: weights and optimiser state fit."""
+    whole, small = build(), build()
+    results = []
+    for shrinks, (model, guide, loss, _, x, y) in ((False, whole), (True, small)):
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimiser = kind([*model.parameters(), *guide.parameters()], 0.01, **options)
+        shrinker = Shrinker(model, "net", guide, x, optimiser, loss.elbo, patience=2)
+        values = train(loss, optimiser, x, y, 3)
+        if shrinks:
+            assert not shrinker.step()
+            assert shrinker.step()
+        values += train(loss, optimiser, x, y, 10)
+        if shrinks:  # and once more, from the small network
+            with torch.no_grad():
+                guide.sites["net/11"]["log_alpha"][0] = -60.0
+            assert not shrinker.step()
+            assert shrinker.step()
+        else:
+            with torch.no_grad():
+                guide.sites["net/11"]["log_alpha"][0] = -60.0
+        values += train(loss, optimiser, x, y, 5)
+        results.append(values)
+    torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-8, atol=1e-8)
+    model = small[0]
+    assert (model.net.get_submodule("0").out_channels, model.net.get_submodule("3").out_channels) == (2, 2)
+    assert model.net.get_submodule("9").out_features == 2
+    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in whole[0].parameters())
+
+
+def test_what_is_left_and_full_sizes():
+    """Original places of the units that stay, zeros for those that left; the same outputs."""
+    model, guide, loss, optimiser, x, _ = build()
+    before = fix_gates(model.net, guide.test_gates()).eval()(x)
+    shrinker = Shrinker(model, "net", guide, x, optimiser, loss.elbo, patience=1)
+    assert shrinker.step()
+    assert shrinker.kept["net.2"].tolist() == [1, 2]
+    assert shrinker.kept["net.8"].tolist() == [2, 8, 10, 11]  # of the second map, which is closed, nothing is left
+    full = shrinker.full(guide.test_gates())
+    assert {name: len(gate) for name, gate in full.items()} == {"net.2": 4, "net.6": 3, "net.8": 12, "net.11": 5}
+    assert full["net.11"].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
+    torch.testing.assert_close(fix_gates(model.net, guide.test_gates()).eval()(x), before, rtol=1e-10, atol=1e-10)
+    assert not shrinker.step()
+
+
+def test_replicas_shrink_alike():
+    """An average of the network and the guide."""
+    model, guide, loss, optimiser, x, y = build()
+    average = copy.deepcopy(nn.ModuleList([model.net, guide]))
+    train(loss, optimiser, x, y, 2)
+    shrinker = Shrinker(model, "net", guide, x, optimiser, loss.elbo, [Replica(average, "0", average[1])], patience=1)
+    before = fix_gates(average[0], average[1].test_gates()).eval()(x)
+    assert shrinker.step()
+    assert [p.shape for p in average.parameters()] == [p.shape for p in nn.ModuleList([model.net, guide]).parameters()]
+    after = fix_gates(average[0], average[1].test_gates()).eval()(x)
+    torch.testing.assert_close(after, before, rtol=1e-10, atol=1e-10)
+
+
+def test_a_run_can_be_resumed():
+    """The state repeats the shrinking on a fresh network; parameters and optimiser then fit."""
+    model, guide, loss, optimiser, x, y = build()
+    shrinker = Shrinker(model, "net", guide, x, optimiser, loss.elbo, patience=1)
+    train(loss, optimiser, x, y, 2)
+    shrinker.step()
+    states = [part.state_dict() for part in (shrinker, model, guide, optimiser)]
+    states = copy.deepcopy(states)
+    expected = train(loss, optimiser, x, y, 3)
+    model, guide, loss, optimiser, x, y = build(seed=0)
+    shrinker = Shrinker(model, "net", guide, x, optimiser, loss.elbo, patience=1)
+    for part, state in zip((shrinker, model, guide, optimiser), states, strict=True):
+        part.load_state_dict(state)
+    assert train(loss, optimiser, x, y, 3) == expected
+
+
+class Branched(nn.Module):
+    """A residual branch that can go."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.gate, self.two = nn.Conv2d(2, 3, 3, padding=1), Gate(3, dim=1), nn.Conv2d(3, 2, 3, padding=1)
+        self.head_gate, self.head = Gate(2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = x + self.two(self.gate(torch.relu(self.one(x))))
+        return self.head(self.head_gate(x.mean((2, 3))))
+
+
+def test_a_site_without_open_gates_leaves():
+    """From the network, the guide and the objective's coefficients; weight decay goes on with what is left."""
+    torch.manual_seed(0)
+    net = Branched()
+    x, y = torch.randn(4, 2, 5, 5), torch.randint(2, (4,))
+    holder = nn.ModuleDict({"net": net})
+
+    def model(x, y):
+        logits = holder["net"](x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    guide = AutoGate(model)
+    names = ("gate", "head_gate")
+    elbo = L0_ELBO("l0", lam=dict.fromkeys(names, 0.1), group_size=dict.fromkeys(names, 2.0))
+    elbo.loss(model, guide, x, y)
+    with torch.no_grad():
+        guide.sites["gate"]["log_alpha"].fill_(-30.0)
+    optimiser = torch.optim.Adam([*net.parameters(), *guide.parameters()])
+    shrinker = Shrinker(holder, "net", guide, x, optimiser, elbo, patience=1)
+    assert shrinker.step()
+    assert not any(isinstance(module, nn.Conv2d) for module in holder["net"].modules())
+    assert list(guide.posterior()) == ["head_gate"]
+    assert elbo.lam == {"head_gate": 0.1}
+    assert list(shrinker.kept) == ["head_gate"]
+    assert torch.isfinite(torch.tensor(elbo.loss(model, guide, x, y)))
+    assert shrinker.full(guide.test_gates())["gate"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_square_norms_follow_what_is_left():
+    """The inputs of a layer behind a selection belong to the right gates."""
+    model, guide, loss, optimiser, x, _ = build()
+    before = square_norms(model.net, x)
+    Shrinker(model, "net", guide, x, optimiser, loss.elbo, patience=1).step()
+    after = square_norms(model.net, x)
+    kept = model.net.get_submodule("9").weight
+    torch.testing.assert_close(after["net.8"](), kept.square().sum(0))
+    assert before["net.6"]().shape == (3,)
+    assert after["net.6"]().shape == (2,)
+    torch.testing.assert_close(after["net.6"]().sum(), kept.square().sum())
+
+
+def test_a_dead_network_is_left_as_it_is():
+    """All gates of a layer closed: a warning, and nothing happens."""
+    model, guide, loss, optimiser, x, _ = build()
+    with torch.no_grad():
+        guide.sites["net/11"]["log_alpha"].fill_(-60.0)
+    shrinker = Shrinker(model, "net", guide, x, optimiser, loss.elbo, patience=1)
+    with pytest.warns(UserWarning, match="output would be a constant"):
+        assert not shrinker.step()
+    assert model.net[0].out_channels == 4
+
+
+def test_the_example_resumes_across_shrinkings(tmp_path):
+    """To the last bit; units have left before and leave after."""
+    options = {"lam": (0.15,), "gate_learning_rate": 0.03, "shrink": True}
+    straight = mnist.main(Options(epochs=40, out=tmp_path / "straight", **options))
+    mnist.main(Options(epochs=32, out=tmp_path, **options))
+    resumed = mnist.main(Options(epochs=40, out=tmp_path, resume=True, **options))
+    assert resumed["architecture"] == straight["architecture"]
+    assert sum(straight["architecture"]) < 464
+    for metrics in (resumed, straight):
+        del metrics["seconds"]
+    assert resumed == straight
+
+
+@pytest.mark.parametrize(("option", "value"), [("threshold", 0.0), ("threshold", 1.0), ("patience", 0)])
+def test_bad_options(option, value):
+    """Named, with what arrived."""
+    model, guide, loss, optimiser, x, _ = build()
+    with pytest.raises(ValueError, match=f"Expected {option} .*, but got {value}"):
+        Shrinker(model, "net", guide, x, optimiser, loss.elbo, **{option: value})
