@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from data import Images
@@ -15,15 +19,18 @@ from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Replica, Shrinker
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.elbo import Objective
-from pyro_l0.nn import NetworkCost, fix_gates, name_gates
+from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
-__all__ = ["Run"]
+__all__ = ["Run", "process_group"]
 
 KL_WARM_UP_EPOCHS = 50  # of spike_slab
 
 
 class Run:
     """One training run: model, guide, objective, optimiser and averaged weights.
+
+    In a process group every process takes its share of each batch and a gate sample of its own; gradients are averaged
+    and all processes hold the same state after every step.
 
     Args:
         images: the data, moved to ``device``.
@@ -38,6 +45,7 @@ class Run:
         gate_learning_rate: Adam's step for gates.
         batch_size: examples per step.
         averaging: decay of the averaged weights.
+        weight_decay: coefficient w of the gated weights' expected squared norm (Eq. 15, 17), as w / 2 on the mean loss.
         shrink: take units whose gates are closed for good out of the network after each epoch.
         seed: seed of everything random.
         device: where to train.
@@ -60,6 +68,7 @@ class Run:
         gate_learning_rate: float = 1e-3,
         batch_size: int = 100,
         averaging: float = 0.999,
+        weight_decay: float = 0.0,
         shrink: bool = False,
         seed: int = 1,
         device: str = "cpu",
@@ -94,7 +103,15 @@ class Run:
             elbo = L0_ELBO(objective, slab=slab_sites(self.net), kl_scale=lambda step: min(1.0, (step + 1) / warm_up))
         else:
             self.guide = AutoGate(self.model, init_active_prob=rates)
-            elbo = L0_ELBO(objective, lam=prices, group_size=self.group_sizes)
+            elbo = L0_ELBO(
+                objective,
+                lam=prices,
+                group_size=self.group_sizes,
+                weight_decay=weight_decay * len(self.train_x),
+                square_norm=square_norms(self.net, torch.zeros(1, pixels, device=self.device))
+                if weight_decay
+                else None,
+            )
         self.loss = elbo(self.model, self.guide)
         self.loss(*self._batch(torch.arange(2, device=self.device)))  # makes the guide's parameters
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -105,6 +122,12 @@ class Run:
             ],
             fused=True,
         )
+        self.processes, self.process = 1, 0
+        if distributed.is_initialized():
+            self.processes, self.process = distributed.get_world_size(), distributed.get_rank()
+        self.parallel = self._parallel()
+        if self.processes > 1:
+            torch.manual_seed(seed + self.process)  # the start was the same, the gates' samples are not
         self.units = [gate.numel() for gate in self.guide.test_gates().values()]
         self.trained = nn.ModuleList([self.net, self.guide])
         self.averaged = AveragedModel(self.trained, multi_avg_fn=get_ema_multi_avg_fn(averaging))
@@ -118,6 +141,10 @@ class Run:
                 self.trained, "0", self.guide, example, self.optimiser, elbo, [Replica(pair, "0", pair[1])]
             )
 
+    def _parallel(self) -> nn.Module:
+        """The loss as every process calls it; made again after the network has shrunk."""
+        return DistributedDataParallel(self.loss) if self.processes > 1 else self.loss
+
     def _batch(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return index, self.train_x[index], self.train_y[index]
 
@@ -125,17 +152,22 @@ class Run:
         """One pass over the training images in a new order; the mean loss per example, in nats."""
         total = torch.zeros((), device=self.device)
         order = torch.randperm(len(self.train_x)).to(self.device)
+        if self.processes > 1:
+            distributed.broadcast(order, 0)
         batches = order.split(self.batch_size)
         for index in batches:
             self.optimiser.zero_grad()
-            loss = self.loss(*self._batch(index))
+            loss = self.parallel(*self._batch(index[self.process :: self.processes]))
             loss.backward()
             self.optimiser.step()
             self.averaged.update_parameters(self.trained)
             total += loss.detach()
         if self.shrinker is not None and self.shrinker.step():
             self.model.net = self.trained[0]
-        return float(total) / len(batches) / len(self.train_x)
+            self.parallel = self._parallel()
+        if self.processes > 1:
+            distributed.all_reduce(total)
+        return float(total) / self.processes / len(batches) / len(self.train_x)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -168,19 +200,53 @@ class Run:
             "guide": self.guide.state_dict(),
             "averaged": self.averaged.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "random": torch.get_rng_state(),
+            "random": self._random_states(),
             "step": self.loss.elbo.step,
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
+
+    def _random_states(self) -> Tensor:
+        """The random number generators of all processes, one per row."""
+        own = torch.get_rng_state()
+        if self.processes == 1:
+            return own[None]
+        states = [torch.empty_like(own) for _ in range(self.processes)]
+        distributed.all_gather(states, own)
+        return torch.stack(states)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""
         if self.shrinker is not None:
             self.shrinker.load_state_dict(state["shrinker"])
             self.model.net = self.trained[0]
+            self.parallel = self._parallel()
         self.model.load_state_dict(state["model"])
         self.guide.load_state_dict(state["guide"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimiser.load_state_dict(state["optimiser"])
-        torch.set_rng_state(state["random"])
+        if len(state["random"]) != self.processes:
+            raise ValueError(
+                f"Expected as many processes as the checkpoint has, {len(state['random'])}, but got {self.processes}."
+            )
+        torch.set_rng_state(state["random"][self.process].clone())
         self.loss.elbo.step = state["step"]
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[bool]:
+    """Join the processes that ``torchrun`` started, if it did; yields whether this is the first of them.
+
+    Args:
+        device: ``"cpu"`` joins by gloo, ``"cuda"`` by NCCL with one GPU per process.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        yield True
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield distributed.get_rank() == 0
+        distributed.barrier()  # a process that leaves early takes the others' connection along
+    finally:
+        distributed.destroy_process_group()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0.compaction.plan import Plan, plan
 from pyro_l0.compaction.rewrite import rewrite
+from pyro_l0.nn.cost import square_norms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, read_network
 
@@ -205,6 +206,10 @@ class Shrinker:
                 value = getattr(self.elbo, option)
                 for site in gone if isinstance(value, dict) else ():
                     value.pop(site, None)
+            if self.elbo.square_norm:  # of the layers that are there now
+                self.elbo.square_norm = square_norms(
+                    self.main.holder.get_submodule(self.main.path), self.example_input[:1]
+                )
         self._plans.append(found)
 
     def _replace(
