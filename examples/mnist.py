@@ -8,8 +8,8 @@ By default on scikit-learn's 1,797 digits of 8 x 8 pixels, which need no downloa
 ``torchrun --nproc-per-node 2 examples/mnist.py ...`` trains in two processes, each with its share of every batch.
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error, open units and expected multiply-adds over the epochs,
-Figure 3 of the paper), ``inputs.png`` (which pixels stayed open) and ``checkpoint.pt``, from which ``--resume``
-continues.
+Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safetensors`` with ``pruned.json`` (the
+compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``, from which ``--resume`` continues.
 """
 
 from __future__ import annotations
@@ -145,9 +145,11 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         if first:
             checkpoint.save(options.out / "checkpoint.pt", state)
 
-    metrics = _metrics(run, history, seconds)
+    small = run.compacted()
+    metrics = {**_metrics(run, history, seconds), "certificate": small.certificate}
     if not first:
         return metrics
+    small.save(options.out / "pruned")
     (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
     gates = run.averaged.module[1].test_gates()
@@ -184,10 +186,11 @@ def _print_table(metrics: dict[str, Any], images: Images, out: Path) -> None:
         ("units left", f"{'-'.join(map(str, metrics['architecture']))} of {'-'.join(map(str, metrics['units']))}"),
         ("weights left", f"{metrics['weights_left']:,} of {metrics['weights']:,} ({100 * left:.1f} %)"),
         ("multiply-adds left", f"{metrics['macs_left']:,} of {metrics['macs']:,}"),
+        ("largest difference of the compacted network", f"{metrics['certificate']:.1e}"),
         ("seconds", f"{metrics['seconds']:.0f}"),
     ]
     for name, value in rows:
-        print(f"{name:26s}{value}")
+        print(f"{name:46s}{value}")
     print(f"files in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 

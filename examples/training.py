@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from data import Images
 from networks import INIT_ACTIVE_PROB, Classifier, NetworkName, build, group_sizes, slab_sites, with_mean_weights
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Replica, Shrinker
+from pyro_l0.compaction import Compacted, Replica, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.elbo import Objective
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
@@ -192,6 +192,13 @@ class Run:
             "expected_l0": sum(float(p.sum()) * self.group_sizes[name] for name, p in active.items()),
             "active_rate": {name: float(p.mean()) for name, p in active.items()},
         }
+
+    @torch.no_grad()
+    def compacted(self) -> Compacted:
+        """The averaged network under its test gates as a smaller plain network."""
+        net, guide = self.averaged.module
+        plain = with_mean_weights(net, guide) if isinstance(guide, AutoSpikeSlab) else net
+        return compact(plain, guide.test_gates(), self.test_x[:100])
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs, random numbers included."""

@@ -3,5 +3,16 @@
 from pyro_l0.nn.cost import NetworkCost, square_norms
 from pyro_l0.nn.fixed import FixedGate, fix_gates
 from pyro_l0.nn.gate import Gate, gate_names, name_gates
+from pyro_l0.nn.insert import gate_dropout, insert_gates
 
-__all__ = ["FixedGate", "Gate", "NetworkCost", "fix_gates", "gate_names", "name_gates", "square_norms"]
+__all__ = [
+    "FixedGate",
+    "Gate",
+    "NetworkCost",
+    "fix_gates",
+    "gate_dropout",
+    "gate_names",
+    "insert_gates",
+    "name_gates",
+    "square_norms",
+]

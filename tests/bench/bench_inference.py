@@ -1,0 +1,75 @@
+"""Time of compacted networks beside the dense ones: python tests/bench/bench_inference.py --mlp RUN --lenet5 RUN
+
+RUN is the folder of a run of examples/mnist.py, whose pruned network is read. Both networks are called in turn, one
+thread, without gradients; the ratio is that of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from networks import NetworkName, build
+from pyro_l0.compaction import load_compacted
+from pyro_l0.nn import fix_gates, gate_names, name_gates
+
+BATCHES: dict[NetworkName, tuple[int, ...]] = {"mlp": (1, 1000), "lenet5": (1, 256)}
+
+
+@torch.no_grad()
+def time_both(networks: dict[str, nn.Module], x: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Median seconds per call, both in turn."""
+    repeats = max(1, 2000 // len(x))
+    times: dict[str, list[float]] = {name: [] for name in networks}
+    for _ in range(rounds + 2):
+        for name, network in networks.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                network(x)
+            times[name].append((time.perf_counter() - start) / repeats)
+    return {name: statistics.median(values[2:]) for name, values in times.items()}
+
+
+def dense(name: NetworkName) -> nn.Module:
+    """The network without its gates."""
+    network = build(name, 784)
+    name_gates(network, prefix="net.")
+    fixed = fix_gates(network, {site: torch.ones(gate.size) for site, gate in gate_names(network).items()})
+    return nn.Sequential(*(layer for layer in fixed if type(layer).__name__ != "FixedGate")).eval()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in BATCHES:
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, one thread, {options.rounds} rounds in turn")
+    for name, batches in BATCHES.items():
+        folder = getattr(options, name)
+        if folder is None:
+            continue
+        network = build(name, 784)
+        name_gates(network, prefix="net.")
+        small = load_compacted(network, folder / "pruned").network
+        weights = sum(p.numel() for p in small.parameters() if p.dim() > 1)
+        for batch in batches:
+            seconds = time_both({"dense": dense(name), "small": small}, torch.rand(batch, 784), options.rounds)
+            print(
+                f"{name:8s}{weights:8,d} weights, batch {batch:5d}: dense {1e3 * seconds['dense']:8.3f} ms, compacted "
+                f"{1e3 * seconds['small']:8.3f} ms, {seconds['dense'] / seconds['small']:6.2f} times faster"
+            )
+
+
+if __name__ == "__main__":
+    main()
