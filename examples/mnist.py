@@ -54,6 +54,10 @@ class Options:
         gate_learning_rate: Adam's step for the gates; the weights' is 0.001. 0.001 on MNIST (the paper's) and 0.01
             on the digits, whose 200 epochs are only 3,000 steps, if not given.
         weight_decay: coefficient w of the gated weights' expected squared norm, as w / 2 on the mean loss (Eq. 15, 17).
+        target: largest fraction of the multiply-adds or the weights that the deterministic network may have at the end;
+            lam is then 0 if not given.
+        target_of: what the target counts.
+        target_epochs: epochs over which the budget falls to the target.
         shrink: take units whose gates are closed for good out of the network after each epoch, so that later epochs
             cost less.
         hold_out: set so many training images aside and report on them instead of the test images, to choose settings.
@@ -74,6 +78,9 @@ class Options:
     gate_learning_rate: float | None = None
     hold_out: int = 0
     weight_decay: float = 0.0
+    target: float | None = None
+    target_of: Literal["macs", "weights"] = "macs"
+    target_epochs: int = 50
     shrink: bool = False
 
 
@@ -93,7 +100,8 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     images = load_digits() if digits else load_mnist(options.data_dir)
     if options.hold_out:
         images = images.hold_out(options.hold_out)
-    lam = options.lam or ((0.0,) if options.objective == "spike_slab" else (0.05,) if digits else (0.1,))
+    free = options.objective == "spike_slab" or options.target is not None
+    lam = options.lam or ((0.0,) if free else (0.05,) if digits else (0.1,))
     if options.objective == "spike_slab" and any(lam):
         raise ValueError(f"Expected no lam for objective='spike_slab', but got {lam}.")
     gate_learning_rate = options.gate_learning_rate or (1e-2 if digits else 1e-3)
@@ -105,6 +113,9 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         prior_active_prob=options.prior_active_prob,
         gate_learning_rate=gate_learning_rate,
         weight_decay=options.weight_decay,
+        target=options.target,
+        target_of=options.target_of,
+        target_epochs=options.target_epochs,
         shrink=options.shrink,
         seed=options.seed,
         device=options.device,
@@ -114,6 +125,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         "units": run.units,
         "hold_out": options.hold_out,
         "weight_decay": options.weight_decay,
+        "target": [options.target, options.target_of, options.target_epochs],
         "shrink": options.shrink,
         "lam": list(lam),
         "prior_active_prob": options.prior_active_prob,
@@ -145,6 +157,9 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         if first:
             checkpoint.save(options.out / "checkpoint.pt", state)
 
+    if options.target is not None:
+        run.finish()
+        history[-1].update(run.measure())
     small = run.compacted()
     metrics = {**_metrics(run, history, seconds), "certificate": small.certificate}
     if not first:

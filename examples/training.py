@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,7 +17,7 @@ from data import Images
 from networks import INIT_ACTIVE_PROB, Classifier, NetworkName, build, group_sizes, slab_sites, with_mean_weights
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Replica, Shrinker, compact
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.infer.elbo import Objective
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
@@ -46,6 +46,9 @@ class Run:
         batch_size: examples per step.
         averaging: decay of the averaged weights.
         weight_decay: coefficient w of the gated weights' expected squared norm (Eq. 15, 17), as w / 2 on the mean loss.
+        target: largest fraction of the multiply-adds or the weights, in the place of ``lam``.
+        target_of: what the target counts.
+        target_epochs: epochs over which the budget falls to the target.
         shrink: take units whose gates are closed for good out of the network after each epoch.
         seed: seed of everything random.
         device: where to train.
@@ -69,6 +72,9 @@ class Run:
         batch_size: int = 100,
         averaging: float = 0.999,
         weight_decay: float = 0.0,
+        target: float | None = None,
+        target_of: Literal["macs", "weights"] = "macs",
+        target_epochs: int = 50,
         shrink: bool = False,
         seed: int = 1,
         device: str = "cpu",
@@ -132,6 +138,11 @@ class Run:
         self.trained = nn.ModuleList([self.net, self.guide])
         self.averaged = AveragedModel(self.trained, multi_avg_fn=get_ema_multi_avg_fn(averaging))
         self.shrinker: Shrinker | None = None
+        self.target: SparsityTarget | None = None
+        self.target_of = target_of
+        if target is not None:
+            steps = math.ceil(len(self.train_x) / batch_size)
+            self.target = self._target(self.guide, target, target_of, target_epochs * steps)
         if shrink:
             if slab:
                 raise ValueError("Expected shrink for objective='l0' or 'free_energy', but got 'spike_slab'.")
@@ -140,6 +151,22 @@ class Run:
             self.shrinker = Shrinker(
                 self.trained, "0", self.guide, example, self.optimiser, elbo, [Replica(pair, "0", pair[1])]
             )
+
+    def _full(self, gates: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gates in the sizes of the network at the start."""
+        return gates if self.shrinker is None else self.shrinker.full(gates)
+
+    def _target(self, guide: AutoGate, budget: float, of: str, warm_up: int) -> SparsityTarget:
+        count = self.cost.macs if of == "macs" else self.cost.weights
+        rate = 0.1 * self.batch_size  # per epoch, a tenth of a nat per example and unit of violation
+        return SparsityTarget(guide, budget, lambda gates: count(self._full(gates)), dual_rate=rate, warm_up=warm_up)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Let the averaged network meet the target to the last unit."""
+        if self.target is not None:
+            budget = float(self.target.budget)
+            self._target(self.averaged.module[1], budget, self.target_of, 0).project()
 
     def _parallel(self) -> nn.Module:
         """The loss as every process calls it; made again after the network has shrunk."""
@@ -158,10 +185,16 @@ class Run:
         for index in batches:
             self.optimiser.zero_grad()
             loss = self.parallel(*self._batch(index[self.process :: self.processes]))
+            if self.target is not None:
+                loss = loss + self.target.penalty()
             loss.backward()
             self.optimiser.step()
+            if self.target is not None:
+                self.target.ascend()
             self.averaged.update_parameters(self.trained)
             total += loss.detach()
+        if self.target is not None:
+            self.target.check()
         if self.shrinker is not None and self.shrinker.step():
             self.model.net = self.trained[0]
             self.parallel = self._parallel()
@@ -179,8 +212,7 @@ class Run:
         predicted = torch.cat([fixed(x).argmax(-1) for x in self.test_x.split(1000)])
         wrong = predicted != self.test_y
         active = {name: gate.active_prob for name, gate in guide.posterior().items()}
-        if self.shrinker is not None:
-            gates, active = self.shrinker.full(gates), self.shrinker.full(active)
+        gates, active = self._full(gates), self._full(active)
         open_gates = {name: (gate != 0).float() for name, gate in gates.items()}
         return {
             "test_error_percent": 100 * float(wrong.float().mean()),
@@ -209,6 +241,7 @@ class Run:
             "optimiser": self.optimiser.state_dict(),
             "random": self._random_states(),
             "step": self.loss.elbo.step,
+            "target": None if self.target is None else self.target.state_dict(),
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
 
@@ -227,6 +260,8 @@ class Run:
             self.shrinker.load_state_dict(state["shrinker"])
             self.model.net = self.trained[0]
             self.parallel = self._parallel()
+        if self.target is not None:
+            self.target.load_state_dict(state["target"])
         self.model.load_state_dict(state["model"])
         self.guide.load_state_dict(state["guide"])
         self.averaged.load_state_dict(state["averaged"])

@@ -1,7 +1,8 @@
 """Objectives, guides and reparameterisation for models with gates."""
 
 from pyro_l0.infer.autoguide import ActiveRate, AutoGate, AutoSpikeSlab
+from pyro_l0.infer.constraint import SparsityTarget
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.reparam import RectifyReparam
 
-__all__ = ["L0_ELBO", "ActiveRate", "AutoGate", "AutoSpikeSlab", "RectifyReparam"]
+__all__ = ["L0_ELBO", "ActiveRate", "AutoGate", "AutoSpikeSlab", "RectifyReparam", "SparsityTarget"]

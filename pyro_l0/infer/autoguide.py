@@ -287,6 +287,27 @@ class AutoGate(AutoGuide):
         return replaced
 
     @torch.no_grad()
+    def close(self, name: str, places: Tensor) -> None:
+        """Close some gates of a site for good: P(z != 0) below 1e-6 and a test gate of 0.
+
+        Args:
+            name: a gate site.
+            places: places of the gates in the flattened site.
+
+        Raises:
+            ValueError: the name is not a gate site.
+        """
+        plan = self._gate_plans().get(name)
+        if plan is None or plan.template is None:
+            raise ValueError(f"Expected a gate site, one of {sorted(self._gate_plans())}, but got {name!r}.")
+        closed = self.family.from_active_prob(torch.tensor(1e-6), **plan.template.fixed_options)
+        for key, constraint in self.family.learned.items():
+            value = transform_to(constraint).inv(getattr(closed, key))
+            parameter = self.sites[_key(name)]._parameters[key]
+            assert parameter is not None
+            parameter.view(-1)[places.to(parameter.device)] = value.to(parameter)
+
+    @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
         """The deterministic gates that prune, by site."""
         return {name: gate.test_gate for name, gate in self.posterior().items()}

@@ -1,0 +1,210 @@
+"""Sparsity as a constraint: a budget that the deterministic network meets at the end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_l0.distributions.gate import check_rate
+from pyro_l0.infer.autoguide import AutoGate
+
+__all__ = ["SparsityTarget"]
+
+Cost = Callable[[Mapping[str, Tensor]], Tensor]
+_PATIENCE = 50  # updates of a multiplier that grows without effect, before a warning
+
+
+class SparsityTarget:
+    r"""At most a given fraction of the weights, the multiply-adds or the open units, by dual ascent.
+
+    Instead of a price of an open weight, the budget is given, and the price is found: to the loss in nats comes
+    :meth:`penalty`, :math:`\mu\, E[c(z)] / c(1)`, and after every step of the optimiser :meth:`ascend` raises the
+    multiplier :math:`\mu` while the *deterministic* network (test gates) costs more than the budget and sets it to 0
+    when it does not (a dual restart), so that a network within its budget is not pruned further. The gradient goes
+    through the expected cost, the multiplier follows the actual one: expected counts do not tell what pruning leaves,
+    since a hard concrete gate may be open with probability 0.3 while its test gate is 0.
+
+    The budget that counts falls linearly from 1 to its final value over ``warm_up`` steps, which keeps the network
+    from being cut down before it has learned. :meth:`project` makes up for the last units at the end.
+
+    Args:
+        guide: the gates' guide, after its first call.
+        budget: largest fraction of the cost of the full network, in (0, 1); or by site, the largest fraction of open
+            units.
+        cost: cost of given gates by site (P(z != 0) or 0 and 1), a tensor of shape ``()``, such as
+            :meth:`NetworkCost.macs <pyro_l0.nn.NetworkCost.macs>`; not with a budget by site.
+        dual_rate: growth of the multiplier, in nats per step and unit of violation. The default suits batches of
+            100: per epoch the multiplier then grows by a tenth of a nat per example and unit of violation.
+        warm_up: steps until the final budget holds.
+        every: steps between two looks at the deterministic network.
+
+    Attributes:
+        multiplier: :math:`\mu` in nats, shape ``(k,)`` for k constraints.
+
+    Raises:
+        ValueError: a budget is outside (0, 1), names an unknown site, or comes with a cost where there should be none.
+
+    Example:
+        >>> import pyro
+        >>> from pyro_l0 import HardConcrete
+        >>> def model():
+        ...     pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
+        >>> guide = AutoGate(model)
+        >>> _ = guide()
+        >>> target = SparsityTarget(guide, {"z": 0.3}, warm_up=0)
+        >>> target.fraction()
+        tensor([1.])
+        >>> target.project()
+        >>> target.fraction()
+        tensor([0.3000])
+
+    References:
+        Gallego-Posada et al. (2022), Controlled Sparsity via Constrained Optimization, arXiv:2208.04425; Cotter et al.
+        (2019), arXiv:1804.06500 (a proxy for the gradient, the true constraint for the multiplier).
+    """
+
+    def __init__(
+        self,
+        guide: AutoGate,
+        budget: float | Mapping[str, float],
+        cost: Cost | None = None,
+        *,
+        dual_rate: float = 10.0,
+        warm_up: int = 0,
+        every: int = 10,
+    ) -> None:
+        gates = guide.test_gates()
+        by_site = isinstance(budget, Mapping)
+        budgets = dict(budget) if isinstance(budget, Mapping) else {"budget": budget}
+        for name, value in budgets.items():
+            if by_site and name not in gates:
+                raise ValueError(f"Expected a budget by gate site, one of {sorted(gates)}, but got {name!r}.")
+            check_rate(f"budget[{name!r}]" if by_site else "budget", value, "a target")
+        if by_site == (cost is not None):
+            raise ValueError("Expected a cost with one budget for the network, and none with budgets by site.")
+        for option, number, least in (("dual_rate", dual_rate, 0.0), ("warm_up", warm_up, 0), ("every", every, 1)):
+            if not number >= least:
+                raise ValueError(f"Expected {option} of at least {least}, but got {number}.")
+        self.guide = guide
+        self.dual_rate = dual_rate
+        self.warm_up = warm_up
+        self.every = every
+        self.step = 0
+        like = next(iter(gates.values()))
+        self.budget = torch.tensor(list(budgets.values()), dtype=like.dtype, device=like.device)
+        self.multiplier = torch.zeros_like(self.budget)
+        self._sites = list(budgets) if by_site else []
+        self._cost = cost
+        self._total = self._raw({name: torch.ones_like(gate) for name, gate in gates.items()})
+        self._worst = torch.zeros_like(self.budget)
+        self._stuck = 0
+
+    def _raw(self, gates: Mapping[str, Tensor]) -> Tensor:
+        if self._cost is not None:
+            return self._cost(gates).reshape(1)
+        return torch.stack([gates[site].sum() for site in self._sites])
+
+    def penalty(self) -> Tensor:
+        """What to add to the loss, in nats; shape ``()``."""
+        active = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
+        return (self.multiplier * self._raw(active) / self._total).sum()
+
+    @torch.no_grad()
+    def fraction(self) -> Tensor:
+        """Cost of the deterministic network as a fraction of the full one's, shape ``(k,)``."""
+        return self._raw({name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}) / self._total
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        """Update the multiplier; after every step of the optimiser. Nothing is read back from the device."""
+        self.step += 1
+        if self.step % self.every:
+            return
+        done = min(1.0, self.step / self.warm_up) if self.warm_up else 1.0
+        violation = self.fraction() - (1 - (1 - self.budget) * done)
+        raised = self.multiplier + self.dual_rate * self.every * violation
+        self.multiplier = torch.where(violation > 0, raised, 0.0)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Warn if the target is stuck; once per epoch, since it reads the device.
+
+        Warns:
+            UserWarning: the multiplier keeps growing while the cost does not fall, or a site has no open gate left.
+        """
+        fraction = self.fraction()
+        falls = bool((fraction < self._worst - 1e-3).any())
+        self._stuck = (
+            0 if falls or not bool((self.multiplier > 0).any()) or self.step < self.warm_up else self._stuck + 1
+        )
+        self._worst = fraction
+        if self._stuck == _PATIENCE:
+            warnings.warn(
+                f"The multiplier has grown to {self.multiplier.max().item():.3g} nats over {_PATIENCE} checks while "
+                f"the cost stays at {fraction.tolist()} of the full network's: the gates hardly move. Raise their "
+                "learning rate.",
+                stacklevel=2,
+            )
+        for name, gate in self.guide.test_gates().items():
+            if not bool((gate != 0).any()):
+                warnings.warn(
+                    f"No gate of site {name!r} is open in the deterministic network: the layer is dead. Lower the dual "
+                    "rate, lengthen the warm-up or set budgets by site.",
+                    stacklevel=2,
+                )
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Close the least valuable open gates until the deterministic network is within its budget.
+
+        At the end of training. Gates are closed one by one, by their P(z != 0) from below, by setting the guide's
+        location parameter far down. A site keeps its last gate. With averaged weights, the averaged guide's target is
+        what counts.
+
+        Raises:
+            ValueError: no network with an open gate per site is within the budget.
+        """
+        prior = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
+        open_gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
+        order = sorted(
+            (float(prob), name, i)
+            for name, probs in prior.items()
+            for i, prob in enumerate(probs.flatten().tolist())
+            if bool(open_gates[name].flatten()[i])
+        )
+        closed: dict[str, list[int]] = {}
+        for _, name, i in order:
+            over = self._raw(open_gates) / self._total > self.budget
+            if not bool(over.any()):
+                break
+            counts = open_gates[name].sum() > 1
+            concerned = name in self._sites and bool(over[self._sites.index(name)]) if self._sites else True
+            if bool(counts) and concerned:
+                open_gates[name].view(-1)[i] = 0.0
+                closed.setdefault(name, []).append(i)
+        if bool((self._raw(open_gates) / self._total > self.budget).any()):
+            raise ValueError(f"Expected a budget that one open gate per site meets, but got {self.budget.tolist()}.")
+        for name, places in closed.items():
+            self.guide.close(name, torch.tensor(places))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {"multiplier": self.multiplier.clone(), "step": self.step, "worst": self._worst, "stuck": self._stuck}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state is of another number of constraints.
+        """
+        if state["multiplier"].shape != self.multiplier.shape:
+            raise ValueError(
+                f"Expected the state of {len(self.multiplier)} constraints, but got {len(state['multiplier'])}."
+            )
+        self.multiplier = state["multiplier"].to(self.multiplier).clone()
+        self.step, self._stuck = state["step"], state["stuck"]
+        self._worst = state["worst"].to(self.multiplier).clone()

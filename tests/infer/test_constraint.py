@@ -1,0 +1,169 @@
+"""Budgets that the deterministic network meets, and the multiplier that gets it there."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_l0 import HardConcrete, RectifiedNormal
+from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
+
+
+def model():
+    pyro.sample("a", HardConcrete(torch.zeros(4)).to_event(1))
+    pyro.sample("b", HardConcrete(torch.zeros(6)).to_event(1))
+
+
+def make(family=HardConcrete):
+    guide = AutoGate(model, family=family, init_jitter=0.0)
+    guide()
+    return guide
+
+
+def count(gates):
+    """Four for each gate of a, one for each of b: 22 in all."""
+    return 4 * gates["a"].sum() + gates["b"].sum()
+
+
+def test_multiplier_follows_the_deterministic_network():
+    """It grows by rate times violation, and falls to zero within the budget, whatever is expected."""
+    guide = make()
+    target = SparsityTarget(guide, 0.5, count, dual_rate=2.0, every=5)
+    for _ in range(10):
+        target.ascend()
+    assert target.multiplier.item() == pytest.approx(2 * 2.0 * 5 * (1 - 0.5))
+    assert target.penalty().item() == pytest.approx(10 * 0.9, rel=1e-5)  # every gate is open with 0.9
+    with torch.no_grad():
+        guide.sites["a"]["log_alpha"].fill_(-2.5)  # test gates 0, P(z != 0) 0.29
+    assert target.fraction().item() == pytest.approx(6 / 22)
+    for _ in range(5):
+        target.ascend()
+    assert target.multiplier.item() == 0
+
+
+def test_the_budget_falls_linearly():
+    """Violations are measured against the budget of the step."""
+    guide = make()
+    target = SparsityTarget(guide, 0.2, count, dual_rate=1.0, every=1, warm_up=4)
+    values = []
+    for _ in range(5):
+        target.ascend()
+        values.append(target.multiplier.item())
+    assert values == pytest.approx([0.2, 0.6, 1.2, 2.0, 2.8])
+
+
+def test_gradient_goes_through_the_expected_cost():
+    """mu / total times the unit's cost times dP / d log alpha."""
+    guide = make()
+    target = SparsityTarget(guide, 0.5, count, dual_rate=1.0, every=1)
+    target.ascend()
+    target.penalty().backward()
+    grad = guide.sites["a"]["log_alpha"].grad
+    torch.testing.assert_close(grad, torch.full((4,), 0.5 * 4 / 22 * 0.9 * 0.1), rtol=1e-4, atol=0)  # float32
+
+
+def test_training_ends_at_the_most_valuable_units():
+    """Gates that scale known signals: the budget keeps the largest, and does not close more."""
+    size = torch.tensor([3.0, 0.1, 2.0, 0.2, 2.5, 0.15, 0.3, 1.5, 0.05, 0.25])
+
+    def signal():
+        z = pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
+        with pyro.plate("data", 10):
+            pyro.sample("y", dist.Normal(size * z, 0.3), obs=size)
+
+    pyro.set_rng_seed(5)
+    guide = AutoGate(signal)
+    loss = L0_ELBO("l0")(signal, guide)
+    loss()
+    target = SparsityTarget(guide, {"z": 0.4}, dual_rate=1.0, warm_up=500)
+    optimiser = torch.optim.Adam(guide.parameters(), 0.02)
+    for _ in range(2000):
+        optimiser.zero_grad()
+        (loss() + target.penalty()).backward()
+        optimiser.step()
+        target.ascend()
+    assert target.fraction().item() == pytest.approx(0.4)
+    assert set(guide.test_gates()["z"].nonzero().flatten().tolist()) == {0, 2, 4, 7}
+
+
+@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal])
+def test_projection_closes_the_least_probable(family):
+    """Just as many as it takes; a site keeps its last gate."""
+    guide = make(family)
+    location = next(iter(family.learned))
+    with torch.no_grad():
+        guide.sites["a"][location] += torch.tensor([0.0, 0.1, 0.2, 0.3])
+        guide.sites["b"][location] += 1.0
+    target = SparsityTarget(guide, 0.5, count)
+    target.project()
+    gates = guide.test_gates()
+    assert [bool(gate) for gate in gates["a"] != 0] == [False, False, False, True]
+    assert count({name: (gate != 0).float() for name, gate in gates.items()}) <= 11
+    assert target.fraction().item() > 0.5 - 4 / 22
+    assert all(gate.active_prob.min() < 1e-5 for name, gate in guide.posterior().items() if name == "a")
+    with pytest.raises(ValueError, match="a budget that one open gate per site meets"):
+        SparsityTarget(guide, 0.01, count).project()
+
+
+def test_budgets_by_site():
+    """Each with its own multiplier."""
+    guide = make()
+    target = SparsityTarget(guide, {"b": 0.5, "a": 0.75}, dual_rate=1.0, every=1)
+    target.ascend()
+    assert target.multiplier.tolist() == pytest.approx([0.5, 0.25])
+    target.project()
+    assert target.fraction().tolist() == pytest.approx([0.5, 0.75])
+
+
+def test_state_goes_on():
+    """The multiplier, the step and what the warnings need."""
+    one, other = (SparsityTarget(make(), 0.2, count, warm_up=10, every=1) for _ in range(2))
+    for _ in range(3):
+        one.ascend()
+    other.load_state_dict(one.state_dict())
+    one.ascend()
+    other.ascend()
+    assert torch.equal(one.multiplier, other.multiplier)
+    with pytest.raises(ValueError, match="the state of 2 constraints, but got 1"):
+        SparsityTarget(make(), {"a": 0.5, "b": 0.5}).load_state_dict(one.state_dict())
+
+
+def test_warnings_of_a_stuck_run():
+    """A multiplier without effect, and a layer without open gates."""
+    guide = make()
+    target = SparsityTarget(guide, 0.2, count, every=1)
+    target.ascend()
+    for _ in range(49):
+        target.check()
+    with pytest.warns(UserWarning, match=r"grown to .* nats over 50 checks .* gates hardly move"):
+        target.check()
+    with torch.no_grad():
+        guide.sites["b"]["log_alpha"].fill_(-9.0)
+    with pytest.warns(UserWarning, match="No gate of site 'b' is open"):
+        target.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0.0, count), {}, "Expected budget strictly between 0 and 1"),
+        ((1.5, count), {}, r"Expected budget .* got 1.5"),
+        (({"a": 2.0},), {}, r"Expected budget\['a'\] strictly between 0 and 1"),
+        (({"c": 0.5},), {}, r"one of \['a', 'b'\], but got 'c'"),
+        ((0.5,), {}, "a cost with one budget"),
+        (({"a": 0.5}, count), {}, "none with budgets by site"),
+        ((0.5, count), {"dual_rate": -1.0}, "dual_rate of at least 0.0, but got -1.0"),
+        ((0.5, count), {"every": 0}, "every of at least 1, but got 0"),
+        ((0.5, count), {"warm_up": -1}, "warm_up of at least 0, but got -1"),
+    ],
+)
+def test_bad_targets(arguments, options, message):
+    """Named, with what arrived."""
+    with pytest.raises(ValueError, match=message):
+        SparsityTarget(make(), *arguments, **options)
+
+
+def test_closing_an_unknown_site():
+    """By name."""
+    with pytest.raises(ValueError, match="Expected a gate site"):
+        make().close("c", torch.tensor([0]))
