@@ -72,9 +72,10 @@ def main() -> None:
         if epoch in (0, 4, 9, 19) or (epoch + 1) % 50 == 0 or epoch + 1 == options.epochs:
             dense, shrinking = (sum(values) for values in seconds.values())
             measured = gated.measure()
+            last = seconds["shrinking"][-1] / seconds["dense"][-1]
             print(
-                f"epoch {epoch + 1:4d}: dense {dense:8.1f} s, shrinking {shrinking:8.1f} s, ratio {shrinking / dense:5.2f}; "
-                f"this epoch {seconds['shrinking'][-1] / seconds['dense'][-1]:5.2f}; open "
+                f"epoch {epoch + 1:4d}: dense {dense:8.1f} s, shrinking {shrinking:8.1f} s, ratio "
+                f"{shrinking / dense:5.2f}, this epoch {last:5.2f}; open "
                 f"{'-'.join(map(str, measured['architecture']))}, error {measured['test_error_percent']:.2f} %",
                 flush=True,
             )
