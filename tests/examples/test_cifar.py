@@ -1,0 +1,148 @@
+"""The CIFAR reader, the wide residual network and its training."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import cifar_wrn
+from cifar import load_cifar, read_batch
+from cifar_wrn import Options
+from pyro_l0.compaction import compact, load_compacted
+from pyro_l0.nn import NetworkCost, gate_names, name_gates
+from wide_resnet import wide_resnet
+
+
+def write(folder, name, content):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(pickle.dumps(content, protocol=4))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny CIFAR-10: class k is the brightness of the image."""
+    generator = np.random.default_rng(0)
+    for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
+        count = 500 if name == "test_batch" else 26
+        labels = generator.integers(0, 10, count)
+        data = (25 * labels[:, None] + generator.integers(0, 20, (count, 3072))).astype(np.uint8)
+        write(tmp_path / "cifar-10-batches-py", name, {b"data": data, b"labels": labels.tolist()})
+    return tmp_path
+
+
+def test_reader(folder):
+    """Batches one after the other, from the folder or the one around it."""
+    images = load_cifar("cifar10", folder)
+    assert images.train_x.shape == (130, 3, 32, 32)
+    assert images.train_x.dtype == torch.uint8
+    assert images.test_y.shape == (500,)
+    assert torch.equal(load_cifar("cifar10", folder / "cifar-10-batches-py").train_x, images.train_x)
+    write(
+        folder / "cifar-100-python", "train", {b"data": images.train_x.flatten(1).numpy(), b"fine_labels": [99] * 130}
+    )
+    write(folder / "cifar-100-python", "test", {b"data": images.test_x.flatten(1).numpy(), b"fine_labels": [0] * 500})
+    assert load_cifar("cifar100", folder).num_classes == 100
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+def test_a_pickle_can_run_nothing(folder, tmp_path, monkeypatch):
+    """Anything but arrays and plain values is refused by name and not run."""
+    monkeypatch.chdir(tmp_path)
+    write(folder / "cifar-10-batches-py", "data_batch_3", {b"data": Evil(), b"labels": []})
+    with pytest.raises(ValueError, match=r"data_batch_3: .* it asks for (posix|nt)\.system"):
+        load_cifar("cifar10", folder)
+    assert not Path("evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "file: expected a pickled batch"),
+        (
+            pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2]})[:-9],
+            "file: expected a pickled batch",
+        ),
+        (pickle.dumps([1, 2]), "file: expected a pickled batch"),
+        (pickle.dumps({b"data": np.zeros((2, 30), np.uint8), b"labels": [1, 2]}), r"\(images, 3072\) .* \(2, 30\)"),
+        (pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}), r"and \(1,\)"),
+    ],
+)
+def test_damaged_batches(content, message):
+    """Refused by name."""
+    with pytest.raises(ValueError, match=message):
+        read_batch(content, "file", "labels")
+
+
+def test_missing_files(tmp_path):
+    """The folder and what was expected there."""
+    with pytest.raises(
+        FileNotFoundError, match=r"expected cifar-10-batches-py/data_batch_1 or cifar-10-python\.tar\.gz"
+    ):
+        load_cifar("cifar10", tmp_path)
+
+
+def test_costs_of_wide_residual_networks():
+    """WRN-28-10 has 5.24 billion multiply-adds; those of a pruned network are torch's count of the compacted one."""
+    cost = NetworkCost(wide_resnet(28, 10), torch.zeros(1, 3, 32, 32))
+    assert cost.total_macs == pytest.approx(5.24e9, rel=1e-3)
+    net = wide_resnet(10, 1)
+    generator = torch.Generator().manual_seed(1)
+    gates = {name: (torch.rand(gate.size, generator=generator) < 0.5).float() for name, gate in gate_names(net).items()}
+    gates["2.gate"] = torch.zeros(32)  # a whole block closed
+    x = torch.randn(2, 3, 32, 32, generator=generator)
+    result = compact(net, gates, x)
+    assert result.certificate < 1e-5
+    with FlopCounterMode(display=False) as counter:
+        result.network(x[:1])
+    assert NetworkCost(net, x).macs(gates).item() == counter.get_total_flops() / 2
+    assert "2.conv1" not in dict(result.network.named_modules())
+    with pytest.raises(ValueError, match="depth of 10, 16, 22, 28"):
+        wide_resnet(12, 1)
+
+
+def test_training_and_resuming(folder):
+    """Two epochs at once, and one after the other, to the last bit; the files that are written."""
+    options = {"data_dir": folder, "depth": 10, "width": 1, "epochs": 2, "batch_size": 26, "gate_learning_rate": 1.0}
+    straight = cifar_wrn.main(Options(**options, out=folder / "straight"))
+    images = load_cifar("cifar10", folder)
+    first = cifar_wrn.Run(images, Options(**options))
+    history = [{"epoch": 1, "loss": first.train_epoch(), "seconds": 0.0, **first.measure()}]
+    state = {name: getattr(Options(**options), name) for name in ("data", "depth", "width", "lam", "epochs")}
+    state |= {name: getattr(Options(**options), name) for name in ("batch_size", "learning_rate", "gate_learning_rate")}
+    out = folder / "resumed"
+    out.mkdir()
+    fingerprint = {**state, "seed": 1}
+    cifar_wrn.checkpoint.save(
+        out / "checkpoint.pt", {"fingerprint": fingerprint, "run": first.state(), "history": history}
+    )
+    resumed = cifar_wrn.main(Options(**options, out=out, resume=True))
+    for metrics in (straight, resumed):
+        del metrics["seconds"]
+        for entry in metrics["history"]:
+            del entry["seconds"]
+    assert resumed == straight
+    written = {path.name for path in (folder / "straight").iterdir()}
+    assert {"metrics.json", "training.png", "checkpoint.pt", "pruned.json", "pruned.safetensors"} <= written
+    assert json.loads((folder / "straight" / "metrics.json").read_text())["certificate"] < 1e-4
+    net = wide_resnet(10, 1)
+    name_gates(net, prefix="net.")
+    load_compacted(net, folder / "straight" / "pruned")
+
+
+@pytest.mark.skipif("PYRO_L0_CIFAR_DIR" not in os.environ, reason="PYRO_L0_CIFAR_DIR names no folder with CIFAR-10")
+def test_real_images(tmp_path):
+    """A few steps on the real images."""
+    folder = Path(os.environ["PYRO_L0_CIFAR_DIR"])
+    metrics = cifar_wrn.main(
+        Options(data_dir=folder, depth=10, width=1, epochs=1, max_steps=20, out=tmp_path, gate_learning_rate=30.0)
+    )
+    assert metrics["test_error_percent"] < 85
