@@ -1,0 +1,102 @@
+"""A training step of a gated wide residual network beside the dense one: python tests/bench/bench_wrn.py
+
+Random images, batch 128, SGD with Nesterov momentum, steps in turn in one process; prints the medians, their ratio and
+the peak of the process's memory. On a GPU (``--device cuda``) with ``--amp`` in bfloat16, synchronised around each step.
+The defaults are WRN-16-4; ``--depth 28 --width 10`` is the papers' network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from cifar import Cifar
+from cifar_wrn import Options, Run
+from pyro_l0.nn import Gate
+from wide_resnet import wide_resnet
+
+
+def without_gates(net: nn.Module) -> nn.Module:
+    """The network with nothing in the place of its gates."""
+    for module in list(net.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Gate):
+                setattr(module, name, nn.Identity())
+    return net
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--lam", type=float, default=0.001)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    size = options.batch_size
+    x, y = torch.randint(0, 256, (2 * size, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 10, (2 * size,))
+    run = Run(
+        Cifar(x, y, x[:2], y[:2], 10),
+        Options(depth=options.depth, width=options.width, device=options.device, amp=options.amp, lam=options.lam),
+    )
+    run.net.train()
+    device = run.device
+    index = torch.arange(size, device=device)
+    dense = without_gates(wide_resnet(options.depth, options.width)).to(device).train()
+    optimiser = torch.optim.SGD(dense.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    autocast = torch.autocast(device.type, torch.bfloat16) if options.amp else nullcontext()
+
+    def gated_step() -> None:
+        run.optimiser.zero_grad()
+        with autocast:
+            loss = run.loss(*run._batch(index, augment=True)) / len(run.train_x)
+        loss.backward()
+        run.optimiser.step()
+
+    def dense_step() -> None:
+        optimiser.zero_grad()
+        with autocast:
+            _, images, labels = run._batch(index, augment=True)
+            loss = F.cross_entropy(dense(images), labels)
+        loss.backward()
+        optimiser.step()
+
+    times: dict[str, list[float]] = {"dense": [], "gated": []}
+    for _ in range(options.rounds + 1):
+        for name, step in (("dense", dense_step), ("gated", gated_step)):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    seconds = {name: statistics.median(values[1:]) for name, values in times.items()}
+    macs = 3 * 2 * run.cost.total_macs * size  # forward and two backward products, two operations each
+    print(f"WRN-{options.depth}-{options.width}, batch {size}, {options.device}, {options.threads} threads")
+    print(f"dense {seconds['dense']:8.3f} s a step, {macs / seconds['dense'] / 1e12:7.2f} TFLOP/s")
+    print(f"gated {seconds['gated']:8.3f} s a step, ratio {seconds['gated'] / seconds['dense']:.3f}")
+    if device.type == "cuda":
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    else:
+        peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+        print(f"peak memory of the process with both networks {peak / 2**20:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()
