@@ -37,6 +37,7 @@ class NetworkCost:
         ValueError: the network holds a layer that can't be counted, or a gate value is missing or misshapen.
 
     Example:
+        >>> from pyro_l0.nn import Gate
         >>> cost = NetworkCost(nn.Sequential(Gate(4), nn.Linear(4, 3), Gate(3), nn.Linear(3, 2)), torch.ones(1, 4))
         >>> cost.group_sizes, cost.total_weights
         ({'0': 3.0, '2': 2.0}, 18)
@@ -101,6 +102,7 @@ def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _Square
         example_input: one batch of inputs, for the shapes.
 
     Example:
+        >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(Gate(2), nn.Linear(2, 3))
         >>> square_norms(net, torch.ones(1, 2))["0"]().shape
         torch.Size([2])

@@ -1,7 +1,7 @@
 """A training step of a gated wide residual network beside the dense one: python tests/bench/bench_wrn.py
 
 Random images, batch 128, SGD with Nesterov momentum, steps in turn in one process; prints the medians, their ratio and
-the peak of the process's memory. On a GPU (``--device cuda``) with ``--amp`` in bfloat16, synchronised around each step.
+the peak of the process's memory. On a GPU (``--device cuda``) steps are synchronised; ``--amp`` takes bfloat16.
 The defaults are WRN-16-4; ``--depth 28 --width 10`` is the papers' network.
 """
 
