@@ -158,8 +158,16 @@ class Run:
 
     def _target(self, guide: AutoGate, budget: float, of: str, warm_up: int) -> SparsityTarget:
         count = self.cost.macs if of == "macs" else self.cost.weights
-        rate = 0.1 * self.batch_size  # per epoch, a tenth of a nat per example and unit of violation
-        return SparsityTarget(guide, budget, lambda gates: count(self._full(gates)), dual_rate=rate, warm_up=warm_up)
+        rate = 0.3 * self.batch_size  # per epoch, 0.3 nats per example and unit of violation
+        total = count({name: torch.ones(size) for name, size in zip(self.group_sizes, self.units, strict=True)})
+        return SparsityTarget(
+            guide,
+            budget,
+            lambda gates: count(self._full(gates)),
+            total=total.reshape(1).to(self.device),
+            dual_rate=rate,
+            warm_up=warm_up,
+        )
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -37,13 +37,15 @@ class SparsityTarget:
             units.
         cost: cost of given gates by site (P(z != 0) or 0 and 1), a tensor of shape ``()``, such as
             :meth:`NetworkCost.macs <pyro_l0.nn.NetworkCost.macs>`; not with a budget by site.
+        total: cost of the full network, shape ``(k,)``; of the guide's gates, all open, if not given.
         dual_rate: growth of the multiplier, in nats per step and unit of violation. The default suits batches of
-            100: per epoch the multiplier then grows by a tenth of a nat per example and unit of violation.
+            100: per epoch the multiplier then grows by 0.3 nats per example and unit of violation.
         warm_up: steps until the final budget holds.
         every: steps between two looks at the deterministic network.
 
     Attributes:
         multiplier: :math:`\mu` in nats, shape ``(k,)`` for k constraints.
+        total: cost of the full network, shape ``(k,)``.
 
     Raises:
         ValueError: a budget is outside (0, 1), names an unknown site, or comes with a cost where there should be none.
@@ -73,7 +75,8 @@ class SparsityTarget:
         budget: float | Mapping[str, float],
         cost: Cost | None = None,
         *,
-        dual_rate: float = 10.0,
+        total: Tensor | None = None,
+        dual_rate: float = 30.0,
         warm_up: int = 0,
         every: int = 10,
     ) -> None:
@@ -99,7 +102,9 @@ class SparsityTarget:
         self.multiplier = torch.zeros_like(self.budget)
         self._sites = list(budgets) if by_site else []
         self._cost = cost
-        self._total = self._raw({name: torch.ones_like(gate) for name, gate in gates.items()})
+        self.total = (
+            self._raw({name: torch.ones_like(gate) for name, gate in gates.items()}) if total is None else total
+        )
         self._worst = torch.zeros_like(self.budget)
         self._stuck = 0
 
@@ -111,12 +116,12 @@ class SparsityTarget:
     def penalty(self) -> Tensor:
         """What to add to the loss, in nats; shape ``()``."""
         active = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
-        return (self.multiplier * self._raw(active) / self._total).sum()
+        return (self.multiplier * self._raw(active) / self.total).sum()
 
     @torch.no_grad()
     def fraction(self) -> Tensor:
         """Cost of the deterministic network as a fraction of the full one's, shape ``(k,)``."""
-        return self._raw({name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}) / self._total
+        return self._raw({name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}) / self.total
 
     @torch.no_grad()
     def ascend(self) -> None:
@@ -178,7 +183,7 @@ class SparsityTarget:
         )
         closed: dict[str, list[int]] = {}
         for _, name, i in order:
-            over = self._raw(open_gates) / self._total > self.budget
+            over = self._raw(open_gates) / self.total > self.budget
             if not bool(over.any()):
                 break
             counts = open_gates[name].sum() > 1
@@ -186,7 +191,7 @@ class SparsityTarget:
             if bool(counts) and concerned:
                 open_gates[name].view(-1)[i] = 0.0
                 closed.setdefault(name, []).append(i)
-        if bool((self._raw(open_gates) / self._total > self.budget).any()):
+        if bool((self._raw(open_gates) / self.total > self.budget).any()):
             raise ValueError(f"Expected a budget that one open gate per site meets, but got {self.budget.tolist()}.")
         for name, places in closed.items():
             self.guide.close(name, torch.tensor(places))

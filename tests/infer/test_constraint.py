@@ -167,3 +167,14 @@ def test_closing_an_unknown_site():
     """By name."""
     with pytest.raises(ValueError, match="Expected a gate site"):
         make().close("c", torch.tensor([0]))
+
+
+def test_the_total_is_that_of_the_full_network():
+    """A guide that has lost gates keeps to the budget of the network at the start."""
+    guide = make()
+    total = SparsityTarget(guide, 0.5, count).total
+    guide.keep({"a": torch.tensor([0, 1]), "b": torch.arange(6)})
+    target = SparsityTarget(guide, 0.5, count, total=total)
+    assert target.fraction().item() == pytest.approx(14 / 22)
+    target.project()
+    assert 7 / 22 < target.fraction().item() <= 0.5
