@@ -105,7 +105,7 @@ class SparsityTarget:
         self.total = (
             self._raw({name: torch.ones_like(gate) for name, gate in gates.items()}) if total is None else total
         )
-        self._worst = torch.zeros_like(self.budget)
+        self._last = torch.zeros_like(self.budget)
         self._stuck = 0
 
     def _raw(self, gates: Mapping[str, Tensor]) -> Tensor:
@@ -142,11 +142,11 @@ class SparsityTarget:
             UserWarning: the multiplier keeps growing while the cost does not fall, or a site has no open gate left.
         """
         fraction = self.fraction()
-        falls = bool((fraction < self._worst - 1e-3).any())
+        falls = bool((fraction < self._last - 1e-3).any())
         self._stuck = (
             0 if falls or not bool((self.multiplier > 0).any()) or self.step < self.warm_up else self._stuck + 1
         )
-        self._worst = fraction
+        self._last = fraction
         if self._stuck == _PATIENCE:
             warnings.warn(
                 f"The multiplier has grown to {self.multiplier.max().item():.3g} nats over {_PATIENCE} checks while "
@@ -198,7 +198,7 @@ class SparsityTarget:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        return {"multiplier": self.multiplier.clone(), "step": self.step, "worst": self._worst, "stuck": self._stuck}
+        return {"multiplier": self.multiplier.clone(), "step": self.step, "last": self._last, "stuck": self._stuck}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`.
@@ -212,4 +212,4 @@ class SparsityTarget:
             )
         self.multiplier = state["multiplier"].to(self.multiplier).clone()
         self.step, self._stuck = state["step"], state["stuck"]
-        self._worst = state["worst"].to(self.multiplier).clone()
+        self._last = state["last"].to(self.multiplier).clone()
