@@ -238,7 +238,8 @@ class Run:
         """The averaged network under its test gates as a smaller plain network."""
         net, guide = self.averaged.module
         plain = with_mean_weights(net, guide) if isinstance(guide, AutoSpikeSlab) else net
-        return compact(plain, guide.test_gates(), self.test_x[:100])
+        before = () if self.shrinker is None else self.shrinker.plans
+        return compact(plain, guide.test_gates(), self.test_x[:100], before=before)
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs, random numbers included."""

@@ -37,11 +37,13 @@ class Compacted:
         plan: which units stayed.
         certificate: largest difference between the two on random inputs and on the example, relative to the largest
             output if that is above 1.
+        before: the plans by which the network had shrunk before, if it did.
     """
 
     network: nn.Module
     plan: Plan
     certificate: float
+    before: tuple[Plan, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write ``path.safetensors`` (the tensors) and ``path.json`` (the plan); no pickle is involved.
@@ -53,7 +55,8 @@ class Compacted:
 
         state = {name: value.contiguous() for name, value in self.network.state_dict().items()}
         save_file(state, str(path) + ".safetensors")
-        text = json.dumps({"certificate": self.certificate, "plan": json.loads(self.plan.to_json())})
+        plans = [json.loads(found.to_json()) for found in (*self.before, self.plan)]
+        text = json.dumps({"certificate": self.certificate, "plans": plans})
         Path(str(path) + ".json").write_text(text)
 
 
@@ -61,7 +64,7 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
     """Read what :meth:`Compacted.save` wrote.
 
     Args:
-        network: the network that was compacted, with any weights; it is not changed.
+        network: the network that was compacted, as it was before any shrinking, with any weights; it is not changed.
         path: as given to ``save``.
 
     Raises:
@@ -73,18 +76,21 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
 
     try:
         values = json.loads(Path(str(path) + ".json").read_text())
-        certificate, found = float(values["certificate"]), Plan.from_json(json.dumps(values["plan"]))
+        certificate = float(values["certificate"])
+        *before, found = [Plan.from_json(json.dumps(text)) for text in values["plans"]]
         state = load_file(str(path) + ".safetensors")
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"Expected the files of a compacted network at {str(path)!r}, but got: {error}") from error
     try:
+        for earlier in before:
+            network = rewrite(network, earlier, keep_gates=True)
         small = rewrite(network, found)
         small.load_state_dict(state)
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
         raise ValueError(
             f"Expected the files at {str(path)!r} to be of this network, but they do not fit: {error}"
         ) from error
-    return Compacted(small, found, certificate)
+    return Compacted(small, found, certificate, tuple(before))
 
 
 def compact(
@@ -92,6 +98,7 @@ def compact(
     gates: Mapping[str, Tensor],
     example_input: Tensor,
     tolerance: float | None = None,
+    before: Sequence[Plan] = (),
 ) -> Compacted:
     """Turn a network with gates into a smaller one without, that computes the same.
 
@@ -101,6 +108,8 @@ def compact(
         gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
         example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only.
         tolerance: largest difference that is accepted; 1e-5 in float32 and 1e-10 in float64 if not given.
+        before: the plans by which the network has shrunk while it trained (:attr:`Shrinker.plans`), so that what is
+            saved can be loaded into the network as it was at the start.
 
     Raises:
         ValueError: a gate has no value or a wrong one, or the network holds an operation that can't be followed.
@@ -122,7 +131,7 @@ def compact(
             f"The compacted network differs from the network with fixed gates by {certificate:.2e}, "
             f"more than the tolerance of {tolerance:.0e}."
         )
-    return Compacted(small, found, certificate)
+    return Compacted(small, found, certificate, tuple(before))
 
 
 @torch.no_grad()

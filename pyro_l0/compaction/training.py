@@ -125,6 +125,11 @@ class Shrinker:
         """By site, the units of the network at the start that are still in it."""
         return dict(self._kept)
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that were carried out, in order."""
+        return tuple(self._plans)
+
     def full(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values by site in the sizes of the network at the start; units that left have 0.
 

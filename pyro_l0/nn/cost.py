@@ -171,7 +171,7 @@ class _SquareNorm:
         for layer, units in self.layers:
             weight = layer.weight
             assert isinstance(weight, Tensor)
-            norms = weight.square().movedim(1, 0).flatten(1).sum(1)
+            norms = weight.square().sum([dim for dim in range(weight.dim()) if dim != 1])
             if len(units) != self.size:
                 norms = norms.new_zeros(self.size).index_add(0, units.to(norms.device), norms)
             total = total + norms

@@ -10,9 +10,10 @@ from torch import nn
 
 import mnist
 from mnist import Options
-from pyro_l0.compaction import Replica, Shrinker
+from networks import build as build_network
+from pyro_l0.compaction import Replica, Shrinker, load_compacted
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, fix_gates, square_norms
+from pyro_l0.nn import Gate, fix_gates, name_gates, square_norms
 
 CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
 
@@ -220,6 +221,12 @@ def test_the_example_resumes_across_shrinkings(tmp_path):
     resumed = mnist.main(Options(epochs=40, out=tmp_path, resume=True, **options))
     assert resumed["architecture"] == straight["architecture"]
     assert sum(straight["architecture"]) < 464
+    net = build_network("mlp", 64)
+    name_gates(net, prefix="net.")
+    small = load_compacted(net, tmp_path / "pruned")
+    assert small.before
+    weights = sum(p.numel() for p in small.network.parameters() if p.dim() > 1)
+    assert weights == resumed["weights_left"]
     for metrics in (resumed, straight):
         del metrics["seconds"]
     assert resumed == straight
