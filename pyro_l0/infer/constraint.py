@@ -15,6 +15,7 @@ from pyro_l0.infer.autoguide import AutoGate
 __all__ = ["SparsityTarget"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
+_WASTE = 0.95  # of the budget: below this a single gate should not take the cost
 _PATIENCE = 50  # updates of a multiplier that grows without effect, before a warning
 
 
@@ -167,7 +168,8 @@ class SparsityTarget:
         """Close the least valuable open gates until the deterministic network is within its budget.
 
         At the end of training. Gates are closed one by one, by their P(z != 0) from below, by setting the guide's
-        location parameter far down. A site keeps its last gate. With averaged weights, the averaged guide's target is
+        parameters far down; one whose closing would leave less than 95 % of the budget waits until no other is left.
+        A site keeps its last gate. With averaged weights, the averaged guide's target is
         what counts.
 
         Raises:
@@ -182,15 +184,21 @@ class SparsityTarget:
             if bool(open_gates[name].flatten()[i])
         )
         closed: dict[str, list[int]] = {}
-        for _, name, i in order:
-            over = self._raw(open_gates) / self.total > self.budget
-            if not bool(over.any()):
-                break
-            counts = open_gates[name].sum() > 1
-            concerned = name in self._sites and bool(over[self._sites.index(name)]) if self._sites else True
-            if bool(counts) and concerned:
-                open_gates[name].view(-1)[i] = 0.0
-                closed.setdefault(name, []).append(i)
+        # First without the gates that would waste the budget, such as the map of an early layer; then with them.
+        for least in (_WASTE * self.budget, torch.zeros_like(self.budget)):
+            for _, name, i in order:
+                over = self._raw(open_gates) / self.total > self.budget
+                if not bool(over.any()):
+                    break
+                gate = open_gates[name].view(-1)
+                concerned = not self._sites or (name in self._sites and bool(over[self._sites.index(name)]))
+                if not gate[i] or gate.sum() <= 1 or not concerned:
+                    continue
+                gate[i] = 0.0
+                if bool((over & (self._raw(open_gates) / self.total < least)).any()):
+                    gate[i] = 1.0
+                else:
+                    closed.setdefault(name, []).append(i)
         if bool((self._raw(open_gates) / self.total > self.budget).any()):
             raise ValueError(f"Expected a budget that one open gate per site meets, but got {self.budget.tolist()}.")
         for name, places in closed.items():
