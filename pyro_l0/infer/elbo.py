@@ -20,6 +20,7 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import Independent, kl_divergence
 
+from pyro_l0._numerics import cat_flat
 from pyro_l0._record import Record, Site
 from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, find_gate
 
@@ -239,27 +240,49 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if not free:
             add("l0", _site_sum(name, price * _by_site(self.group_size, name, 1.0) * active, active, posterior))
         if decays:
-            if name not in self.square_norm:
-                raise ValueError(
-                    f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
-                    f"got some for {sorted(self.square_norm)}."
-                )
-            add("l2", _site_sum(name, 0.5 * decay * self.square_norm[name]() * active, active, posterior))
+            norm = self._square_norm(name, active.shape)
+            add("l2", _site_sum(name, 0.5 * decay * (norm * active), active, posterior))
+
+    def _square_norm(self, name: str, shape: torch.Size) -> Tensor:
+        """The squared norms of the weights of a site's gates."""
+        if name not in self.square_norm:
+            raise ValueError(
+                f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
+                f"got some for {sorted(self.square_norm)}."
+            )
+        norm = self.square_norm[name]()
+        if norm.shape != shape:
+            raise ValueError(
+                f"Expected a square_norm of shape {tuple(shape)} for gate site {name!r}, but got {tuple(norm.shape)}."
+            )
+        return norm
 
     def _add_joint_price(self, add: _Add, joint: JointDraw | None, posteriors: Mapping[str, Site]) -> bool:
         """The price of all gates of a joint draw; False, and nothing done, where it takes more than numbers."""
         if joint is None:
             return False
-        prices = []
+        prices: list[float] = []
+        decays: list[float] = []
         for name in posteriors:
-            factors = _by_site(self.lam, name, 0.0), _by_site(self.group_size, name, 1.0)
-            if any(isinstance(x, Tensor) for x in factors) or not _is_zero(_by_site(self.weight_decay, name, 0.0)):
+            price, size = _by_site(self.lam, name, 0.0), _by_site(self.group_size, name, 1.0)
+            decay = _by_site(self.weight_decay, name, 0.0)
+            if isinstance(price, Tensor) or isinstance(size, Tensor) or isinstance(decay, Tensor):
                 return False
-            prices.append(float(factors[0] * factors[1]))
+            prices.append(float(price * size))
+            decays.append(0.5 * decay)
+        if not any(prices) and not any(decays):
+            return True
+        active = joint.active_prob
+        sizes = tuple(site["value"].numel() for site in posteriors.values())
         if any(prices):
-            active = joint.active_prob
-            sizes = tuple(site["value"].numel() for site in posteriors.values())
             add("l0", torch.dot(_side_by_side(tuple(prices), sizes, active.dtype, active.device), active))
+        if any(decays):
+            norms = [
+                self._square_norm(name, site["value"].shape) if decay else active.new_zeros(size)
+                for (name, site), decay, size in zip(posteriors.items(), decays, sizes, strict=True)
+            ]
+            scales = _side_by_side(tuple(decays), sizes, active.dtype, active.device)
+            add("l2", torch.dot(cat_flat(norms).to(active.dtype) * scales, active))
         return True
 
     def _add_kl(self, add: _Add, name: str, site: Site, posterior: Site) -> None:

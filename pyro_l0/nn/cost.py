@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,6 +159,20 @@ def _upstream(graph: GateGraph, name: str, through: set[Kind]) -> list[str]:
     return list(found)
 
 
+class _SquaredColumns(torch.autograd.Function):
+    """Squared norm of each column, over all dimensions but the second, with one pass over the weights per gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.square().sum([dim for dim in range(weight.dim()) if dim != 1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return weight * (2 * grad).reshape((1, -1) + (1,) * (weight.dim() - 2))
+
+
 class _SquareNorm:
     """Squared norm of the weights of some layers that read each unit, computed at each call."""
 
@@ -167,12 +182,12 @@ class _SquareNorm:
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
-        total = torch.zeros(())
+        total: Tensor | None = None
         for layer, units in self.layers:
             weight = layer.weight
             assert isinstance(weight, Tensor)
-            norms = weight.square().sum([dim for dim in range(weight.dim()) if dim != 1])
+            norms = _SquaredColumns.apply(weight)  # type: ignore[no-untyped-call]
             if len(units) != self.size:
                 norms = norms.new_zeros(self.size).index_add(0, units.to(norms.device), norms)
-            total = total + norms
-        return total
+            total = norms if total is None else total + norms
+        return torch.zeros(self.size) if total is None else total
