@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "Breakpoints",
     "Nodes",
     "Stretch",
     "cat_flat",
@@ -43,6 +44,7 @@ __all__ = [
     "logistic_noise",
     "make_stretch",
     "ndtr",
+    "nodes_between",
     "normal_log_density",
     "num_nodes",
     "panel_nodes",
@@ -918,6 +920,43 @@ def rectified_normal_interior_icdf(u: Tensor, loc: Tensor, scale: Tensor) -> Ten
 # ---------------------------------------------------------------- panels
 
 
+Breakpoints = Tensor | tuple[float, ...] | None
+
+
+def nodes_between(
+    stretch: Stretch, breakpoints: Sequence[Breakpoints], temperature: float, dtype: torch.dtype, device: torch.device
+) -> Nodes:
+    """Quadrature nodes on [t0, t1] of a stretch, in the panels that some gates ask for.
+
+    Args:
+        stretch: the stretch whose logit map is used.
+        breakpoints: where panels end, values of z in [0, 1]: numbers, tensors of shape ``batch_shape + (k,)``, None.
+        temperature: the largest temperature involved.
+        dtype: type of the nodes.
+        device: device of the nodes.
+    """
+    n = num_nodes(half_width(stretch), temperature, dtype)
+    found = [x for x in breakpoints if x is not None]
+    if not found:
+        return stretch_nodes(stretch, n, dtype, device)
+    numbers = tuple(sorted({z for x in found if isinstance(x, tuple) for z in x}))
+    tensors = [x for x in found if isinstance(x, Tensor)]
+    if not tensors and not any(isinstance(x, Tensor) for x in stretch):
+        return _number_panels(stretch, numbers, n, dtype, device)
+    if numbers:
+        tensors.append(torch.tensor(numbers, dtype=dtype, device=device))
+    return panel_nodes(stretch, tensors, n, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _number_panels(
+    stretch: Stretch, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
+) -> Nodes:
+    places = [torch.tensor(breakpoints, dtype=torch.float64)]
+    nodes = panel_nodes(stretch, places, n, torch.float64, torch.device("cpu"))
+    return Nodes(*(x.to(dtype=dtype, device=device) for x in nodes))
+
+
 def panel_nodes(stretch: Stretch, breakpoints: list[Tensor], n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
     """Nodes on [t0, t1] in panels that end at the breakpoints; panels of no width are harmless.
 
@@ -929,7 +968,8 @@ def panel_nodes(stretch: Stretch, breakpoints: list[Tensor], n: int, dtype: torc
         dtype: type of the nodes.
         device: device of the nodes.
     """
-    z = torch.cat(torch.broadcast_tensors(*breakpoints), -1).detach().sort(-1).values
+    batch = torch.broadcast_shapes(*(x.shape[:-1] for x in breakpoints))
+    z = torch.cat([x.detach().expand(*batch, x.shape[-1]) for x in breakpoints], -1).sort(-1).values
     gamma, zeta, width, t0, t1 = (torch.as_tensor(x, dtype=dtype, device=device).unsqueeze(-1) for x in stretch)
     inner = torch.log(z - gamma) - torch.log(zeta - z)
     edges = torch.cat((t0.expand_as(inner[..., :1]), inner, t1.expand_as(inner[..., :1])), -1)

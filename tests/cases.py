@@ -11,8 +11,24 @@ from itertools import product
 
 import torch
 
-from pyro_l0.distributions import GateDistribution, HardConcrete, RectifiedNormal
-from tests.reference import GateReference, HardConcreteReference, RectifiedNormalReference
+from pyro_l0.distributions import (
+    ExponentialGate,
+    ExponentialUniformGate,
+    GateDistribution,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    RectifiedNormal,
+)
+from tests.reference import (
+    ExponentialReference,
+    ExponentialUniformReference,
+    GateReference,
+    HardConcreteReference,
+    HardKumaraswamyReference,
+    PowerLawReference,
+    RectifiedNormalReference,
+)
 
 __all__ = ["FAMILIES", "GATES", "Case", "Family", "build", "columns", "stack"]
 
@@ -21,13 +37,19 @@ Parameters = dict[str, float]
 
 @dataclass(frozen=True)
 class Family:
-    """What the shared tests need to know about one gate family."""
+    """What the shared tests need to know about one gate family.
+
+    ``random`` makes moderate parameters of two numbers in [0, 1] and stretch limits. ``frozen_noise`` tells that a draw
+    is a smooth function of noise that does not depend on the parameters.
+    """
 
     gate: type[GateDistribution]
     reference: type[GateReference]
     parameters: tuple[Parameters, ...]
     extremes: tuple[Parameters, ...]
-    mirror: Callable[[Parameters], Parameters]
+    random: Callable[[float, float, tuple[float, float]], Parameters]
+    mirror: Callable[[Parameters], Parameters] | None = None
+    frozen_noise: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,27 @@ def rectified_normal(loc, scale):
     return dict(loc=loc, scale=scale)
 
 
+def hard_kumaraswamy(concentration1, concentration0, gamma=-0.1, zeta=1.1):
+    """Parameters of a hard Kumaraswamy gate."""
+    return dict(concentration1=concentration1, concentration0=concentration0, gamma=gamma, zeta=zeta)
+
+
+def mixture(logits, beta, gamma=-0.1, zeta=1.1):
+    """Parameters of a mixture gate."""
+    return dict(logits=logits, beta=beta, gamma=gamma, zeta=zeta)
+
+
+def mixture_with_uniform(logits, beta, epsilon, gamma=-0.1, zeta=1.1):
+    """Parameters of a mixture gate with a uniform share."""
+    return dict(logits=logits, beta=beta, epsilon=epsilon, gamma=gamma, zeta=zeta)
+
+
+def mirror_mixture(parameters):
+    """1 - z is a mixture of the opposite weight and the mirrored stretch."""
+    gamma, zeta = 1 - parameters["zeta"], 1 - parameters["gamma"]
+    return dict(parameters, logits=-parameters["logits"], gamma=gamma, zeta=zeta)
+
+
 def mirror_hc(parameters):
     """1 - z is a hard concrete of the opposite location and the mirrored stretch."""
     gamma, zeta = 1 - parameters["zeta"], 1 - parameters["gamma"]
@@ -108,8 +151,82 @@ RN = (
 )
 RN_EXTREMES = tuple(rectified_normal(loc, scale) for loc, scale in product((-10.0, -2.0, 3.0, 11.0), (0.2, 1.0)))
 
+HK = (
+    hard_kumaraswamy(0.5, 0.5),
+    hard_kumaraswamy(0.3, 1.5),
+    hard_kumaraswamy(2.0, 3.0),
+    hard_kumaraswamy(1.2, 0.4, -0.2, 1.3),
+    hard_kumaraswamy(0.7, 0.9, -0.01, 1.02),
+)
+HK_EXTREMES = tuple(hard_kumaraswamy(a, b) for a, b in product((0.01, 1.0, 30.0), (0.01, 1.0, 30.0)))
+EXP = (
+    mixture(0.0, 6.0),
+    mixture(-1.5, 6.0),
+    mixture(2.0, 12.0),
+    mixture(0.5, 10.0, -0.2, 1.3),
+    mixture(-0.3, 3.0, -0.01, 1.02),
+)
+EXP_EXTREMES = tuple(mixture(logits, beta) for logits, beta in product((-90.0, -30.0, 30.0, 90.0), (0.5, 6.0, 40.0)))
+EXP_UNI = (
+    mixture_with_uniform(0.0, 8.0, 0.1),
+    mixture_with_uniform(-2.0, 25.0, 0.1),
+    mixture_with_uniform(1.0, 25.0, 0.3),
+    mixture_with_uniform(0.5, 40.0, 0.02, -0.2, 1.3),
+    mixture_with_uniform(-0.3, 6.0, 0.5, -0.01, 1.02),
+)
+EXP_UNI_EXTREMES = tuple(
+    mixture_with_uniform(logits, beta, epsilon)
+    for logits, beta, epsilon in product((-90.0, -30.0, 30.0, 90.0), (6.0, 40.0), (0.001, 0.5))
+)
+POWER = (
+    mixture(0.0, 2.0),
+    mixture(-1.0, 5.0),
+    mixture(2.0, 40.0),
+    mixture(0.5, 1.4, -0.2, 1.3),
+    mixture(-0.3, 10.0, -0.01, 1.02),
+)
+POWER_EXTREMES = tuple(mixture(logits, beta) for logits, beta in product((-90.0, -30.0, 30.0, 90.0), (1.1, 6.0, 40.0)))
+
+
+def random_hc(x, y, stretch):
+    """A hard concrete."""
+    return hard_concrete(16 * x - 8, 0.1 * 20**y, *stretch)
+
+
+def random_rn(x, y, _):
+    """A rectified normal, which has no stretch."""
+    return rectified_normal(3 * x - 1, 0.15 * 10**y)
+
+
+def random_hk(x, y, stretch):
+    """A hard Kumaraswamy gate."""
+    return hard_kumaraswamy(0.2 * 30**x, 0.2 * 30**y, *stretch)
+
+
+def random_mixture(x, y, stretch):
+    """A mixture gate."""
+    return mixture(16 * x - 8, 1.1 * 35**y, *stretch)
+
+
+def random_mixture_with_uniform(x, y, stretch):
+    """A mixture gate with a uniform share."""
+    return mixture_with_uniform(16 * x - 8, 1.1 * 35**y, 0.02 + 0.5 * x * y, *stretch)
+
+
 FAMILIES = (
-    Family(HardConcrete, HardConcreteReference, HC, HC_EXTREMES, mirror_hc),
-    Family(RectifiedNormal, RectifiedNormalReference, RN, RN_EXTREMES, mirror_rn),
+    Family(HardConcrete, HardConcreteReference, HC, HC_EXTREMES, random_hc, mirror_hc),
+    Family(RectifiedNormal, RectifiedNormalReference, RN, RN_EXTREMES, random_rn, mirror_rn),
+    Family(HardKumaraswamy, HardKumaraswamyReference, HK, HK_EXTREMES, random_hk),
+    Family(ExponentialGate, ExponentialReference, EXP, EXP_EXTREMES, random_mixture, mirror_mixture, False),
+    Family(
+        ExponentialUniformGate,
+        ExponentialUniformReference,
+        EXP_UNI,
+        EXP_UNI_EXTREMES,
+        random_mixture_with_uniform,
+        mirror_mixture,
+        False,
+    ),
+    Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture, mirror_mixture, False),
 )
 GATES = tuple(Case(family, parameters) for family in FAMILIES for parameters in family.parameters)

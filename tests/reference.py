@@ -8,7 +8,16 @@ and one integral over (0, 1). To add a family, write those four methods and ``br
 
 import mpmath
 
-__all__ = ["HardConcreteReference", "RectifiedNormalReference", "kl"]
+__all__ = [
+    "BernoulliReference",
+    "ExponentialReference",
+    "ExponentialUniformReference",
+    "HardConcreteReference",
+    "HardKumaraswamyReference",
+    "PowerLawReference",
+    "RectifiedNormalReference",
+    "kl",
+]
 
 # A context of its own, so that no test changes the precision of another. 60 digits leave 20 for
 # an interior mass of 1e-39 (log alpha = 90) computed as a difference of two cdf values.
@@ -175,6 +184,167 @@ class RectifiedNormalReference(GateReference):
         distance = (top - self.loc) / self.scale
         steps = [self.scale * mp.sqrt(distance**2 + 20 * k) for k in range(9)]
         return [p for s in steps for p in (self.loc - s, self.loc + s) if 0 < p < 1]
+
+
+class BernoulliReference(GateReference):
+    """Both atoms and nothing between."""
+
+    def __init__(self, logits):
+        self.weight = 1 / (1 + mp.exp(-mp.mpf(logits)))
+
+    def density(self, _):
+        """None."""
+        return mp.mpf(0)
+
+    def below(self, _):
+        """P(z = 0)."""
+        return 1 - self.weight
+
+    def above(self, _):
+        """P(z = 1)."""
+        return self.weight
+
+    def quantile(self, u):
+        """Either atom."""
+        return mp.mpf(u > 1 - self.weight)
+
+    def breakpoints(self):
+        """None are needed."""
+        return []
+
+
+class StretchedReference(GateReference):
+    """A variable s on (0, 1), stretched to (gamma, zeta) and clipped."""
+
+    def __init__(self, gamma, zeta):
+        self.gamma = mp.mpf(gamma)
+        self.zeta = mp.mpf(zeta)
+        self.width = self.zeta - self.gamma
+
+    def _unstretched(self, z):
+        return (z - self.gamma) / self.width
+
+    def breakpoints(self):
+        """Even steps, and finer ones towards the ends, where a power may be steep beyond a narrow stretch."""
+        steps = [mp.mpf(k) / 16 for k in range(1, 16)]
+        fine = [mp.mpf(2) ** -k for k in range(5, 12)]
+        return [*fine, *steps, *(1 - x for x in fine)]
+
+
+class HardKumaraswamyReference(StretchedReference):
+    """Kumaraswamy variable: P(s > x) = (1 - x^a)^b (Bastings et al.)."""
+
+    def __init__(self, concentration1, concentration0, gamma=-0.1, zeta=1.1):
+        super().__init__(gamma, zeta)
+        self.a, self.b = mp.mpf(concentration1), mp.mpf(concentration0)
+
+    def density(self, z):
+        """a b s^(a - 1) (1 - s^a)^(b - 1) over the width."""
+        s = self._unstretched(z)
+        return self.a * self.b * s ** (self.a - 1) * (1 - s**self.a) ** (self.b - 1) / self.width
+
+    def below(self, z):
+        """One minus the survival function."""
+        return 1 - self.above(z)
+
+    def above(self, z):
+        """The survival function."""
+        return (1 - self._unstretched(z) ** self.a) ** self.b
+
+    def quantile(self, u):
+        """The survival function solved for s."""
+        return self.gamma + self.width * (1 - (1 - u) ** (1 / self.b)) ** (1 / self.a)
+
+
+class MixtureReference(StretchedReference):
+    """Mixture of a component near 0 and its mirror image (the mixture paper's eq. 4-8); a family gives r0 and R0."""
+
+    def __init__(self, logits, gamma, zeta):
+        super().__init__(gamma, zeta)
+        self.weight = 1 / (1 + mp.exp(-mp.mpf(logits)))
+
+    def r0(self, s):
+        """Density of the component near 0."""
+        raise NotImplementedError
+
+    def R0(self, s):  # noqa: N802
+        """Its cdf."""
+        raise NotImplementedError
+
+    def density(self, z):
+        """Both components."""
+        s = self._unstretched(z)
+        return ((1 - self.weight) * self.r0(s) + self.weight * self.r0(1 - s)) / self.width
+
+    def below(self, z):
+        """Both cdfs; the mirrored one is that of 1 - s from above."""
+        s = self._unstretched(z)
+        return (1 - self.weight) * self.R0(s) + self.weight * (1 - self.R0(1 - s))
+
+    def above(self, z):
+        """One minus that."""
+        s = self._unstretched(z)
+        return (1 - self.weight) * (1 - self.R0(s)) + self.weight * self.R0(1 - s)
+
+    def quantile(self, u):
+        """Bisection; the clipped values need no search."""
+        low, high = mp.mpf(0), mp.mpf(1)
+        if self.below(low) >= u:
+            return low
+        if self.below(high) <= u:
+            return high
+        for _ in range(150):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.below(middle) < u else (low, middle)
+        return middle
+
+
+class ExponentialReference(MixtureReference):
+    """Truncated exponentials."""
+
+    def __init__(self, logits, beta, gamma=-0.1, zeta=1.1):
+        super().__init__(logits, gamma, zeta)
+        self.beta = mp.mpf(beta)
+
+    def r0(self, s):
+        """Eq. 4."""
+        return self.beta * mp.exp(-self.beta * s) / (1 - mp.exp(-self.beta))
+
+    def R0(self, s):  # noqa: N802
+        """Its integral."""
+        return (1 - mp.exp(-self.beta * s)) / (1 - mp.exp(-self.beta))
+
+
+class ExponentialUniformReference(ExponentialReference):
+    """Truncated exponentials with a uniform share."""
+
+    def __init__(self, logits, beta, epsilon, gamma=-0.1, zeta=1.1):
+        super().__init__(logits, beta, gamma, zeta)
+        self.epsilon = mp.mpf(epsilon)
+
+    def r0(self, s):
+        """Eq. 7."""
+        return (1 - self.epsilon) * super().r0(s) + self.epsilon
+
+    def R0(self, s):  # noqa: N802
+        """Its integral."""
+        return (1 - self.epsilon) * super().R0(s) + self.epsilon * s
+
+
+class PowerLawReference(MixtureReference):
+    """Power laws."""
+
+    def __init__(self, logits, beta, gamma=-0.1, zeta=1.1):
+        super().__init__(logits, gamma, zeta)
+        self.beta = mp.mpf(beta)
+
+    def r0(self, s):
+        """Eq. 8."""
+        return s ** (1 / self.beta - 1) / self.beta
+
+    def R0(self, s):  # noqa: N802
+        """Its integral."""
+        return s ** (1 / self.beta)
 
 
 def integrate(function, *gates):

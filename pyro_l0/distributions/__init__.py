@@ -1,8 +1,21 @@
 """Gates: distributions on [0, 1] with atoms, and their KL divergences."""
 
+from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
 from pyro_l0.distributions.kl import kl_by_quadrature
+from pyro_l0.distributions.mixture import ExponentialGate, ExponentialUniformGate, PowerLawGate
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
-__all__ = ["GateDistribution", "HardConcrete", "RectifiedNormal", "kl_by_quadrature"]
+__all__ = [
+    "BernoulliGate",
+    "ExponentialGate",
+    "ExponentialUniformGate",
+    "GateDistribution",
+    "HardConcrete",
+    "HardKumaraswamy",
+    "PowerLawGate",
+    "RectifiedNormal",
+    "kl_by_quadrature",
+]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0._numerics import Nodes, Stretch, cat_flat
+from pyro_l0._numerics import Breakpoints, Nodes, Stretch, cat_flat
 
 __all__ = [
     "GateDistribution",
@@ -72,7 +72,7 @@ class GateDistribution(TorchDistribution):
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
     """
 
-    support = constraints.unit_interval
+    support: Any = constraints.unit_interval
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
@@ -158,6 +158,20 @@ class GateDistribution(TorchDistribution):
         return torch.exp(self.log_active_prob)
 
     @property
+    def least_active_prob(self) -> Tensor:
+        """The smallest P(z != 0) to which learned parameters can bring this gate, shape ``batch_shape``."""
+        return torch.zeros_like(self.log_active_prob)
+
+    @classmethod
+    def closed(cls, **options: Any) -> Self:
+        """A gate of this family that is closed for good: P(z != 0) of 1e-6 or the least there is, and a test gate of 0.
+
+        Args:
+            **options: keywords of :meth:`from_active_prob`.
+        """
+        return cls.from_active_prob(torch.tensor(1e-6), **options)
+
+    @property
     def fixed_options(self) -> dict[str, Any]:
         """The parameters that a guide does not learn, as keywords of ``from_active_prob``."""
         return {}
@@ -235,8 +249,8 @@ class GateDistribution(TorchDistribution):
         """Log density with respect to dt at the nodes of a stretch's logit map, shape ``batch_shape + (n,)``."""
         return self._with_node_dim()._log_density(nodes.z) + torch.log(nodes.slope)
 
-    def _breakpoints(self) -> Tensor | None:
-        """Places in [0, 1] where the density changes its scale, shape ``batch_shape + (k,)``."""
+    def _breakpoints(self) -> Breakpoints:
+        """Places in [0, 1] where quadrature panels end: numbers or shape ``batch_shape + (k,)``, None for none."""
         return None
 
 

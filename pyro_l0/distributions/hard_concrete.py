@@ -16,7 +16,6 @@ from torch.types import _size
 from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.gate import (
-    GateDistribution,
     JointDraw,
     Number,
     as_parameters,
@@ -25,11 +24,12 @@ from pyro_l0.distributions.gate import (
     inside_unit_interval,
     open_uniform,
 )
+from pyro_l0.distributions.stretched import StretchedGate
 
 __all__ = ["HardConcrete"]
 
 
-class HardConcrete(GateDistribution):
+class HardConcrete(StretchedGate):
     r"""Gate on :math:`[0, 1]` with point masses at 0 and at 1.
 
     Draw s from BinaryConcrete(log alpha, beta), stretch, then clip:
@@ -70,7 +70,6 @@ class HardConcrete(GateDistribution):
         "zeta": bounded(lower=1),
     }
     learned: ClassVar[dict[str, constraints.Constraint]] = {"log_alpha": constraints.real}
-    _stretch: Stretch | None = None
 
     def __init__(
         self,
@@ -89,31 +88,6 @@ class HardConcrete(GateDistribution):
     def temperature(self) -> Tensor:
         """Temperature, shape ``batch_shape``."""
         return self._filled(self._temperature)
-
-    @property
-    def gamma(self) -> Tensor:
-        """Lower stretch limit, shape ``batch_shape``."""
-        return self._filled(self._gamma)
-
-    @property
-    def zeta(self) -> Tensor:
-        """Upper stretch limit, shape ``batch_shape``."""
-        return self._filled(self._zeta)
-
-    def _filled(self, value: Number) -> Tensor:
-        like = self.log_alpha
-        return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
-
-    @property
-    def stretch(self) -> Stretch:
-        """Stretch limits and the logits that follow from them."""
-        if self._stretch is not None:
-            return self._stretch
-        stretch = numerics.make_stretch(self._gamma, self._zeta, self.log_alpha.dtype)
-        # Kept, so that a KL sees one object; not with a graph, which belongs to one evaluation.
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in (self._gamma, self._zeta)):
-            self._stretch = stretch
-        return stretch
 
     @property
     def fixed_options(self) -> dict[str, Any]:

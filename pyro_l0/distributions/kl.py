@@ -12,6 +12,7 @@ from torch.distributions import Distribution, register_kl
 
 from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Stretch
+from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, Number
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
@@ -58,6 +59,31 @@ def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
     return numerics.rectified_normal_kl(q.loc, q.scale, p.loc, p.scale)
 
 
+@register_kl(BernoulliGate, GateDistribution)
+def _kl_bernoulli(q: BernoulliGate, p: GateDistribution) -> Tensor:
+    if q.atoms != p.atoms:
+        raise TypeError(
+            f"KL(BernoulliGate || {type(p).__name__}) needs the same atoms on both sides, "
+            f"but got {q.atoms} and {p.atoms}."
+        )
+    # Not by klterm: the atoms of p need not have total mass one.
+    log_zero, log_one = q.log_prob_zero, q.log_prob_one
+    return torch.exp(log_zero) * (log_zero - p.log_prob_zero) + torch.exp(log_one) * (log_one - p.log_prob_one)
+
+
+@register_kl(BernoulliGate, BernoulliGate)
+def _kl_bernoulli_bernoulli(q: BernoulliGate, p: BernoulliGate) -> Tensor:
+    return numerics.klterm(q.log_prob_zero, p.log_prob_zero) + numerics.klterm(q.log_prob_one, p.log_prob_one)
+
+
+@register_kl(GateDistribution, BernoulliGate)
+def _kl_gate_bernoulli(q: GateDistribution, p: BernoulliGate) -> Tensor:
+    raise TypeError(
+        f"KL({type(q).__name__} || BernoulliGate) is infinite, as a BernoulliGate has no mass between 0 and 1; "
+        "use a prior that has."
+    )
+
+
 def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
 
@@ -80,12 +106,8 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     dtype = torch.promote_types(like.dtype, p.log_prob_zero.dtype)
     stretch = _narrower(q.stretch, p.stretch)
     temperature = max(q._node_temperature(), p._node_temperature())
-    n = numerics.num_nodes(numerics.half_width(stretch), temperature, dtype)
-    breakpoints = [x for x in (q._breakpoints(), p._breakpoints()) if x is not None]
-    if breakpoints:
-        nodes = numerics.panel_nodes(stretch, breakpoints, n, dtype, like.device)
-    else:
-        nodes = numerics.stretch_nodes(stretch, n, dtype, like.device)
+    breakpoints = [q._breakpoints(), p._breakpoints()]
+    nodes = numerics.nodes_between(stretch, breakpoints, temperature, dtype, like.device)
     return numerics.kl_from_terms(
         like,
         p.log_prob_zero,

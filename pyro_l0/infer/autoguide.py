@@ -288,7 +288,7 @@ class AutoGate(AutoGuide):
 
     @torch.no_grad()
     def close(self, name: str, places: Tensor) -> None:
-        """Close some gates of a site for good: P(z != 0) below 1e-6 and a test gate of 0.
+        """Close some gates of a site for good: a test gate of 0 and P(z != 0) of 1e-6 or the least that there is.
 
         Args:
             name: a gate site.
@@ -300,7 +300,7 @@ class AutoGate(AutoGuide):
         plan = self._gate_plans().get(name)
         if plan is None or plan.template is None:
             raise ValueError(f"Expected a gate site, one of {sorted(self._gate_plans())}, but got {name!r}.")
-        closed = self.family.from_active_prob(torch.tensor(1e-6), **plan.template.fixed_options)
+        closed = self.family.closed(**plan.template.fixed_options)
         for key, constraint in self.family.learned.items():
             value = transform_to(constraint).inv(getattr(closed, key))
             parameter = self.sites[_key(name)]._parameters[key]

@@ -23,14 +23,15 @@ class SparsityTarget:
     r"""At most a given fraction of the weights, the multiply-adds or the open units, by dual ascent.
 
     Instead of a price of an open weight, the budget is given, and the price is found: to the loss in nats comes
-    :meth:`penalty`, :math:`\mu\, E[c(z)] / c(1)`, and after every step of the optimiser :meth:`ascend` raises the
+    :meth:`penalty`, :math:`\mu \log (E[c(z)] / c(1))`, and after every step of the optimiser :meth:`ascend` raises the
     multiplier :math:`\mu` while the *deterministic* network (test gates) costs more than the budget and sets it to 0
     when it does not (a dual restart), so that a network within its budget is not pruned further. The gradient goes
     through the expected cost, the multiplier follows the actual one: expected counts do not tell what pruning leaves,
     since a hard concrete gate may be open with probability 0.3 while its test gate is 0.
 
-    The budget that counts falls linearly from 1 to its final value over ``warm_up`` steps, which keeps the network
-    from being cut down before it has learned. :meth:`project` makes up for the last units at the end.
+    Costs are compared by their logs, so that the last halving of a network counts as much as the first. The budget that
+    counts falls from 1 to its final value over ``warm_up`` steps, each by the same factor, which keeps the network from
+    being cut down before it has learned. :meth:`project` makes up for the last units at the end.
 
     Args:
         guide: the gates' guide, after its first call.
@@ -39,8 +40,9 @@ class SparsityTarget:
         cost: cost of given gates by site (P(z != 0) or 0 and 1), a tensor of shape ``()``, such as
             :meth:`NetworkCost.macs <pyro_l0.nn.NetworkCost.macs>`; not with a budget by site.
         total: cost of the full network, shape ``(k,)``; of the guide's gates, all open, if not given.
-        dual_rate: growth of the multiplier, in nats per step and unit of violation. The default suits batches of
-            100: per epoch the multiplier then grows by 0.3 nats per example and unit of violation.
+        dual_rate: growth of the multiplier, in nats per step and unit of violation, the log of the cost over the
+            budget. The default suits batches of 100: per epoch the multiplier then grows by 0.3 nats per example and
+            unit of violation.
         warm_up: steps until the final budget holds.
         every: steps between two looks at the deterministic network.
 
@@ -117,7 +119,7 @@ class SparsityTarget:
     def penalty(self) -> Tensor:
         """What to add to the loss, in nats; shape ``()``."""
         active = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
-        return (self.multiplier * self._raw(active) / self.total).sum()
+        return (self.multiplier * torch.log(self._raw(active) / self.total)).sum()
 
     @torch.no_grad()
     def fraction(self) -> Tensor:
@@ -131,7 +133,7 @@ class SparsityTarget:
         if self.step % self.every:
             return
         done = min(1.0, self.step / self.warm_up) if self.warm_up else 1.0
-        violation = self.fraction() - (1 - (1 - self.budget) * done)
+        violation = torch.log(self.fraction()) - done * torch.log(self.budget)
         raised = self.multiplier + self.dual_rate * self.every * violation
         self.multiplier = torch.where(violation > 0, raised, 0.0)
 

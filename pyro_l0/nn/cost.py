@@ -169,7 +169,7 @@ class _SquaredColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
+        weight: Tensor = ctx.saved_tensors[0]
         return weight * (2 * grad).reshape((1, -1) + (1,) * (weight.dim() - 2))
 
 

@@ -42,14 +42,13 @@ def test_values_against_the_slow_twins(pair):
         assert abs(actual.item() / float(expected) - 1) < 1e-10, (q, p)
 
 
+STRETCH_LIMITS = ((-0.1, 1.1), (-0.2, 1.3), (-0.01, 1.02))
+
+
 def random_parameters(family, generator):
     """Parameters of moderate size."""
     x, y = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
-    if family.gate is RectifiedNormal:
-        return dict(loc=3 * x - 1, scale=0.15 * 10**y)
-    stretch = ((-0.1, 1.1), (-0.2, 1.3), (-0.01, 1.02))[int(3 * x * 7) % 3]
-    temperature = 0.1 * 20**y
-    return dict(log_alpha=16 * x - 8, temperature=temperature, gamma=stretch[0], zeta=stretch[1])
+    return family.random(x, y, STRETCH_LIMITS[int(3 * x * 7) % 3])
 
 
 def test_random_values_against_the_slow_twins(pair):
@@ -212,7 +211,12 @@ HARD_CONCRETES = st.tuples(LOCATIONS, TEMPERATURES, STRETCHES).map(
 RECTIFIED_NORMALS = st.tuples(st.floats(-2, 3), st.floats(0.1, 2)).map(
     lambda x: (FAMILIES[1], dict(loc=x[0], scale=x[1]))
 )
-ANY_GATE = st.one_of(HARD_CONCRETES, RECTIFIED_NORMALS)
+OTHERS = [
+    st.tuples(st.floats(0, 1), st.floats(0, 1), STRETCHES).map(lambda x, family=family: (family, family.random(*x)))
+    for family in FAMILIES[2:]
+]
+ANY_GATE = st.one_of(HARD_CONCRETES, RECTIFIED_NORMALS, *OTHERS)
+GATE_WITH_MIRROR = ANY_GATE.filter(lambda gate: gate[0].mirror is not None)
 
 # A fixed seed and no deadline: the first call on a machine is slower than the rest.
 properties = settings(max_examples=60, deadline=None, database=None)
@@ -239,7 +243,7 @@ def test_kl_of_a_gate_with_itself_is_zero(q):
 
 @seed(53)
 @properties
-@given(ANY_GATE, ANY_GATE)
+@given(GATE_WITH_MIRROR, GATE_WITH_MIRROR)
 def test_kl_does_not_change_under_reflection(q, p):
     """z -> 1 - z maps both gates to gates with mirrored parameters and keeps the KL."""
     value = kl_divergence(build(*q), build(*p))

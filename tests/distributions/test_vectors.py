@@ -15,24 +15,55 @@ import torch
 from torch.distributions import kl_divergence
 
 from pyro_l0 import _numerics
-from pyro_l0.distributions import HardConcrete, RectifiedNormal
-from tests.reference import HardConcreteReference, RectifiedNormalReference, kl
+from pyro_l0.distributions import (
+    ExponentialGate,
+    ExponentialUniformGate,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    RectifiedNormal,
+)
+from tests.reference import (
+    ExponentialReference,
+    ExponentialUniformReference,
+    HardConcreteReference,
+    HardKumaraswamyReference,
+    PowerLawReference,
+    RectifiedNormalReference,
+    kl,
+)
 
 FILES = [Path(__file__).parent.parent / "vectors" / "gates.json"]
 if os.environ.get("PYRO_L0_VECTORS"):
     FILES.append(Path(os.environ["PYRO_L0_VECTORS"]))
 
 # Names of the parameters in the files and in the library.
+HARD_CONCRETE = {"log_alpha": "log_alpha", "beta": "temperature", "gamma": "gamma", "zeta": "zeta"}
+MIXTURE = {"logit_q": "logits", "beta": "beta", "eps": "epsilon", "lo": "gamma", "hi": "zeta"}
 NAMES = {
-    "log_alpha": "log_alpha",
-    "beta": "temperature",
-    "gamma": "gamma",
-    "zeta": "zeta",
-    "mu": "loc",
-    "sigma": "scale",
+    "HardConcrete": HARD_CONCRETE,
+    "RectifiedNormal": {"mu": "loc", "sigma": "scale"},
+    "HardKumaraswamy": {"a": "concentration1", "b": "concentration0", "lo": "gamma", "hi": "zeta"},
+    "MDRExp": MIXTURE,
+    "MDRExpUni": MIXTURE,
+    "MDRPowerLaw": MIXTURE,
 }
-GATES = {"HardConcrete": HardConcrete, "RectifiedNormal": RectifiedNormal}
-TWINS = {"HardConcrete": HardConcreteReference, "RectifiedNormal": RectifiedNormalReference}
+GATES = {
+    "HardConcrete": HardConcrete,
+    "RectifiedNormal": RectifiedNormal,
+    "HardKumaraswamy": HardKumaraswamy,
+    "MDRExp": ExponentialGate,
+    "MDRExpUni": ExponentialUniformGate,
+    "MDRPowerLaw": PowerLawGate,
+}
+TWINS = {
+    "HardConcrete": HardConcreteReference,
+    "RectifiedNormal": RectifiedNormalReference,
+    "HardKumaraswamy": HardKumaraswamyReference,
+    "MDRExp": ExponentialReference,
+    "MDRExpUni": ExponentialUniformReference,
+    "MDRPowerLaw": PowerLawReference,
+}
 KL_GROUPS = (
     "hc_hc_same_temperature",
     "hc_hc_different_temperature",
@@ -40,9 +71,15 @@ KL_GROUPS = (
     "hc_rn",
     "rn_hc",
     "rn_rn",
+    "hk_hk",
+    "hk_hc",
+    "mdr_exp",
+    "mdr_expuni",
+    "mdr_powerlaw",
+    "mdr_cross",
 )
-# Derivatives are known for these; the stretch stays fixed.
-LEARNABLE = ("log_alpha", "beta", "mu", "sigma")
+# Derivatives are stored for these, but for the beta of a mixture; the stretch stays fixed.
+LEARNABLE = ("log_alpha", "beta", "mu", "sigma", "a", "b", "logit_q")
 DTYPES = (torch.float64, torch.float32)
 
 
@@ -78,7 +115,7 @@ def tensors(params, dtype):
 
 def gate(family, leaves):
     """The library's gate from parameters under the file's names."""
-    return GATES[family](**{NAMES[name]: value for name, value in leaves.items()})
+    return GATES[family](**{NAMES[family][name]: value for name, value in leaves.items()})
 
 
 def check(what, actual, expected, relative, absolute=0.0):
@@ -171,7 +208,9 @@ def test_moments(family, entry, dtype):
 @pytest.mark.parametrize(("family", "entry"), entries())
 def test_pathwise_derivatives(family, entry, dtype):
     """A draw at fixed noise and its derivatives for the parameters."""
-    names = [name for name in entry["params"] if name in LEARNABLE]
+    names = [
+        name for name in entry["params"] if name in LEARNABLE and not (name == "beta" and "logit_q" in entry["params"])
+    ]
     for u, z, *derivatives in entry["pathwise"]:
         leaves = tensors(entry["params"], dtype)
         if family == "HardConcrete":
@@ -247,24 +286,32 @@ def test_kl_with_a_shared_temperature(group, entry, dtype):
         check(f"d kl / d {name}", gradients[name], derivative, 0.0, relative * scale)
 
 
+def check_kl_of_batch(stored, group, dtype):
+    """Entries of one pair of families as one batch."""
+    sides = []
+    for side in "qp":
+        columns = {
+            name: torch.tensor([entry[side]["params"][name] for entry in stored], dtype=dtype)
+            for name in stored[0][side]["params"]
+        }
+        sides.append(gate(stored[0][side]["dist"], columns))
+    values = kl_divergence(*sides)
+    relative = 1e-10 if dtype == torch.float64 else 1e-5
+    for index, (value, entry) in enumerate(zip(values, stored, strict=True)):
+        slack, _ = near_equal_rounding(entry, dtype)
+        check(f"{group} {index}", value, entry["kl"], relative, slack)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", KL_GROUPS)
 def test_kl_of_batches(group, dtype):
     """All entries of a group as one batch, with the stretch as tensors and no gradients."""
     for path in FILES:
-        stored = json.loads(path.read_text())["kl"][group]
-        sides = []
-        for side in "qp":
-            columns = {
-                name: torch.tensor([entry[side]["params"][name] for entry in stored], dtype=dtype)
-                for name in stored[0][side]["params"]
-            }
-            sides.append(gate(stored[0][side]["dist"], columns))
-        values = kl_divergence(*sides)
-        relative = 1e-10 if dtype == torch.float64 else 1e-5
-        for index, (value, entry) in enumerate(zip(values, stored, strict=True)):
-            slack, _ = near_equal_rounding(entry, dtype)
-            check(f"{group} {index}", value, entry["kl"], relative, slack)
+        kinds: dict[tuple[str, str], list] = {}
+        for entry in json.loads(path.read_text())["kl"][group]:
+            kinds.setdefault((entry["q"]["dist"], entry["p"]["dist"]), []).append(entry)
+        for stored in kinds.values():
+            check_kl_of_batch(stored, group, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -292,7 +339,7 @@ def test_statistics_of_batches(family, dtype):
 @pytest.mark.parametrize(("family", "entry"), entries()[::12])
 def test_the_slow_twins_agree_with_the_stored_values(family, entry):
     """reference.py, by plain definitions, meets the file to the last digit of a double."""
-    params = {NAMES[name]: value for name, value in entry["params"].items()}
+    params = {NAMES[family][name]: value for name, value in entry["params"].items()}
     twin = TWINS[family](**params)
     for name in ("p0", "p1", "p_mid", "active_prob", "mean", "variance", "entropy", "median"):
         check(name, getattr(twin, name), entry[name], 4e-16)
@@ -307,6 +354,7 @@ def test_the_slow_kl_agrees_with_the_stored_values(group, entry):
     """The same for the KL."""
     sides = []
     for side in "qp":
-        params = {NAMES[name]: value for name, value in entry[side]["params"].items()}
+        names = NAMES[entry[side]["dist"]]
+        params = {names[name]: value for name, value in entry[side]["params"].items()}
         sides.append(TWINS[entry[side]["dist"]](**params))
     check("kl", kl(*sides), entry["kl"], 4e-16)

@@ -1,0 +1,397 @@
+"""Pure tensor maths of two-component mixtures on (0, 1): float32-safe, no Pyro, no state but the parameters.
+
+Component 0 has its mass near 0, and component 1 is its mirror image. A component gets a point as the pair (s, 1 - s),
+both with full relative accuracy, so that the mirror image is the same function with the pair swapped.
+Equation numbers are those of the paper on mixture-distributed regularisation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyro_l0._numerics import Stretch, log1mexp
+
+__all__ = [
+    "Component",
+    "Exponential",
+    "ExponentialUniform",
+    "Point",
+    "PowerLaw",
+    "attach_gradient",
+    "interior_quantile",
+    "log_above",
+    "log_below",
+    "log_between",
+    "log_density",
+    "log_s",
+    "mixture_gate_draw",
+    "unstretched_draw",
+]
+
+Number = float | Tensor
+
+
+class Point(NamedTuple):
+    """A point of the unit interval.
+
+    Attributes:
+        s: distance from 0.
+        s_bar: distance from 1.
+    """
+
+    s: Tensor
+    s_bar: Tensor
+
+    @property
+    def mirrored(self) -> Point:
+        """The point as the other component sees it."""
+        return Point(self.s_bar, self.s)
+
+
+class Component(Protocol):
+    """The component of a mixture that has its mass near 0, with cdf R0; R1 is that of its mirror image."""
+
+    def log_density(self, x: Point) -> Tensor:
+        """Log density."""
+        ...
+
+    def log_below(self, x: Point) -> Tensor:
+        """log R0."""
+        ...
+
+    def log_above(self, x: Point) -> Tensor:
+        """log(1 - R0)."""
+        ...
+
+    def log_gap(self, x: Point) -> Tensor:
+        """log(R0 - R1)."""
+        ...
+
+    def log_between(self, low: Point, high: Point) -> Tensor:
+        """Log of the mass between two points."""
+        ...
+
+    def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """Independent draws of a tensor's type and device."""
+        ...
+
+    def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
+        """The point that a draw of the mixture stays below with probability p."""
+        ...
+
+    @property
+    def mean(self) -> Number:
+        """Mean of a draw."""
+        ...
+
+
+def _log(x: Number) -> Number:
+    return torch.log(x) if isinstance(x, Tensor) else math.log(x)
+
+
+def _log1p(x: Number) -> Number:
+    return torch.log1p(x) if isinstance(x, Tensor) else math.log1p(x)
+
+
+def _expm1(x: Number) -> Number:
+    return torch.expm1(x) if isinstance(x, Tensor) else math.expm1(x)
+
+
+def _exp(x: Number) -> Number:
+    return torch.exp(x) if isinstance(x, Tensor) else math.exp(x)
+
+
+def _log1mexp(x: Number) -> Number:
+    return log1mexp(x) if isinstance(x, Tensor) else math.log(-math.expm1(-x))
+
+
+def log_s(x: Point) -> Tensor:
+    """log s, accurate near 1 too."""
+    low = x.s < 0.5
+    return torch.where(low, torch.log(torch.where(low, x.s, 0.5)), torch.log1p(-torch.where(low, 0.5, x.s_bar)))
+
+
+class Exponential(NamedTuple):
+    """Exponential densities truncated to the unit interval (Eq. 4-6)."""
+
+    beta: Number
+
+    def log_density(self, x: Point) -> Tensor:
+        """Log density."""
+        return (_log(self.beta) - _log1mexp(self.beta)) - self.beta * x.s
+
+    def log_below(self, x: Point) -> Tensor:
+        """log R0."""
+        return log1mexp(self.beta * x.s) - _log1mexp(self.beta)
+
+    def log_above(self, x: Point) -> Tensor:
+        """log(1 - R0)."""
+        return log1mexp(self.beta * x.s_bar) - self.beta * x.s - _log1mexp(self.beta)
+
+    def log_gap(self, x: Point) -> Tensor:
+        """log(R0 - R1)."""
+        return log1mexp(self.beta * x.s) + log1mexp(self.beta * x.s_bar) - _log1mexp(self.beta)
+
+    def log_between(self, low: Point, high: Point) -> Tensor:
+        """Log of the mass between two points."""
+        return log1mexp(self.beta * (high.s - low.s)) - _log1mexp(self.beta) - self.beta * low.s
+
+    def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """Independent draws of a tensor's type and device."""
+        u = torch.rand(shape, dtype=like.dtype, device=like.device)
+        return -torch.log1p(u * _expm1(-self.beta)) / self.beta
+
+    def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
+        """The positive root of the quadratic that Eq. 6 = p is in exp(beta s), solved for its distance from 1."""
+        upper = p > 0.5  # the mirrored mixture from its lower end, as 1 - p is exact there
+        p, logits = torch.where(upper, 1 - p, p), torch.where(upper, -logits, logits)
+        mass = -p * _expm1(-self.beta)
+        a = torch.sigmoid(logits) * _exp(-self.beta)
+        b = torch.sigmoid(-logits) + a - mass
+        root = torch.sqrt(b * b + 4 * a * mass)
+        rising = b >= 0
+        near = torch.log1p(2 * mass / torch.where(rising, b + root, 1.0))
+        far = torch.log(0.5 * torch.where(rising, 1.0, root - b + 2 * a)) - F.logsigmoid(logits) + self.beta
+        s = (torch.where(rising, near, far) / self.beta).clamp(0, 1)
+        return torch.where(upper, 1 - s, s)
+
+    @property
+    def mean(self) -> Number:
+        """Mean of a draw."""
+        return 1 / self.beta + _exp(-self.beta) / _expm1(-self.beta)
+
+
+class ExponentialUniform(NamedTuple):
+    """Truncated exponentials of which a share is uniform (Eq. 7)."""
+
+    beta: Number
+    epsilon: Number
+
+    @property
+    def _exponential(self) -> Exponential:
+        return Exponential(self.beta)
+
+    def _mix(self, exponential: Tensor, uniform: Tensor) -> Tensor:
+        return torch.logaddexp(exponential + _log1p(-self.epsilon), uniform + _log(self.epsilon))
+
+    def log_density(self, x: Point) -> Tensor:
+        """Log density."""
+        return self._mix(self._exponential.log_density(x), torch.zeros_like(x.s))
+
+    def log_below(self, x: Point) -> Tensor:
+        """log R0."""
+        return self._mix(self._exponential.log_below(x), log_s(x))
+
+    def log_above(self, x: Point) -> Tensor:
+        """log(1 - R0)."""
+        return self._mix(self._exponential.log_above(x), log_s(x.mirrored))
+
+    def log_gap(self, x: Point) -> Tensor:
+        """log(R0 - R1); the uniform parts cancel."""
+        return self._exponential.log_gap(x) + _log1p(-self.epsilon)
+
+    def log_between(self, low: Point, high: Point) -> Tensor:
+        """Log of the mass between two points."""
+        return self._mix(self._exponential.log_between(low, high), torch.log(high.s - low.s))
+
+    def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """Independent draws of a tensor's type and device."""
+        which, uniform = torch.rand((2, *shape), dtype=like.dtype, device=like.device)
+        return torch.where(which < self.epsilon, uniform, self._exponential.draw(shape, like))
+
+    def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
+        """By bisection."""
+        return _bisected_quantile(self, logits, p)
+
+    @property
+    def mean(self) -> Number:
+        """Mean of a draw."""
+        return (1 - self.epsilon) * self._exponential.mean + 0.5 * self.epsilon
+
+
+class PowerLaw(NamedTuple):
+    """Powers of the distance from 0 (Eq. 8)."""
+
+    beta: Number
+
+    def log_density(self, x: Point) -> Tensor:
+        """Log density."""
+        return (1 / self.beta - 1) * log_s(x) - _log(self.beta)
+
+    def log_below(self, x: Point) -> Tensor:
+        """log R0."""
+        return log_s(x) / self.beta
+
+    def log_above(self, x: Point) -> Tensor:
+        """log(1 - R0)."""
+        return log1mexp(-log_s(x) / self.beta)
+
+    def log_gap(self, x: Point) -> Tensor:
+        """log(R0 - R1), which is symmetric."""
+        high = Point(torch.maximum(x.s, x.s_bar), torch.minimum(x.s, x.s_bar))
+        return torch.log(torch.exp(log_s(high.mirrored) / self.beta) + torch.expm1(log_s(high) / self.beta))
+
+    def log_between(self, low: Point, high: Point) -> Tensor:
+        """Log of the mass between two points."""
+        log_low, log_high = log_s(low), log_s(high)
+        return log_high / self.beta + log1mexp((log_high - log_low) / self.beta)
+
+    def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """Independent draws of a tensor's type and device."""
+        return torch.rand(shape, dtype=like.dtype, device=like.device) ** self.beta
+
+    def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
+        """By bisection."""
+        return _bisected_quantile(self, logits, p)
+
+    @property
+    def mean(self) -> Number:
+        """Mean of a draw."""
+        return 1 / (1 + self.beta)
+
+
+# ---------------------------------------------------------------- the mixture of a component and its mirror image
+# logits are those of the weight q of component 1.
+
+
+def _mix(logits: Tensor, zero: Tensor, one: Tensor) -> Tensor:
+    return torch.logaddexp(F.logsigmoid(-logits) + zero, F.logsigmoid(logits) + one)
+
+
+def log_density(component: Component, logits: Tensor, x: Point) -> Tensor:
+    """Log density of the mixture."""
+    return _mix(logits, component.log_density(x), component.log_density(x.mirrored))
+
+
+def log_below(component: Component, logits: Tensor, x: Point) -> Tensor:
+    """Log of the mixture's cdf."""
+    return _mix(logits, component.log_below(x), component.log_above(x.mirrored))
+
+
+def log_above(component: Component, logits: Tensor, x: Point) -> Tensor:
+    """Log of one minus the mixture's cdf."""
+    return _mix(logits, component.log_above(x), component.log_below(x.mirrored))
+
+
+def log_between(component: Component, logits: Tensor, low: Point, high: Point) -> Tensor:
+    """Log of the mixture's mass between two points."""
+    return _mix(logits, component.log_between(low, high), component.log_between(high.mirrored, low.mirrored))
+
+
+def _halvings(dtype: torch.dtype) -> int:
+    return 60 if dtype == torch.float64 else 30
+
+
+@torch.no_grad()
+def _bisected_quantile(component: Component, logits: Tensor, p: Tensor) -> Tensor:
+    logits, p = torch.broadcast_tensors(logits, p)
+    low, high = torch.zeros_like(p), torch.ones_like(p)
+    lower_half = p < 0.5
+    # From whichever tail is nearer, so that both ends keep their accuracy.
+    goal = torch.where(lower_half, torch.log(p), torch.log1p(-p))
+    for _ in range(_halvings(p.dtype)):
+        middle = 0.5 * (low + high)
+        x = Point(middle, 1 - middle)
+        right = torch.where(lower_half, log_below(component, logits, x) < goal, log_above(component, logits, x) > goal)
+        low, high = torch.where(right, middle, low), torch.where(right, high, middle)
+    middle = 0.5 * (low + high)
+    return torch.where(p <= 0, 0.0, torch.where(p >= 1, 1.0, middle))
+
+
+@torch.no_grad()
+def interior_quantile(component: Component, logits: Tensor, u: Tensor, low: Point, high: Point) -> Tensor:
+    """The point between two that a draw between them stays below with probability u, as its share of the interval."""
+    logits, u = torch.broadcast_tensors(logits, u)
+    goal = torch.log(u) + log_between(component, logits, low, high)
+    left, right = torch.zeros_like(u), torch.ones_like(u)
+    width = high.s - low.s
+    for _ in range(_halvings(u.dtype)):
+        middle = 0.5 * (left + right)
+        x = Point(low.s + width * middle, high.s_bar + width * (1 - middle))
+        above = log_between(component, logits, low, x) < goal
+        left, right = torch.where(above, middle, left), torch.where(above, right, middle)
+    return 0.5 * (left + right)
+
+
+def attach_gradient(
+    component: Component, logits: Tensor, s: Tensor, p: Tensor | None = None, ends: tuple[Point, Point] | None = None
+) -> Tensor:
+    """Points of the unit interval with their implicit derivatives for the mixture's parameters (Eq. 12).
+
+    A point with P(S <= s) = p moves with a parameter by the change of the cdf over the density, however it was found.
+    Right to first order alone.
+
+    Args:
+        component: the component with its parameters.
+        logits: log odds of the mixture's weight.
+        s: the points, without a gradient.
+        p: their probabilities, if they have a gradient too.
+        ends: if the points follow the distribution between two points, those.
+    """
+    info = torch.finfo(s.dtype)
+    s = s.detach().clamp(info.tiny, 1 - info.eps / 2)
+    x = Point(s, 1 - s)
+    log_f = log_density(component, logits, x).detach()
+    if ends is None:
+        below, above = log_below(component, logits, x), log_above(component, logits, x)
+    else:
+        whole = log_between(component, logits, *ends)
+        below = log_between(component, logits, ends[0], x) - whole
+        above = log_between(component, logits, x, ends[1]) - whole
+        log_f = log_f - whole.detach()
+    # From whichever tail is nearer: the change of the other one would be lost in rounding.
+    change = torch.where(below < above, torch.exp(below), -torch.exp(above))
+    if p is not None:
+        change = change - p
+    return s - (change - change.detach()) * torch.exp(-log_f)
+
+
+def unstretched_draw(component: Component, logits: Tensor, shape: torch.Size) -> Tensor:
+    """Draws of the mixture by choosing a component first, without a gradient."""
+    s = component.draw(shape, logits)
+    one = torch.rand(shape, dtype=logits.dtype, device=logits.device) < torch.sigmoid(logits.detach())
+    return torch.where(one, 1 - s, s)
+
+
+class _MixtureGateDraw(torch.autograd.Function):
+    """Draws of the stretched and clipped mixture with their derivative for the logits (Eq. 12) as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
+        s = unstretched_draw(component, logits, shape)
+        z = (stretch.gamma + stretch.width * s).clamp_(0, 1)
+        if ctx.needs_input_grad[0]:
+            low, high = -stretch.gamma / stretch.width, (1 - stretch.gamma) / stretch.width
+            s = s.clamp(torch.as_tensor(low).to(s), torch.as_tensor(high).to(s))
+            x = Point(s, 1 - s)
+            log_slope = F.logsigmoid(logits) + F.logsigmoid(-logits) + component.log_gap(x)
+            log_slope = log_slope - log_density(component, logits, x)
+            ctx.shape = logits.shape
+            ctx.save_for_backward(torch.exp(log_slope) * ((z > 0) & (z < 1)) * stretch.width)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        product = grad * slope
+        return product.sum_to_size(ctx.shape), None, None, None
+
+
+def mixture_gate_draw(logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
+    """Draws of the stretched and clipped mixture, differentiable in the logits alone.
+
+    Args:
+        logits: log odds of the mixture's weight.
+        shape: shape of the draws, to which the logits broadcast.
+        component: the component, with parameters that are numbers or have no gradient.
+        stretch: stretch limits that are numbers or have no gradient.
+    """
+    z: Tensor = _MixtureGateDraw.apply(logits, shape, component, stretch)  # type: ignore[no-untyped-call]
+    return z

@@ -1,0 +1,46 @@
+"""Pure tensor maths of the Kumaraswamy distribution on (0, 1), float32-safe.
+
+Its survival function is (1 - s^a)^b. ``log_s`` is log s, from whichever end is nearer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_l0._numerics import log1mexp
+
+__all__ = ["interior_quantile", "log_above", "log_below", "log_between", "log_density", "quantile_of_exponential"]
+
+
+def log_above(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log of the survival function."""
+    return b * log1mexp(-a * log_s)
+
+
+def log_below(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log of the cdf."""
+    return log1mexp(-log_above(log_s, a, b))
+
+
+def log_between(log_low: Tensor, log_high: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log of the mass between two points."""
+    above = log_above(log_low, a, b)
+    return above + log1mexp(above - log_above(log_high, a, b))
+
+
+def log_density(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log density."""
+    return torch.log(a) + torch.log(b) + (a - 1) * log_s + (b - 1) * log1mexp(-a * log_s)
+
+
+def quantile_of_exponential(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """log s at a survival function of exp(-e), which is the quantile of a unit exponential e's probability."""
+    return log1mexp((e / b).clamp(min=torch.finfo(e.dtype).tiny)) / a
+
+
+def interior_quantile(u: Tensor, log_low: Tensor, log_high: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """log s of the point between two that a draw between them stays below with probability u."""
+    above = log_above(log_low, a, b)
+    share = -torch.expm1(log_above(log_high, a, b) - above)
+    return quantile_of_exponential(-above - torch.log1p(-u * share), a, b)

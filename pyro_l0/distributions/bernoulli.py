@@ -1,0 +1,179 @@
+"""The Bernoulli gate: open or closed, and nothing in between."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+from torch.types import _size
+
+from pyro_l0.distributions.gate import GateDistribution, Number, as_parameters, bounded, check_rate
+
+__all__ = ["BernoulliGate"]
+
+
+class BernoulliGate(GateDistribution):
+    r"""Gate that is 1 with probability :math:`\pi = \mathrm{sigmoid}(\mathrm{logits})` and 0 otherwise.
+
+    The exact gate that the others smooth (eq. 2-3 of the L0 paper). It has atoms alone: draws have no pathwise
+    derivative, so :class:`~pyro_l0.infer.L0_ELBO` trains it with one of its ``estimators``; Pyro can also enumerate it.
+    Its KL with every gate that it is absolutely continuous to is exact; the other way round it is infinite and refused.
+
+    Args:
+        logits: log odds of an open gate, shape ``batch_shape``.
+        probs: probability of an open gate, in (0, 1), in the place of ``logits``.
+
+    Shape:
+        ``sample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: not exactly one of ``logits`` and ``probs`` is given, or it is outside its constraint.
+
+    Example:
+        >>> BernoulliGate(probs=torch.tensor([0.25, 0.75])).active_prob
+        tensor([0.2500, 0.7500])
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 2-3.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {"logits": bounded()}
+    learned: ClassVar[dict[str, constraints.Constraint]] = {"logits": constraints.real}
+    support = constraints.boolean
+    has_rsample = False
+    has_enumerate_support = True
+
+    def __init__(
+        self, logits: Number | None = None, probs: Number | None = None, validate_args: bool | None = None
+    ) -> None:
+        if (logits is None) == (probs is None):
+            raise ValueError(f"Expected one of logits and probs, but got logits {logits} and probs {probs}.")
+        if probs is not None:
+            (rate,), _ = as_parameters({}, probs=probs)
+            if validate_args is not False:
+                check_rate("probs", rate, "BernoulliGate")
+            logits = torch.logit(rate)
+        assert logits is not None
+        (self.logits,), _ = as_parameters({}, logits=logits)
+        super().__init__(self.logits.shape, validate_args=validate_args)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of an open gate, shape ``batch_shape``."""
+        return torch.sigmoid(self.logits)
+
+    @property
+    def stretch(self) -> None:
+        """A Bernoulli gate has no stretch limits."""
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        return {"logits": self.logits}
+
+    @classmethod
+    def from_active_prob(cls, active_prob: Number, validate_args: bool | None = None) -> Self:
+        """The Bernoulli gate with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, in (0, 1).
+            validate_args: whether the gate checks its arguments later on.
+
+        Raises:
+            ValueError: the rate is not strictly between 0 and 1.
+
+        Example:
+            >>> BernoulliGate.from_active_prob(0.25).active_prob
+            tensor(0.2500)
+        """
+        check_rate("active_prob", active_prob, cls.__name__)
+        return cls(probs=active_prob, validate_args=validate_args)
+
+    @property
+    def log_prob_zero(self) -> Tensor:
+        """log P(z = 0), shape ``batch_shape``."""
+        return F.logsigmoid(-self.logits)
+
+    @property
+    def log_prob_one(self) -> Tensor:
+        """log P(z = 1), shape ``batch_shape``."""
+        return F.logsigmoid(self.logits)
+
+    @property
+    def log_interior_prob(self) -> Tensor:
+        """Minus infinity, shape ``batch_shape``."""
+        return torch.full_like(self.logits, -math.inf)
+
+    @property
+    def log_active_prob(self) -> Tensor:
+        """log P(z != 0), shape ``batch_shape``."""
+        return F.logsigmoid(self.logits)
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The median: 1 where the gate is open more often than not."""
+        return self.median
+
+    @property
+    def median(self) -> Tensor:
+        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
+        return (self.logits > 0).to(self.logits.dtype)
+
+    @property
+    def mean(self) -> Tensor:
+        """E[z], shape ``batch_shape``."""
+        return self.probs
+
+    @property
+    def variance(self) -> Tensor:
+        """Var[z], shape ``batch_shape``."""
+        return torch.sigmoid(self.logits) * torch.sigmoid(-self.logits)
+
+    def entropy(self) -> Tensor:
+        """Entropy, shape ``batch_shape``."""
+        return -(torch.sigmoid(-self.logits) * self.log_prob_zero + torch.sigmoid(self.logits) * self.log_prob_one)
+
+    def sample(self, sample_shape: _size = torch.Size()) -> Tensor:
+        """Draws without a gradient, shape ``sample_shape + batch_shape``."""
+        shape = torch.Size(sample_shape) + self.logits.shape
+        u = torch.rand(shape, dtype=self.logits.dtype, device=self.logits.device)
+        return (u < torch.sigmoid(self.logits.detach())).to(self.logits.dtype)
+
+    def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
+        """Not there: no draw of two values has a derivative."""
+        raise NotImplementedError("A BernoulliGate has no pathwise draws; use sample, or an estimator of L0_ELBO.")
+
+    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
+        """Not there: nothing lies between the atoms."""
+        raise NotImplementedError("A BernoulliGate has no interior to draw from.")
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """Both values, shape ``(2,) + batch_shape``, or ``(2, 1, ...)`` without ``expand``."""
+        values = torch.tensor([0.0, 1.0], dtype=self.logits.dtype, device=self.logits.device)
+        values = values.reshape((2,) + (1,) * self.logits.dim())
+        return values.expand((2, *self.logits.shape)) if expand else values
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """The smallest z with P(Z <= z) >= ``value``."""
+        return (value > torch.sigmoid(-self.logits)).to(self.logits.dtype)
+
+    def base_distribution(self) -> TorchDistribution:
+        """Not there: a Bernoulli gate is no clipped continuous variable."""
+        raise NotImplementedError("A BernoulliGate is not the rectification of a continuous variable.")
+
+    def rectify(self, value: Tensor) -> Tensor:
+        """Not there; see :meth:`base_distribution`."""
+        raise NotImplementedError("A BernoulliGate is not the rectification of a continuous variable.")
+
+    def _log_density(self, z: Tensor) -> Tensor:
+        return torch.full_like(z + self.logits, -math.inf)
+
+    def _cdf(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(-self.logits).expand((z + self.logits).shape)
+
+    def _node_temperature(self) -> float:
+        raise TypeError("A BernoulliGate has no density to integrate.")

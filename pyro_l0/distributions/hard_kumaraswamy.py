@@ -1,0 +1,150 @@
+"""The hard Kumaraswamy gate."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_l0 import _kumaraswamy as kumaraswamy
+from pyro_l0._components import Point, log_s
+from pyro_l0.distributions.gate import Number, as_parameters, bounded, check_rate, open_uniform
+from pyro_l0.distributions.stretched import UnitIntervalGate
+
+__all__ = ["HardKumaraswamy"]
+
+
+class HardKumaraswamy(UnitIntervalGate):
+    r"""Gate on :math:`[0, 1]` from a Kumaraswamy variable that is stretched and clipped.
+
+    .. math:: P(s > x) = (1 - x^a)^b, \qquad z = \min(1, \max(0, s(\zeta - \gamma) + \gamma)).
+
+    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
+    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
+
+    Args:
+        concentration1: a, positive; a larger one moves mass to 1. Shape ``batch_shape``.
+        concentration0: b, positive; a larger one moves mass to 0. Broadcast against a.
+        gamma: lower stretch limit, below 0.
+        zeta: upper stretch limit, above 1.
+
+    Shape:
+        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
+
+    Example:
+        >>> HardKumaraswamy(torch.tensor([0.5, 2.0]), 0.5).active_prob
+        tensor([0.8434, 0.9965])
+
+    References:
+        Bastings, Aziz, Titov (2019), arXiv:1905.08160.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+        "concentration1": bounded(lower=0),
+        "concentration0": bounded(lower=0),
+        "gamma": bounded(upper=0),
+        "zeta": bounded(lower=1),
+    }
+    learned: ClassVar[dict[str, constraints.Constraint]] = {
+        "concentration1": constraints.positive,
+        "concentration0": constraints.positive,
+    }
+
+    def __init__(
+        self,
+        concentration1: Number,
+        concentration0: Number,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> None:
+        (self.concentration1, self.concentration0), (self._gamma, self._zeta) = as_parameters(
+            {"gamma": gamma, "zeta": zeta}, concentration1=concentration1, concentration0=concentration0
+        )
+        super().__init__(self.concentration1.shape, validate_args=validate_args)
+
+    @property
+    def fixed_options(self) -> dict[str, Any]:
+        """Stretch limits."""
+        return {"gamma": self._gamma, "zeta": self._zeta}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "concentration1": self.concentration1,
+            "concentration0": self.concentration0,
+            "_gamma": self._gamma,
+            "_zeta": self._zeta,
+        }
+
+    @classmethod
+    def from_active_prob(
+        cls,
+        active_prob: Number,
+        concentration1: Number = 0.5,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> Self:
+        """The hard Kumaraswamy gate with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, in (0, 1).
+            concentration1: a; below 1 the gate prefers its ends.
+            gamma: lower stretch limit.
+            zeta: upper stretch limit.
+            validate_args: whether the gate checks its arguments later on.
+
+        Raises:
+            ValueError: a parameter is outside its constraint, or the rate is not strictly between 0 and 1.
+
+        Example:
+            >>> HardKumaraswamy.from_active_prob(0.25).active_prob
+            tensor(0.2500)
+        """
+        check_rate("active_prob", active_prob, cls.__name__)
+        (rate, a), _ = as_parameters({}, active_prob=active_prob, concentration1=concentration1)
+        unit = cls(a, torch.ones_like(a), gamma, zeta, validate_args=True)
+        return cls(a, torch.log(rate) / unit.log_active_prob, gamma, zeta, validate_args=validate_args)
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The median: exactly 0 where P(z = 0) is at least one half, exactly 1 where P(z = 1) is."""
+        return self.median
+
+    def _unit_log_density(self, x: Point) -> Tensor:
+        return kumaraswamy.log_density(log_s(x), self.concentration1, self.concentration0)
+
+    def _unit_log_below(self, x: Point) -> Tensor:
+        return kumaraswamy.log_below(log_s(x), self.concentration1, self.concentration0)
+
+    def _unit_log_above(self, x: Point) -> Tensor:
+        return kumaraswamy.log_above(log_s(x), self.concentration1, self.concentration0)
+
+    def _unit_log_between(self, low: Point, high: Point) -> Tensor:
+        return kumaraswamy.log_between(log_s(low), log_s(high), self.concentration1, self.concentration0)
+
+    def _unit_rsample(self, shape: torch.Size) -> Tensor:
+        e = torch.empty(shape, dtype=self._like.dtype, device=self._like.device).exponential_()
+        return torch.exp(kumaraswamy.quantile_of_exponential(e, self.concentration1, self.concentration0))
+
+    def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
+        u = open_uniform(shape, self._like)
+        a, b = self.concentration1, self.concentration0
+        return torch.exp(kumaraswamy.interior_quantile(u, log_s(low), log_s(high), a, b))
+
+    def _unit_icdf(self, p: Tensor) -> Tensor:
+        log_quantile = kumaraswamy.quantile_of_exponential(-torch.log1p(-p), self.concentration1, self.concentration0)
+        return torch.exp(log_quantile)
+
+    def _node_temperature(self) -> float:
+        # On the logit axis the density is a product of powers as those of a hard concrete are.
+        return max(1.0, _largest(self.concentration1), _largest(self.concentration0)) / 2
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.detach().amax()) if x.numel() else 1.0

@@ -1,0 +1,443 @@
+"""The three mixture-distributed gates: exponential, exponential with a uniform share, and power law."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+from torch.types import _size
+
+from pyro_l0 import _components as components
+from pyro_l0._components import Component, Exponential, ExponentialUniform, Point, PowerLaw
+from pyro_l0._numerics import Breakpoints
+from pyro_l0.distributions.gate import Number, as_parameters, bounded, check_rate, open_uniform
+from pyro_l0.distributions.stretched import UnitIntervalGate
+
+__all__ = ["ExponentialGate", "ExponentialUniformGate", "MixtureGate", "PowerLawGate"]
+
+
+class MixtureGate(UnitIntervalGate):
+    """A stretched and clipped mixture of a component near 0 and its mirror image near 1.
+
+    Draws choose a component first; their derivatives for the logits and for the components' parameters are the
+    implicit ones (Eq. 12 of the paper), which are right to first order alone.
+    """
+
+    logits: Tensor
+    learned: ClassVar[Mapping[str, constraints.Constraint]] = {"logits": constraints.real}
+    _shape_names: ClassVar[tuple[str, ...]]  # parameters of the component
+
+    def _set(self, logits: Number, validate_args: bool | None, **shared: Number) -> None:
+        (self.logits,), values = as_parameters(shared, logits=logits)
+        for name, value in zip(shared, values, strict=True):
+            setattr(self, f"_{name}", value)
+        super().__init__(self.logits.shape, validate_args=validate_args)
+
+    @property
+    @abstractmethod
+    def _component(self) -> Component:
+        """The component near 0."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the component near 1, shape ``batch_shape``."""
+        return torch.sigmoid(self.logits)
+
+    @property
+    def fixed_options(self) -> dict[str, Any]:
+        """The component's parameters and the stretch limits."""
+        return {name: getattr(self, f"_{name}") for name in (*self._shape_names, "gamma", "zeta")}
+
+    def _state(self) -> dict[str, Any]:
+        return {"logits": self.logits, **{f"_{name}": value for name, value in self.fixed_options.items()}}
+
+    @classmethod
+    def _from_active_prob(cls, active_prob: Number, validate_args: bool | None, **options: Number) -> Self:
+        make: Any = cls
+        (rate,), _ = as_parameters({}, active_prob=active_prob)
+        # In double, as the rate is located between two that may be near.
+        shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
+        ends = make(torch.zeros((), dtype=torch.float64, device=rate.device), **shared, validate_args=True)
+        low, high = (torch.exp(x) for x in ends._active_log_probs)
+        check_rate("active_prob", active_prob, cls.__name__, float(low.amax()), float(high.amin()))
+        logits = torch.log(rate.double() - low) - torch.log(high - rate.double())
+        gate: Self = make(logits.to(rate.dtype), **options, validate_args=validate_args)
+        return gate
+
+    @classmethod
+    def closed(cls, **options: Any) -> Self:
+        """The gate without the component near 1, which is open with the least probability that this family reaches."""
+        make: Any = cls
+        gate: Self = make(-30.0, **options)
+        return gate
+
+    @property
+    def least_active_prob(self) -> Tensor:
+        """The smallest P(z != 0) that some weight reaches, shape ``batch_shape``."""
+        return torch.exp(self._active_log_probs[0])
+
+    # ------------------------------------------------------------ the unstretched variable
+
+    def _unit_log_density(self, x: Point) -> Tensor:
+        return components.log_density(self._component, self.logits, x)
+
+    def _unit_log_below(self, x: Point) -> Tensor:
+        return components.log_below(self._component, self.logits, x)
+
+    def _unit_log_above(self, x: Point) -> Tensor:
+        return components.log_above(self._component, self.logits, x)
+
+    def _unit_log_between(self, low: Point, high: Point) -> Tensor:
+        return components.log_between(self._component, self.logits, low, high)
+
+    def _unit_rsample(self, shape: torch.Size) -> Tensor:
+        with torch.no_grad():
+            s = components.unstretched_draw(self._component, self.logits, shape)
+        return components.attach_gradient(self._component, self.logits, s)
+
+    def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
+        share = components.interior_quantile(self._component, self.logits, open_uniform(shape, self.logits), low, high)
+        s = low.s.detach() + (high.s - low.s).detach() * share
+        return components.attach_gradient(self._component, self.logits, s, ends=(low, high))
+
+    def _unit_icdf(self, p: Tensor) -> Tensor:
+        with torch.no_grad():
+            s = self._component.mixture_quantile(self.logits, p)
+        return components.attach_gradient(self._component, self.logits, s, p)
+
+    # ------------------------------------------------------------ the gate
+
+    def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
+        """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
+        if any(isinstance(x, Tensor) and x.requires_grad for x in self.fixed_options.values()):
+            return super().rsample(sample_shape)
+        shape = torch.Size(sample_shape) + self.logits.shape
+        return components.mixture_gate_draw(self.logits, shape, self._component, self.stretch)
+
+    @property
+    def _active_log_probs(self) -> tuple[Tensor, Tensor]:
+        """log P(z != 0) of the component near 0 and of the one near 1."""
+        low = self._ends[0]
+        return self._component.log_above(low), self._component.log_below(low.mirrored)
+
+    @property
+    def active_prob(self) -> Tensor:
+        """P(z != 0), shape ``batch_shape``; between its values at weights 0 and 1, it reaches neither 0 nor 1."""
+        low, high = self._active_log_probs
+        return torch.sigmoid(-self.logits) * torch.exp(low) + torch.sigmoid(self.logits) * torch.exp(high)
+
+    @property
+    def plug_in_mean(self) -> Tensor:
+        """The unstretched variable's mean, stretched and clipped; shape ``batch_shape``."""
+        mean = self._component.mean
+        return self.rectify(torch.sigmoid(-self.logits) * mean + torch.sigmoid(self.logits) * (1 - mean))
+
+    @property
+    def plug_in_weight(self) -> Tensor:
+        """The mixture's weight, stretched and clipped; shape ``batch_shape``."""
+        return self.rectify(torch.sigmoid(self.logits))
+
+    @property
+    def test_gate(self) -> Tensor:
+        """:attr:`plug_in_weight`, shape ``batch_shape``.
+
+        The paper (section 4.2.2) stretches and clips a value that it leaves open. Four are here by name: ``mean``,
+        ``median``, ``plug_in_mean`` and ``plug_in_weight``. The mean never closes a gate and the median is next to
+        binary; of the two that close gates and keep values in between, the weight is what the paper says to estimate
+        the gate through, and what Eq. 13 of the L0 paper does to the hard concrete.
+        """
+        return self.plug_in_weight
+
+    def _node_temperature(self) -> float:
+        return 1.0
+
+
+class _ExponentialLike(MixtureGate):
+    """The families whose density turns from one exponential to another within a distance of 1 / beta."""
+
+    _beta: Number
+
+    def _breakpoints(self) -> Breakpoints:
+        # The log density has zeros at a distance of pi / (2 beta) from the axis, where the components meet.
+        beta = self._beta
+        if isinstance(beta, Tensor):
+            beta = float(beta.detach().amax()) if beta.numel() else 1.0
+        panels = math.ceil(beta / (5 if self.logits.dtype == torch.float64 else 10))
+        return tuple(k / panels for k in range(1, panels)) or None
+
+
+class ExponentialGate(_ExponentialLike):
+    r"""Gate from a mixture of two truncated exponentials, stretched and clipped (MDR-Exp).
+
+    .. math::
+        s \sim (1 - q) \frac{\beta e^{-\beta s}}{1 - e^{-\beta}} + q \frac{\beta e^{\beta (s - 1)}}{1 - e^{-\beta}},
+        \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
+
+    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
+    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
+
+    Args:
+        logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
+        beta: positive, broadcast against ``logits``; larger is nearer to binary (the paper calls it a temperature).
+        gamma: lower stretch limit, below 0.
+        zeta: upper stretch limit, above 1.
+
+    Shape:
+        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
+
+    Example:
+        >>> ExponentialGate(torch.tensor([-4.0, 4.0]), beta=30.0).active_prob
+        tensor([0.0986, 0.9835])
+
+    References:
+        Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 4-6.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+        "logits": bounded(),
+        "beta": bounded(lower=0),
+        "gamma": bounded(upper=0),
+        "zeta": bounded(lower=1),
+    }
+    _shape_names = ("beta",)
+
+    def __init__(
+        self,
+        logits: Number,
+        beta: Number,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> None:
+        self._set(logits, validate_args, beta=beta, gamma=gamma, zeta=zeta)
+
+    @property
+    def beta(self) -> Tensor:
+        """Sharpness, shape ``batch_shape``."""
+        return self._filled(self._beta)
+
+    @property
+    def _component(self) -> Exponential:
+        return Exponential(self._beta)
+
+    @classmethod
+    def from_active_prob(
+        cls,
+        active_prob: Number,
+        beta: Number = 30.0,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> Self:
+        """The gate with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, between the rates of the two components.
+            beta: sharpness; 30 as in the paper's experiments on MNIST.
+            gamma: lower stretch limit.
+            zeta: upper stretch limit.
+            validate_args: whether the gate checks its arguments later on.
+
+        Raises:
+            ValueError: a parameter is outside its constraint, or the rate is outside the range that this gate
+                reaches, which the message states.
+
+        Example:
+            >>> ExponentialGate.from_active_prob(0.25).active_prob
+            tensor(0.2500)
+        """
+        return cls._from_active_prob(active_prob, validate_args, beta=beta, gamma=gamma, zeta=zeta)
+
+
+class ExponentialUniformGate(_ExponentialLike):
+    r"""Gate from two truncated exponentials of which a share is uniform, stretched and clipped (MDR-ExpUni).
+
+    .. math::
+        s \sim (1 - \epsilon) \Big[(1 - q) \frac{\beta e^{-\beta s}}{1 - e^{-\beta}}
+        + q \frac{\beta e^{\beta (s - 1)}}{1 - e^{-\beta}}\Big] + \epsilon,
+        \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
+
+    The uniform share keeps the density between the components away from 0, and with it the gradient's variance.
+    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
+    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
+
+    Args:
+        logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
+        beta: positive, broadcast against ``logits``; larger is nearer to binary (the paper calls it a temperature).
+        epsilon: uniform share, in (0, 1), broadcast against ``logits``.
+        gamma: lower stretch limit, below 0.
+        zeta: upper stretch limit, above 1.
+
+    Shape:
+        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
+
+    Example:
+        >>> ExponentialUniformGate(torch.tensor([-4.0, 4.0]), beta=25.0, epsilon=0.1).active_prob
+        tensor([0.2179, 0.9775])
+
+    References:
+        Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 7.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+        "logits": bounded(),
+        "beta": bounded(lower=0),
+        "epsilon": bounded(0.0, 1.0),
+        "gamma": bounded(upper=0),
+        "zeta": bounded(lower=1),
+    }
+    _shape_names = ("beta", "epsilon")
+    _epsilon: Number
+
+    def __init__(
+        self,
+        logits: Number,
+        beta: Number,
+        epsilon: Number,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> None:
+        self._set(logits, validate_args, beta=beta, epsilon=epsilon, gamma=gamma, zeta=zeta)
+
+    @property
+    def beta(self) -> Tensor:
+        """Sharpness, shape ``batch_shape``."""
+        return self._filled(self._beta)
+
+    @property
+    def epsilon(self) -> Tensor:
+        """Uniform share, shape ``batch_shape``."""
+        return self._filled(self._epsilon)
+
+    @property
+    def _component(self) -> ExponentialUniform:
+        return ExponentialUniform(self._beta, self._epsilon)
+
+    @classmethod
+    def from_active_prob(
+        cls,
+        active_prob: Number,
+        beta: Number = 25.0,
+        epsilon: Number = 0.1,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> Self:
+        """The gate with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, between the rates of the two components.
+            beta: sharpness; 25 as in the paper's experiments on MNIST.
+            epsilon: uniform share.
+            gamma: lower stretch limit.
+            zeta: upper stretch limit.
+            validate_args: whether the gate checks its arguments later on.
+
+        Raises:
+            ValueError: a parameter is outside its constraint, or the rate is outside the range that this gate
+                reaches, which the message states.
+
+        Example:
+            >>> ExponentialUniformGate.from_active_prob(0.25).active_prob
+            tensor(0.2500)
+        """
+        return cls._from_active_prob(active_prob, validate_args, beta=beta, epsilon=epsilon, gamma=gamma, zeta=zeta)
+
+
+class PowerLawGate(MixtureGate):
+    r"""Gate from a mixture of two power laws, stretched and clipped (MDR-PowerLaw).
+
+    .. math::
+        s \sim \frac{1 - q}{\beta} s^{1/\beta - 1} + \frac{q}{\beta} (1 - s)^{1/\beta - 1},
+        \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
+
+    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
+    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
+
+    Args:
+        logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
+        beta: above 1, broadcast against ``logits``; larger is nearer to binary.
+        gamma: lower stretch limit, below 0.
+        zeta: upper stretch limit, above 1.
+
+    Shape:
+        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
+
+    Example:
+        >>> PowerLawGate(torch.tensor([-4.0, 4.0]), beta=40.0).active_prob
+        tensor([0.0771, 0.9810])
+
+    References:
+        Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 8.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+        "logits": bounded(),
+        "beta": bounded(lower=1),
+        "gamma": bounded(upper=0),
+        "zeta": bounded(lower=1),
+    }
+    _shape_names = ("beta",)
+    _beta: Number
+
+    def __init__(
+        self,
+        logits: Number,
+        beta: Number,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> None:
+        self._set(logits, validate_args, beta=beta, gamma=gamma, zeta=zeta)
+
+    @property
+    def beta(self) -> Tensor:
+        """Sharpness, shape ``batch_shape``."""
+        return self._filled(self._beta)
+
+    @property
+    def _component(self) -> PowerLaw:
+        return PowerLaw(self._beta)
+
+    @classmethod
+    def from_active_prob(
+        cls,
+        active_prob: Number,
+        beta: Number = 40.0,
+        gamma: Number = -0.1,
+        zeta: Number = 1.1,
+        validate_args: bool | None = None,
+    ) -> Self:
+        """The gate with P(z != 0) = ``active_prob``.
+
+        Args:
+            active_prob: wanted rate, between the rates of the two components.
+            beta: sharpness; 40 as in the paper's experiments on MNIST.
+            gamma: lower stretch limit.
+            zeta: upper stretch limit.
+            validate_args: whether the gate checks its arguments later on.
+
+        Raises:
+            ValueError: a parameter is outside its constraint, or the rate is outside the range that this gate
+                reaches, which the message states.
+
+        Example:
+            >>> PowerLawGate.from_active_prob(0.25).active_prob
+            tensor(0.2500)
+        """
+        return cls._from_active_prob(active_prob, validate_args, beta=beta, gamma=gamma, zeta=zeta)

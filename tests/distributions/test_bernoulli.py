@@ -1,0 +1,153 @@
+"""The gate of two values, which keeps what the contract promises without a density or a pathwise draw."""
+
+import copy
+import pickle
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI, TraceEnum_ELBO
+from scipy import stats
+from torch.distributions import kl_divergence
+
+from pyro_l0.distributions import BernoulliGate, HardConcrete, PowerLawGate, RectifiedNormal
+from tests.reference import BernoulliReference, HardConcreteReference
+
+STATISTICS = (
+    "mean",
+    "variance",
+    "median",
+    "log_prob_zero",
+    "log_prob_one",
+    "log_interior_prob",
+    "log_active_prob",
+    "active_prob",
+    "test_gate",
+    "probs",
+)
+LOGITS = torch.tensor([[-90.0, -3.0], [-0.5, 0.0], [2.0, 90.0]], dtype=torch.float64)
+
+
+@pytest.fixture
+def gate():
+    """A batch of gates."""
+    return BernoulliGate(LOGITS)
+
+
+def test_against_the_slow_twin(gate):
+    """Masses, moments and entropy in 60-digit arithmetic."""
+    for name in ("mean", "variance", "entropy", "active_prob"):
+        values = gate.entropy() if name == "entropy" else getattr(gate, name)
+        for value, logits in zip(values.flatten(), LOGITS.flatten().tolist(), strict=True):
+            twin = BernoulliReference(logits)
+            p0, p1 = twin.below(0), twin.above(0)
+            expected = {"mean": p1, "variance": p0 * p1, "active_prob": p1, "entropy": twin.entropy}[name]
+            assert value.item() == pytest.approx(float(expected), rel=1e-13)
+
+
+def test_shapes_and_copies(gate):
+    """Every statistic has the batch's shape; copies and expansions keep family and values."""
+    value = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+    for name in STATISTICS:
+        assert getattr(gate, name).shape == (3, 2), name
+        torch.testing.assert_close(getattr(gate.expand((4, 3, 2)), name)[0], getattr(gate, name))
+    assert gate.sample((5,)).shape == (5, 3, 2)
+    assert gate.icdf(torch.tensor(0.3, dtype=torch.float64)).shape == (3, 2)
+    assert type(gate.expand((4, 3, 2))) is BernoulliGate
+    for twin in (pickle.loads(pickle.dumps(gate)), copy.deepcopy(gate), gate.expand((3, 2))):
+        torch.testing.assert_close(twin.log_prob(value), gate.log_prob(value))
+    assert gate.to_event(1).log_prob(value.expand(3, 2)).shape == (3,)
+    half = BernoulliGate(LOGITS[:, :1].to(torch.bfloat16))
+    assert half.sample().dtype == half.mean.dtype == torch.float32
+
+
+def test_law(gate):
+    """log_prob, cdf and quantiles tell the same masses, and draws follow them."""
+    torch.testing.assert_close(gate.log_prob(torch.ones(())), gate.log_prob_one)
+    torch.testing.assert_close(gate.log_prob(torch.zeros(())), gate.log_prob_zero)
+    torch.testing.assert_close(gate.cdf(torch.tensor(0.0).double()), gate.log_prob_zero.exp())
+    torch.testing.assert_close(gate.cdf(torch.tensor(0.7).double()), gate.log_prob_zero.exp())
+    assert (gate.cdf(torch.tensor(1.0)) == 1).all()
+    assert torch.equal(gate.median, gate.icdf(torch.full((), 0.5, dtype=torch.float64)))
+    torch.manual_seed(71)
+    hits = gate.sample((20_000,)).sum(0)
+    for count, p in zip(hits.flatten().tolist(), gate.probs.flatten().tolist(), strict=True):
+        assert stats.binomtest(int(count), 20_000, min(1.0, p)).pvalue > 1e-6
+
+
+def test_enumeration(gate):
+    """Both values, and Pyro's enumeration sums them out exactly."""
+    assert gate.enumerate_support().shape == (2, 3, 2)
+    assert gate.enumerate_support(expand=False).shape == (2, 1, 1)
+    pyro.clear_param_store()
+
+    def model():
+        z = pyro.sample("z", BernoulliGate(torch.tensor(0.0)))
+        pyro.factor("data", 3.0 * z)
+
+    def guide():
+        logits = pyro.param("logits", torch.tensor(0.4))
+        pyro.sample("z", BernoulliGate(logits), infer={"enumerate": "parallel"})
+
+    loss = TraceEnum_ELBO(max_plate_nesting=0).loss(model, guide)
+    q = torch.sigmoid(torch.tensor(0.4))
+    kl = kl_divergence(BernoulliGate(torch.tensor(0.4)), BernoulliGate(torch.tensor(0.0)))
+    assert loss == pytest.approx((kl - 3 * q).item(), rel=1e-6)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceEnum_ELBO(max_plate_nesting=0))
+    for _ in range(300):
+        svi.step()
+    assert pyro.param("logits").item() == pytest.approx(3.0, abs=1e-2)  # the posterior's log odds
+    pyro.clear_param_store()
+
+
+def test_kl():
+    """Closed with another Bernoulli gate and with a gate that has its atoms; infinite the other way round."""
+    q, p = BernoulliGate(torch.tensor(0.3).double()), BernoulliGate(torch.tensor(-1.0).double())
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Bernoulli(logits=q.logits), torch.distributions.Bernoulli(logits=p.logits)
+    )
+    torch.testing.assert_close(kl_divergence(q, p), expected)
+    near = BernoulliGate(q.logits + 1e-6)
+    slope_free = q.variance * 1e-12 / 2
+    torch.testing.assert_close(kl_divergence(q, near), slope_free, rtol=1e-5, atol=0)
+    concrete = HardConcreteReference(0.5, 2 / 3)
+    twin = BernoulliReference(0.3)
+    by_hand = sum(
+        mass * (mp_log(mass) - mp_log(other))
+        for mass, other in ((float(twin.below(0)), float(concrete.p0)), (float(twin.above(0)), float(concrete.p1)))
+    )
+    value = kl_divergence(q, HardConcrete(torch.tensor(0.5).double(), 2 / 3))
+    assert value.item() == pytest.approx(by_hand, rel=1e-6)
+    for other in (HardConcrete(0.0), RectifiedNormal(0.5, 0.5), PowerLawGate(0.0, 2.0)):
+        assert kl_divergence(q, other) > 0
+        with pytest.raises(TypeError, match="infinite"):
+            kl_divergence(other, q)
+
+
+def mp_log(x):
+    """A plain logarithm."""
+    return torch.tensor(x, dtype=torch.float64).log().item()
+
+
+def test_what_it_refuses(gate):
+    """No pathwise draw, no interior, no half-open gate, and both or none of its parameters."""
+    assert not gate.has_rsample
+    for call in (gate.rsample, gate.rsample_interior, gate.base_distribution, lambda: gate.rectify(LOGITS)):
+        with pytest.raises(NotImplementedError):
+            call()
+    with pytest.raises(ValueError, match="support"):
+        BernoulliGate(0.0, validate_args=True).log_prob(torch.tensor(0.5))
+    with pytest.raises(ValueError, match="one of logits and probs"):
+        BernoulliGate()
+    with pytest.raises(ValueError, match="one of logits and probs"):
+        BernoulliGate(0.0, 0.5)
+    with pytest.raises(ValueError, match="probs strictly between 0 and 1"):
+        BernoulliGate(probs=1.0)
+    with pytest.raises(ValueError, match="logits"):
+        BernoulliGate(torch.tensor(float("nan")), validate_args=True)
+
+
+def test_from_active_prob():
+    """The rate comes back."""
+    rates = torch.tensor([1e-6, 0.3, 0.999], dtype=torch.float64)
+    torch.testing.assert_close(BernoulliGate.from_active_prob(rates).active_prob, rates)

@@ -1,0 +1,200 @@
+"""What is particular to the mixture gates: implicit gradients, the range of rates, the deterministic gates."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from pyro_l0 import _components
+from pyro_l0.distributions import ExponentialGate, ExponentialUniformGate, HardConcrete, PowerLawGate
+from tests.cases import FAMILIES, build
+
+MIXTURES = FAMILIES[3:6]
+CASES = [(family, parameters) for family in MIXTURES for parameters in family.parameters]
+
+
+def identity(case):
+    """A readable name."""
+    family, parameters = case
+    return f"{family.gate.__name__}-{','.join(f'{value:g}' for value in parameters.values())}"
+
+
+@pytest.fixture(params=CASES, ids=identity)
+def case(request):
+    """Every mixture family at every representative parameter set."""
+    return request.param
+
+
+def moments(gate):
+    """E[z] and E[z^2]."""
+    return gate.mean, gate.variance + gate.mean**2
+
+
+def test_implicit_gradients_integrate_to_the_derivatives_of_the_moments(case):
+    """The expectation of 1 and of 2 z times a draw's derivative, by quadrature, against differences of both moments."""
+    family, parameters = case
+    leaves = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in parameters.items()}
+    gate = family.gate(**leaves)
+    nodes = gate._nodes()
+    s = torch.sigmoid(nodes.t)
+    moved = gate.rectify(_components.attach_gradient(gate._component, gate.logits, s))
+    mass = (nodes.weight * gate._log_density_in_t(nodes, gate.stretch).exp()).detach()
+    for name in ("logits", "beta", "epsilon"):
+        if name not in parameters:
+            continue
+        for k, integrand in enumerate((moved, moved**2)):
+            (implicit,) = torch.autograd.grad((mass * integrand).sum(), leaves[name], retain_graph=True)
+            step = 1e-5 * max(1.0, abs(parameters[name])) if name != "epsilon" else 1e-6
+            up, down = (
+                moments(build(family, {**parameters, name: parameters[name] + sign * step}))[k] for sign in (1, -1)
+            )
+            exact = (up - down) / (2 * step)
+            # Differences of values of order one, rounded to 1e-16, over a step of 1e-6.
+            torch.testing.assert_close(implicit, exact, rtol=1e-7, atol=1e-9)
+
+
+def test_the_two_ways_to_draw_agree(case):
+    """The fused draw and the general one give the same values and the same derivative for the logits."""
+    family, parameters = case
+    logits = torch.full((2000,), parameters["logits"], dtype=torch.float64, requires_grad=True)
+    fixed = {name: value for name, value in parameters.items() if name != "logits"}
+    torch.manual_seed(61)
+    fused = family.gate(logits, **fixed).rsample()
+    (slope,) = torch.autograd.grad(fused.sum(), logits)
+    beta = torch.tensor(fixed.pop("beta"), dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(61)
+    general = family.gate(logits, beta=beta, **fixed).rsample()
+    (expected,) = torch.autograd.grad(general.sum(), logits)
+    torch.testing.assert_close(fused, general, rtol=0, atol=1e-15)
+    torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_draw_has_no_second_derivative():
+    """The implicit derivative is right to first order, and says so when asked for more."""
+    logits = torch.tensor(0.3, requires_grad=True)
+    torch.manual_seed(62)
+    draws = ExponentialGate(logits, 6.0).rsample((10,))
+    (slope,) = torch.autograd.grad(draws.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        slope.backward()
+
+
+def test_float32_derivatives(case):
+    """In float32 the slope of a draw at given points keeps five digits."""
+    family, parameters = case
+    grads = []
+    for dtype in (torch.float64, torch.float32):
+        logits = torch.tensor(parameters["logits"], dtype=dtype, requires_grad=True)
+        others = {name: value for name, value in parameters.items() if name != "logits"}
+        gate = family.gate(logits, **others)
+        s = gate._point(torch.linspace(0.01, 0.99, 50, dtype=torch.float64)).s.to(dtype)
+        moved = _components.attach_gradient(gate._component, gate.logits, s)
+        grads.append(torch.stack([torch.autograd.grad(x, logits, retain_graph=True)[0] for x in moved]).double())
+    torch.testing.assert_close(grads[1], grads[0], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "low", "high"),
+    [
+        (ExponentialGate(0.0, 6.0), 0.606, 0.998),
+        (ExponentialGate(0.0, 30.0), 0.082, 1.000),
+        (ExponentialUniformGate(0.0, 8.0, 0.1), 0.554, 0.991),
+        (ExponentialUniformGate(0.0, 25.0, 0.1), 0.204, 0.992),
+        (PowerLawGate(0.0, 2.0), 0.711, 0.957),
+        (PowerLawGate(0.0, 40.0), 0.060, 0.998),
+    ],
+    ids=repr,
+)
+def test_range_of_rates(gate, low, high):
+    """The rates that a weight of 0 and of 1 reach, and the refusal beyond, which states them."""
+    options = {name: value for name, value in gate.fixed_options.items() if name not in ("gamma", "zeta")}
+    found = [torch.exp(x).item() for x in gate._active_log_probs]
+    assert found == pytest.approx([low, high], abs=6e-4)
+    for rate in (found[0] * 0.99, found[0] + 0.999 * (found[1] - found[0]), found[1] + 1e-3):
+        if found[0] < rate < found[1]:
+            made = type(gate).from_active_prob(torch.tensor(rate, dtype=torch.float64), **options)
+            assert made.active_prob.item() == pytest.approx(rate, rel=1e-12)
+            continue
+        with pytest.raises(ValueError, match=f"strictly between {found[0]:g} and {found[1]:g}"):
+            type(gate).from_active_prob(rate, **options)
+
+
+@pytest.mark.parametrize("family", MIXTURES, ids=lambda family: family.gate.__name__)
+def test_from_active_prob_in_batches(family):
+    """Float32 rates come back to six digits, and keep their gradient."""
+    rates = torch.tensor([[0.3], [0.9]], requires_grad=True)
+    gate = family.gate.from_active_prob(rates)
+    assert gate.batch_shape == (2, 1)
+    torch.testing.assert_close(gate.active_prob, rates, rtol=2e-6, atol=0)
+    gate.logits.sum().backward()
+    assert (rates.grad > 0).all()
+
+
+def test_active_prob_agrees_with_its_log(case):
+    """Two formulas for one number."""
+    gate = build(*case)
+    torch.testing.assert_close(gate.active_prob, gate.log_active_prob.exp(), rtol=1e-13, atol=0)
+    logits = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    others = {name: value for name, value in case[1].items() if name != "logits"}
+    assert gradcheck(lambda x: case[0].gate(x, **others).active_prob, (logits,))
+
+
+def test_deterministic_gates_by_name():
+    """The example of docs/families.md: four gates that the paper may mean, and where they close."""
+    weight = torch.tensor(0.2, dtype=torch.float64)
+    gate = ExponentialGate(torch.logit(weight), 30.0)
+    assert gate.mean.item() == pytest.approx(0.202, abs=5e-4)
+    assert gate.median.item() == 0
+    assert gate.plug_in_mean.item() == pytest.approx(0.164, abs=5e-4)
+    assert gate.plug_in_weight.item() == pytest.approx(0.140, abs=5e-4)
+    assert gate.test_gate.item() == gate.plug_in_weight.item()
+    # The weight closes a gate at 1/12 and opens it fully at 11/12, as Eq. 13 does with sigmoid(log alpha).
+    weights = torch.tensor([1 / 12 - 1e-6, 1 / 12 + 1e-6, 11 / 12 - 1e-6, 11 / 12 + 1e-6], dtype=torch.float64)
+    test_gate = ExponentialGate(torch.logit(weights), 30.0).test_gate
+    assert (test_gate == 0).tolist() == [True, False, False, False]
+    assert (test_gate == 1).tolist() == [False, False, False, True]
+    concrete = HardConcrete(torch.logit(weights)).test_gate
+    torch.testing.assert_close(test_gate, concrete)
+
+
+def test_means_of_the_components():
+    """The closed forms behind plug_in_mean against integrals of the survival functions."""
+    s = torch.linspace(0, 1, 200_001, dtype=torch.float64)[1:-1]
+    x = _components.Point(s, 1 - s)
+    for component in (
+        _components.Exponential(6.0),
+        _components.Exponential(1e-3),
+        _components.ExponentialUniform(25.0, 0.1),
+        _components.PowerLaw(1.7),
+    ):
+        mean = torch.trapezoid(component.log_above(x).exp(), s).item() + 2.5e-6
+        assert component.mean == pytest.approx(mean, abs=1e-5)
+
+
+@pytest.mark.parametrize("beta", [6.0, 30.0, 90.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_quantiles_of_the_exponential_mixture(beta, dtype):
+    """The closed form meets the cdf again, from either tail, at any weight."""
+    logits = torch.tensor([-80.0, -5.0, 0.0, 3.0, 80.0], dtype=dtype)[:, None]
+    component = _components.Exponential(beta)
+    p = torch.cat([torch.logspace(-12, -0.31, 40, dtype=dtype), 1 - torch.logspace(-6, -0.31, 40, dtype=dtype)])
+    s = component.mixture_quantile(logits, p)
+    assert ((s >= 0) & (s <= 1)).all()
+    inside = (s > 1e-6) & (s < 1 - 1e-6)
+    x = _components.Point(s.clamp(1e-6, 1 - 1e-6), 1 - s.clamp(1e-6, 1 - 1e-6))
+    below = _components.log_below(component, logits, x).exp()
+    # s is rounded to an epsilon, which the density turns into an error of the cdf.
+    slack = torch.finfo(dtype).eps * (4 + 4 * _components.log_density(component, logits, x).exp())
+    assert ((below - p).abs() <= slack)[inside].all()
+
+
+def test_extreme_weights_have_finite_gradients_in_training():
+    """Draws of saturated gates: nothing but finite slopes in float32."""
+    logits = torch.linspace(-90, 90, 181, requires_grad=True)
+    for gate in (ExponentialGate(logits, 30.0), ExponentialUniformGate(logits, 25.0, 0.1), PowerLawGate(logits, 40.0)):
+        torch.manual_seed(63)
+        (slope,) = torch.autograd.grad(gate.rsample((2000,)).sum(), logits)
+        assert slope.isfinite().all()
+        assert (slope >= 0).all()
+        assert math.isfinite(gate.active_prob.sum().item())
