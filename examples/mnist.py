@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import checkpoint
 from data import Images, load_digits, load_mnist
-from networks import NetworkName
+from networks import FamilyName, NetworkName
 from plots import plot_inputs, plot_training
 from training import Run, process_group
 
@@ -42,6 +42,9 @@ class Options:
         data_dir: folder with MNIST's four files; downloaded with a hash check if not given.
         network: mlp (hidden layers of 300 and 100 units), or lenet5 (20-50-800-500, MNIST alone).
         objective: Eq. 22 (l0), Eq. 21 (free_energy) or Eq. 20 (spike_slab) of the L0 paper.
+        family: family of the posterior gates.
+        beta: sharpness of the mixture gates; 30, 25 and 40 (the paper's) for the three of them if not given.
+        epsilon: uniform share of exponential_uniform; 0.1 if not given.
         lam: price of one open weight in nats; one for all gate sites or one per site. 0.1 on MNIST and 0.05 on
             the digits if not given; spike_slab takes none.
         prior_active_prob: P(z != 0) under the gates' prior, for free_energy and spike_slab.
@@ -67,6 +70,9 @@ class Options:
     data_dir: Path | None = None
     network: NetworkName = "mlp"
     objective: Literal["l0", "free_energy", "spike_slab"] = "l0"
+    family: FamilyName = "hard_concrete"
+    beta: float | None = None
+    epsilon: float | None = None
     lam: tuple[float, ...] = ()
     prior_active_prob: float = 0.1
     epochs: int = 200
@@ -105,12 +111,17 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     if options.objective == "spike_slab" and any(lam):
         raise ValueError(f"Expected no lam for objective='spike_slab', but got {lam}.")
     gate_learning_rate = options.gate_learning_rate or (1e-2 if digits else 1e-3)
+    family_options = {
+        name: value for name, value in (("beta", options.beta), ("epsilon", options.epsilon)) if value is not None
+    }
     run = Run(
         images,
         options.network,
         objective=options.objective,
         lam=lam,
         prior_active_prob=options.prior_active_prob,
+        family=options.family,
+        family_options=family_options,
         gate_learning_rate=gate_learning_rate,
         weight_decay=options.weight_decay,
         target=options.target,
@@ -123,6 +134,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     fingerprint = {
         **{key: value for key, value in asdict(options).items() if key in ("data", "network", "objective", "seed")},
         "units": run.units,
+        "family": [options.family, family_options],
         "hold_out": options.hold_out,
         "weight_decay": options.weight_decay,
         "target": [options.target, options.target_of, options.target_epochs],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import pyro
 import pyro.distributions as dist
@@ -12,17 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0 import GateDistribution
+from pyro_l0 import (
+    BernoulliGate,
+    ExponentialGate,
+    ExponentialUniformGate,
+    GateDistribution,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    RectifiedNormal,
+)
+from pyro_l0.distributions import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab
 from pyro_l0.nn import Gate, NetworkCost, gate_names
 
 __all__ = [
-    "INIT_ACTIVE_PROB",
+    "FAMILIES",
     "Classifier",
+    "FamilyName",
     "NetworkName",
     "SlabLinear",
     "build",
     "group_sizes",
+    "init_active_prob",
     "lenet5",
     "mlp",
     "slab_sites",
@@ -31,12 +43,46 @@ __all__ = [
 
 
 NetworkName = Literal["mlp", "lenet5"]
-# P(z != 0) of each gate site at the start. The paper drops 0.2 of the MLP's inputs and half of all other units:
-# log alpha = logit(0.8), 0.
-INIT_ACTIVE_PROB: dict[NetworkName, tuple[float, ...]] = {
-    "mlp": (0.952, 0.832, 0.832),
-    "lenet5": (0.832, 0.832, 0.832, 0.832),
+FamilyName = Literal[
+    "hard_concrete",
+    "rectified_normal",
+    "hard_kumaraswamy",
+    "exponential",
+    "exponential_uniform",
+    "power_law",
+    "bernoulli",
+]
+FAMILIES: dict[FamilyName, type[GateDistribution]] = {
+    "hard_concrete": HardConcrete,
+    "rectified_normal": RectifiedNormal,
+    "hard_kumaraswamy": HardKumaraswamy,
+    "exponential": ExponentialGate,
+    "exponential_uniform": ExponentialUniformGate,
+    "power_law": PowerLawGate,
+    "bernoulli": BernoulliGate,
 }
+# What both papers keep of each gate site's units at the start: the L0 paper drops 0.2 of the MLP's inputs and half of all
+# other units (log alpha = logit(0.8), 0), and the mixtures' paper starts from these as weights.
+KEEP_RATES: dict[NetworkName, tuple[float, ...]] = {"mlp": (0.8, 0.5, 0.5), "lenet5": (0.5, 0.5, 0.5, 0.5)}
+
+
+def init_active_prob(network: NetworkName, family: FamilyName, options: Mapping[str, float]) -> tuple[float, ...]:
+    """P(z != 0) of each gate site at the start, as in the papers; other families start at the hard concrete's rates.
+
+    Args:
+        network: which network.
+        family: the gates' family.
+        options: keywords of the family's ``from_active_prob``.
+    """
+    gate = FAMILIES[family]
+    rates = torch.tensor(KEEP_RATES[network], dtype=torch.float64)
+    if issubclass(gate, MixtureGate):
+        fixed = gate.from_active_prob(0.9, **options).fixed_options
+        make: Any = gate
+        return tuple(make(torch.logit(rates), **fixed).active_prob.tolist())
+    if gate is BernoulliGate:
+        return tuple(rates.tolist())
+    return tuple(HardConcrete(torch.logit(rates)).active_prob.tolist())
 
 
 class SlabLinear(nn.Linear):

@@ -14,7 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from data import Images
-from networks import INIT_ACTIVE_PROB, Classifier, NetworkName, build, group_sizes, slab_sites, with_mean_weights
+from networks import (
+    FAMILIES,
+    Classifier,
+    FamilyName,
+    NetworkName,
+    build,
+    group_sizes,
+    init_active_prob,
+    slab_sites,
+    with_mean_weights,
+)
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Replica, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
@@ -38,7 +48,8 @@ class Run:
         objective: Eq. 22 (``"l0"``), 21 (``"free_energy"``) or 20 (``"spike_slab"``).
         lam: price of one open weight in nats; one for all gate sites or one per site.
         prior_active_prob: P(z != 0) under the gates' prior.
-        init_active_prob: P(z != 0) of each site's gates at the start; the paper's if not given.
+        family: the posterior gates' family.
+        family_options: keywords of its ``from_active_prob``, such as ``beta``.
         slab_scale: prior standard deviation of the weights, for ``"spike_slab"``, times the square root of a layer's
             inputs.
         learning_rate: Adam's step for weights.
@@ -65,7 +76,8 @@ class Run:
         objective: Objective = "l0",
         lam: tuple[float, ...] = (0.1,),
         prior_active_prob: float = 0.1,
-        init_active_prob: tuple[float, ...] | None = None,
+        family: FamilyName = "hard_concrete",
+        family_options: Mapping[str, float] | None = None,
         slab_scale: float = 3.0,
         learning_rate: float = 1e-3,
         gate_learning_rate: float = 1e-3,
@@ -98,17 +110,19 @@ class Run:
         if len(lam) not in (1, len(sites)):
             raise ValueError(f"Expected lam with 1 or {len(sites)} entries, one per gate site, but got {len(lam)}.")
         prices = dict(zip(sites, lam * len(sites) if len(lam) == 1 else lam, strict=True))
-        rates = dict(zip(sites, init_active_prob or INIT_ACTIVE_PROB[network], strict=True))
+        options = dict(family_options or {})
+        rates = dict(zip(sites, init_active_prob(network, family, options), strict=True))
+        gates: dict[str, Any] = {"family": FAMILIES[family], "family_options": options, "init_active_prob": rates}
         if slab:
             starts = {layer: self.net[int(layer.split(".")[1])].weight.detach() for layer in slab_sites(self.net)}
             self.guide: AutoGate = AutoSpikeSlab(
-                self.model, slab_sites(self.net), init_scale=0.02, init_loc=starts, init_active_prob=rates
+                self.model, slab_sites(self.net), init_scale=0.02, init_loc=starts, **gates
             )
             # Charged in full from the start, 50,000 weights would all fall back on their prior before they fit.
             warm_up = KL_WARM_UP_EPOCHS * math.ceil(len(self.train_x) / batch_size)
             elbo = L0_ELBO(objective, slab=slab_sites(self.net), kl_scale=lambda step: min(1.0, (step + 1) / warm_up))
         else:
-            self.guide = AutoGate(self.model, init_active_prob=rates)
+            self.guide = AutoGate(self.model, **gates)
             elbo = L0_ELBO(
                 objective,
                 lam=prices,

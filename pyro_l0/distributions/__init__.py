@@ -5,7 +5,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
 from pyro_l0.distributions.kl import kl_by_quadrature
-from pyro_l0.distributions.mixture import ExponentialGate, ExponentialUniformGate, PowerLawGate
+from pyro_l0.distributions.mixture import ExponentialGate, ExponentialUniformGate, MixtureGate, PowerLawGate
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "GateDistribution",
     "HardConcrete",
     "HardKumaraswamy",
+    "MixtureGate",
     "PowerLawGate",
     "RectifiedNormal",
     "kl_by_quadrature",
