@@ -61,8 +61,8 @@ FAMILIES: dict[FamilyName, type[GateDistribution]] = {
     "power_law": PowerLawGate,
     "bernoulli": BernoulliGate,
 }
-# What both papers keep of each gate site's units at the start: the L0 paper drops 0.2 of the MLP's inputs and half of all
-# other units (log alpha = logit(0.8), 0), and the mixtures' paper starts from these as weights.
+# What both papers keep of each gate site's units at the start: the L0 paper drops 0.2 of the MLP's inputs and half of
+# all other units (log alpha = logit(0.8), 0), and the mixtures' paper starts from these as weights.
 KEEP_RATES: dict[NetworkName, tuple[float, ...]] = {"mlp": (0.8, 0.5, 0.5), "lenet5": (0.5, 0.5, 0.5, 0.5)}
 
 

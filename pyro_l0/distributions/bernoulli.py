@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import GateDistribution, Number, as_parameters, bounded, check_rate
+from pyro_l0.distributions.gate import GateDistribution, JointDraw, Number, as_parameters, bounded, check_rate
 
 __all__ = ["BernoulliGate"]
 
@@ -142,6 +143,11 @@ class BernoulliGate(GateDistribution):
         shape = torch.Size(sample_shape) + self.logits.shape
         u = torch.rand(shape, dtype=self.logits.dtype, device=self.logits.device)
         return (u < torch.sigmoid(self.logits.detach())).to(self.logits.dtype)
+
+    @classmethod
+    def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
+        """One draw of each of several gates, without a gradient."""
+        return JointDraw(gates, [gate.sample() for gate in gates], torch.cat([gate.probs.flatten() for gate in gates]))
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Not there: no draw of two values has a derivative."""

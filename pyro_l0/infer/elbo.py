@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, reduce
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pyro.distributions import Delta
@@ -22,7 +22,9 @@ from torch.distributions import Independent, kl_divergence
 
 from pyro_l0._numerics import cat_flat
 from pyro_l0._record import Record, Site
+from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, find_gate
+from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation
 
 __all__ = ["L0_ELBO", "Coefficient", "Objective"]
 
@@ -66,6 +68,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             mean loss it is :math:`N w`.
         square_norm: for ``weight_decay``, a function per gate site that returns :math:`\|\theta_g\|^2` of every
             gate's weights; see :func:`pyro_l0.nn.square_norms`.
+        estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
+            ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
+            :class:`~pyro_l0.infer.Estimators`. The gates' KL and price stay analytic.
         num_particles: samples per step.
         max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
         vectorize_particles: draw the particles in one run of the model.
@@ -100,6 +105,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         *,
         weight_decay: Coefficient = 0.0,
         square_norm: Mapping[str, Callable[[], Tensor]] | None = None,
+        estimator: EstimatorName | None = None,
         max_plate_nesting: float = math.inf,
         vectorize_particles: bool = False,
     ) -> None:
@@ -111,6 +117,12 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             _check_coefficient(name, value)
         if not callable(kl_scale):
             _check_coefficient("kl_scale", kl_scale)
+        if estimator is not None and estimator not in get_args(EstimatorName):
+            raise ValueError(f"Expected estimator to be one of {get_args(EstimatorName)}, but got {estimator!r}.")
+        if estimator == "leave_one_out" and num_particles < 2:
+            raise ValueError(f"Expected num_particles of at least 2 for 'leave_one_out', but got {num_particles}.")
+        if estimator is not None and vectorize_particles:
+            raise ValueError("Expected no vectorize_particles with an estimator, which draws particles by itself.")
         if objective == "spike_slab":
             if not slab:
                 raise ValueError("Expected slab={'w': 'z', ...} for objective='spike_slab', but got none.")
@@ -134,6 +146,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.kl_scale = kl_scale
         self.weight_decay = _as_dict(weight_decay)
         self.square_norm = dict(square_norm or {})
+        self.estimator = None if estimator is None else Estimators(estimator)
         self.step = 0
 
     # ------------------------------------------------------------ Pyro's interface
@@ -185,14 +198,53 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def _terms(self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = {}
-        for model_sites, guide_sites in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
-            self._add_particle(parts, model_sites, guide_sites)
         kl_scale = self.kl_scale(self.step) if callable(self.kl_scale) else self.kl_scale
+        particles = self.num_particles
+        surrogate: Tensor | None = None
+        if self.estimator is not None and torch.is_grad_enabled():
+            evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs, kl_scale)
+            particles = len(evaluations)
+            for evaluation in evaluations:
+                for name, value in evaluation.parts.items():
+                    parts[name] = parts[name] + value if name in parts else value
+        else:
+            traces = self._get_traces(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
+            for model_sites, guide_sites in traces:
+                if torch.is_grad_enabled():
+                    _refuse_undifferentiable(guide_sites)
+                self._add_particle(parts, model_sites, guide_sites)
         for name in parts:
-            factor = (kl_scale if name.startswith("kl") else 1.0) / self.num_particles
+            factor = (kl_scale if name.startswith("kl") else 1.0) / particles
             if factor != 1.0:
                 parts[name] = parts[name] * factor
+        if surrogate is not None:
+            parts["nll"] = parts["nll"] + surrogate if "nll" in parts else surrogate
         return parts
+
+    def _estimate(
+        self,
+        estimator: Estimators,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        kl_scale: float,
+    ) -> Estimate:
+        """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
+        sites = _run(guide, args, kwargs)
+        gates = {name: gate for name, gate in _gates_of(sites).items() if isinstance(gate, BernoulliGate)}
+        if not gates:
+            raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
+
+        def evaluate(values: dict[str, Tensor]) -> Evaluation:
+            drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in sites.items()}
+            parts: dict[str, Tensor] = {}
+            self._add_particle(parts, _run(model, args, kwargs, drawn), drawn)
+            factors = {"nll": 1.0, "kl_other": kl_scale, "kl_slab": kl_scale}
+            terms = [parts[name] * factor for name, factor in factors.items() if name in parts]
+            return Evaluation(parts, reduce(operator.add, terms) if terms else torch.zeros(()))
+
+        return estimator(evaluate, gates, self.num_particles)
 
     def _add_particle(self, parts: dict[str, Tensor], model: dict[str, Site], guide: dict[str, Site]) -> None:
         def add(name: str, value: Tensor) -> None:
@@ -370,6 +422,21 @@ def _run(program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, 
         error.add_note(seen.format_shapes())
         raise
     return record.sites
+
+
+def _gates_of(sites: Mapping[str, Site]) -> dict[str, GateDistribution]:
+    """The gates among the sites of a run."""
+    found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
+    return {name: gate for name, gate in found.items() if gate is not None}
+
+
+def _refuse_undifferentiable(sites: Mapping[str, Site]) -> None:
+    for name, gate in _gates_of(sites).items():
+        if not gate.has_rsample:
+            raise ValueError(
+                f"The posterior at gate site {name!r}, a {type(gate).__name__}, has no pathwise draws; choose an "
+                f"estimator of L0_ELBO, one of {get_args(EstimatorName)}."
+            )
 
 
 def _check_coefficient(name: str, value: Any) -> None:

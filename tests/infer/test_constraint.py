@@ -28,7 +28,7 @@ def count(gates):
 
 
 def test_multiplier_follows_the_deterministic_network():
-    """It grows by rate times violation, the log of cost over budget, and falls to zero within the budget, whatever is expected."""
+    """It grows by rate times the log of cost over budget, and falls to zero within it, whatever is expected."""
     guide = make()
     target = SparsityTarget(guide, 0.5, count, dual_rate=2.0, every=5)
     for _ in range(10):

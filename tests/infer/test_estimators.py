@@ -1,0 +1,201 @@
+"""Gradient estimators of Bernoulli gates, against exact enumeration of every state."""
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+
+from pyro_l0 import BernoulliGate, HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoGate
+
+STANDARD_ERRORS = 4
+GATES = 10
+UNBIASED = ("score_function", "leave_one_out", "arm", "rebar")
+
+torch.manual_seed(81)
+X = torch.randn(12, GATES, dtype=torch.float64)
+Y = X @ torch.linspace(1.5, -1.0, GATES, dtype=torch.float64) + 0.3 * torch.randn(12, dtype=torch.float64)
+LOGITS = torch.linspace(-1.5, 1.5, GATES, dtype=torch.float64)
+WEIGHT = torch.linspace(1.2, -0.7, GATES, dtype=torch.float64)
+
+
+class Linear(torch.nn.Module):
+    """A linear model of ten gated features with learned weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(WEIGHT.clone())
+
+    def forward(self):
+        """Score the data."""
+        prior = BernoulliGate(torch.full((GATES,), -0.5, dtype=torch.float64)).to_event(1)
+        z = pyro.sample("z", prior)
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(X @ (self.weight * z), 1.0), obs=Y)
+
+
+def guide_at(model, logits=LOGITS):
+    """A guide of Bernoulli gates with given log odds."""
+    guide = AutoGate(model, BernoulliGate, init_jitter=0.0)
+    guide()
+    with torch.no_grad():
+        guide.sites["z"]["logits"].copy_(logits)
+    return guide
+
+
+def exact(model, logits, **options):
+    """The loss and its gradients by a sum over 1,024 states."""
+    logits = logits.clone().requires_grad_()
+    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=GATES)), dtype=torch.float64)
+    log_q = (states * torch.nn.functional.logsigmoid(logits)).sum(-1)
+    log_q = log_q + ((1 - states) * torch.nn.functional.logsigmoid(-logits)).sum(-1)
+    residual = Y - (states * model.weight) @ X.T
+    nll = (0.5 * residual**2 + 0.5 * math.log(2 * math.pi)).sum(-1)
+    loss = (log_q.exp() * nll).sum() + options.get("lam", 0.0) * torch.sigmoid(logits).sum()
+    if options.get("kl", True):
+        prior = BernoulliGate(torch.full((GATES,), -0.5, dtype=torch.float64))
+        loss = loss + torch.distributions.kl_divergence(BernoulliGate(logits), prior).sum()
+    return loss.detach(), torch.autograd.grad(loss, [logits, model.weight])
+
+
+def draws(name, count, num_particles=1):
+    """Losses and gradients of many steps, of the logits and of the weights."""
+    model = Linear()
+    guide = guide_at(model)
+    loss = L0_ELBO("free_energy", lam=0.3, estimator=name, num_particles=num_particles)(model, guide)
+    rows, losses = [], []
+    for _ in range(count):
+        value = loss()
+        gradient = torch.autograd.grad(value, [guide.sites["z"]["logits"], model.weight])
+        rows.append(torch.cat(gradient))
+        losses.append(value.detach())
+    return torch.stack(losses), torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_unbiased(name):
+    """Loss and gradients for gates and weights, within four standard errors of the sum over all states."""
+    torch.manual_seed(82)
+    losses, rows = draws(name, 1200, 2 if name == "leave_one_out" else 1)
+    value, gradients = exact(Linear(), LOGITS, lam=0.3)
+    # The first steps of the score function have no baseline yet: unbiased too, but of another variance.
+    error = rows.std(0) / math.sqrt(len(rows))
+    deviations = (rows.mean(0) - torch.cat(gradients)) / error
+    assert deviations.abs().max() < STANDARD_ERRORS
+    assert (losses.mean() - value).abs() < STANDARD_ERRORS * losses.std() / math.sqrt(len(losses))
+
+
+def test_straight_through_is_biased():
+    """Its gradient for the gates is off by far more than its error; that of the weights is exact."""
+    torch.manual_seed(83)
+    _, rows = draws("straight_through", 1000)
+    _, gradients = exact(Linear(), LOGITS, lam=0.3)
+    error = rows.std(0) / math.sqrt(len(rows))
+    deviations = (rows.mean(0) - torch.cat(gradients)) / error
+    assert deviations[:GATES].abs().max() > 10
+    assert deviations[GATES:].abs().max() < STANDARD_ERRORS
+
+
+def test_variances():
+    """What each estimator is for: less variance than the plain score function, at one loss or two per step."""
+    torch.manual_seed(84)
+    variance = {}
+    for name, particles in (("score_function", 1), ("leave_one_out", 2), ("arm", 1), ("rebar", 1)):
+        _, rows = draws(name, 400, particles)
+        variance[name] = rows[:, :GATES].var(0).sum().item()
+    assert variance["arm"] < variance["score_function"]
+    assert variance["leave_one_out"] < variance["score_function"]
+    assert variance["rebar"] < 0.5 * variance["score_function"]
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_more_particles_average(name):
+    """Three draws have a third of the variance, roughly; two and six for the one that compares draws."""
+    torch.manual_seed(85)
+    few, many = (2, 6) if name == "leave_one_out" else (1, 3)
+    variances = [draws(name, 400, k)[1][:, :GATES].var(0).sum().item() for k in (few, many)]
+    assert variances[1] < 0.6 * variances[0]
+
+
+def test_terms_stay_analytic():
+    """KL and price come in closed form, and terms() needs no estimator."""
+    model = Linear()
+    guide = guide_at(model)
+    elbo = L0_ELBO("free_energy", lam=0.3, estimator="arm")
+    terms = elbo.terms(model, guide)
+    torch.testing.assert_close(terms["l0"], 0.3 * torch.sigmoid(LOGITS).sum())
+    prior = BernoulliGate(torch.full((GATES,), -0.5, dtype=torch.float64))
+    torch.testing.assert_close(terms["kl_gate"], torch.distributions.kl_divergence(BernoulliGate(LOGITS), prior).sum())
+
+
+@pytest.mark.parametrize("name", [*UNBIASED, "straight_through"])
+def test_svi_finds_the_features(name):
+    """Training by SVI opens the gates of the features that matter, in a plate and under a guide's other site."""
+    pyro.clear_param_store()
+    torch.manual_seed(86)
+    pyro.set_rng_seed(86)
+    x = torch.randn(100, 4)
+    y = x @ torch.tensor([2.0, 0.0, -1.5, 0.0]) + 0.1 * torch.randn(100)
+
+    def model():
+        with pyro.plate("features", 4):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.3)))
+        scale = torch.tensor([2.0, 1.0, -1.5, -1.0])
+        with pyro.plate("data", 100):
+            pyro.sample("y", dist.Normal(x @ (scale * z), 1.0), obs=y)
+
+    guide = AutoGate(model, BernoulliGate, init_active_prob=0.5)
+    elbo = L0_ELBO("free_energy", estimator=name, num_particles=4)
+    svi = SVI(model, guide, Adam({"lr": 0.05}), elbo)
+    for _ in range(300):
+        svi.step()
+    assert guide.test_gates()["z"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    pyro.clear_param_store()
+
+
+def test_pathwise_gates_beside_them():
+    """A hard concrete keeps its pathwise gradient next to a Bernoulli gate."""
+
+    def model():
+        a = pyro.sample("a", BernoulliGate(torch.zeros(2)).to_event(1))
+        b = pyro.sample("b", HardConcrete(torch.zeros(3)).to_event(1))
+        pyro.sample("y", dist.Normal((a.sum() * b).sum(), 1.0), obs=torch.tensor(2.0))
+
+    a = torch.zeros(2, requires_grad=True)
+    b = torch.full((3,), 0.5, requires_grad=True)
+
+    def guide():
+        pyro.sample("a", BernoulliGate(a).to_event(1))
+        pyro.sample("b", HardConcrete(b).to_event(1))
+
+    pyro.set_rng_seed(87)
+    elbo = L0_ELBO("free_energy", estimator="rebar", num_particles=3)
+    elbo.differentiable_loss(model, guide).backward()
+    assert (a.grad != 0).all()
+    assert (b.grad != 0).any()
+
+
+def test_refusals():
+    """Named, with what to do."""
+    model = Linear()
+    guide = guide_at(model)
+    with pytest.raises(ValueError, match=r"site 'z', a BernoulliGate, has no pathwise draws; choose an estimator"):
+        L0_ELBO("l0", lam=0.1).differentiable_loss(model, guide)
+    L0_ELBO("l0", lam=0.1).loss(model, guide)  # a value needs no gradient
+    with pytest.raises(ValueError, match=r"estimator to be one of .*'arm'.*, but got 'reinforce'"):
+        L0_ELBO("l0", estimator="reinforce")
+    with pytest.raises(ValueError, match="num_particles of at least 2 for 'leave_one_out', but got 1"):
+        L0_ELBO("l0", estimator="leave_one_out")
+    with pytest.raises(ValueError, match="no vectorize_particles with an estimator"):
+        L0_ELBO("l0", estimator="arm", vectorize_particles=True)
+
+    def concrete():
+        pyro.sample("z", HardConcrete(torch.zeros(GATES)).to_event(1))
+
+    with pytest.raises(ValueError, match="BernoulliGate in the guide for estimator='arm', but found none"):
+        L0_ELBO("l0", estimator="arm").differentiable_loss(concrete, concrete)
