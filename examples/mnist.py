@@ -28,6 +28,7 @@ import checkpoint
 from data import Images, load_digits, load_mnist
 from networks import FamilyName, NetworkName
 from plots import plot_inputs, plot_training
+from pyro_l0.infer.estimators import EstimatorName
 from training import Run, process_group
 
 __all__ = ["Options", "main"]
@@ -45,6 +46,7 @@ class Options:
         family: family of the posterior gates.
         beta: sharpness of the mixture gates; 30, 25 and 40 (the paper's) for the three of them if not given.
         epsilon: uniform share of exponential_uniform; 0.1 if not given.
+        estimator: gradient estimator of family bernoulli; arm if not given.
         lam: price of one open weight in nats; one for all gate sites or one per site. 0.1 on MNIST and 0.05 on
             the digits if not given; spike_slab takes none.
         prior_active_prob: P(z != 0) under the gates' prior, for free_energy and spike_slab.
@@ -73,6 +75,7 @@ class Options:
     family: FamilyName = "hard_concrete"
     beta: float | None = None
     epsilon: float | None = None
+    estimator: EstimatorName | None = None
     lam: tuple[float, ...] = ()
     prior_active_prob: float = 0.1
     epochs: int = 200
@@ -122,6 +125,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         prior_active_prob=options.prior_active_prob,
         family=options.family,
         family_options=family_options,
+        estimator=options.estimator or ("arm" if options.family == "bernoulli" else None),
         gate_learning_rate=gate_learning_rate,
         weight_decay=options.weight_decay,
         target=options.target,
@@ -134,7 +138,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     fingerprint = {
         **{key: value for key, value in asdict(options).items() if key in ("data", "network", "objective", "seed")},
         "units": run.units,
-        "family": [options.family, family_options],
+        "family": [options.family, family_options, options.estimator],
         "hold_out": options.hold_out,
         "weight_decay": options.weight_decay,
         "target": [options.target, options.target_of, options.target_epochs],

@@ -29,6 +29,7 @@ from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Replica, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.infer.elbo import Objective
+from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
 __all__ = ["Run", "process_group"]
@@ -50,6 +51,7 @@ class Run:
         prior_active_prob: P(z != 0) under the gates' prior.
         family: the posterior gates' family.
         family_options: keywords of its ``from_active_prob``, such as ``beta``.
+        estimator: how the gradient of Bernoulli gates is estimated.
         slab_scale: prior standard deviation of the weights, for ``"spike_slab"``, times the square root of a layer's
             inputs.
         learning_rate: Adam's step for weights.
@@ -78,6 +80,7 @@ class Run:
         prior_active_prob: float = 0.1,
         family: FamilyName = "hard_concrete",
         family_options: Mapping[str, float] | None = None,
+        estimator: EstimatorName | None = None,
         slab_scale: float = 3.0,
         learning_rate: float = 1e-3,
         gate_learning_rate: float = 1e-3,
@@ -127,6 +130,8 @@ class Run:
                 objective,
                 lam=prices,
                 group_size=self.group_sizes,
+                estimator=estimator,
+                num_particles=2 if estimator == "leave_one_out" else 1,
                 weight_decay=weight_decay * len(self.train_x),
                 square_norm=square_norms(self.net, torch.zeros(1, pixels, device=self.device))
                 if weight_decay

@@ -24,9 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import kl_divergence
 
-from pyro_l0 import HardConcrete, _numerics
+from pyro_l0 import (
+    BernoulliGate,
+    ExponentialGate,
+    ExponentialUniformGate,
+    GateDistribution,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    RectifiedNormal,
+    _numerics,
+)
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo import Objective
+from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import Gate, name_gates
 
 NUM_DATA, BATCH, LAM, SIZES = 60_000, 100, 0.1, (784, 300, 100, 10)
@@ -50,11 +61,13 @@ class Model(nn.Module):
             pyro.sample("y", dist.Categorical(logits=logits, validate_args=False), obs=y)
 
 
-def library_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
+def library_step(objective: Objective, x: Tensor, y: Tensor, family: type[GateDistribution] = HardConcrete) -> Step:
     """One step of ``L0_ELBO(...)(model, guide)`` with a torch optimiser."""
     model = Model()
     name_gates(model)
-    loss = L0_ELBO(objective, lam=LAM, group_size=GROUP_SIZES)(model, AutoGate(model))
+    estimator: EstimatorName | None = "arm" if family is BernoulliGate else None
+    elbo = L0_ELBO(objective, lam=LAM, group_size=GROUP_SIZES, estimator=estimator)
+    loss = elbo(model, AutoGate(model, family))
     index = torch.arange(BATCH)
     loss(index, x, y)
     return _step(lambda: loss(index, x, y), loss)
@@ -177,6 +190,13 @@ def main() -> None:
         ("l0 by hand", "dense"),
     ):
         print(f"{name + ' / ' + base:40s}{seconds[name] / seconds[base]:8.3f}")
+
+    print("\nl0 with other gates, one thread, in turn")
+    others = (RectifiedNormal, HardKumaraswamy, ExponentialGate, ExponentialUniformGate, PowerLawGate, BernoulliGate)
+    steps = {family.__name__: library_step("l0", x, y, family) for family in (HardConcrete, *others)}
+    seconds = time_steps(steps, options.rounds)
+    for name, value in seconds.items():
+        print(f"{name:24s}{1e3 * value:8.3f} ms a step, / HardConcrete {value / seconds['HardConcrete']:6.3f}")
 
     print("\nrsample + KL + gradient, float32, one thread")
     context = multiprocessing.get_context("spawn")

@@ -1,0 +1,156 @@
+"""Every gate family under one protocol: the same network, schedule and sweep of lambda, so that curves are compared.
+
+``python examples/compare_families.py --data mnist`` trains the MLP once per family, lambda and seed (the paper on
+mixtures prints one point per family; a sweep tells a better family from a luckier lambda). Runs that are already in
+``--out`` are not repeated, so a sweep can be stopped and continued. Writes ``families.md`` (the table) and
+``families.png`` (error against weights left).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import matplotlib.pyplot as plt
+import torch
+import tyro
+
+import mnist
+from networks import FamilyName, NetworkName
+
+__all__ = ["Options", "main"]
+
+# The MLP's points as the papers print them (best epoch): weights left of 266,200 and error in percent.
+PRINTED = {
+    "hard_concrete": [(69_266, 1.4), (26_642, 1.8)],
+    "exponential": [(16_028, 1.8)],
+    "power_law": [(11_322, 1.8)],
+    "exponential_uniform": [(10_002, 1.8)],
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of this example.
+
+    Attributes:
+        data: embedded digits, or MNIST.
+        data_dir: folder with MNIST's four files; downloaded if not given.
+        network: which network.
+        families: which families.
+        lams: the sweep: prices of one open weight in nats, each a run.
+        seeds: each a run.
+        epochs: passes over the training images.
+        gate_learning_rate: Adam's step for the gates.
+        weight_decay: coefficient of the gated weights' expected squared norm.
+        hold_out: report on so many training images instead of the test images.
+        jobs: runs side by side, one thread each.
+        out: folder for the runs, the table and the figure.
+    """
+
+    data: Literal["digits", "mnist"] = "digits"
+    data_dir: Path | None = None
+    network: NetworkName = "mlp"
+    families: tuple[FamilyName, ...] = field(default=get_args(FamilyName))
+    lams: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
+    seeds: tuple[int, ...] = (1,)
+    epochs: int = 100
+    gate_learning_rate: float = 3e-3
+    weight_decay: float = 0.0
+    hold_out: int = 0
+    jobs: int = 1
+    out: Path = field(default=Path("runs/families"))
+
+
+def main(options: Options) -> list[dict[str, Any]]:
+    """Run what is missing, write the table and the figure; returns one row per family and lambda."""
+    runs = [
+        (_run_options(options, family, lam, seed), options.jobs)
+        for lam in options.lams
+        for family in options.families
+        for seed in options.seeds
+    ]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(_metrics, runs))
+    rows = []
+    for family in options.families:
+        for lam in options.lams:
+            mine = [m for (o, _), m in zip(runs, found, strict=True) if o.family == family and o.lam == (lam,)]
+            rows.append(
+                {
+                    "family": family,
+                    "lam": lam,
+                    "errors": [m["test_error_percent"] for m in mine],
+                    "weights": [m["weights_left"] for m in mine],
+                    "units": ["-".join(map(str, m["architecture"])) for m in mine],
+                    "seconds": statistics.mean(m["seconds"] for m in mine),
+                }
+            )
+    (options.out / "families.md").write_text(_table(rows))
+    _plot(rows, options.out / "families.png", options.network == "mlp" and options.data == "mnist")
+    print(_table(rows))
+    return rows
+
+
+def _run_options(options: Options, family: FamilyName, lam: float, seed: int) -> mnist.Options:
+    return mnist.Options(
+        data=options.data,
+        data_dir=options.data_dir,
+        network=options.network,
+        family=family,
+        lam=(lam,),
+        epochs=options.epochs,
+        seed=seed,
+        gate_learning_rate=options.gate_learning_rate,
+        weight_decay=options.weight_decay,
+        hold_out=options.hold_out,
+        shrink=True,
+        out=options.out / f"{family}-{lam:g}-{seed}",
+    )
+
+
+def _metrics(task: tuple[mnist.Options, int]) -> dict[str, Any]:
+    options, jobs = task
+    path = options.out / "metrics.json"
+    if not path.exists():
+        if jobs > 1:
+            torch.set_num_threads(1)
+        mnist.main(options)
+    metrics: dict[str, Any] = json.loads(path.read_text())
+    return metrics
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| family | λ | test error | weights left | units left |", "|---|---|---|---|---|"]
+    for row in rows:
+        error = f"{statistics.mean(row['errors']):.2f}"
+        if len(row["errors"]) > 1:
+            error += f" ± {statistics.stdev(row['errors']):.2f}"
+        weights = round(statistics.mean(row["weights"]))
+        lines.append(f"| {row['family']} | {row['lam']:g} | {error} % | {weights:,} | {', '.join(row['units'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plot(rows: list[dict[str, Any]], path: Path, printed: bool) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for family in dict.fromkeys(row["family"] for row in rows):
+        mine = sorted(
+            (statistics.mean(r["weights"]), statistics.mean(r["errors"])) for r in rows if r["family"] == family
+        )
+        (line,) = axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=family.replace("_", " "))
+        for weights, error in PRINTED.get(family, []) if printed else []:
+            axes.plot(weights, error, marker="x", color=line.get_color())
+    axes.set(xlabel="weights left", ylabel="test error in %", xscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(title="crosses: as printed, best epoch" if printed else None)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
