@@ -139,10 +139,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _plot(rows: list[dict[str, Any]], path: Path, printed: bool) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for family in dict.fromkeys(row["family"] for row in rows):
-        mine = sorted(
-            (statistics.mean(r["weights"]), statistics.mean(r["errors"])) for r in rows if r["family"] == family
-        )
-        (line,) = axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=family.replace("_", " "))
+        points = [(statistics.mean(r["weights"]), statistics.mean(r["errors"])) for r in rows if r["family"] == family]
+        weights_left, errors = zip(*sorted(points), strict=True)
+        (line,) = axes.plot(weights_left, errors, marker="o", markersize=4, label=family.replace("_", " "))
         for weights, error in PRINTED.get(family, []) if printed else []:
             axes.plot(weights, error, marker="x", color=line.get_color())
     axes.set(xlabel="weights left", ylabel="test error in %", xscale="log")

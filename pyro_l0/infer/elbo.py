@@ -202,7 +202,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         particles = self.num_particles
         surrogate: Tensor | None = None
         if self.estimator is not None and torch.is_grad_enabled():
-            evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs, kl_scale)
+            evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs)
             particles = len(evaluations)
             for evaluation in evaluations:
                 for name, value in evaluation.parts.items():
@@ -228,7 +228,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         guide: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        kl_scale: float,
     ) -> Estimate:
         """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
         sites = _run(guide, args, kwargs)
@@ -237,14 +236,29 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
 
         def evaluate(values: dict[str, Tensor]) -> Evaluation:
-            drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in sites.items()}
-            parts: dict[str, Tensor] = {}
-            self._add_particle(parts, _run(model, args, kwargs, drawn), drawn)
-            factors = {"nll": 1.0, "kl_other": kl_scale, "kl_slab": kl_scale}
-            terms = [parts[name] * factor for name, factor in factors.items() if name in parts]
-            return Evaluation(parts, reduce(operator.add, terms) if terms else torch.zeros(()))
+            return self.evaluate(model, sites, values, args, kwargs)
 
         return estimator(evaluate, gates, self.num_particles)
+
+    def evaluate(
+        self, model: Callable[..., Any], sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> Evaluation:
+        """The objective of one particle at given values of its gates.
+
+        Args:
+            model: the model.
+            sites: the recorded sites of a run of the guide.
+            values: values that replace what the guide drew, by site.
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+        """
+        kl_scale = self.kl_scale(self.step) if callable(self.kl_scale) else self.kl_scale
+        drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in sites.items()}
+        parts: dict[str, Tensor] = {}
+        self._add_particle(parts, _run(model, args, kwargs, drawn), drawn)
+        factors = {"nll": 1.0, "kl_other": kl_scale, "kl_slab": kl_scale}
+        terms = [parts[name] * factor for name, factor in factors.items() if name in parts]
+        return Evaluation(parts, reduce(operator.add, terms) if terms else torch.zeros(()))
 
     def _add_particle(self, parts: dict[str, Tensor], model: dict[str, Site], guide: dict[str, Site]) -> None:
         def add(name: str, value: Tensor) -> None:

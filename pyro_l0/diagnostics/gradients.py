@@ -1,0 +1,288 @@
+"""Bias and variance of the gradient of an objective, per gate and per unit of compute."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_l0 import _numerics as numerics
+from pyro_l0._record import Record
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0.infer.autoguide import AutoGate
+from pyro_l0.infer.elbo import L0_ELBO
+
+__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients"]
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What many draws of a gradient say of its estimator; every tensor has one entry per gate, site after site.
+
+    Attributes:
+        name: what was measured.
+        mean: mean of the gradient for the gates' locations, in nats.
+        variance: its variance.
+        draws: how many draws these are from.
+        seconds: time of one draw, forward and backward.
+        slope: derivative of E[z] for the location.
+        exact: the exact gradient, where it was asked for.
+    """
+
+    name: str
+    mean: Tensor
+    variance: Tensor
+    draws: int
+    seconds: float
+    slope: Tensor
+    exact: Tensor | None = None
+
+    @property
+    def standard_error(self) -> Tensor:
+        """Of the mean."""
+        return (self.variance / self.draws).sqrt()
+
+    @property
+    def bias(self) -> Tensor:
+        """Mean minus the exact gradient; read it beside :attr:`standard_error`.
+
+        Raises:
+            ValueError: the exact gradient was not asked for.
+        """
+        if self.exact is None:
+            raise ValueError(f"Expected a report with the exact gradient, but {self.name!r} was measured without.")
+        return self.mean - self.exact
+
+    @property
+    def scaled_variance(self) -> Tensor:
+        """Variance of the gradient for E[z], which does not depend on how a family writes its location."""
+        return self.variance / self.slope**2
+
+    @property
+    def variance_seconds(self) -> Tensor:
+        """Scaled variance times seconds: the variance of a mean over one second of draws."""
+        return self.scaled_variance * self.seconds
+
+
+def measure_gradient(
+    elbo: L0_ELBO,
+    model: Callable[..., Any],
+    guide: AutoGate,
+    *args: Any,
+    name: str = "",
+    draws: int = 1000,
+    exact: bool = False,
+) -> GradientReport:
+    """Draw the gradient of an objective for the gates' locations many times.
+
+    Args:
+        elbo: the objective.
+        model: the model.
+        guide: its guide, after its first call.
+        *args: the model's arguments; the same batch at every draw, whose own noise is not what is measured.
+        name: of the report.
+        draws: how many.
+        exact: compare with :func:`exact_gradient`, for few gates.
+
+    Raises:
+        ValueError: fewer than two draws, or an exact gradient of too many gates.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_l0 import HardConcrete
+        >>> def model():
+        ...     z = pyro.sample("z", HardConcrete(torch.zeros(2)).to_event(1))
+        ...     pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.5))
+        >>> guide = AutoGate(model)
+        >>> _ = guide()
+        >>> report = measure_gradient(L0_ELBO("l0"), model, guide, draws=200, exact=True)
+        >>> bool((report.bias.abs() < 5 * report.standard_error).all())
+        True
+    """
+    if draws < 2:
+        raise ValueError(f"Expected draws of at least 2, but got {draws}.")
+    locations = _locations(guide)
+    rows = []
+    start = time.perf_counter()
+    for _ in range(draws):
+        loss = elbo.differentiable_loss(model, guide, *args)
+        rows.append(_flat(torch.autograd.grad(loss, locations, allow_unused=True), locations))
+    seconds = (time.perf_counter() - start) / draws
+    gradients = torch.stack(rows)
+    slopes = torch.autograd.grad(sum(gate.mean.sum() for gate in guide.posterior().values()), locations)  # type: ignore[arg-type]
+    return GradientReport(
+        name,
+        gradients.mean(0),
+        gradients.var(0),
+        draws,
+        seconds,
+        _flat(slopes, locations),
+        exact_gradient(elbo, model, guide, *args) if exact else None,
+    )
+
+
+def exact_gradient(
+    elbo: L0_ELBO, model: Callable[..., Any], guide: AutoGate, *args: Any, max_states: int = 2**15
+) -> Tensor:
+    """The gradient of an objective for the gates' locations without sampling, one entry per gate.
+
+    The expectation is a sum over all states of Bernoulli gates, and over the atoms and the nodes of a quadrature rule
+    for the others; the states' probabilities carry the gradient.
+
+    Args:
+        elbo: the objective.
+        model: the model.
+        guide: its guide, after its first call, of gates alone.
+        *args: the model's arguments.
+        max_states: refuse to evaluate the model more often than this.
+
+    Raises:
+        ValueError: there are more states, or the guide has latent variables other than gates.
+    """
+    with Record() as record:
+        guide(*args)
+    gates: dict[str, GateDistribution] = {}
+    for name, site in record.sites.items():
+        if site_is_subsample(site):
+            continue
+        gate = find_gate(site["fn"])
+        if gate is None:
+            raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
+        gates[name] = gate
+    values, log_masses = [], []
+    for gate in gates.values():
+        points, log_mass = _points(gate)
+        values += [points] * log_mass[..., 0].numel()
+        log_masses += list(log_mass.flatten(0, -2))
+    states = math.prod(len(points) for points in values)
+    if states > max_states:
+        raise ValueError(f"Expected at most max_states = {max_states} states, but these gates have {states}.")
+    costs = []
+    with torch.no_grad():
+        for state in itertools.product(*values):
+            pieces = torch.stack(state).split([gate.batch_shape.numel() for gate in gates.values()])
+            drawn = {
+                name: piece.view(gate.batch_shape) for (name, gate), piece in zip(gates.items(), pieces, strict=True)
+            }
+            costs.append(elbo.evaluate(model, record.sites, drawn, args, {}).cost)
+    joint = log_masses[0]
+    for log_mass in log_masses[1:]:
+        joint = (joint.unsqueeze(-1) + log_mass).flatten()
+    expected = (torch.exp(joint) * torch.stack(costs).to(joint)).sum()
+    analytic = elbo.evaluate(model, record.sites, {}, args, {}).parts
+    kl_scale = elbo.kl_scale(elbo.step) if callable(elbo.kl_scale) else elbo.kl_scale
+    for name, factor in (("l0", 1.0), ("l2", 1.0), ("kl_gate", kl_scale)):
+        if name in analytic:
+            expected = expected + factor * analytic[name]
+    locations = _locations(guide)
+    return _flat(torch.autograd.grad(expected, locations), locations)
+
+
+def pathwise_noise(gate: GateDistribution) -> Tensor:
+    r"""Second moment of a gate's pathwise derivative over its squared mean.
+
+    That is :math:`E[(\partial z / \partial \theta)^2] / (dE[z] / d\theta)^2` for the location :math:`\theta`, on whose
+    scale it does not depend. It is at least 1 / P(0 < z < 1), since the derivative is 0 at the atoms, and reaches that
+    where the derivative is the same everywhere in between.
+
+    Args:
+        gate: a gate with a density.
+
+    Returns:
+        A tensor of shape ``batch_shape``.
+
+    Raises:
+        TypeError: the gate has atoms alone.
+
+    Example:
+        >>> from pyro_l0 import HardConcrete
+        >>> pathwise_noise(HardConcrete(torch.tensor(0.0, dtype=torch.float64)))
+        tensor(1.6406, dtype=torch.float64)
+    """
+    if isinstance(gate, BernoulliGate):
+        raise TypeError("A BernoulliGate has no pathwise derivative.")
+    name = next(iter(gate.learned))
+    location = getattr(gate, name).detach().requires_grad_()
+    others = {key: getattr(gate, key).detach() for key in gate.learned if key != name}
+    moved = gate.with_learned(**{name: location}, **others)
+    z, log_mass = _nodes(gate)
+    # One row per node: the derivative of the cdf at it, for each gate by itself.
+    rows = z.movedim(-1, 0)
+    changes = [torch.autograd.grad(moved.cdf(row).sum(), location, retain_graph=True)[0] for row in rows]
+    with torch.no_grad():
+        log_density = gate.log_prob(rows)
+        slope = -torch.stack(changes) / torch.exp(log_density)
+        mass = torch.exp(log_mass).movedim(-1, 0)
+        square: Tensor = (mass * slope**2).sum(0)
+        mean: Tensor = (mass * slope).sum(0)
+        return square / mean**2
+
+
+def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
+    """Draw scaled variance, variance times seconds and, where it is known, bias in standard errors, by estimator.
+
+    Args:
+        reports: what to compare.
+        axes: three of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The figure.
+    """
+    import matplotlib.pyplot as plt  # an extra
+
+    if axes is None:
+        _, axes = plt.subplots(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), layout="constrained", sharey=True)
+    places = range(len(reports))
+    noise = [report.scaled_variance for report in reports], [report.variance_seconds for report in reports]
+    for axis, values, label in zip(axes, noise, ("variance for E[z]", "variance times seconds"), strict=False):
+        axis.boxplot([x.tolist() for x in values], orientation="horizontal", positions=list(places), widths=0.6)
+        axis.set(xscale="log", xlabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(list(places), [report.name for report in reports])
+    for place, report in zip(places, reports, strict=True):
+        if report.exact is not None:
+            deviations = (report.bias / report.standard_error.clamp(min=1e-300)).tolist()
+            axes[2].plot(deviations, [place] * len(deviations), "o", alpha=0.5)
+    axes[2].axvspan(-4, 4, alpha=0.15)
+    axes[2].set(xlabel="bias in standard errors", xscale="symlog")
+    return axes[0].figure
+
+
+def _locations(guide: AutoGate) -> list[Tensor]:
+    """The location parameter of each gate site."""
+    name = next(iter(guide.family.learned))
+    sites: Any = guide.sites
+    return [sites[site.replace(".", "/")][name] for site in guide.posterior()]
+
+
+def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True)]
+    return torch.cat([g.detach().flatten() for g in filled])
+
+
+def _nodes(gate: GateDistribution) -> tuple[Tensor, Tensor]:
+    """Points between the atoms, shape ``(n,)`` or ``batch_shape + (n,)``, and the log mass that a rule gives them."""
+    stretch = gate.stretch or numerics.make_stretch(-0.1, 1.1, torch.float64)
+    like = gate.log_prob_zero
+    nodes = numerics.nodes_between(stretch, [gate._breakpoints()], gate._node_temperature(), like.dtype, like.device)
+    return nodes.z, gate._log_density_in_t(nodes, stretch) + torch.log(nodes.weight)
+
+
+def _points(gate: GateDistribution) -> tuple[Tensor, Tensor]:
+    """The values that a gate takes in a sum over states, shape ``(k,)``, and their log masses per gate."""
+    atoms = torch.stack((gate.log_prob_zero, gate.log_prob_one), -1)
+    ends = torch.tensor([0.0, 1.0], dtype=atoms.dtype, device=atoms.device)
+    if isinstance(gate, BernoulliGate):
+        return ends, atoms
+    z, log_mass = _nodes(gate)
+    if z.dim() > 1:
+        raise ValueError(f"Expected gates with one quadrature rule for all of them, but got {type(gate).__name__}.")
+    return torch.cat((ends, z)), torch.cat((atoms, log_mass.expand(*atoms.shape[:-1], len(z))), -1)

@@ -1,0 +1,168 @@
+"""Gradient noise: against the table of the maths, against exact sums, and the figure."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_l0 import (
+    BernoulliGate,
+    ExponentialGate,
+    ExponentialUniformGate,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    RectifiedNormal,
+)
+from pyro_l0.diagnostics import exact_gradient, measure_gradient, pathwise_noise, plot_gradients
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+
+
+def double(x):
+    """A float64 scalar."""
+    return torch.tensor(x, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("gate", "interior", "noise"),
+    [
+        (HardConcrete(double(0.0), 1.0), 0.833, 1.29),
+        (HardConcrete(double(0.0), 2 / 3), 0.664, 1.64),
+        (HardConcrete(double(0.0), 1 / 3), 0.380, 2.90),
+        (HardConcrete(double(0.0), 0.1), 0.119, 9.26),
+        (ExponentialGate(double(0.0), 6.0), 0.604, 2.70),
+        (ExponentialGate(double(0.0), 30.0), 0.082, 1.7e4),
+        (ExponentialUniformGate(double(0.0), 25.0, 0.1), 0.195, 9.04),
+        (ExponentialUniformGate(double(0.0), 25.0, 0.01), 0.132, 63.3),
+        (PowerLawGate(double(0.0), 2.0), 0.669, 1.59),
+        (PowerLawGate(double(0.0), 40.0), 0.058, 19.0),
+        (RectifiedNormal(double(0.5), 0.5), 0.683, 1.46),
+    ],
+    ids=repr,
+)
+def test_noise_of_a_derivative(gate, interior, noise):
+    """The table of docs/families.md: at mean 1/2, and never below 1 / P(0 < z < 1)."""
+    assert gate.mean.item() == pytest.approx(0.5, abs=1e-9)
+    found = pathwise_noise(gate)
+    assert gate.log_interior_prob.exp().item() == pytest.approx(interior, abs=6e-4)
+    assert found.item() == pytest.approx(noise, rel=0.01 if noise < 1e4 else 0.03)
+    assert found * gate.log_interior_prob.exp() > 1 - 1e-9
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: HardConcrete(x, 0.5),
+        lambda x: RectifiedNormal(x, 0.4),
+        lambda x: HardKumaraswamy(x.exp(), 0.8),
+        lambda x: ExponentialGate(x, 6.0),
+        lambda x: PowerLawGate(x, 4.0),
+    ],
+)
+def test_noise_is_that_of_the_draws(make):
+    """Monte Carlo of the derivative's second moment, and of its mean, within five standard errors."""
+    torch.manual_seed(91)
+    location = torch.full((100_000,), 0.3, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(make(location).rsample().sum(), location)
+    gate = make(double(0.3))
+    noise = pathwise_noise(gate)
+    x = double(0.3).requires_grad_()
+    (mean,) = torch.autograd.grad(make(x).mean, x)
+    square = (slope / mean) ** 2
+    assert (square.mean() - noise).abs() < 5 * square.std() / len(square) ** 0.5
+
+
+def two_gates(family):
+    """A model of two gates and a batch, and a guide of a family."""
+
+    def model(x):
+        z = pyro.sample("z", HardConcrete(torch.zeros(2, dtype=torch.float64)).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ z, 1.0), obs=x @ torch.tensor([1.0, 0.2], dtype=torch.float64))
+
+    torch.manual_seed(92)
+    x = torch.randn(6, 2, dtype=torch.float64)
+    options = {"beta": 6.0} if family is ExponentialGate else None
+    guide = AutoGate(model, family, init_active_prob=0.7, family_options=options)
+    guide(x)
+    return model, guide, x
+
+
+@pytest.mark.parametrize("family", [HardConcrete, ExponentialGate, BernoulliGate])
+def test_no_bias_where_there_is_none(family):
+    """Means of draws against the exact gradient, within four standard errors, price and KL included."""
+    model, guide, x = two_gates(family)
+    pyro.set_rng_seed(93)
+    elbo = L0_ELBO("free_energy", lam=0.4, estimator="arm" if family is BernoulliGate else None)
+    report = measure_gradient(elbo, model, guide, x, name="it", draws=1500, exact=True)
+    assert report.name == "it"
+    assert report.mean.shape == report.variance.shape == report.slope.shape == (2,)
+    assert (report.bias.abs() < 4 * report.standard_error).all()
+    assert report.seconds > 0
+    torch.testing.assert_close(report.variance_seconds, report.variance / report.slope**2 * report.seconds)
+
+
+def test_bias_is_seen():
+    """Straight-through draws of a model that is not linear in its gates."""
+    model, guide, x = two_gates(BernoulliGate)
+    pyro.set_rng_seed(94)
+    report = measure_gradient(L0_ELBO("l0", estimator="straight_through"), model, guide, x, draws=600, exact=True)
+    assert (report.bias.abs() > 8 * report.standard_error).all()
+
+
+def test_exact_gradient_against_differences():
+    """Of the exact loss of a hard concrete, by moving each location."""
+    model, guide, x = two_gates(HardConcrete)
+    elbo = L0_ELBO("free_energy", lam=0.4)
+    gradient = exact_gradient(elbo, model, guide, x)
+    location = guide.sites["z"]["log_alpha"]
+
+    def loss():
+        """E[0.5 r^2] is a quadratic in the gates' first two moments."""
+        gate = guide.posterior()["z"]
+        residual = x @ (gate.mean - torch.tensor([1.0, 0.2], dtype=torch.float64))
+        nll = 0.5 * (residual**2).sum() + 0.5 * ((x**2) @ gate.variance).sum()
+        prior = HardConcrete(torch.zeros(2, dtype=torch.float64))
+        return nll + 0.4 * gate.active_prob.sum() + torch.distributions.kl_divergence(gate, prior).sum()
+
+    (expected,) = torch.autograd.grad(loss(), location)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_refusals():
+    """Named, with what arrived."""
+    model, guide, x = two_gates(HardConcrete)
+    elbo = L0_ELBO("l0")
+    with pytest.raises(ValueError, match="max_states = 5 states, but these gates have"):
+        exact_gradient(elbo, model, guide, x, max_states=5)
+    with pytest.raises(ValueError, match="draws of at least 2, but got 1"):
+        measure_gradient(elbo, model, guide, x, draws=1)
+    with pytest.raises(TypeError, match="no pathwise derivative"):
+        pathwise_noise(BernoulliGate(0.0))
+    report = measure_gradient(elbo, model, guide, x, name="it", draws=2)
+    with pytest.raises(ValueError, match="'it' was measured without"):
+        _ = report.bias
+
+    def slabs():
+        with pyro.plate("weights", 2):
+            z = pyro.sample("z", HardConcrete(0.0))
+            return z * pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    both = AutoSpikeSlab(slabs, slab={"w": "z"})
+    both()
+    with pytest.raises(ValueError, match="a guide of gates alone, but site 'w'"):
+        exact_gradient(L0_ELBO("spike_slab", slab={"w": "z"}), slabs, both)
+
+
+def test_the_figure(tmp_path):
+    """Three panels, one row per report."""
+    pytest.importorskip("matplotlib").use("Agg")
+    model, guide, x = two_gates(HardConcrete)
+    reports = [
+        measure_gradient(L0_ELBO("l0"), model, guide, x, name="a", draws=20, exact=True),
+        measure_gradient(L0_ELBO("l0", num_particles=2), model, guide, x, name="b", draws=20),
+    ]
+    figure = plot_gradients(reports)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a", "b"]
+    figure.savefig(tmp_path / "noise.png")
+    assert (tmp_path / "noise.png").stat().st_size > 1000
