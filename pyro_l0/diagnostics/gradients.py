@@ -157,11 +157,8 @@ def exact_gradient(
         if gate is None:
             raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
         gates[name] = gate
-    values, log_masses = [], []
-    for gate in gates.values():
-        points, log_mass = _points(gate)
-        values += [points] * log_mass[..., 0].numel()
-        log_masses += list(log_mass.flatten(0, -2))
+    pairs = [pair for gate in gates.values() for pair in _points(gate)]
+    values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
     states = math.prod(len(points) for points in values)
     if states > max_states:
         raise ValueError(f"Expected at most max_states = {max_states} states, but these gates have {states}.")
@@ -276,13 +273,17 @@ def _nodes(gate: GateDistribution) -> tuple[Tensor, Tensor]:
     return nodes.z, gate._log_density_in_t(nodes, stretch) + torch.log(nodes.weight)
 
 
-def _points(gate: GateDistribution) -> tuple[Tensor, Tensor]:
-    """The values that a gate takes in a sum over states, shape ``(k,)``, and their log masses per gate."""
-    atoms = torch.stack((gate.log_prob_zero, gate.log_prob_one), -1)
+def _points(gate: GateDistribution) -> list[tuple[Tensor, Tensor]]:
+    """For each gate of a batch the values that it takes in a sum over states, and their log masses, shape ``(k,)``."""
+    atoms = torch.stack((gate.log_prob_zero, gate.log_prob_one), -1).reshape(-1, 2)
     ends = torch.tensor([0.0, 1.0], dtype=atoms.dtype, device=atoms.device)
     if isinstance(gate, BernoulliGate):
-        return ends, atoms
+        return [(ends, row) for row in atoms]
     z, log_mass = _nodes(gate)
-    if z.dim() > 1:
-        raise ValueError(f"Expected gates with one quadrature rule for all of them, but got {type(gate).__name__}.")
-    return torch.cat((ends, z)), torch.cat((atoms, log_mass.expand(*atoms.shape[:-1], len(z))), -1)
+    log_mass = log_mass.reshape(len(atoms), -1)
+    z = z.expand(*gate.batch_shape, z.shape[-1]).reshape(log_mass.shape)
+    pairs = []
+    for row, nodes, mass in zip(atoms, z, log_mass, strict=True):
+        used = mass > -math.inf  # a panel of no width has no mass
+        pairs.append((torch.cat((ends, nodes[used])), torch.cat((row, mass[used]))))
+    return pairs

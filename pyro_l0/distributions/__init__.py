@@ -6,6 +6,7 @@ from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
 from pyro_l0.distributions.kl import kl_by_quadrature
 from pyro_l0.distributions.mixture import ExponentialGate, ExponentialUniformGate, MixtureGate, PowerLawGate
+from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "HardKumaraswamy",
     "MixtureGate",
     "PowerLawGate",
+    "Rectified",
     "RectifiedNormal",
     "kl_by_quadrature",
 ]

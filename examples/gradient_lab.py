@@ -1,0 +1,257 @@
+"""How biased and how noisy is each gate's gradient? Every family and every estimator on real data.
+
+Three tables on scikit-learn's digits, each with a figure:
+
+1. ``noise``: the noise of a draw's derivative by itself (:func:`pyro_l0.diagnostics.pathwise_noise`), for families of
+   equal sharpness. The paper on mixtures states that they have less than the concrete; here is where they do.
+2. ``linear``: a logistic regression whose pixels have gates, two at a time so that the exact gradient of every family
+   is known (a sum over states and quadrature nodes), and ten at a time, where that of Bernoulli gates is.
+3. ``mlp``: a network with ten gated hidden units, half-trained, with the exact gradient of Bernoulli gates.
+
+Variances are those of the gradient for E[z], so that families with different parameters compare.
+``python examples/gradient_lab.py`` takes about two minutes on one core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import pyro
+import pyro.distributions as dist
+import torch
+import tyro
+from torch import Tensor, nn
+
+from data import load_digits
+from pyro_l0 import (
+    BernoulliGate,
+    ExponentialGate,
+    ExponentialUniformGate,
+    GateDistribution,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    RectifiedNormal,
+)
+from pyro_l0.diagnostics import GradientReport, measure_gradient, pathwise_noise, plot_gradients
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.estimators import EstimatorName
+
+__all__ = ["Options", "main"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of this example.
+
+    Attributes:
+        draws: gradients per estimator.
+        batch: examples in the batch, the same for every draw.
+        seed: seed of everything random.
+        out: folder for the tables and figures.
+    """
+
+    draws: int = 1000
+    batch: int = 200
+    seed: int = 1
+    out: Path = field(default=Path("runs/gradient_lab"))
+
+
+class Candidate(NamedTuple):
+    """A family with its options, or a Bernoulli gate with an estimator."""
+
+    family: type[GateDistribution]
+    options: dict[str, float]
+    estimator: EstimatorName | None = None
+
+    @property
+    def name(self) -> str:
+        """A short label."""
+        if self.estimator is not None:
+            return f"Bernoulli, {self.estimator.replace('_', ' ')}"
+        return ", ".join([self.family.__name__, *(f"{key} {value:g}" for key, value in self.options.items())])
+
+
+CANDIDATES = (
+    Candidate(HardConcrete, {"temperature": 2 / 3}),
+    Candidate(HardConcrete, {"temperature": 0.1}),
+    Candidate(RectifiedNormal, {"scale": 0.5}),
+    Candidate(HardKumaraswamy, {"concentration1": 0.5}),
+    Candidate(ExponentialGate, {"beta": 6.0}),
+    Candidate(ExponentialGate, {"beta": 30.0}),
+    Candidate(ExponentialUniformGate, {"beta": 25.0, "epsilon": 0.1}),
+    Candidate(PowerLawGate, {"beta": 2.0}),
+    Candidate(PowerLawGate, {"beta": 40.0}),
+    Candidate(BernoulliGate, {}, "score_function"),
+    Candidate(BernoulliGate, {}, "leave_one_out"),
+    Candidate(BernoulliGate, {}, "arm"),
+    Candidate(BernoulliGate, {}, "rebar"),
+    Candidate(BernoulliGate, {}, "straight_through"),
+)
+
+
+class Gated(nn.Module):
+    """A classifier of digits in which some features have gates.
+
+    Args:
+        gates: how many.
+        features: what the gates multiply.
+        read: what is made of the gated features.
+    """
+
+    def __init__(self, gates: int, features: Callable[[Tensor], Tensor], read: nn.Module) -> None:
+        super().__init__()
+        self.gates = gates
+        self.features = features
+        self.read = read
+
+    def forward(self, x: Tensor, y: Tensor) -> None:
+        """Score a batch."""
+        prior = HardConcrete(torch.zeros(self.gates, dtype=x.dtype))
+        z = pyro.sample("z", prior.to_event(1))
+        features = self.features(x)
+        logits = self.read(torch.cat([features[:, : self.gates] * z, features[:, self.gates :]], -1))
+        with pyro.plate("batch", len(x)):
+            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+def main(options: Options) -> dict[str, list[GradientReport]]:
+    """Write the tables and the figures; returns the reports by model."""
+    torch.set_default_dtype(torch.float64)
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = ["# Noise of one derivative\n", _noise_table(options.out / "noise.png")]
+    reports: dict[str, list[GradientReport]] = {}
+    for name, model, x, y in _models(options):
+        reports[name] = [_measure(candidate, model, x, y, options) for candidate in CANDIDATES]
+        text += [f"\n# {name}\n", _table(reports[name])]
+        figure = plot_gradients(reports[name])
+        figure.savefig(options.out / f"{name.split(',')[0].replace(' ', '_')}.png", dpi=150)
+        plt.close(figure)
+    torch.set_default_dtype(torch.float32)
+    (options.out / "gradient_lab.md").write_text("\n".join(text) + "\n")
+    print("\n".join(text))
+    return reports
+
+
+def _models(options: Options) -> list[tuple[str, Gated, Tensor, Tensor]]:
+    """A linear model with two and with ten gates, and a network with ten; each trained for a while without gates."""
+    images = load_digits()
+    generator = torch.Generator().manual_seed(options.seed)
+    chosen = torch.randperm(len(images.train_x), generator=generator)[: options.batch]
+    # The pixels that vary most come first.
+    order = images.train_x.var(0).argsort(descending=True)
+    x, y = images.train_x.double()[:, order], images.train_y
+    torch.manual_seed(options.seed)
+    linear = nn.Linear(x.shape[1], 10)
+    hidden, read = nn.Linear(x.shape[1], 10), nn.Linear(10, 10)
+    _train(linear, x, y)
+    _train(nn.Sequential(hidden, nn.ReLU(), read), x, y)
+    x, y = x[chosen], y[chosen]
+    return [
+        ("linear2, two gates on pixels", Gated(2, nn.Identity(), linear), x, y),
+        ("linear10, ten gates on pixels", Gated(10, nn.Identity(), linear), x, y),
+        ("mlp10, ten gates on hidden units", Gated(10, nn.Sequential(hidden, nn.ReLU()), read), x, y),
+    ]
+
+
+def _train(net: nn.Module, x: Tensor, y: Tensor) -> None:
+    optimiser = torch.optim.Adam(net.parameters(), 0.02)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimiser.step()
+
+
+def _measure(candidate: Candidate, model: Gated, x: Tensor, y: Tensor, options: Options) -> GradientReport:
+    pyro.set_rng_seed(options.seed)
+    rate = 0.8 if candidate.options.get("beta") in (2.0, 6.0) else 0.7
+    guide = AutoGate(
+        model, candidate.family, init_active_prob=rate, init_jitter=0.0, family_options=candidate.options or None
+    )
+    guide(x, y)
+    elbo = L0_ELBO(
+        "l0", estimator=candidate.estimator, num_particles=2 if candidate.estimator == "leave_one_out" else 1
+    )
+    known = model.gates == 2 or candidate.family is BernoulliGate
+    return measure_gradient(elbo, model, guide, x, y, name=candidate.name, draws=options.draws, exact=known)
+
+
+def _table(reports: list[GradientReport]) -> str:
+    lines = [
+        "| gate | standard deviation for E[z] | milliseconds a draw | variance × seconds | bias in standard errors |",
+        "|---|---|---|---|---|",
+    ]
+    for report in reports:
+        bias = (
+            ""
+            if report.exact is None
+            else f"{float((report.bias / report.standard_error.clamp(min=1e-12)).abs().max()):.1f}"
+        )
+        lines.append(
+            f"| {report.name} | {math.sqrt(float(report.scaled_variance.mean())):.1f} | {1e3 * report.seconds:.2f} "
+            f"| {float(report.variance_seconds.mean()):.2g} | {bias} |"
+        )
+    return "\n".join(lines)
+
+
+def _noise_table(path: Path) -> str:
+    """The noise of a derivative at mean 1/2 and 0.9 over P(0 < z < 1), which bounds it from below by its inverse."""
+    sharpness: dict[str, tuple[Callable[[Tensor, float], Any], list[float]]] = {
+        "HardConcrete": (lambda x, s: HardConcrete(x, s), [2.0, 1.0, 2 / 3, 1 / 3, 0.1, 0.0485]),
+        "RectifiedNormal": (lambda x, s: RectifiedNormal(x, s), [1.0, 0.5, 0.2]),
+        "ExponentialGate": (lambda x, s: ExponentialGate(x, s), [2.0, 6.0, 12.0, 20.0, 30.0]),
+        "ExponentialUniformGate": (lambda x, s: ExponentialUniformGate(x, s, 0.1), [6.0, 12.0, 25.0, 40.0]),
+        "PowerLawGate": (lambda x, s: PowerLawGate(x, s), [1.5, 2.0, 5.0, 12.0, 40.0]),
+    }
+    lines = [
+        "| gate | sharpness | P(0 < z < 1) at mean 1/2 | noise at mean 1/2 | noise at mean 0.9 |",
+        "|---|---|---|---|---|",
+    ]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    for name, (make, values) in sharpness.items():
+        curves: dict[float, list[tuple[float, float]]] = {0.5: [], 0.9: []}
+        for value in values:
+            cells = []
+            for mean in curves:
+                location = _location_of_mean(make, value, mean)
+                if location is None:
+                    cells.append("not reached")
+                    continue
+                gate = make(location, value)
+                interior, noise = float(gate.log_interior_prob.exp()), float(pathwise_noise(gate))
+                curves[mean].append((interior, noise))
+                cells.append(f"{noise:.3g}")
+            interior = curves[0.5][-1][0]
+            lines.append(f"| {name} | {value:.3g} | {interior:.3f} | {' | '.join(cells)} |")
+        for axis, mean in zip(axes, curves, strict=True):
+            axis.plot(*zip(*sorted(curves[mean]), strict=True), marker="o", markersize=4, label=name)
+    for axis, mean in zip(axes, (0.5, 0.9), strict=True):
+        interior = torch.linspace(0.03, 1, 50)
+        axis.plot(interior, 1 / interior, color="black", linestyle=":", label="bound")
+        axis.set(xscale="log", yscale="log", xlabel="P(0 < z < 1)", title=f"E[z] = {mean}")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("E[(dz/dx)²] / (dE[z]/dx)²")
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return "\n".join(lines)
+
+
+def _location_of_mean(make: Callable[[Tensor, float], Any], value: float, mean: float) -> Tensor | None:
+    """The location at which a family has a mean, by bisection; None if it is out of reach."""
+    low, high = torch.tensor(-40.0, dtype=torch.float64), torch.tensor(40.0, dtype=torch.float64)
+    if not make(low, value).mean < mean < make(high, value).mean:
+        return None
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if make(middle, value).mean < mean else (low, middle)
+    return middle
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,234 @@
+"""Any continuous variable as a gate, by clipping it to the unit interval."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+from torch.types import _size
+
+from pyro_l0 import _numerics as numerics
+from pyro_l0._numerics import Breakpoints, Nodes, Stretch
+from pyro_l0.distributions.gate import GateDistribution, Number
+
+__all__ = ["Rectified"]
+
+_STRETCH = numerics.make_stretch(-0.1, 1.1, torch.float64)
+_QUANTILES = (1e-12, 1e-4, 0.02, 0.15, 0.5, 0.85, 0.98, 1 - 1e-4)
+
+
+class Rectified(GateDistribution):
+    r"""Gate :math:`z = \min(1, \max(0, x))` of any continuous real variable with a cdf and pathwise draws.
+
+    The general form of the L0 paper's gates (end of section 2.2). The named families are cases of it with closed forms
+    and float32-safe tails, and are to be preferred: here the atoms' log masses are logs of the base's own cdf, which
+    lose accuracy where that is near 0 or 1.
+
+    Args:
+        base: a distribution of real numbers with ``cdf``, ``log_prob`` and ``rsample``, shape ``batch_shape``; its
+            ``icdf``, if it has one, places the quadrature's panels and gives quantiles.
+
+    Shape:
+        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
+
+    Raises:
+        ValueError: the base is not a univariate continuous distribution with pathwise draws.
+
+    Example:
+        >>> from pyro.distributions import Normal
+        >>> Rectified(Normal(torch.tensor([-0.5, 0.5]), 0.5)).active_prob
+        tensor([0.1587, 0.8413])
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; section 2.2.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+    learned: ClassVar[Mapping[str, constraints.Constraint]] = {}
+
+    def __init__(self, base: Distribution, validate_args: bool | None = None) -> None:
+        support: Any = base.support
+        if base.event_shape or support.is_discrete or not base.has_rsample:
+            raise ValueError(
+                f"Expected a base of single continuous variables with pathwise draws, but got {type(base).__name__}."
+            )
+        self.base = base
+        super().__init__(base.batch_shape, validate_args=validate_args)
+
+    def __repr__(self) -> str:
+        return f"Rectified({self.base})"
+
+    @property
+    def stretch(self) -> None:
+        """A rectified variable has no stretch limits."""
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        return {"base": self.base}
+
+    def expand(self, batch_shape: _size, _instance: Self | None = None) -> Self:
+        """The same over a larger batch."""
+        new = type(self).__new__(type(self)) if _instance is None else _instance
+        Rectified.__init__(new, self.base.expand(torch.Size(batch_shape)), validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """This gate with every tensor of its base changed, such as moved to another device."""
+        return type(self)(_map_tensors(self.base, function), validate_args=False)
+
+    @classmethod
+    def from_active_prob(cls, active_prob: Number, *args: Any, **options: Any) -> Self:
+        """Not there: a rate does not tell which base is meant."""
+        raise NotImplementedError("Rectified has no rate of its own; give it a base.")
+
+    def _at(self, value: float) -> Tensor:
+        like = self._like
+        return torch.full(self.batch_shape, value, dtype=like.dtype, device=like.device)
+
+    @property
+    def _like(self) -> Tensor:
+        return next(x for x in _tensors(self.base) if x.is_floating_point())
+
+    @property
+    def log_prob_zero(self) -> Tensor:
+        """log P(z = 0), shape ``batch_shape``."""
+        return torch.log(self.base.cdf(self._at(0.0)))
+
+    @property
+    def log_prob_one(self) -> Tensor:
+        """log P(z = 1), shape ``batch_shape``."""
+        return torch.log1p(-self.base.cdf(self._at(1.0)))
+
+    @property
+    def log_interior_prob(self) -> Tensor:
+        """log P(0 < z < 1), shape ``batch_shape``."""
+        return torch.log(self.base.cdf(self._at(1.0)) - self.base.cdf(self._at(0.0)))
+
+    @property
+    def log_active_prob(self) -> Tensor:
+        """log P(z != 0), shape ``batch_shape``."""
+        return torch.log1p(-self.base.cdf(self._at(0.0)))
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The median."""
+        return self.median
+
+    @property
+    def median(self) -> Tensor:
+        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
+        return self.icdf(self._at(0.5))
+
+    @property
+    def mean(self) -> Tensor:
+        """E[z], shape ``batch_shape``; by quadrature."""
+        mean, co_mean, _ = self._integrals()
+        return torch.where(mean < 0.5, mean, 1 - co_mean)
+
+    @property
+    def variance(self) -> Tensor:
+        """Var[z], shape ``batch_shape``; by quadrature."""
+        _, _, nodes = self._integrals()
+        mean = self.mean
+        density = torch.exp(self._log_density_in_t(nodes, _STRETCH))
+        interior = (nodes.weight * density * (nodes.z - mean.unsqueeze(-1)).square()).sum(-1)
+        zero, one = torch.exp(self.log_prob_zero), torch.exp(self.log_prob_one)
+        return zero * mean.square() + one * (1 - mean).square() + interior
+
+    def entropy(self) -> Tensor:
+        """Entropy with respect to the mixed measure, shape ``batch_shape``; by quadrature."""
+        nodes = self._nodes()
+        log_density = self._log_density_in_t(nodes, _STRETCH)
+        density = nodes.weight * torch.exp(log_density)
+        # Where the base has no density in float arithmetic, its share is 0.
+        share = torch.where(density > 0, density * (log_density - torch.log(nodes.slope)), 0.0)
+        zero, one = torch.exp(self.log_prob_zero), torch.exp(self.log_prob_one)
+        return -torch.xlogy(zero, zero) - torch.xlogy(one, one) - share.sum(-1)
+
+    def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
+        """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
+        return self.base.rsample(torch.Size(sample_shape)).clamp(0, 1)
+
+    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
+        """Draws of z given 0 < z < 1 by inverting the base's cdf, shape ``sample_shape + batch_shape``."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        low, high = self.base.cdf(self._at(0.0)), self.base.cdf(self._at(1.0))
+        u = torch.rand(shape, dtype=low.dtype, device=low.device)
+        info = torch.finfo(low.dtype)
+        inside: Tensor = self.base.icdf(low + u * (high - low)).clamp(info.tiny, 1 - info.eps / 2)
+        return inside
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """The smallest z with P(Z <= z) >= ``value``; as far as the base has quantiles."""
+        return self.base.icdf(value).clamp(0, 1)
+
+    def base_distribution(self) -> TorchDistribution:
+        """The base."""
+        base: Any = self.base
+        return base  # type: ignore[no-any-return]
+
+    def rectify(self, value: Tensor) -> Tensor:
+        """The gate for a draw of the base."""
+        return value.clamp(0, 1)
+
+    def _log_density(self, z: Tensor) -> Tensor:
+        return self.base.log_prob(z)
+
+    def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
+        # Nodes come last, but a distribution broadcasts its batch from the right.
+        z = nodes.z.expand(*self.batch_shape, nodes.z.shape[-1]).movedim(-1, 0)
+        return self.base.log_prob(z).movedim(0, -1) + torch.log(nodes.slope)
+
+    def _cdf(self, z: Tensor) -> Tensor:
+        return self.base.cdf(z)
+
+    def _node_temperature(self) -> float:
+        return 3.0
+
+    def _breakpoints(self) -> Breakpoints:
+        try:
+            places = [self.base.icdf(self._at(p)).detach() for p in _QUANTILES]
+        except NotImplementedError:
+            return tuple(k / 16 for k in range(1, 16))
+        return torch.stack(places, -1).nan_to_num(0.0).clamp(0, 1)
+
+    def _nodes(self) -> Nodes:
+        like = self._like
+        return numerics.nodes_between(
+            _STRETCH, [self._breakpoints()], self._node_temperature(), like.dtype, like.device
+        )
+
+    def _integrals(self) -> tuple[Tensor, Tensor, Nodes]:
+        """E[z] and E[1 - z], the integrals of the survival function and of the cdf, and the nodes."""
+        nodes = self._nodes()
+        z = nodes.z.expand(*self.batch_shape, nodes.z.shape[-1]).movedim(-1, 0)
+        below = self.base.cdf(z).movedim(0, -1)
+        measure = nodes.weight * nodes.slope
+        return (measure * (1 - below)).sum(-1), (measure * below).sum(-1), nodes
+
+
+def _parts(base: Distribution) -> dict[str, Any]:
+    """Attributes of a distribution that hold tensors or distributions, lists of them included."""
+    return {name: x for name, x in vars(base).items() if isinstance(x, Tensor | Distribution)}
+
+
+def _tensors(base: Distribution) -> list[Tensor]:
+    found: list[Tensor] = []
+    for x in _parts(base).values():
+        found += [x] if isinstance(x, Tensor) else _tensors(x)
+    if not found:
+        found = [torch.zeros(())]
+    return found
+
+
+def _map_tensors(base: Distribution, function: Callable[[Tensor], Tensor]) -> Distribution:
+    new = copy.copy(base)
+    for name, x in _parts(base).items():
+        setattr(new, name, function(x) if isinstance(x, Tensor) else _map_tensors(x, function))
+    return new
