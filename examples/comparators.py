@@ -1,0 +1,492 @@
+"""Other ways to prune units, on the same network, schedule and accounting as ours.
+
+``python examples/comparators.py --data mnist`` trains an MLP 784-300-100 with each method and prunes it by the rule
+that the method's paper publishes; the library counts what is left and compacts it. A group is what reads a unit, as in
+the L0 paper. ``--methods`` chooses, ``--strength`` scales every method's one knob, which is set for the MLP on MNIST.
+Runs that are already in ``--out`` are not repeated.
+
+==================  =====================================================  ====================================
+method              penalty                                                unit leaves when
+==================  =====================================================  ====================================
+dropout             none                                                   never
+concrete_dropout    entropy and weights per layer (Gal et al. 2017)        never
+generalized         Beta prior on each unit's rate (Srinivas, Babu 2016)   its rate is below 1/2
+sparse_vd           KL per weight (Molchanov et al. 2017)                  all its weights have log alpha above 3
+vibnet              KL of unit noise (Dai et al. 2018)                     its noise exceeds its signal
+sbp                 KL of log-normal noise (Neklyudov et al. 2017)         signal to noise is below 1
+bc_gnj              KL of group and weight noise (Louizos et al. 2017)     log alpha of its group is above 3
+group_lasso         norm of a group, by proximal steps (Yuan, Lin 2006)    its group is 0
+admm                distance from a pruned copy (Boyd et al. 2011)         it is not among the k largest
+==================  =====================================================  ====================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+from data import Images, load_digits, load_mnist
+from networks import mlp
+from pyro_l0.compaction import compact
+from pyro_l0.nn import NetworkCost, fix_gates, name_gates
+
+__all__ = ["METHODS", "MethodName", "Options", "main", "train"]
+
+MethodName = Literal[
+    "dropout",
+    "concrete_dropout",
+    "generalized",
+    "sparse_vd",
+    "vibnet",
+    "sbp",
+    "bc_gnj",
+    "group_lasso",
+    "admm",
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of this example.
+
+    Attributes:
+        data: embedded digits, or MNIST.
+        data_dir: folder with MNIST's four files; downloaded if not given.
+        methods: which methods.
+        strength: factors on each method's knob, each a run.
+        epochs: passes over the training images.
+        seeds: each a run.
+        hold_out: report on so many training images instead of the test images.
+        jobs: runs side by side, one thread each.
+        out: folder for the results and the table.
+    """
+
+    data: Literal["digits", "mnist"] = "digits"
+    data_dir: Path | None = None
+    methods: tuple[MethodName, ...] = field(default=get_args(MethodName))
+    strength: tuple[float, ...] = (1.0,)
+    epochs: int = 100
+    seeds: tuple[int, ...] = (1,)
+    hold_out: int = 0
+    jobs: int = 1
+    out: Path = field(default=Path("runs/comparators"))
+
+
+class Layer(nn.Module):
+    """A dense layer behind noisy units; a method overrides what it needs. The base is the layer without noise.
+
+    Args:
+        fan_in: units that it reads.
+        fan_out: units that it writes.
+        strength: factor on the method's knob.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(fan_in, fan_out)
+        nn.init.kaiming_normal_(self.linear.weight, mode="fan_out")
+        nn.init.zeros_(self.linear.bias)
+        self.strength = strength
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch."""
+        return self.linear(x)
+
+    def penalty(self) -> Tensor:
+        """What the method adds to the loss of the whole data set, in nats; shape ``()``."""
+        return torch.zeros(())
+
+    def after_step(self, progress: float) -> None:
+        """What the method does to the weights after a step; ``progress`` is the share of training that is over."""
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """The deterministic weights, and for each unit read whether it stays."""
+        return self.linear.weight.detach(), torch.ones(self.linear.in_features, dtype=torch.bool)
+
+
+class Dropout(Layer):
+    """Dropout of 0.2 of the inputs and half of the hidden units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch."""
+        return self.linear(F.dropout(x, 0.2 if self.linear.in_features > 300 else 0.5))
+
+
+class ConcreteDropout(Layer):
+    """One learned rate per layer (Gal, Hron, Kendall 2017): a relaxed Bernoulli of temperature 0.1."""
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.logit = nn.Parameter(torch.tensor(-1.4))  # of dropping
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch."""
+        u = torch.rand_like(x).clamp(1e-6, 1 - 1e-6)
+        dropped = torch.sigmoid((self.logit + torch.logit(u)) / 0.1)
+        return self.linear(x * (1 - dropped) / torch.sigmoid(-self.logit))
+
+    def penalty(self) -> Tensor:
+        """Weights with a prior of length scale 0.01 over their keep rate, minus the entropy of the rate."""
+        p = torch.sigmoid(self.logit)
+        entropy = -(p * F.logsigmoid(self.logit) + (1 - p) * F.logsigmoid(-self.logit))
+        weights = 0.5e-4 * self.linear.weight.square().sum() / (1 - p)
+        return self.strength * (weights - self.linear.in_features * entropy)
+
+
+class Generalized(Layer):
+    """A rate per unit under a Beta prior, trained by straight-through draws (Srinivas and Babu 2016)."""
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.logit = nn.Parameter(torch.full((fan_in,), 1.4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch."""
+        rate = torch.sigmoid(self.logit)
+        draw = (torch.rand_like(x) < rate).to(x)
+        return self.linear(x * (draw + rate - rate.detach()))
+
+    def penalty(self) -> Tensor:
+        """Minus the log density of Beta(a, b) at the rates, with mass at both ends and more at 0."""
+        low = 10 * self.strength * self.linear.out_features / 100
+        return -(-0.5 * low * F.logsigmoid(self.logit) - 0.9 * low * F.logsigmoid(-self.logit)).sum()
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """Rates rounded."""
+        return self.linear.weight.detach(), self.logit.detach() > 0
+
+
+def log_uniform_kl(log_alpha: Tensor) -> Tensor:
+    """KL of N(mu, alpha mu^2) to the improper log-uniform prior, as fitted by Molchanov et al. (2017, eq. 14)."""
+    fitted = 0.63576 * (torch.sigmoid(1.87320 + 1.48695 * log_alpha) - 1)
+    return 0.5 * F.softplus(-log_alpha) - fitted
+
+
+class SparseVD(Layer):
+    """Gaussian noise per weight whose scale is learned (Molchanov, Ashukha, Vetrov 2017)."""
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.log_var = nn.Parameter(torch.full((fan_out, fan_in), -10.0))
+
+    @property
+    def log_alpha(self) -> Tensor:
+        """Log of the variance over the squared mean."""
+        return (self.log_var - torch.log(self.linear.weight.square() + 1e-8)).clamp(-10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch, with the noise drawn where it arrives."""
+        mean = self.linear(x)
+        variance = F.linear(x.square(), self.log_var.exp())
+        return mean + torch.sqrt(variance + 1e-8) * torch.randn_like(mean)
+
+    def penalty(self) -> Tensor:
+        """KL of all weights."""
+        return self.strength * log_uniform_kl(self.log_alpha).sum()
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """Weights of log alpha above 3 are 0; a unit leaves when all its weights are."""
+        weight = self.linear.weight.detach() * (self.log_alpha.detach() < 3)
+        return weight, (weight != 0).any(0)
+
+
+class VIB(Layer):
+    """Units as information bottlenecks: Gaussian noise around a learned multiplier (Dai et al. 2018)."""
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.mu = nn.Parameter(1 + 0.01 * torch.randn(fan_in))
+        self.log_var = nn.Parameter(torch.full((fan_in,), -9.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch."""
+        return self.linear(x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(x)))
+
+    def penalty(self) -> Tensor:
+        """Half of log(1 + mu^2 / var), weighed by the units that read it."""
+        information = 0.5 * torch.log1p(self.mu.square() / self.log_var.exp()).sum()
+        return 0.3 * self.strength * self.linear.out_features**0.5 * 10 * information
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """A unit leaves when its noise exceeds its signal; the multiplier goes into the weights."""
+        keep = self.log_var.detach() < torch.log(self.mu.detach().square())
+        return self.linear.weight.detach() * self.mu.detach(), keep
+
+
+class TruncatedLogNormal(nn.Module):
+    """Multipliers whose log is normal within (-20, 0), under a log-uniform prior there (Neklyudov et al. 2017).
+
+    Args:
+        size: how many.
+    """
+
+    low, high = -20.0, 0.0
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.mu = nn.Parameter(torch.zeros(size))
+        self.log_sigma = nn.Parameter(torch.full((size,), -5.0))
+
+    def _ends(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        # Tails far out: double arithmetic.
+        mu, sigma = self.mu.double(), self.log_sigma.double().exp()
+        a, b = (self.low - mu) / sigma, (self.high - mu) / sigma
+        mass = (torch.special.ndtr(b) - torch.special.ndtr(a)).clamp(min=1e-300)
+        return mu, sigma, a, b, mass
+
+    def rsample(self, shape: torch.Size) -> Tensor:
+        """Draws, shape ``shape``, whose last dimension is the multipliers'."""
+        mu, sigma, a, b, _ = self._ends()
+        u = torch.rand(shape, dtype=torch.float64)
+        p = torch.lerp(torch.special.ndtr(a).expand(shape), torch.special.ndtr(b).expand(shape), u)
+        x = mu + sigma * torch.special.ndtri(p.clamp(1e-15, 1 - 1e-15))
+        return torch.exp(x.clamp(self.low, self.high)).float()
+
+    def kl(self) -> Tensor:
+        """KL to the log-uniform prior, one per multiplier."""
+        _, sigma, a, b, mass = self._ends()
+        a, b = a.clamp(-1e3, 1e3), b.clamp(-1e3, 1e3)
+        slope = a * torch.exp(-0.5 * a * a) - b * torch.exp(-0.5 * b * b)
+        entropy = torch.log(sigma * math.sqrt(2 * math.pi * math.e) * mass) + slope / (
+            2 * math.sqrt(2 * math.pi) * mass
+        )
+        return (math.log(self.high - self.low) - entropy).float()
+
+    def mean_and_snr(self) -> tuple[Tensor, Tensor]:
+        """The mean, and the mean over the standard deviation."""
+        mu, sigma, a, b, mass = self._ends()
+        first = torch.exp(mu + 0.5 * sigma**2) * (torch.special.ndtr(sigma - a) - torch.special.ndtr(sigma - b)) / mass
+        second = torch.exp(2 * mu + 2 * sigma**2)
+        second = second * (torch.special.ndtr(2 * sigma - a) - torch.special.ndtr(2 * sigma - b)) / mass
+        deviation = (second - first**2).clamp(min=1e-30).sqrt()
+        return first.float(), (first / deviation).float()
+
+
+class SBP(Layer):
+    """Structured Bayesian pruning: truncated log-normal noise per unit."""
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.noise = TruncatedLogNormal(fan_in)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch."""
+        return self.linear(x * self.noise.rsample(x.shape))
+
+    def penalty(self) -> Tensor:
+        """KL of all units."""
+        return 30 * self.strength * self.noise.kl().sum()
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """A unit leaves when its signal is smaller than its noise; the mean goes into the weights."""
+        mean, snr = self.noise.mean_and_snr()
+        return self.linear.weight.detach() * mean.detach(), snr.detach() > 1
+
+
+class BCGNJ(Layer):
+    """Group noise under a normal-Jeffreys prior with Gaussian weights (Louizos, Ullrich, Welling 2017)."""
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.mu = nn.Parameter(1 + 0.01 * torch.randn(fan_in))
+        self.log_var = nn.Parameter(torch.full((fan_in,), -9.0))
+        self.weight_log_var = nn.Parameter(torch.full((fan_out, fan_in), -9.0))
+
+    @property
+    def log_alpha(self) -> Tensor:
+        """Log of the groups' variance over the squared mean."""
+        return self.log_var - torch.log(self.mu.square() + 1e-8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A noisy pass over a batch."""
+        scaled = x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(x))
+        mean = self.linear(scaled)
+        variance = F.linear(scaled.square(), self.weight_log_var.exp())
+        return mean + torch.sqrt(variance + 1e-8) * torch.randn_like(mean)
+
+    def penalty(self) -> Tensor:
+        """KL of the groups, and of the weights to a standard normal."""
+        groups = log_uniform_kl(self.log_alpha).sum()
+        log_var = self.weight_log_var
+        weights = 0.5 * (log_var.exp() + self.linear.weight.square() - 1 - log_var).sum()
+        return self.strength * (groups + weights)
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """A unit leaves when log alpha of its group is above 3, or its group is next to 0."""
+        return self.linear.weight.detach() * self.mu.detach(), self.log_alpha.detach() < 3
+
+
+class GroupLasso(Layer):
+    """The norm of each unit's outgoing weights, by proximal steps after the optimiser's."""
+
+    def after_step(self, progress: float) -> None:
+        """Shrink each group by the same length, and to 0 if it is shorter."""
+        step = 1e-3 * 0.012 * self.strength * self.linear.out_features**0.5
+        with torch.no_grad():
+            norms = self.linear.weight.norm(dim=0)
+            self.linear.weight *= (1 - step / norms.clamp(min=1e-12)).clamp(min=0)
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """Groups of exact zeros leave."""
+        return self.linear.weight.detach(), self.linear.weight.detach().norm(dim=0) > 0
+
+
+class ADMM(Layer):
+    """Weights are drawn to a copy in which the units of the smallest groups are 0; at the end these leave.
+
+    Over the last third of training the units that leave stay at 0 and the others are trained on.
+    """
+
+    keep = 0.3  # of a layer's units
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.register_buffer("dual", torch.zeros(fan_out, fan_in))
+        self.register_buffer("copy", self.linear.weight.detach().clone())
+        self.dual: Tensor
+        self.copy: Tensor
+        self.mask: Tensor | None = None
+        self.steps = 0
+
+    def _largest(self, weight: Tensor) -> Tensor:
+        count = max(1, round(self.keep * weight.shape[1] / self.strength))
+        norms = weight.norm(dim=0)
+        return norms >= norms.topk(min(count, len(norms))).values[-1]
+
+    def penalty(self) -> Tensor:
+        """Half of the squared distance, per example."""
+        if self.mask is not None:
+            return torch.zeros(())
+        return 60_000 * 0.5 * 3e-3 * (self.linear.weight - self.copy + self.dual).square().sum()
+
+    def after_step(self, progress: float) -> None:
+        """Every 500 steps: project the copy, then raise the duals; at two thirds: prune."""
+        self.steps += 1
+        with torch.no_grad():
+            if progress > 2 / 3:
+                if self.mask is None:
+                    self.mask = self._largest(self.linear.weight)
+                self.linear.weight *= self.mask
+            elif self.steps % 500 == 0:
+                moved = self.linear.weight + self.dual
+                self.copy.copy_(moved * self._largest(moved))
+                self.dual.add_(self.linear.weight - self.copy)
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """What was pruned."""
+        weight = self.linear.weight.detach()
+        return weight, self._largest(weight) if self.mask is None else self.mask
+
+
+METHODS: dict[MethodName, type[Layer]] = {
+    "dropout": Dropout,
+    "concrete_dropout": ConcreteDropout,
+    "generalized": Generalized,
+    "sparse_vd": SparseVD,
+    "vibnet": VIB,
+    "sbp": SBP,
+    "bc_gnj": BCGNJ,
+    "group_lasso": GroupLasso,
+    "admm": ADMM,
+}
+
+
+def train(images: Images, method: MethodName, epochs: int, seed: int, strength: float) -> dict[str, Any]:
+    """Train an MLP by one method, prune it, and measure what is left.
+
+    Args:
+        images: the data.
+        method: which method.
+        epochs: passes over the training images; the penalty is charged in full from half of them on.
+        seed: seed of everything random.
+        strength: factor on the method's knob.
+    """
+    torch.manual_seed(seed)
+    sizes = (images.train_x.shape[1], 300, 100, 10)
+    layers = [METHODS[method](m, n, strength) for m, n in itertools.pairwise(sizes)]
+    net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+    optimiser = torch.optim.Adam(net.parameters(), 1e-3, fused=True)
+    total = epochs * math.ceil(len(images.train_x) / 100)
+    step = 0
+    start = time.perf_counter()
+    for _ in range(epochs):
+        for index in torch.randperm(len(images.train_x)).split(100):
+            optimiser.zero_grad()
+            warm = min(1.0, 2 * (step + 1) / total)
+            penalty = sum((layer.penalty() for layer in layers), torch.zeros(()))
+            loss = F.cross_entropy(net(images.train_x[index]), images.train_y[index])
+            (loss + warm / len(images.train_x) * penalty).backward()
+            optimiser.step()
+            step += 1
+            for layer in layers:
+                layer.after_step(step / total)
+    return {"method": method, "strength": strength, **_measure(images, layers), "seconds": time.perf_counter() - start}
+
+
+@torch.no_grad()
+def _measure(images: Images, layers: list[Layer]) -> dict[str, Any]:
+    """The pruned network, compacted: its error and its size."""
+    plain = mlp([*(layer.linear.in_features for layer in layers), 10])
+    dense = [layer for layer in plain if isinstance(layer, nn.Linear)]
+    gates = {}
+    for name, layer, copy in zip(name_gates(plain), layers, dense, strict=True):
+        weight, keep = layer.pruned()
+        copy.weight.copy_(weight)
+        copy.bias.copy_(layer.linear.bias)
+        keep = keep.clone()
+        keep[weight.abs().sum(0).argmax()] = True  # a network that is left without a unit says nothing
+        gates[name] = keep.float()
+    cost = NetworkCost(plain, images.test_x[:1])
+    small = compact(plain, gates, images.test_x[:100])
+    predicted = torch.cat([fix_gates(plain, gates)(x).argmax(-1) for x in images.test_x.split(1000)])
+    return {
+        "test_error_percent": 100 * float((predicted != images.test_y).float().mean()),
+        "architecture": [int(gate.sum()) for gate in gates.values()],
+        "weights_left": int(cost.weights(gates)),
+        "certificate": small.certificate,
+    }
+
+
+def main(options: Options) -> list[dict[str, Any]]:
+    """Run what is missing and write the table; returns one row per method, strength and seed."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    tasks = list(itertools.product([options], options.methods, options.strength, options.seeds))
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        rows = list(pool.map(_run, tasks))
+    lines = ["| method | strength | test error | weights left | units left |", "|---|---|---|---|---|"]
+    for row in rows:
+        units = "-".join(map(str, row["architecture"]))
+        error = f"{row['test_error_percent']:.2f} %"
+        lines.append(f"| {row['method']} | {row['strength']:g} | {error} | {row['weights_left']:,} | {units} |")
+    (options.out / "comparators.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return rows
+
+
+def _run(task: tuple[Options, MethodName, float, int]) -> dict[str, Any]:
+    options, method, strength, seed = task
+    path = options.out / f"{method}-{strength:g}-{seed}.json"
+    if not path.exists():
+        torch.set_num_threads(1)
+        images = load_digits() if options.data == "digits" else load_mnist(options.data_dir)
+        if options.hold_out:
+            images = images.hold_out(options.hold_out)
+        path.write_text(json.dumps(train(images, method, options.epochs, seed, strength)))
+    row: dict[str, Any] = json.loads(path.read_text())
+    return row
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
