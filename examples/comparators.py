@@ -239,37 +239,46 @@ class TruncatedLogNormal(nn.Module):
         self.mu = nn.Parameter(torch.zeros(size))
         self.log_sigma = nn.Parameter(torch.full((size,), -5.0))
 
-    def _ends(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        # Tails far out: double arithmetic.
+    def _ends(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Location, scale and the standardised ends, in double for their tails."""
         mu, sigma = self.mu.double(), self.log_sigma.double().exp()
-        a, b = (self.low - mu) / sigma, (self.high - mu) / sigma
-        mass = (torch.special.ndtr(b) - torch.special.ndtr(a)).clamp(min=1e-300)
-        return mu, sigma, a, b, mass
+        return mu, sigma, (self.low - mu) / sigma, (self.high - mu) / sigma
+
+    def _log_mass(self, a: Tensor, b: Tensor) -> Tensor:
+        """Log of the normal mass between two ends, from the nearer tail."""
+        upper = a > 0
+        low, high = torch.where(upper, -b, a), torch.where(upper, -a, b)
+        near = torch.special.log_ndtr(high)
+        return near + torch.log1p(-torch.exp((torch.special.log_ndtr(low) - near).clamp(max=-1e-12)))
 
     def rsample(self, shape: torch.Size) -> Tensor:
         """Draws, shape ``shape``, whose last dimension is the multipliers'."""
-        mu, sigma, a, b, _ = self._ends()
-        u = torch.rand(shape, dtype=torch.float64)
-        p = torch.lerp(torch.special.ndtr(a).expand(shape), torch.special.ndtr(b).expand(shape), u)
-        x = mu + sigma * torch.special.ndtri(p.clamp(1e-15, 1 - 1e-15))
-        return torch.exp(x.clamp(self.low, self.high)).float()
+        mu, sigma, a, b = self._ends()
+        upper = a > 0
+        low, high = torch.special.ndtr(torch.where(upper, -b, a)), torch.special.ndtr(torch.where(upper, -a, b))
+        p = torch.lerp(low.expand(shape), high.expand(shape), torch.rand(shape, dtype=torch.float64))
+        e = torch.special.ndtri(p.clamp(1e-300, 1 - 1e-16))
+        return torch.exp((mu + sigma * torch.where(upper, -e, e)).clamp(self.low, self.high)).float()
 
     def kl(self) -> Tensor:
         """KL to the log-uniform prior, one per multiplier."""
-        _, sigma, a, b, mass = self._ends()
-        a, b = a.clamp(-1e3, 1e3), b.clamp(-1e3, 1e3)
-        slope = a * torch.exp(-0.5 * a * a) - b * torch.exp(-0.5 * b * b)
-        entropy = torch.log(sigma * math.sqrt(2 * math.pi * math.e) * mass) + slope / (
-            2 * math.sqrt(2 * math.pi) * mass
-        )
+        _, sigma, a, b = self._ends()
+        log_mass = self._log_mass(a, b)
+        # The density at both ends over the mass, whose exponentials alone would be 0 / 0 far out.
+        lower = a * torch.exp(-0.5 * a * a - log_mass)
+        upper = b * torch.exp(-0.5 * b * b - log_mass)
+        slope = (lower - upper) / (2 * math.sqrt(2 * math.pi))
+        entropy = torch.log(sigma) + 0.5 * math.log(2 * math.pi * math.e) + log_mass + slope
         return (math.log(self.high - self.low) - entropy).float()
 
     def mean_and_snr(self) -> tuple[Tensor, Tensor]:
         """The mean, and the mean over the standard deviation."""
-        mu, sigma, a, b, mass = self._ends()
-        first = torch.exp(mu + 0.5 * sigma**2) * (torch.special.ndtr(sigma - a) - torch.special.ndtr(sigma - b)) / mass
-        second = torch.exp(2 * mu + 2 * sigma**2)
-        second = second * (torch.special.ndtr(2 * sigma - a) - torch.special.ndtr(2 * sigma - b)) / mass
+        mu, sigma, a, b = self._ends()
+        log_mass = self._log_mass(a, b)
+        first, second = (
+            torch.exp(k * mu + 0.5 * (k * sigma) ** 2 + self._log_mass(a - k * sigma, b - k * sigma) - log_mass)
+            for k in (1, 2)
+        )
         deviation = (second - first**2).clamp(min=1e-30).sqrt()
         return first.float(), (first / deviation).float()
 

@@ -57,11 +57,20 @@ def main() -> None:
     parser.add_argument("--network", choices=["mlp", "lenet5"], default="mlp")
     parser.add_argument("--lam", type=float, nargs="+", default=[0.1])
     parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--gate-learning-rate", type=float, default=1e-3)
     parser.add_argument("--epochs", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
     images = load_mnist(options.data_dir)
-    gated = Run(images, options.network, lam=tuple(options.lam), weight_decay=options.weight_decay, shrink=True, seed=1)
+    gated = Run(
+        images,
+        options.network,
+        lam=tuple(options.lam),
+        weight_decay=options.weight_decay,
+        gate_learning_rate=options.gate_learning_rate,
+        shrink=True,
+        seed=1,
+    )
     runs = {"dense": DenseRun(images, options.network, 1), "shrinking": gated}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for epoch in range(options.epochs):

@@ -1,0 +1,123 @@
+"""The comparators' divergences, their pruning rules, and each on the digits."""
+
+import json
+import math
+
+import pytest
+import torch
+from scipy import integrate, stats
+
+import comparators
+from comparators import ADMM, METHODS, TruncatedLogNormal, log_uniform_kl
+from data import load_digits
+
+
+@pytest.mark.parametrize("log_alpha", [-6.0, -2.0, 0.0, 1.0, 3.0, 6.0])
+def test_fitted_kl_to_the_log_uniform_prior(log_alpha):
+    """The published fit against the integral; its authors state an accuracy of about 0.01."""
+    root = math.exp(0.5 * log_alpha)
+
+    def density(e):
+        return stats.norm.pdf(e) * math.log(abs(1 + root * e) + 1e-300)
+
+    places = sorted({max(-9.0, -1 / root), 0.0})
+    expected_log = integrate.quad(density, -9, 9, points=places, limit=400)[0]
+    exact = expected_log - 0.5 * log_alpha + 0.5 * (0.5772156649 + math.log(2))
+    assert log_uniform_kl(torch.tensor(log_alpha)).item() == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize(("mu", "log_sigma"), [(-1.0, -2.0), (-0.1, -0.5), (-3.0, 0.7), (0.5, 0.0)])
+def test_truncated_log_normal(mu, log_sigma):
+    """KL against an integral; mean, signal to noise and draws against scipy's truncated normal."""
+    noise = TruncatedLogNormal(1)
+    with torch.no_grad():
+        noise.mu.fill_(mu)
+        noise.log_sigma.fill_(log_sigma)
+    sigma = math.exp(log_sigma)
+    law = stats.truncnorm((-20 - mu) / sigma, -mu / sigma, mu, sigma)
+    negative_entropy = integrate.quad(lambda x: law.pdf(x) * law.logpdf(x), max(-20, mu - 12 * sigma), 0, limit=400)[0]
+    assert noise.kl().item() == pytest.approx(negative_entropy + math.log(20), rel=1e-5)
+    first, second = (integrate.quad(lambda x, k=k: law.pdf(x) * math.exp(k * x), -20, 0, limit=400)[0] for k in (1, 2))
+    mean, snr = noise.mean_and_snr()
+    assert mean.item() == pytest.approx(first, rel=1e-5)
+    assert snr.item() == pytest.approx(first / math.sqrt(second - first**2), rel=1e-4)
+    torch.manual_seed(111)
+    draws = noise.rsample(torch.Size([20_000, 1])).detach().double()
+    assert stats.kstest(draws.log().flatten().numpy(), law.cdf).pvalue > 1e-6
+
+
+def test_extreme_noise_stays_finite():
+    """Noise far outside of its interval, in value and gradient."""
+    noise = TruncatedLogNormal(3)
+    with torch.no_grad():
+        noise.mu.copy_(torch.tensor([-30.0, 5.0, 0.0]))
+        noise.log_sigma.copy_(torch.tensor([-1.0, -1.0, 4.0]))
+    loss = noise.kl().sum() + noise.rsample(torch.Size([10, 3])).sum()
+    assert loss.isfinite()
+    loss.backward()
+    assert noise.mu.grad.isfinite().all()
+
+
+def test_pruning_rules():
+    """Each layer's rule on parameters on both sides of its threshold."""
+    for name, method in METHODS.items():
+        torch.manual_seed(112)
+        layer = method(4, 3, 1.0)
+        with torch.no_grad():
+            if name == "generalized":
+                layer.logit.copy_(torch.tensor([-0.1, 0.1, -3.0, 3.0]))
+            elif name == "sparse_vd":
+                layer.log_var[:, [0, 2]] = 20.0
+            elif name == "vibnet":
+                layer.mu.copy_(torch.tensor([0.1, 1.0, -0.1, -1.0]))
+                layer.log_var.fill_(-2.0)
+            elif name == "sbp":
+                layer.noise.mu.copy_(torch.tensor([-15.0, -0.5, -15.0, -0.5]))
+                layer.noise.log_sigma.copy_(torch.tensor([2.0, -2.0, 2.0, -2.0]))
+            elif name == "bc_gnj":
+                layer.log_var.copy_(torch.tensor([4.0, 2.0, 4.0, 2.0]))
+            elif name == "group_lasso":
+                layer.linear.weight[:, [0, 2]] = 1e-9
+                layer.after_step(0.1)
+            elif name == "admm":
+                layer.keep = 0.5
+                layer.linear.weight[:, [0, 2]] *= 1e-3
+                layer.after_step(0.7)
+        weight, keep = layer.pruned()
+        assert weight.shape == (3, 4)
+        expected = [True] * 4 if "dropout" in name else [False, True, False, True]
+        assert keep.tolist() == expected, name
+
+
+def test_admm_draws_the_weights_to_its_copy():
+    """The copy has the units that were asked for, and the penalty falls to 0 as the weights get there."""
+    torch.manual_seed(113)
+    layer = ADMM(10, 4, 1.0)
+    optimiser = torch.optim.SGD(layer.parameters(), 2e-4)
+    for step in range(2001):
+        optimiser.zero_grad()
+        layer.penalty().backward()
+        optimiser.step()
+        layer.after_step(step / 4000)
+    assert int((layer.copy.norm(dim=0) > 0).sum()) == 3
+    assert layer.linear.weight[:, layer.copy.norm(dim=0) == 0].norm() < 1e-2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_on_the_digits(method):
+    """Three epochs: finite, pruned by its rule, compacted with a certificate."""
+    row = comparators.train(load_digits(), method, 3, 1, 1.0)
+    assert row["certificate"] < 1e-5
+    assert 0 < row["weights_left"] <= 50_200
+    assert row["test_error_percent"] < 90
+
+
+def test_the_command(tmp_path):
+    """The table, and runs that are there are not repeated."""
+    options = comparators.Options(methods=("vibnet",), strength=(1.0, 2.0), epochs=1, out=tmp_path)
+    rows = comparators.main(options)
+    assert [row["strength"] for row in rows] == [1.0, 2.0]
+    path = tmp_path / "vibnet-1-1.json"
+    path.write_text(json.dumps({**rows[0], "test_error_percent": 42.0}))
+    assert comparators.main(options)[0]["test_error_percent"] == 42.0
+    assert "| vibnet | 1 | 42.00 % |" in (tmp_path / "comparators.md").read_text()
