@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -145,7 +146,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.slab = dict(slab or {})
         self.kl_scale = kl_scale
         self.weight_decay = _as_dict(weight_decay)
-        self.square_norm = dict(square_norm or {})
+        self.square_norm: dict[str, Callable[[], Tensor]] = (
+            dict(square_norm or {}) if not isinstance(square_norm, dict) else copy.copy(square_norm)
+        )
         self.estimator = None if estimator is None else Estimators(estimator)
         self.step = 0
 
@@ -309,6 +312,24 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             norm = self._square_norm(name, active.shape)
             add("l2", _site_sum(name, 0.5 * decay * (norm * active), active, posterior))
 
+    def _square_norms(self, posteriors: Mapping[str, Site], decays: Sequence[float], active: Tensor) -> Tensor:
+        """Half the squared norms of the weights of several sites' gates times their decays, side by side."""
+        together = getattr(self.square_norm, "together", None)
+        if together is not None and all(decays) and self.square_norm.keys() >= posteriors.keys():
+            norms: Tensor = together(list(posteriors))
+        else:
+            norms = cat_flat(
+                [
+                    self._square_norm(name, site["value"].shape) if decay else torch.zeros_like(site["value"])
+                    for (name, site), decay in zip(posteriors.items(), decays, strict=True)
+                ]
+            )
+        norms = norms.to(active.dtype)
+        if len(set(decays)) == 1:
+            return decays[0] * norms
+        sizes = tuple(site["value"].numel() for site in posteriors.values())
+        return norms * _side_by_side(tuple(decays), sizes, active.dtype, active.device)
+
     def _square_norm(self, name: str, shape: torch.Size) -> Tensor:
         """The squared norms of the weights of a site's gates."""
         if name not in self.square_norm:
@@ -343,12 +364,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if any(prices):
             add("l0", torch.dot(_side_by_side(tuple(prices), sizes, active.dtype, active.device), active))
         if any(decays):
-            norms = [
-                self._square_norm(name, site["value"].shape) if decay else active.new_zeros(size)
-                for (name, site), decay, size in zip(posteriors.items(), decays, sizes, strict=True)
-            ]
-            scales = _side_by_side(tuple(decays), sizes, active.dtype, active.device)
-            add("l2", torch.dot(cat_flat(norms).to(active.dtype) * scales, active))
+            add("l2", torch.dot(self._square_norms(posteriors, decays, active), active))
         return True
 
     def _add_kl(self, add: _Add, name: str, site: Site, posterior: Site) -> None:

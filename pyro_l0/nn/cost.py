@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class NetworkCost:
         return total
 
 
-def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _SquareNorm]:
+def square_norms(network: nn.Module, example_input: Tensor) -> SquareNorms:
     """By gate site, a function that returns the squared norm of the weights that read each of its units.
 
     For ``square_norm`` of :class:`~pyro_l0.infer.L0_ELBO`, which weighs it with P(z != 0) (Eq. 17).
@@ -113,7 +113,7 @@ def square_norms(network: nn.Module, example_input: Tensor) -> dict[str, _Square
     for site, layer, units in _readers(graph):
         layers[site].append((graph.modules[layer.path], units))
     sizes = {name: gate.size for name, gate in gate_names(network).items()}
-    return {name: _SquareNorm(sizes[name], found) for name, found in layers.items()}
+    return SquareNorms({name: _SquareNorm(sizes[name], found) for name, found in layers.items()})
 
 
 def _readers(graph: GateGraph) -> Iterator[tuple[str, Layer, Tensor]]:
@@ -159,18 +159,39 @@ def _upstream(graph: GateGraph, name: str, through: set[Kind]) -> list[str]:
     return list(found)
 
 
+class SquareNorms(dict[str, "_SquareNorm"]):
+    """By gate site, a function that returns the squared norm of the weights that read each of its units."""
+
+    def together(self, names: Sequence[str]) -> Tensor:
+        """The norms of several sites side by side, shape ``(n,)``, as one node of the graph if possible."""
+        norms = [self[name] for name in names]
+        if all(len(norm.layers) == 1 and len(norm.layers[0][1]) == norm.size for norm in norms):
+            return _squared_columns(*(norm.layers[0][0].weight for norm in norms))
+        return torch.cat([norm() for norm in norms])
+
+
 class _SquaredColumns(torch.autograd.Function):
-    """Squared norm of each column, over all dimensions but the second, with one pass over the weights per gradient."""
+    """Squared norms of columns, over all dimensions but the second, with one pass over the weights per gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return weight.square().sum([dim for dim in range(weight.dim()) if dim != 1])
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        norms = [w.square().sum([dim for dim in range(w.dim()) if dim != 1]) for w in weights]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        weight: Tensor = ctx.saved_tensors[0]
-        return weight * (2 * grad).reshape((1, -1) + (1,) * (weight.dim() - 2))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        weights: tuple[Tensor, ...] = ctx.saved_tensors
+        pieces = (2 * grad).split([w.shape[1] for w in weights])
+        return tuple(
+            w * (piece if w.dim() == 2 else piece.reshape((1, -1) + (1,) * (w.dim() - 2)))
+            for w, piece in zip(weights, pieces, strict=True)
+        )
+
+
+def _squared_columns(*weights: Any) -> Tensor:
+    norms: Tensor = _SquaredColumns.apply(*weights)  # type: ignore[no-untyped-call]
+    return norms
 
 
 class _SquareNorm:
@@ -186,7 +207,7 @@ class _SquareNorm:
         for layer, units in self.layers:
             weight = layer.weight
             assert isinstance(weight, Tensor)
-            norms = _SquaredColumns.apply(weight)  # type: ignore[no-untyped-call]
+            norms = _squared_columns(weight)
             if len(units) != self.size:
                 norms = norms.new_zeros(self.size).index_add(0, units.to(norms.device), norms)
             total = norms if total is None else total + norms

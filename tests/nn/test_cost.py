@@ -100,6 +100,31 @@ def test_site_names_and_square_norms():
     torch.testing.assert_close(norms["net.3"](), net[4].weight.square().sum(0))
 
 
+def test_square_norms_of_several_sites():
+    """Side by side in the order asked for, with the gradient of the separate norms, flattened maps included."""
+    torch.manual_seed(7)
+    plain = mlp((3, 4, 2))
+    maps = nn.Sequential(
+        nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Conv2d(2, 3, 2), nn.Flatten(), Gate(12), nn.Linear(12, 2)
+    )
+    flat = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), nn.Linear(18, 2))
+    for net, x in ((plain, torch.zeros(1, 3)), (maps, torch.zeros(1, 1, 4, 4)), (flat, torch.zeros(1, 1, 4, 4))):
+        norms = square_norms(net, x)
+        names = list(reversed(norms))
+        together = norms.together(names)
+        alone = torch.cat([norms[name]() for name in names])
+        torch.testing.assert_close(together, alone)
+        scale = torch.rand_like(alone)
+        weights = [p for p in net.parameters() if p.dim() > 1]
+        found, expected = (
+            torch.autograd.grad((scale * y).sum(), weights, allow_unused=True) for y in (together, alone)
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other)
+
+
 def test_the_network_is_left_as_it_was():
     """Reading shapes touches neither modes nor BatchNorm's statistics."""
     net = nn.Sequential(Gate(3), nn.Linear(3, 2), nn.BatchNorm1d(2), nn.ReLU(), Gate(2), nn.Linear(2, 2)).train()
