@@ -124,11 +124,11 @@ def main(options: Options) -> dict[str, list[GradientReport]]:
     """Write the tables and the figures; returns the reports by model."""
     torch.set_default_dtype(torch.float64)
     options.out.mkdir(parents=True, exist_ok=True)
-    text = ["# Noise of one derivative\n", _noise_table(options.out / "noise.png")]
+    text = ["### Noise of one derivative\n", _noise_table(options.out / "noise.png")]
     reports: dict[str, list[GradientReport]] = {}
     for name, model, x, y in _models(options):
         reports[name] = [_measure(candidate, model, x, y, options) for candidate in CANDIDATES]
-        text += [f"\n# {name}\n", _table(reports[name])]
+        text += [f"\n### {name}\n", _table(reports[name])]
         figure = plot_gradients(reports[name])
         figure.savefig(options.out / f"{name.split(',')[0].replace(' ', '_')}.png", dpi=150)
         plt.close(figure)

@@ -1,0 +1,61 @@
+"""Families in the main job, the sweep over them, and the laboratory of gradients."""
+
+import json
+
+import pytest
+import torch
+
+import compare_families
+import gradient_lab
+import mnist
+from networks import FAMILIES, init_active_prob
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shrink", [False, True])
+def test_every_family_trains(family, shrink, tmp_path):
+    """Two epochs of the main job: finite metrics, a certificate, and the papers' rates at the start."""
+    metrics = mnist.main(mnist.Options(family=family, epochs=2, out=tmp_path, shrink=shrink))
+    assert metrics["certificate"] < 1e-5
+    assert all(0.4 < rate < 1 for rate in init_active_prob("mlp", family, {}))
+
+
+def test_options_reach_the_gates(tmp_path):
+    """Another sharpness changes the rate that a weight starts from, and a checkpoint knows it."""
+    options = mnist.Options(family="exponential", beta=6.0, epochs=1, out=tmp_path)
+    mnist.main(options)
+    dull, sharp = (init_active_prob("mlp", "exponential", {"beta": beta}) for beta in (6.0, 30.0))
+    assert dull[0] > sharp[0]
+    with pytest.raises(ValueError, match="family"):
+        mnist.main(mnist.Options(family="exponential", beta=12.0, epochs=2, out=tmp_path, resume=True))
+
+
+@pytest.mark.parametrize("estimator", ["score_function", "leave_one_out", "rebar", "straight_through"])
+def test_estimators_of_the_main_job(estimator, tmp_path):
+    """Each by name."""
+    metrics = mnist.main(mnist.Options(family="bernoulli", estimator=estimator, epochs=1, out=tmp_path))
+    assert metrics["test_error_percent"] < 95
+
+
+def test_sweep(tmp_path):
+    """A row per family and price; runs that are there are not repeated."""
+    options = compare_families.Options(families=("hard_concrete", "power_law"), lams=(0.05,), epochs=1, out=tmp_path)
+    rows = compare_families.main(options)
+    assert [row["family"] for row in rows] == ["hard_concrete", "power_law"]
+    path = tmp_path / "power_law-0.05-1" / "metrics.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "test_error_percent": 42.0}))
+    assert compare_families.main(options)[1]["errors"] == [42.0]
+    assert "| power_law | 0.05 | 42.00 % |" in (tmp_path / "families.md").read_text()
+    assert (tmp_path / "families.png").stat().st_size > 1000
+
+
+def test_laboratory(tmp_path, monkeypatch):
+    """Every table and figure; unbiased candidates are within five errors of the exact gradient."""
+    monkeypatch.setattr(gradient_lab, "CANDIDATES", [gradient_lab.CANDIDATES[k] for k in (0, 9, 11)])
+    reports = gradient_lab.main(gradient_lab.Options(draws=60, batch=50, out=tmp_path))
+    assert torch.get_default_dtype() == torch.float32
+    for report in reports["linear2, two gates on pixels"]:
+        assert (report.bias.abs() < 5 * report.standard_error).all(), report.name
+    assert len(reports) == 3
+    for name in ("noise.png", "linear2.png", "linear10.png", "mlp10.png", "gradient_lab.md"):
+        assert (tmp_path / name).stat().st_size > 500
