@@ -193,7 +193,9 @@ class Run:
         """Let the averaged network meet the target to the last unit."""
         if self.target is not None:
             budget = float(self.target.budget)
-            self._target(self.averaged.module[1], budget, self.target_of, 0).project()
+            target = self._target(self.averaged.module[1], budget, self.target_of, 0)
+            target.step = self.target.step
+            target.project()
 
     def _parallel(self) -> nn.Module:
         """The loss as every process calls it; made again after the network has shrunk."""

@@ -15,7 +15,8 @@ from pyro_l0.infer.autoguide import AutoGate
 __all__ = ["SparsityTarget"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
-_WASTE = 0.95  # of the budget: below this a single gate should not take the cost
+_WASTE = 0.95
+_FAR = 1.25  # times the budget
 _PATIENCE = 50  # updates of a multiplier that grows without effect, before a warning
 
 
@@ -174,9 +175,20 @@ class SparsityTarget:
         A site keeps its last gate. With averaged weights, the averaged guide's target is
         what counts.
 
+        Warns:
+            UserWarning: after training, the network is further than a quarter above its budget.
+
         Raises:
             ValueError: no network with an open gate per site is within the budget.
         """
+        fraction = self.fraction()
+        if self.step and bool((fraction > _FAR * self.budget).any()):
+            warnings.warn(
+                f"The network still has {[round(x, 4) for x in fraction.tolist()]} of the cost where "
+                f"{[round(x, 4) for x in self.budget.tolist()]} are allowed. Closing the rest at once costs accuracy; train "
+                "longer after the warm-up, or raise the gates' learning rate or the dual rate.",
+                stacklevel=2,
+            )
         prior = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
         open_gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
         order = sorted(

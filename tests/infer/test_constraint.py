@@ -112,6 +112,15 @@ def test_projection_closes_the_least_probable(family):
         SparsityTarget(guide, 0.01, count).project()
 
 
+def test_projection_from_far_away_warns():
+    """After training that did not get there; not where pruning at once is what is asked for."""
+    guide = make()
+    target = SparsityTarget(guide, 0.5, count, every=1)
+    target.ascend()
+    with pytest.warns(UserWarning, match=r"still has \[1.0\] of the cost where \[0.5\] are allowed"):
+        target.project()
+
+
 def test_projection_does_not_waste_the_budget():
     """A gate that costs four is spared, though it is the least probable, where gates of one do."""
     guide = make()
