@@ -183,10 +183,10 @@ class SparsityTarget:
         """
         fraction = self.fraction()
         if self.step and bool((fraction > _FAR * self.budget).any()):
+            has, allowed = ([round(x, 4) for x in values.tolist()] for values in (fraction, self.budget))
             warnings.warn(
-                f"The network still has {[round(x, 4) for x in fraction.tolist()]} of the cost where "
-                f"{[round(x, 4) for x in self.budget.tolist()]} are allowed. Closing the rest at once costs accuracy; train "
-                "longer after the warm-up, or raise the gates' learning rate or the dual rate.",
+                f"The network still has {has} of the cost where {allowed} are allowed. Closing the rest at once costs "
+                "accuracy; train longer after the warm-up, or raise the gates' learning rate or the dual rate.",
                 stacklevel=2,
             )
         prior = {name: gate.active_prob for name, gate in self.guide.posterior().items()}

@@ -138,7 +138,8 @@ def test_budgets_by_site():
     target = SparsityTarget(guide, {"b": 0.5, "a": 0.75}, dual_rate=1.0, every=1)
     target.ascend()
     assert target.multiplier.tolist() == pytest.approx([math.log(2), math.log(4 / 3)])
-    target.project()
+    with pytest.warns(UserWarning, match=r"\[1.0, 1.0\] of the cost where \[0.5, 0.75\]"):
+        target.project()
     assert target.fraction().tolist() == pytest.approx([0.5, 0.75])
 
 
