@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
 from pyro.infer.elbo import ELBOModule
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -78,8 +79,11 @@ class Gate(nn.Module):
         if self.site_name is None:
             self.site_name = _path_on_stack(self)
         z = sample(self.site_name, self._site)
-        if z.dim() == 1 and z.requires_grad and not x.requires_grad and self.dim in (-1, x.dim() - 1):
-            return defer_product(x, z)
+        if z.dim() == 1 and z.requires_grad and not torch.compiler.is_compiling():
+            if self.dim in (-1, x.dim() - 1) and not x.requires_grad:
+                return defer_product(x, z)
+            if self.dim == 1 and x.dim() > 2:
+                return defer_product(x, z, 1)
         return multiply_along(x, z, self.dim)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Gate:

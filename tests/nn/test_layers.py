@@ -12,6 +12,7 @@ from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_names, name_gates
 from pyro_l0.nn.deferred import defer_product
+from pyro_l0.nn.gate import multiply_along
 
 
 def network():
@@ -94,6 +95,57 @@ def test_deferred_product_is_the_product(bias):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     sequence = torch.randn(2, 5, 4, dtype=torch.float64)
     torch.testing.assert_close(layer(defer_product(sequence, z)), layer(sequence * z))
+
+
+@pytest.mark.parametrize("needs_input_gradient", [True, False])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"padding": 1, "stride": 2}, {"padding": "same", "dilation": 2}, {"groups": 2}]
+    + [{"padding": 1, "padding_mode": mode} for mode in ("reflect", "circular")],
+    ids=str,
+)
+def test_deferred_product_in_front_of_a_convolution(dims, options, needs_input_gradient):
+    """Value and gradients, also twice differentiated; groups and other paddings take the product itself."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *[5] * dims, dtype=torch.float64, requires_grad=needs_input_gradient)
+    z = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    layer = getattr(nn, f"Conv{dims}d")(4, 6, 3, **options).double()
+    leaves = [z, *layer.parameters(), *([x] if needs_input_gradient else [])]
+
+    def gradients(y):
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return [y, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)]
+
+    product = multiply_along(x, z, 1)
+    for ours, plain in zip(gradients(layer(defer_product(x, z, 1))), gradients(layer(product)), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10)
+    alone = x[0]  # without a batch the maps are dimension 0
+    if not options:
+        torch.testing.assert_close(layer(defer_product(x, z, 1)[0]), layer(product[0]))
+        assert alone.dim() == dims + 1
+
+
+def test_deferred_products_of_maps_nest_and_reach_other_consumers():
+    """Two gates in a row, a flattening, a sum, BatchNorm, and autocast."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+    z, y = torch.rand(4, requires_grad=True), torch.rand(4, requires_grad=True)
+    layer = nn.Conv2d(4, 3, 3)
+    both = multiply_along(multiply_along(x, z, 1), y, 1)
+    nested = defer_product(defer_product(x, z, 1), y, 1)
+    torch.testing.assert_close(layer(nested), layer(both))
+    torch.testing.assert_close(nested.flatten(1), both.flatten(1))
+    torch.testing.assert_close(nn.BatchNorm2d(4)(nested), nn.BatchNorm2d(4)(both))
+    torch.testing.assert_close(x + nested, x + both)
+    assert nested.shape == (2, 4, 5, 5)
+    for leaf in (x, z, y):
+        ours, plain = (torch.autograd.grad(layer(t).square().sum(), leaf)[0] for t in (nested, both))
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+        nested = defer_product(defer_product(x, z, 1), y, 1)
+        both = multiply_along(multiply_along(x, z, 1), y, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(nested).dtype == torch.bfloat16
 
 
 def test_deferred_product_with_other_consumers():
