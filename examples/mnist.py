@@ -65,6 +65,7 @@ class Options:
         target_epochs: epochs over which the budget falls to the target.
         shrink: take units whose gates are closed for good out of the network after each epoch, so that later epochs
             cost less.
+        retrain: passes over the training images in which the compacted network, without gates, is trained further.
         hold_out: set so many training images aside and report on them instead of the test images, to choose settings.
     """
 
@@ -91,6 +92,7 @@ class Options:
     target_of: Literal["macs", "weights"] = "macs"
     target_epochs: int = 50
     shrink: bool = False
+    retrain: int = 0
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -180,6 +182,8 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     metrics = {**_metrics(run, history, seconds), "certificate": small.certificate}
     if not first:
         return metrics
+    if options.retrain:
+        metrics["retrained_error_percent"] = run.retrain(small.network, options.retrain)
     small.save(options.out / "pruned")
     (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
@@ -214,6 +218,11 @@ def _print_table(metrics: dict[str, Any], images: Images, out: Path) -> None:
     rows = [
         ("test error, final epoch", f"{metrics['test_error_percent']:.2f} %"),
         ("test error, best epoch", f"{metrics['best_test_error_percent']:.2f} %"),
+        *(
+            [("test error, compacted and retrained", f"{metrics['retrained_error_percent']:.2f} %")]
+            if "retrained_error_percent" in metrics
+            else []
+        ),
         ("units left", f"{'-'.join(map(str, metrics['architecture']))} of {'-'.join(map(str, metrics['units']))}"),
         ("weights left", f"{metrics['weights_left']:,} of {metrics['weights']:,} ({100 * left:.1f} %)"),
         ("multiply-adds left", f"{metrics['macs_left']:,} of {metrics['macs']:,}"),

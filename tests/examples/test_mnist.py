@@ -13,7 +13,11 @@ import torch
 
 import checkpoint
 import mnist
+from data import load_digits
 from mnist import Options
+from networks import mlp
+from pyro_l0.compaction import load_compacted
+from pyro_l0.nn import name_gates
 
 EXAMPLES = Path(mnist.__file__).parent
 KEYS = {
@@ -135,3 +139,17 @@ def test_the_default_run(tmp_path):
     metrics = mnist.main(Options(out=tmp_path))
     assert metrics["test_error_percent"] <= 4
     assert metrics["weights_left"] <= 0.5 * metrics["weights"]
+
+
+def test_retraining_the_compacted_network(tmp_path):
+    """The small network is trained in place, and what is saved is what was measured."""
+    options = Options(epochs=3, retrain=2, out=tmp_path, shrink=True)
+    metrics = mnist.main(options)
+    images = load_digits()
+    plain = mlp((64, 300, 100, 10))
+    name_gates(plain, prefix="net.")
+    saved = load_compacted(plain, tmp_path / "pruned").network
+    with torch.no_grad():
+        error = 100 * float((saved(images.test_x).argmax(-1) != images.test_y).float().mean())
+    assert metrics["retrained_error_percent"] == pytest.approx(error)
+    assert json.loads((tmp_path / "metrics.json").read_text())["retrained_error_percent"] == pytest.approx(error)
