@@ -160,7 +160,7 @@ class Generalized(Layer):
 
     def penalty(self) -> Tensor:
         """Minus the log density of Beta(a, b) at the rates, with mass at both ends and more at 0."""
-        low = 10 * self.strength * self.linear.out_features / 100
+        low = 200 * self.strength * self.linear.out_features / 100
         return -(-0.5 * low * F.logsigmoid(self.logit) - 0.9 * low * F.logsigmoid(-self.logit)).sum()
 
     def pruned(self) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ class VIB(Layer):
     def penalty(self) -> Tensor:
         """Half of log(1 + mu^2 / var), weighed by the units that read it."""
         information = 0.5 * torch.log1p(self.mu.square() / self.log_var.exp()).sum()
-        return 0.3 * self.strength * self.linear.out_features**0.5 * 10 * information
+        return 2 * self.strength * self.linear.out_features**0.5 * information
 
     def pruned(self) -> tuple[Tensor, Tensor]:
         """A unit leaves when its noise exceeds its signal; the multiplier goes into the weights."""
@@ -296,7 +296,7 @@ class SBP(Layer):
 
     def penalty(self) -> Tensor:
         """KL of all units."""
-        return 30 * self.strength * self.noise.kl().sum()
+        return 8 * self.strength * self.noise.kl().sum()
 
     def pruned(self) -> tuple[Tensor, Tensor]:
         """A unit leaves when its signal is smaller than its noise; the mean goes into the weights."""
@@ -342,7 +342,7 @@ class GroupLasso(Layer):
 
     def after_step(self, progress: float) -> None:
         """Shrink each group by the same length, and to 0 if it is shorter."""
-        step = 1e-3 * 0.012 * self.strength * self.linear.out_features**0.5
+        step = 1e-3 * 0.006 * self.strength * self.linear.out_features**0.5
         with torch.no_grad():
             norms = self.linear.weight.norm(dim=0)
             self.linear.weight *= (1 - step / norms.clamp(min=1e-12)).clamp(min=0)

@@ -1,6 +1,7 @@
 """Gates: distributions on [0, 1] with atoms, and their KL divergences."""
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
@@ -11,6 +12,7 @@ from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
 __all__ = [
     "BernoulliGate",
+    "BinaryConcrete",
     "ExponentialGate",
     "ExponentialUniformGate",
     "GateDistribution",

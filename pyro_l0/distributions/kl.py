@@ -13,6 +13,7 @@ from torch.distributions import Distribution, register_kl
 from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Stretch
 from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.gate import GateDistribution, Number
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
@@ -57,6 +58,12 @@ def _learned(*parameters: Number) -> bool:
 @register_kl(RectifiedNormal, RectifiedNormal)
 def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
     return numerics.rectified_normal_kl(q.loc, q.scale, p.loc, p.scale)
+
+
+@register_kl(BinaryConcrete, BinaryConcrete)
+def _kl_binary_concrete(q: BinaryConcrete, p: BinaryConcrete) -> Tensor:
+    shape = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
+    return q.expand(shape).kl_to(p.expand(shape))
 
 
 @register_kl(BernoulliGate, GateDistribution)
