@@ -11,13 +11,21 @@ ROOT = Path(pyro_l0.__file__).parent
 MAY_IMPORT = {
     "_numerics": set(),
     "_record": set(),
-    "distributions": {"_numerics"},
+    "_components": {"_numerics"},
+    "_kumaraswamy": {"_numerics"},
+    "distributions": {"_numerics", "_components", "_kumaraswamy"},
     "infer": {"_record", "distributions"},
     "nn": {"_record", "distributions"},
     "compaction": {"nn"},
+    "diagnostics": {"_numerics", "_record", "distributions", "infer"},
 }
 # Extras, which are imported where they are used.
-OPTIONAL = {"safetensors.SafetensorError", "safetensors.torch.load_file", "safetensors.torch.save_file"}
+OPTIONAL = {
+    "matplotlib.pyplot",
+    "safetensors.SafetensorError",
+    "safetensors.torch.load_file",
+    "safetensors.torch.save_file",
+}
 
 
 def imports(path):
@@ -49,5 +57,7 @@ def test_imports_run_one_way(path):
 
 def test_numerics_know_no_pyro():
     """The maths needs torch and numpy alone."""
-    top, _ = imports(ROOT / "_numerics.py")
-    assert not any(name.startswith(("pyro.", "pyro_l0")) for name in top)
+    for name in ("_numerics", "_components", "_kumaraswamy"):
+        top, _ = imports(ROOT / f"{name}.py")
+        assert not any(name.startswith("pyro.") for name in top)
+        assert all(name.startswith("pyro_l0._numerics") for name in top if name.startswith("pyro_l0"))

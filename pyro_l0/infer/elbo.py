@@ -21,7 +21,6 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import Independent, kl_divergence
 
-from pyro_l0._numerics import cat_flat
 from pyro_l0._record import Record, Site
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, find_gate
@@ -318,12 +317,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if together is not None and all(decays) and self.square_norm.keys() >= posteriors.keys():
             norms: Tensor = together(list(posteriors))
         else:
-            norms = cat_flat(
-                [
-                    self._square_norm(name, site["value"].shape) if decay else torch.zeros_like(site["value"])
-                    for (name, site), decay in zip(posteriors.items(), decays, strict=True)
-                ]
-            )
+            each = [
+                self._square_norm(name, site["value"].shape) if decay else torch.zeros_like(site["value"])
+                for (name, site), decay in zip(posteriors.items(), decays, strict=True)
+            ]
+            norms = torch.cat([norm.flatten() for norm in each])
         norms = norms.to(active.dtype)
         if len(set(decays)) == 1:
             return decays[0] * norms
