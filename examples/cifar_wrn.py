@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +32,9 @@ from cifar import Cifar, load_cifar
 from networks import Classifier
 from plots import plot_training
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Compacted, compact
+from pyro_l0.compaction import Compacted, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, name_gates, square_norms
+from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 from training import process_group
 from wide_resnet import wide_resnet
 
@@ -62,6 +63,7 @@ class Options:
         device: where to train; the images lie there too.
         amp: bfloat16 where autocast takes it.
         compile: compile the network.
+        shrink: take maps whose gates are closed for good out of the network after each epoch; not with ``compile``.
         max_steps: stop an epoch early, to try things out.
         out: folder for what this run writes.
         resume: continue from the checkpoint.
@@ -81,6 +83,7 @@ class Options:
     device: str = "cpu"
     amp: bool = False
     compile: bool = False
+    shrink: bool = False
     max_steps: int | None = None
     out: Path = field(default=Path("runs/cifar"))
     resume: bool = False
@@ -95,6 +98,8 @@ class Run:
     """
 
     def __init__(self, images: Cifar, options: Options) -> None:
+        if options.shrink and options.compile:
+            raise ValueError("Expected shrink without compile, which would compile anew after each shrinking.")
         torch.manual_seed(options.seed)
         self.options = options
         self.device = torch.device(options.device)
@@ -105,29 +110,29 @@ class Run:
         self.padded = F.pad(self.train_x, (4, 4, 4, 4))
         self.mean, self.std = (255 * torch.tensor(x, device=self.device).view(3, 1, 1) for x in (MEAN, STD))
         prior = HardConcrete.from_active_prob(0.5)
-        self.net = wide_resnet(options.depth, options.width, images.num_classes, prior).to(self.device)
+        net = wide_resnet(options.depth, options.width, images.num_classes, prior).to(self.device)
         example = torch.zeros(1, 3, 32, 32, device=self.device)
-        self.model = Classifier(self.net, len(self.train_x))
-        sites = list(name_gates(self.model))
-        self.cost = NetworkCost(self.net, example)
+        self.model = Classifier(net, len(self.train_x))
+        self.sites = list(name_gates(self.model))
+        self.cost = NetworkCost(net, example)
         # Eq. 15: the gated weights' decay is expected, and divided by 0.7; the others' is the optimiser's.
         decay = 5e-4 / 0.7 * len(self.train_x)
         self.elbo = L0_ELBO(
             "l0",
-            lam=dict.fromkeys(sites, options.lam),
-            group_size=self.cost.filter_sizes,
+            lam=dict.fromkeys(self.sites, options.lam),
+            group_size=dict(self.cost.filter_sizes),
             weight_decay=decay,
-            square_norm=square_norms(self.net, example),
+            square_norm=square_norms(net, example),
         )
         self.guide = AutoGate(self.model, init_active_prob=options.init_active_prob)
         self.loss = self.elbo(self.model, self.guide)
         self.loss(*self._batch(torch.arange(2, device=self.device), augment=False))
-        gated = {id(block.conv2.weight) for block in self.net if hasattr(block, "conv2")}
-        plain = [p for p in self.net.parameters() if id(p) not in gated]
+        gated = {id(block.conv2.weight) for block in net if hasattr(block, "conv2")}
+        plain = [p for p in net.parameters() if id(p) not in gated]
         self.optimiser = torch.optim.SGD(
             [
                 {"params": plain, "lr": options.learning_rate, "weight_decay": 5e-4},
-                {"params": [p for p in self.net.parameters() if id(p) in gated], "lr": options.learning_rate},
+                {"params": [p for p in net.parameters() if id(p) in gated], "lr": options.learning_rate},
                 {"params": list(self.guide.parameters()), "lr": options.gate_learning_rate},
             ],
             momentum=0.9,
@@ -135,13 +140,30 @@ class Run:
         )
         milestones = [round(share * options.epochs) for share in STEPS]
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, milestones, gamma=0.2)
+        self.shrinker: Shrinker | None = None
+        if options.shrink:
+            self.shrinker = Shrinker(self.model, "net", self.guide, example, self.optimiser, self.elbo)
+        self.plain = net
         if options.compile:
-            self.model.net = torch.compile(self.net)
+            self.model.net = torch.compile(net)
         self.processes, self.process = 1, 0
         if distributed.is_initialized():
             self.processes, self.process = distributed.get_world_size(), distributed.get_rank()
             torch.manual_seed(options.seed + self.process)
-        self.parallel: nn.Module = DistributedDataParallel(self.loss) if self.processes > 1 else self.loss
+        self.parallel = self._parallel()
+
+    @property
+    def net(self) -> nn.Module:
+        """The network as it is now, not compiled."""
+        return self.plain if self.shrinker is None else self.model.net
+
+    def _parallel(self) -> nn.Module:
+        """The loss as every process calls it; made again after the network has shrunk."""
+        return DistributedDataParallel(self.loss) if self.processes > 1 else self.loss
+
+    def _full(self, gates: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gates in the sizes of the network at the start."""
+        return gates if self.shrinker is None else self.shrinker.full(gates)
 
     def _batch(self, index: Tensor, augment: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Places, normalised images and classes; with random crops and flips."""
@@ -176,6 +198,8 @@ class Run:
             self.optimiser.step()
             total += loss.detach()
         self.schedule.step()
+        if self.shrinker is not None and self.shrinker.step():
+            self.parallel = self._parallel()
         return float(total) / len(batches)
 
     @torch.no_grad()
@@ -186,8 +210,8 @@ class Run:
         wrong = torch.zeros((), device=self.device)
         for x, y in zip(self.test_x.split(500), self.test_y.split(500), strict=True):
             wrong += (fixed(self._normalised(x)).argmax(-1) != y).sum()
-        open_gates = {name: (gate != 0).float() for name, gate in gates.items()}
-        active = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
+        open_gates = {name: (gate != 0).float() for name, gate in self._full(gates).items()}
+        active = self._full({name: gate.active_prob for name, gate in self.guide.posterior().items()})
         return {
             "test_error_percent": 100 * float(wrong) / len(self.test_y),
             "architecture": [int(gate.sum()) for gate in open_gates.values()],
@@ -200,7 +224,9 @@ class Run:
     def compacted(self) -> Compacted:
         """The network under its test gates as a smaller plain network."""
         # A deep residual network in float32 adds up rounding errors of many layers.
-        return compact(self.net, self.guide.test_gates(), self._normalised(self.test_x[:16]), tolerance=1e-4)
+        before = () if self.shrinker is None else self.shrinker.plans
+        images = self._normalised(self.test_x[:16])
+        return compact(self.net, self.guide.test_gates(), images, tolerance=1e-4, before=before)
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs, random numbers included."""
@@ -211,10 +237,14 @@ class Run:
             "schedule": self.schedule.state_dict(),
             "random": torch.get_rng_state(),
             "step": self.elbo.step,
+            "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""
+        if self.shrinker is not None:
+            self.shrinker.load_state_dict(state["shrinker"])
+            self.parallel = self._parallel()
         self.net.load_state_dict(state["model"])
         self.guide.load_state_dict(state["guide"])
         self.optimiser.load_state_dict(state["optimiser"])
@@ -231,8 +261,8 @@ def main(options: Options) -> dict[str, Any]:
 
 def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
     run = Run(images, options)
-    kept = ("data", "depth", "width", "lam", "epochs", "batch_size", "learning_rate", "gate_learning_rate", "seed")
-    fingerprint = {name: getattr(options, name) for name in kept}
+    left_out = ("data_dir", "init_active_prob", "device", "amp", "compile", "max_steps", "out", "resume")
+    fingerprint = {name: value for name, value in asdict(options).items() if name not in left_out}
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "checkpoint.pt"
     history: list[dict[str, Any]] = []
@@ -265,8 +295,7 @@ def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
     if first:
         small.save(options.out / "pruned")
         (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
-        sites = [name for name, module in run.net.named_modules() if isinstance(module, Gate)]
-        plot_training(history, run.cost.total_macs, sites, options.out / "training.png")
+        plot_training(history, run.cost.total_macs, run.sites, options.out / "training.png")
         print(f"test error, final epoch   {metrics['test_error_percent']:.2f} %")
         print(f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}")
         print(f"weights left              {metrics['weights_left']:,} of {metrics['weights']:,}")

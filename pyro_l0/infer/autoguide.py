@@ -248,7 +248,7 @@ class AutoGate(AutoGuide):
     # ------------------------------------------------------------ summaries
 
     def _gate_plans(self) -> dict[str, _Plan]:
-        if not self._plans:
+        if not self._plans and self.prototype_trace is None:
             raise ValueError("The guide has not seen the model yet; call it once with the model's arguments.")
         return self._plans
 

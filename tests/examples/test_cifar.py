@@ -90,6 +90,12 @@ def test_missing_files(tmp_path):
         load_cifar("cifar10", tmp_path)
 
 
+def test_shrinking_is_not_for_compiled_networks(folder):
+    """By name."""
+    with pytest.raises(ValueError, match="shrink without compile"):
+        cifar_wrn.main(Options(data_dir=folder, depth=10, width=1, epochs=1, shrink=True, compile=True))
+
+
 def test_costs_of_wide_residual_networks():
     """WRN-28-10 has 5.24 billion multiply-adds; those of a pruned network are torch's count of the compacted one."""
     cost = NetworkCost(wide_resnet(28, 10), torch.zeros(1, 3, 32, 32))
@@ -109,15 +115,25 @@ def test_costs_of_wide_residual_networks():
         wide_resnet(12, 1)
 
 
-def test_training_and_resuming(folder):
-    """Two epochs at once, and one after the other, to the last bit; the files that are written."""
+@pytest.mark.parametrize("shrink", [False, True])
+def test_training_and_resuming(folder, shrink):
+    """All epochs at once, and the last one after the others, to the last bit; the files that are written."""
     options = {"data_dir": folder, "depth": 10, "width": 1, "epochs": 2, "batch_size": 26, "gate_learning_rate": 1.0}
+    if shrink:  # a price at which some maps close at once, and leave after three epochs
+        options |= {"epochs": 5, "lam": 0.3, "gate_learning_rate": 30.0, "shrink": True}
     straight = cifar_wrn.main(Options(**options, out=folder / "straight"))
     images = load_cifar("cifar10", folder)
     first = cifar_wrn.Run(images, Options(**options))
-    history = [{"epoch": 1, "loss": first.train_epoch(), "seconds": 0.0, **first.measure()}]
+    history = [
+        {"epoch": epoch, "loss": first.train_epoch(), "seconds": 0.0, **first.measure()}
+        for epoch in range(1, options["epochs"])
+    ]
+    if shrink:
+        assert first.shrinker.plans
+        assert sum(p.numel() for p in first.net.parameters()) < first.cost.total_weights
     state = {name: getattr(Options(**options), name) for name in ("data", "depth", "width", "lam", "epochs")}
     state |= {name: getattr(Options(**options), name) for name in ("batch_size", "learning_rate", "gate_learning_rate")}
+    state["shrink"] = shrink
     out = folder / "resumed"
     out.mkdir()
     fingerprint = {**state, "seed": 1}
