@@ -159,9 +159,9 @@ class Generalized(Layer):
         return self.linear(x * (draw + rate - rate.detach()))
 
     def penalty(self) -> Tensor:
-        """Minus the log density of Beta(a, b) at the rates, with mass at both ends and more at 0."""
-        low = 200 * self.strength * self.linear.out_features / 100
-        return -(-0.5 * low * F.logsigmoid(self.logit) - 0.9 * low * F.logsigmoid(-self.logit)).sum()
+        """Minus the log density of Beta(a, b) at the rates, a < b < 1: mass at both ends, and more at 0."""
+        low = 10 * self.strength * self.linear.out_features / 100
+        return low * (0.9 * F.logsigmoid(self.logit) + 0.1 * F.logsigmoid(-self.logit)).sum()
 
     def pruned(self) -> tuple[Tensor, Tensor]:
         """Rates rounded."""
