@@ -12,6 +12,7 @@ from itertools import product
 import torch
 
 from pyro_l0.distributions import (
+    BernoulliGate,
     ExponentialGate,
     ExponentialUniformGate,
     GateDistribution,
@@ -21,6 +22,7 @@ from pyro_l0.distributions import (
     RectifiedNormal,
 )
 from tests.reference import (
+    BernoulliReference,
     ExponentialReference,
     ExponentialUniformReference,
     GateReference,
@@ -30,7 +32,7 @@ from tests.reference import (
     RectifiedNormalReference,
 )
 
-__all__ = ["FAMILIES", "GATES", "Case", "Family", "build", "columns", "stack"]
+__all__ = ["ATOMIC", "FAMILIES", "GATES", "Case", "Family", "build", "columns", "stack"]
 
 Parameters = dict[str, float]
 
@@ -40,7 +42,8 @@ class Family:
     """What the shared tests need to know about one gate family.
 
     ``random`` makes moderate parameters of two numbers in [0, 1] and stretch limits. ``frozen_noise`` tells that a draw
-    is a smooth function of noise that does not depend on the parameters.
+    is a smooth function of noise that does not depend on the parameters; ``interior`` that there is a density and a
+    pathwise draw between the atoms.
     """
 
     gate: type[GateDistribution]
@@ -50,6 +53,7 @@ class Family:
     random: Callable[[float, float, tuple[float, float]], Parameters]
     mirror: Callable[[Parameters], Parameters] | None = None
     frozen_noise: bool = True
+    interior: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,16 @@ def mixture(logits, beta, gamma=-0.1, zeta=1.1):
 def mixture_with_uniform(logits, beta, epsilon, gamma=-0.1, zeta=1.1):
     """Parameters of a mixture gate with a uniform share."""
     return dict(logits=logits, beta=beta, epsilon=epsilon, gamma=gamma, zeta=zeta)
+
+
+def bernoulli(logits):
+    """Parameters of a Bernoulli gate."""
+    return dict(logits=logits)
+
+
+def mirror_bernoulli(parameters):
+    """1 - z is a Bernoulli gate of the opposite log odds."""
+    return bernoulli(-parameters["logits"])
 
 
 def mirror_mixture(parameters):
@@ -188,6 +202,15 @@ POWER = (
 POWER_EXTREMES = tuple(mixture(logits, beta) for logits, beta in product((-90.0, -30.0, 30.0, 90.0), (1.1, 6.0, 40.0)))
 
 
+BERNOULLI = tuple(bernoulli(logits) for logits in (0.2, -2.0, 1.5, 4.0))
+BERNOULLI_EXTREMES = tuple(bernoulli(logits) for logits in (-90.0, -30.0, 30.0, 90.0))
+
+
+def random_bernoulli(x, *_):
+    """A Bernoulli gate."""
+    return bernoulli(16 * x - 8)
+
+
 def random_hc(x, y, stretch):
     """A hard concrete."""
     return hard_concrete(16 * x - 8, 0.1 * 20**y, *stretch)
@@ -228,5 +251,17 @@ FAMILIES = (
         False,
     ),
     Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture, mirror_mixture, False),
+)
+# Atoms alone: what the contract says of densities and pathwise draws does not concern them.
+ATOMIC = (
+    Family(
+        BernoulliGate,
+        BernoulliReference,
+        BERNOULLI,
+        BERNOULLI_EXTREMES,
+        random_bernoulli,
+        mirror_bernoulli,
+        interior=False,
+    ),
 )
 GATES = tuple(Case(family, parameters) for family in FAMILIES for parameters in family.parameters)

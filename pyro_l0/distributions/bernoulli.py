@@ -45,7 +45,6 @@ class BernoulliGate(GateDistribution):
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {"logits": bounded()}
     learned: ClassVar[dict[str, constraints.Constraint]] = {"logits": constraints.real}
-    support = constraints.boolean
     has_rsample = False
     has_enumerate_support = True
 
