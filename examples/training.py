@@ -300,6 +300,7 @@ class Run:
             "optimiser": self.optimiser.state_dict(),
             "random": self._random_states(),
             "step": self.loss.elbo.step,
+            "baseline": None if self.loss.elbo.estimator is None else self.loss.elbo.estimator.baseline,
             "target": None if self.target is None else self.target.state_dict(),
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
@@ -331,6 +332,8 @@ class Run:
             )
         torch.set_rng_state(state["random"][self.process].clone())
         self.loss.elbo.step = state["step"]
+        if self.loss.elbo.estimator is not None:
+            self.loss.elbo.estimator.baseline = state["baseline"]
 
 
 @contextmanager

@@ -27,6 +27,9 @@ class _Posterior(Protocol):
     @property
     def least_active_prob(self) -> Tensor: ...
 
+    @property
+    def test_gate(self) -> Tensor: ...
+
 
 class GatePosterior(Protocol):
     """What shrinking asks of a guide; :class:`~pyro_l0.infer.AutoGate` has it."""
@@ -58,11 +61,12 @@ class Shrinker:
     """Takes the units whose gates are closed for good out of a network while it trains, so that later steps cost less.
 
     A unit leaves when P(z != 0) of its gate was at most ``threshold`` (above the least that its family reaches, which
-    is 0 for most) at ``patience`` calls of :meth:`step` in a row; call it once per epoch. The unit, the weights that
-    read and write it, its gate's parameters, their places in the optimiser's state and in the replicas go with it. A
-    smaller threshold and more patience are more conservative. A gate that would have opened again is the only thing
-    that is lost: the objective's prices stay what they are, and what leaves would have been closed in all but
-    ``threshold`` of the coming steps. An open gate that no longer reaches the output leaves too, and its price with it.
+    is 0 for most) and its test gate was 0 at ``patience`` calls of :meth:`step` in a row; call it once per epoch. The
+    unit, the weights that read and write it, its gate's parameters, their places in the optimiser's state and in the
+    replicas go with it. A smaller threshold and more patience are more conservative. A gate that would have opened again
+    is the only thing that is lost: the objective's prices stay what they are, and what leaves would have been closed in
+    all but ``threshold`` of the coming steps. An open gate that no longer reaches the output leaves too, and its price
+    with it.
 
     Args:
         holder: the module that holds the network; the network in it is replaced.
@@ -152,7 +156,9 @@ class Shrinker:
         """Look at the gates, and shrink if some are closed for good; True if the network was replaced."""
         posterior = self.main.guide.posterior()
         for site, gate in posterior.items():
-            closed = (gate.active_prob - gate.least_active_prob <= self.threshold).cpu()
+            # A family without exact zeros is at its least probability always, and never closed.
+            unlikely = gate.active_prob - gate.least_active_prob <= self.threshold
+            closed = (unlikely & (gate.test_gate == 0)).cpu()
             self._streaks[site] = torch.where(closed, self._streaks[site] + 1, 0)
         open_gates = {site: (self._streaks[site] < self.patience).float() for site in posterior}
         if all(bool(gate.all()) for gate in open_gates.values()):

@@ -133,6 +133,11 @@ class BinaryConcrete(GateDistribution):
         """1: no parameter makes a zero likely."""
         return torch.ones_like(self.log_alpha)
 
+    @classmethod
+    def closed(cls, **options: Any) -> Self:
+        """Not there: no gate of this family is ever closed."""
+        raise NotImplementedError("A BinaryConcrete is never exactly zero, so that none of its gates can be closed.")
+
     @property
     def test_gate(self) -> Tensor:
         """The gate without noise and without temperature, which is never 0."""

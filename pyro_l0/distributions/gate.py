@@ -72,7 +72,7 @@ class GateDistribution(TorchDistribution):
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
     """
 
-    support: Any = constraints.unit_interval
+    support = constraints.unit_interval
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]

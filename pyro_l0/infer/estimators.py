@@ -20,6 +20,8 @@ __all__ = ["BIASED", "Estimate", "EstimatorName", "Estimators", "Evaluation"]
 EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
 BIASED: tuple[EstimatorName, ...] = ("straight_through",)
 
+_DECAY = 0.9  # of the score function's baseline
+_TEMPERATURE = 0.5  # of REBAR's concrete
 _Values = dict[str, Tensor]
 _Gates = Mapping[str, BernoulliGate]
 
@@ -59,18 +61,14 @@ class Estimators:
             ``"leave_one_out"`` (each draw's baseline is the mean of the others), ``"arm"`` (augment, reinforce, merge:
             two antithetic draws), ``"straight_through"`` (the draw's derivative is taken for that of its mean; biased)
             or ``"rebar"`` (the score function with a binary concrete as control variate).
-        decay: of the score function's baseline.
-        temperature: of REBAR's concrete.
 
     References:
         Williams (1992); Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples; Yin, Zhou (2019), arXiv:1807.11143;
         Bengio, Leonard, Courville (2013), arXiv:1308.3432; Tucker et al. (2017), arXiv:1703.07370.
     """
 
-    def __init__(self, name: EstimatorName, decay: float = 0.9, temperature: float = 0.5) -> None:
+    def __init__(self, name: EstimatorName) -> None:
         self.name = name
-        self.decay = decay
-        self.temperature = temperature
         self.baseline: Tensor | None = None
 
     def __call__(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
@@ -93,7 +91,7 @@ class Estimators:
         )
         # Only now: a baseline that knew these draws would bias the gradient.
         mean = costs.mean()
-        self.baseline = mean if self.baseline is None else self.decay * baseline + (1 - self.decay) * mean
+        self.baseline = mean if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * mean
         return Estimate(evaluations, surrogate / draws)
 
     def _leave_one_out(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
@@ -135,7 +133,7 @@ class Estimators:
         evaluations: list[Evaluation] = []
         surrogate: Tensor | None = None
         for _ in range(draws):
-            hard, free, tied = _relaxations(gates, self.temperature)
+            hard, free, tied = _relaxations(gates)
             evaluation = evaluate(hard)
             evaluations.append(evaluation)
             _, free_slope = _cost_and_slope(evaluate, free)
@@ -177,7 +175,7 @@ def _score(gates: _Gates, values: _Values) -> Tensor:
     return torch.stack(scores).sum()
 
 
-def _relaxations(gates: _Gates, temperature: float) -> tuple[_Values, _Values, _Values]:
+def _relaxations(gates: _Gates) -> tuple[_Values, _Values, _Values]:
     """Exact draws, the concretes that they round, and concretes drawn anew given the exact draws."""
     hard: _Values = {}
     free: _Values = {}
@@ -190,8 +188,8 @@ def _relaxations(gates: _Gates, temperature: float) -> tuple[_Values, _Values, _
         hard[name] = (relaxed > 0).to(logits.dtype).detach()
         # The uniform that leads to the same side of the threshold at 1 - p.
         again = torch.where(hard[name] > 0, 1 - p * (1 - v), (1 - p) * v)
-        free[name] = torch.sigmoid(relaxed / temperature)
-        tied[name] = torch.sigmoid((logits + torch.logit(again.clamp(eps, 1 - eps))) / temperature)
+        free[name] = torch.sigmoid(relaxed / _TEMPERATURE)
+        tied[name] = torch.sigmoid((logits + torch.logit(again.clamp(eps, 1 - eps))) / _TEMPERATURE)
     return hard, free, tied
 
 

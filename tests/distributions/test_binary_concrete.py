@@ -7,10 +7,13 @@ import pyro
 import pytest
 import torch
 from scipy import integrate, stats
+from torch import nn
 from torch.distributions import kl_divergence
 
+from pyro_l0.compaction import Shrinker
 from pyro_l0.distributions import BernoulliGate, BinaryConcrete, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.nn import Gate
 
 CASES = [(0.0, 2 / 3), (-2.0, 2 / 3), (3.0, 0.1), (0.7, 1.6), (-8.0, 0.3), (12.0, 2.0)]
 
@@ -110,3 +113,15 @@ def test_drop_in():
                 kl_divergence(*pair)
     with pytest.raises(ValueError, match="active_prob strictly between 0 and 1"):
         BinaryConcrete.from_active_prob(1.0)
+    with pytest.raises(NotImplementedError, match="never exactly zero"):
+        guide.close("z", torch.tensor([0]))
+
+
+def test_nothing_leaves_a_network_without_zeros():
+    """No gate counts as closed, however near to zero its draws are."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1)))
+    guide = AutoGate(model, BinaryConcrete, init_active_prob=0.001)
+    guide(torch.ones(1, 2))
+    optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()])
+    shrinker = Shrinker(model, "0", guide, torch.ones(1, 2), optimiser, patience=1)
+    assert not shrinker.step()

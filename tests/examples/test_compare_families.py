@@ -37,6 +37,15 @@ def test_estimators_of_the_main_job(estimator, tmp_path):
     assert metrics["test_error_percent"] < 95
 
 
+def test_the_baseline_survives_a_resume(tmp_path):
+    """The score function goes on from the checkpoint to the last bit."""
+    options = {"family": "bernoulli", "estimator": "score_function"}
+    straight = mnist.main(mnist.Options(**options, epochs=2, out=tmp_path / "straight"))
+    mnist.main(mnist.Options(**options, epochs=1, out=tmp_path / "resumed"))
+    resumed = mnist.main(mnist.Options(**options, epochs=2, out=tmp_path / "resumed", resume=True))
+    assert [entry["loss"] for entry in resumed["history"]] == [entry["loss"] for entry in straight["history"]]
+
+
 def test_sweep(tmp_path):
     """A row per family and price; runs that are there are not repeated."""
     options = compare_families.Options(families=("hard_concrete", "power_law"), lams=(0.05,), epochs=1, out=tmp_path)
