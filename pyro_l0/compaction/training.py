@@ -63,10 +63,10 @@ class Shrinker:
     A unit leaves when P(z != 0) of its gate was at most ``threshold`` (above the least that its family reaches, which
     is 0 for most) and its test gate was 0 at ``patience`` calls of :meth:`step` in a row; call it once per epoch. The
     unit, the weights that read and write it, its gate's parameters, their places in the optimiser's state and in the
-    replicas go with it. A smaller threshold and more patience are more conservative. A gate that would have opened again
-    is the only thing that is lost: the objective's prices stay what they are, and what leaves would have been closed in
-    all but ``threshold`` of the coming steps. An open gate that no longer reaches the output leaves too, and its price
-    with it.
+    replicas go with it. A smaller threshold and more patience are more conservative. A gate that would have opened
+    again is the only thing that is lost: the objective's prices stay what they are, and what leaves would have been
+    closed in all but ``threshold`` of the coming steps. An open gate that no longer reaches the output leaves too, and
+    its price with it.
 
     Args:
         holder: the module that holds the network; the network in it is replaced.
