@@ -212,8 +212,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         else:
             traces = self._get_traces(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
             for model_sites, guide_sites in traces:
-                if torch.is_grad_enabled():
-                    _refuse_undifferentiable(guide_sites)
                 self._add_particle(parts, model_sites, guide_sites)
         for name in parts:
             factor = (kl_scale if name.startswith("kl") else 1.0) / particles
@@ -277,6 +275,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             gate = _check_pair(name, site, posterior)
             assert posterior is not None
             if gate is not None:
+                if self.estimator is None and not gate.has_rsample and torch.is_grad_enabled():
+                    raise ValueError(
+                        f"The posterior at gate site {name!r}, a {type(gate).__name__}, has no pathwise draws; choose "
+                        f"an estimator of L0_ELBO, one of {get_args(EstimatorName)}."
+                    )
                 gates[name] = gate
             elif name in self.slab:
                 if self.slab[name] in guide:
@@ -456,15 +459,6 @@ def _gates_of(sites: Mapping[str, Site]) -> dict[str, GateDistribution]:
     """The gates among the sites of a run."""
     found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
     return {name: gate for name, gate in found.items() if gate is not None}
-
-
-def _refuse_undifferentiable(sites: Mapping[str, Site]) -> None:
-    for name, gate in _gates_of(sites).items():
-        if not gate.has_rsample:
-            raise ValueError(
-                f"The posterior at gate site {name!r}, a {type(gate).__name__}, has no pathwise draws; choose an "
-                f"estimator of L0_ELBO, one of {get_args(EstimatorName)}."
-            )
 
 
 def _check_coefficient(name: str, value: Any) -> None:
