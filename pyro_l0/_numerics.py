@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "DEFAULT_STRETCH",
     "Breakpoints",
     "Nodes",
     "Stretch",
@@ -255,6 +256,9 @@ def _number_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.de
         torch.device("cpu"),
     )
     return Nodes(*(x.to(dtype=dtype, device=device) for x in nodes))
+
+
+DEFAULT_STRETCH = _number_stretch(-0.1, 1.1)
 
 
 def _tensor_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:

@@ -267,9 +267,8 @@ def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def _nodes(gate: GateDistribution) -> tuple[Tensor, Tensor]:
     """Points between the atoms, shape ``(n,)`` or ``batch_shape + (n,)``, and the log mass that a rule gives them."""
-    stretch = gate.stretch or numerics.make_stretch(-0.1, 1.1, torch.float64)
-    like = gate.log_prob_zero
-    nodes = numerics.nodes_between(stretch, [gate._breakpoints()], gate._node_temperature(), like.dtype, like.device)
+    stretch = gate.stretch or numerics.DEFAULT_STRETCH
+    nodes = gate._nodes()
     return nodes.z, gate._log_density_in_t(nodes, stretch) + torch.log(nodes.weight)
 
 

@@ -151,20 +151,20 @@ class BinaryConcrete(GateDistribution):
     @property
     def mean(self) -> Tensor:
         """E[z], shape ``batch_shape``; by quadrature."""
-        mass, y = self._nodes(())
+        mass, y = self._noise_nodes(())
         mean, co_mean = (mass * torch.sigmoid(y)).sum(-1), (mass * torch.sigmoid(-y)).sum(-1)
         return torch.where(mean < 0.5, mean, 1 - co_mean)
 
     @property
     def variance(self) -> Tensor:
         """Var[z], shape ``batch_shape``; by quadrature."""
-        mass, y = self._nodes(())
+        mass, y = self._noise_nodes(())
         z = torch.sigmoid(y)
         return (mass * (z - (mass * z).sum(-1, keepdim=True)).square()).sum(-1)
 
     def entropy(self) -> Tensor:
         """Differential entropy, shape ``batch_shape``: that of the logit and the mean log slope of the sigmoid."""
-        mass, y = self._nodes(())
+        mass, y = self._noise_nodes(())
         slope = (mass * (F.logsigmoid(y) + F.logsigmoid(-y))).sum(-1)
         return 2 - torch.log(self.temperature) + slope
 
@@ -194,13 +194,13 @@ class BinaryConcrete(GateDistribution):
     def kl_to(self, p: BinaryConcrete) -> Tensor:
         """KL to another binary concrete, by quadrature on the logit axis."""
         ratio = p.temperature / self.temperature
-        mass, y = self._nodes((-self.log_alpha + p.log_alpha / ratio,))
+        mass, y = self._noise_nodes((-self.log_alpha + p.log_alpha / ratio,))
         a = self.temperature.unsqueeze(-1) * y - self.log_alpha.unsqueeze(-1)
         b = p.temperature.unsqueeze(-1) * y - p.log_alpha.unsqueeze(-1)
         change = F.logsigmoid(a) + F.logsigmoid(-a) - F.logsigmoid(b) - F.logsigmoid(-b)
         return (mass * change).sum(-1) - torch.log(ratio)
 
-    def _nodes(self, places: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def _noise_nodes(self, places: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The probability that a rule gives some draws, and their logits, shapes ``batch_shape + (n,)``.
 
         Panels in the standard logistic noise are fine around 0, where the sigmoid turns, and around further places.

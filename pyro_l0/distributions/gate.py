@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
+from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Breakpoints, Nodes, Stretch, cat_flat
 
 __all__ = [
@@ -248,6 +249,12 @@ class GateDistribution(TorchDistribution):
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         """Log density with respect to dt at the nodes of a stretch's logit map, shape ``batch_shape + (n,)``."""
         return self._with_node_dim()._log_density(nodes.z) + torch.log(nodes.slope)
+
+    def _nodes(self) -> Nodes:
+        """Quadrature nodes between the atoms, on the logit map of this gate's stretch or of the usual one."""
+        like = self.log_prob_zero
+        stretch = self.stretch or numerics.DEFAULT_STRETCH
+        return numerics.nodes_between(stretch, [self._breakpoints()], self._node_temperature(), like.dtype, like.device)
 
     def _breakpoints(self) -> Breakpoints:
         """Places in [0, 1] where quadrature panels end: numbers or shape ``batch_shape + (k,)``, None for none."""

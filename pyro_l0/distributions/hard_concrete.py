@@ -245,9 +245,3 @@ class HardConcrete(StretchedGate):
         if isinstance(self._temperature, Tensor):
             return float(self._temperature.detach().amax()) if self._temperature.numel() else 1.0
         return self._temperature
-
-    def _nodes(self) -> Nodes:
-        stretch = self.stretch
-        like = self.log_alpha
-        n = numerics.num_nodes(numerics.half_width(stretch), self._node_temperature(), like.dtype)
-        return numerics.stretch_nodes(stretch, n, like.dtype, like.device)

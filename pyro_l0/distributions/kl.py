@@ -20,8 +20,6 @@ from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
 __all__ = ["kl_by_quadrature"]
 
-_DEFAULT_STRETCH = numerics.make_stretch(-0.1, 1.1, torch.float64)
-
 
 @register_kl(HardConcrete, HardConcrete)
 def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
@@ -128,7 +126,7 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
 
 def _narrower(x: Stretch | None, y: Stretch | None) -> Stretch:
     if x is None or y is None:
-        return x or y or _DEFAULT_STRETCH
+        return x or y or numerics.DEFAULT_STRETCH
     if x is y:
         return x
     if any(isinstance(limit, Tensor) for limit in (*x, *y)):

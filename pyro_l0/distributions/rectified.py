@@ -18,7 +18,6 @@ from pyro_l0.distributions.gate import GateDistribution, Number
 
 __all__ = ["Rectified"]
 
-_STRETCH = numerics.make_stretch(-0.1, 1.1, torch.float64)
 _QUANTILES = (1e-12, 1e-4, 0.02, 0.15, 0.5, 0.85, 0.98, 1 - 1e-4)
 
 
@@ -136,7 +135,7 @@ class Rectified(GateDistribution):
         """Var[z], shape ``batch_shape``; by quadrature."""
         _, _, nodes = self._integrals()
         mean = self.mean
-        density = torch.exp(self._log_density_in_t(nodes, _STRETCH))
+        density = torch.exp(self._log_density_in_t(nodes, numerics.DEFAULT_STRETCH))
         interior = (nodes.weight * density * (nodes.z - mean.unsqueeze(-1)).square()).sum(-1)
         zero, one = torch.exp(self.log_prob_zero), torch.exp(self.log_prob_one)
         return zero * mean.square() + one * (1 - mean).square() + interior
@@ -144,7 +143,7 @@ class Rectified(GateDistribution):
     def entropy(self) -> Tensor:
         """Entropy with respect to the mixed measure, shape ``batch_shape``; by quadrature."""
         nodes = self._nodes()
-        log_density = self._log_density_in_t(nodes, _STRETCH)
+        log_density = self._log_density_in_t(nodes, numerics.DEFAULT_STRETCH)
         density = nodes.weight * torch.exp(log_density)
         # Where the base has no density in float arithmetic, its share is 0.
         share = torch.where(density > 0, density * (log_density - torch.log(nodes.slope)), 0.0)
@@ -197,12 +196,6 @@ class Rectified(GateDistribution):
         except NotImplementedError:
             return tuple(k / 16 for k in range(1, 16))
         return torch.stack(places, -1).nan_to_num(0.0).clamp(0, 1)
-
-    def _nodes(self) -> Nodes:
-        like = self._like
-        return numerics.nodes_between(
-            _STRETCH, [self._breakpoints()], self._node_temperature(), like.dtype, like.device
-        )
 
     def _integrals(self) -> tuple[Tensor, Tensor, Nodes]:
         """E[z] and E[1 - z], the integrals of the survival function and of the cdf, and the nodes."""

@@ -195,11 +195,6 @@ class UnitIntervalGate(StretchedGate):
     def _cdf(self, z: Tensor) -> Tensor:
         return torch.exp(self._unit_log_below(self._point(z)))
 
-    def _nodes(self) -> Nodes:
-        return numerics.nodes_between(
-            self.stretch, [self._breakpoints()], self._node_temperature(), self._like.dtype, self._like.device
-        )
-
     def _integrals(self) -> tuple[Tensor, Tensor, Nodes]:
         """E[z] and E[1 - z], the integrals of the survival function and of the cdf, and the nodes."""
         nodes = self._nodes()

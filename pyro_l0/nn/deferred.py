@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["defer_product"]
+__all__ = ["defer_product", "multiply_along"]
 
 
 _CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
@@ -81,10 +81,15 @@ def _is_convolution_over(x: _DeferredProduct, func: Any, args: tuple[Any, ...], 
 def _product(x: Any) -> Any:
     if not isinstance(x, _DeferredProduct):
         return x
-    factor = x.factor.to(x.plain.dtype)
-    if x.__dict__["gated_dim"] == 1:
-        factor = factor.reshape((-1,) + (1,) * (x.plain.dim() - 2))
-    return x.plain * factor
+    return multiply_along(x.plain, x.factor, x.__dict__["gated_dim"])
+
+
+def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
+    """Multiply dimension ``dim`` of ``x`` by the last dimension of ``z``, in the type of ``x``."""
+    trailing = (x.dim() - dim if dim >= 0 else -dim) - 1
+    if trailing:
+        z = z.reshape(z.shape + (1,) * trailing)
+    return x * z.to(x.dtype)
 
 
 def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.gate import Gate, gate_names, multiply_along
+from pyro_l0.nn.deferred import multiply_along
+from pyro_l0.nn.gate import Gate, gate_names
 
 __all__ = ["FixedGate", "check_gates", "fix_gates"]
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_l0._record import sample
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.nn.deferred import defer_product
+from pyro_l0.nn.deferred import defer_product, multiply_along
 
-__all__ = ["Gate", "gate_names", "multiply_along", "name_gates"]
+__all__ = ["Gate", "gate_names", "name_gates"]
 
 
 class Gate(nn.Module):
@@ -96,14 +96,6 @@ class Gate(nn.Module):
     def extra_repr(self) -> str:
         """Size and dimension."""
         return f"{self.size}, dim={self.dim}"
-
-
-def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
-    """Multiply dimension ``dim`` of ``x`` by the last dimension of ``z``, in the type of ``x``."""
-    trailing = (x.dim() - dim if dim >= 0 else -dim) - 1
-    if trailing:
-        z = z.reshape(z.shape + (1,) * trailing)
-    return x * z.to(x.dtype)
 
 
 def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:

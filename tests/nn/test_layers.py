@@ -11,8 +11,7 @@ from torch import nn
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_names, name_gates
-from pyro_l0.nn.deferred import defer_product
-from pyro_l0.nn.gate import multiply_along
+from pyro_l0.nn.deferred import defer_product, multiply_along
 
 
 def network():
