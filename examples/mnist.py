@@ -187,7 +187,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     small.save(options.out / "pruned")
     (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
-    gates = run.averaged.module[1].test_gates()
+    gates = run.averaged[1].test_gates()
     gate = next(iter((gates if run.shrinker is None else run.shrinker.full(gates)).values()))
     if gate.numel() == images.train_x.shape[1]:
         plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")

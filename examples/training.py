@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from data import Images
 from networks import (
@@ -27,7 +28,7 @@ from networks import (
     with_mean_weights,
 )
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Compacted, Replica, Shrinker, compact
+from pyro_l0.compaction import Compacted, Replica, Shrinker, compact, select_once
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.infer.elbo import Objective
 from pyro_l0.infer.estimators import EstimatorName
@@ -139,7 +140,8 @@ class Run:
                 else None,
             )
         self.loss = elbo(self.model, self.guide)
-        self.loss(*self._batch(torch.arange(2, device=self.device)))  # makes the guide's parameters
+        some = torch.arange(2, device=self.device)
+        self.loss(some, self.train_x[some], self.train_y[some])  # makes the guide's parameters
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimiser = torch.optim.Adam(
             [
@@ -156,7 +158,8 @@ class Run:
             torch.manual_seed(seed + self.process)  # the start was the same, the gates' samples are not
         self.units = [gate.numel() for gate in self.guide.test_gates().values()]
         self.trained = nn.ModuleList([self.net, self.guide])
-        self.averaged = AveragedModel(self.trained, multi_avg_fn=get_ema_multi_avg_fn(averaging))
+        self.averaged = copy.deepcopy(self.trained)
+        self.averaging = averaging
         self.shrinker: Shrinker | None = None
         self.target: SparsityTarget | None = None
         self.target_of = target_of
@@ -166,7 +169,7 @@ class Run:
         if shrink:
             if slab:
                 raise ValueError("Expected shrink for objective='l0' or 'free_energy', but got 'spike_slab'.")
-            pair: Any = self.averaged.module
+            pair: Any = self.averaged
             example = torch.zeros(1, pixels, device=self.device)
             self.shrinker = Shrinker(
                 self.trained, "0", self.guide, example, self.optimiser, elbo, [Replica(pair, "0", pair[1])]
@@ -194,16 +197,13 @@ class Run:
         """Let the averaged network meet the target to the last unit."""
         if self.target is not None:
             budget = float(self.target.budget)
-            target = self._target(self.averaged.module[1], budget, self.target_of, 0)
+            target = self._target(self.averaged[1], budget, self.target_of, 0)
             target.step = self.target.step
             target.project()
 
     def _parallel(self) -> nn.Module:
         """The loss as every process calls it; made again after the network has shrunk."""
         return DistributedDataParallel(self.loss) if self.processes > 1 else self.loss
-
-    def _batch(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return index, self.train_x[index], self.train_y[index]
 
     def train_epoch(self) -> float:
         """One pass over the training images in a new order; the mean loss per example, in nats."""
@@ -212,17 +212,20 @@ class Run:
         if self.processes > 1:
             distributed.broadcast(order, 0)
         batches = order.split(self.batch_size)
-        for index in batches:
-            self.optimiser.zero_grad()
-            loss = self.parallel(*self._batch(index[self.process :: self.processes]))
-            if self.target is not None:
-                loss = loss + self.target.penalty()
-            loss.backward()
-            self.optimiser.step()
-            if self.target is not None:
-                self.target.ascend()
-            self.averaged.update_parameters(self.trained)
-            total += loss.detach()
+        average = _Average(self.averaged, self.trained, self.averaging)
+        with select_once(self.trained[0], self.train_x) as train_x:
+            for index in batches:
+                mine = index[self.process :: self.processes]
+                self.optimiser.zero_grad()
+                loss = self.parallel(mine, train_x[mine], self.train_y[mine])
+                if self.target is not None:
+                    loss = loss + self.target.penalty()
+                loss.backward()
+                self.optimiser.step()
+                if self.target is not None:
+                    self.target.ascend()
+                average.update()
+                total += loss.detach()
         if self.target is not None:
             self.target.check()
         if self.shrinker is not None and self.shrinker.step():
@@ -235,7 +238,7 @@ class Run:
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
         """Test error of the averaged weights under the test gates, and what is left of the network."""
-        net, guide = self.averaged.module
+        net, guide = self.averaged
         gates = guide.test_gates()
         plain = with_mean_weights(net, guide) if isinstance(guide, AutoSpikeSlab) else net
         fixed = fix_gates(plain, gates)
@@ -258,7 +261,7 @@ class Run:
     @torch.no_grad()
     def compacted(self) -> Compacted:
         """The averaged network under its test gates as a smaller plain network."""
-        net, guide = self.averaged.module
+        net, guide = self.averaged
         plain = with_mean_weights(net, guide) if isinstance(guide, AutoSpikeSlab) else net
         before = () if self.shrinker is None else self.shrinker.plans
         return compact(plain, guide.test_gates(), self.test_x[:100], before=before)
@@ -277,15 +280,16 @@ class Run:
         batches = math.ceil(len(self.train_x) / self.batch_size)
         optimiser = torch.optim.Adam(network.parameters(), learning_rate, fused=True)
         falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, epochs * batches)
-        averaged = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        averaged = copy.deepcopy(network)
+        average = _Average(averaged, network, self.averaging)
         for _ in range(epochs):
             for index in torch.randperm(len(self.train_x)).to(self.device).split(self.batch_size):
                 optimiser.zero_grad()
                 F.cross_entropy(network(self.train_x[index]), self.train_y[index]).backward()
                 optimiser.step()
                 falling.step()
-                averaged.update_parameters(network)
-        network.load_state_dict(averaged.module.state_dict())
+                average.update()
+        network.load_state_dict(averaged.state_dict())
         network.eval()
         with torch.no_grad():
             predicted = torch.cat([network(x).argmax(-1) for x in self.test_x.split(1000)])
@@ -334,6 +338,18 @@ class Run:
         self.loss.elbo.step = state["step"]
         if self.loss.elbo.estimator is not None:
             self.loss.elbo.estimator.baseline = state["baseline"]
+
+
+class _Average:
+    """Exponentially averaged parameters of one module in another of the same shape, listed once and not per step."""
+
+    def __init__(self, averaged: nn.Module, module: nn.Module, decay: float) -> None:
+        self.pair = list(averaged.parameters()), list(module.parameters())
+        self.move = get_ema_multi_avg_fn(decay)
+
+    def update(self) -> None:
+        """Move the averages towards the parameters."""
+        self.move(*self.pair, 1)
 
 
 @contextmanager

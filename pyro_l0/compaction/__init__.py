@@ -2,7 +2,7 @@
 
 from pyro_l0.compaction.plan import Plan, plan
 from pyro_l0.compaction.rewrite import Compacted, CompactionError, compact, load_compacted, rewrite
-from pyro_l0.compaction.training import Replica, Shrinker
+from pyro_l0.compaction.training import Replica, Shrinker, select_once
 
 __all__ = [
     "Compacted",
@@ -14,4 +14,5 @@ __all__ = [
     "load_compacted",
     "plan",
     "rewrite",
+    "select_once",
 ]

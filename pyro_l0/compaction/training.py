@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pyro_l0.compaction.plan import Plan, plan
 from pyro_l0.compaction.rewrite import rewrite
 from pyro_l0.nn.cost import square_norms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, read_network
+from pyro_l0.nn.pieces import Select
 
-__all__ = ["GatePosterior", "Replica", "Shrinker"]
+__all__ = ["GatePosterior", "Replica", "Shrinker", "select_once"]
 
 _Replaced = dict[nn.Parameter, tuple[nn.Parameter | None, tuple[Tensor, ...]]]
 
@@ -238,6 +240,51 @@ class Shrinker:
         for parameter, (new, index) in replica.guide.keep(units).items():
             replaced[parameter] = new, (index,)
         return replaced
+
+
+@contextmanager
+def select_once(network: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
+    """Choose the inputs that a smaller network reads once for all examples, rather than in every step.
+
+    A network some of whose inputs left begins by selecting the others. Inside this context it does not, and takes
+    examples from the tensor that the context yields.
+
+    Args:
+        network: in the shape in which it trains; read it, shrink it and save it outside of the context alone.
+        inputs: all examples, shape ``(n, ...)``.
+
+    Yields:
+        The examples with the inputs that the network reads; ``inputs`` itself if it reads all.
+
+    Example:
+        >>> from pyro_l0.compaction import plan, rewrite
+        >>> from pyro_l0.nn import Gate
+        >>> net = nn.Sequential(Gate(3), nn.Linear(3, 1))
+        >>> small = rewrite(net, plan(net, {"0": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 3)))
+        >>> with select_once(small, torch.ones(5, 3)) as inputs:
+        ...     inputs.shape, small(inputs[:2]).shape
+        (torch.Size([5, 2]), torch.Size([2, 1]))
+    """
+    found = _first_select(network)
+    if found is None:
+        yield inputs
+        return
+    name, select = found
+    setattr(network, name, nn.Identity())
+    try:
+        yield select(inputs)
+    finally:
+        setattr(network, name, select)
+
+
+def _first_select(network: nn.Module) -> tuple[str, Select] | None:
+    """The module that alone reads a network's input, if it selects units of it."""
+    if not isinstance(network, fx.GraphModule):
+        return None
+    readers = [user for node in network.graph.nodes if node.op == "placeholder" for user in node.users]
+    modules = dict(network.named_children())
+    select = modules.get(str(readers[0].target)) if len(readers) == 1 else None
+    return (str(readers[0].target), select) if isinstance(select, Select) else None
 
 
 def _layer_slices(graph: GateGraph, found: Plan, small: nn.Module) -> _Replaced:

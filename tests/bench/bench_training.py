@@ -8,6 +8,7 @@ first epoch, when nothing has left yet. ``--epochs 200`` and the options of exam
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -36,7 +37,9 @@ class DenseRun:
         self.net = nn.Sequential(*(layer for layer in fixed if type(layer).__name__ != "FixedGate"))
         self.images = images
         self.optimiser = torch.optim.Adam(self.net.parameters(), 1e-3, fused=True)
-        self.averaged = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        self.averaged = copy.deepcopy(self.net)
+        self.pair = list(self.averaged.parameters()), list(self.net.parameters())
+        self.average = get_ema_multi_avg_fn(0.999)
 
     def train_epoch(self) -> None:
         """One pass over the training images."""
@@ -46,7 +49,7 @@ class DenseRun:
             loss = F.cross_entropy(self.net(self.images.train_x[index]), self.images.train_y[index])
             loss.backward()
             self.optimiser.step()
-            self.averaged.update_parameters(self.net)
+            self.average(*self.pair, 1)
             total += loss.detach()
 
 
