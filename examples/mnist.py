@@ -14,6 +14,7 @@ compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.p
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 import checkpoint
 from data import Images, load_digits, load_mnist
-from networks import FamilyName, NetworkName
+from networks import FAMILIES, FamilyName, NetworkName
 from plots import plot_inputs, plot_training
 from pyro_l0.infer.estimators import EstimatorName
 from training import Run, process_group
@@ -116,9 +117,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     if options.objective == "spike_slab" and any(lam):
         raise ValueError(f"Expected no lam for objective='spike_slab', but got {lam}.")
     gate_learning_rate = options.gate_learning_rate or (1e-2 if digits else 1e-3)
-    family_options = {
-        name: value for name, value in (("beta", options.beta), ("epsilon", options.epsilon)) if value is not None
-    }
+    family_options = _family_options(options)
     run = Run(
         images,
         options.network,
@@ -193,6 +192,16 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
     _print_table(metrics, images, options.out)
     return metrics
+
+
+def _family_options(options: Options) -> dict[str, float]:
+    """The keywords of a family that were given."""
+    given = {name: x for name, x in (("beta", options.beta), ("epsilon", options.epsilon)) if x is not None}
+    takes = inspect.signature(FAMILIES[options.family].from_active_prob).parameters
+    for name, value in given.items():
+        if name not in takes:
+            raise ValueError(f"Expected no {name} for family={options.family!r}, but got {value}.")
+    return given
 
 
 def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

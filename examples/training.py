@@ -118,6 +118,7 @@ class Run:
         options = dict(family_options or {})
         rates = dict(zip(sites, init_active_prob(network, family, options), strict=True))
         gates: dict[str, Any] = {"family": FAMILIES[family], "family_options": options, "init_active_prob": rates}
+        particles = 2 if estimator == "leave_one_out" else 1
         if slab:
             starts = {layer: self.net[int(layer.split(".")[1])].weight.detach() for layer in slab_sites(self.net)}
             self.guide: AutoGate = AutoSpikeSlab(
@@ -125,7 +126,13 @@ class Run:
             )
             # Charged in full from the start, 50,000 weights would all fall back on their prior before they fit.
             warm_up = KL_WARM_UP_EPOCHS * math.ceil(len(self.train_x) / batch_size)
-            elbo = L0_ELBO(objective, slab=slab_sites(self.net), kl_scale=lambda step: min(1.0, (step + 1) / warm_up))
+            elbo = L0_ELBO(
+                objective,
+                slab=slab_sites(self.net),
+                kl_scale=lambda step: min(1.0, (step + 1) / warm_up),
+                estimator=estimator,
+                num_particles=particles,
+            )
         else:
             self.guide = AutoGate(self.model, **gates)
             elbo = L0_ELBO(
@@ -133,7 +140,7 @@ class Run:
                 lam=prices,
                 group_size=self.group_sizes,
                 estimator=estimator,
-                num_particles=2 if estimator == "leave_one_out" else 1,
+                num_particles=particles,
                 weight_decay=weight_decay * len(self.train_x),
                 square_norm=square_norms(self.net, torch.zeros(1, pixels, device=self.device))
                 if weight_decay

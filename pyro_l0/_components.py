@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_l0._numerics import Stretch, log1mexp
+from pyro_l0._numerics import Breakpoints, Stretch, log1mexp
 
 __all__ = [
     "Component",
@@ -24,6 +24,7 @@ __all__ = [
     "Point",
     "PowerLaw",
     "attach_gradient",
+    "exponential_breakpoints",
     "interior_quantile",
     "log_above",
     "log_below",
@@ -165,6 +166,15 @@ class Exponential(NamedTuple):
     def mean(self) -> Number:
         """Mean of a draw."""
         return 1 / self.beta + _exp(-self.beta) / _expm1(-self.beta)
+
+
+def exponential_breakpoints(beta: Number, dtype: torch.dtype) -> Breakpoints:
+    """Where quadrature panels end, for a density that turns from one exponential to the other within 1 / beta."""
+    # The log density has zeros at a distance of pi / (2 beta) from the axis, where the components meet.
+    if isinstance(beta, Tensor):
+        beta = float(beta.detach().amax()) if beta.numel() else 1.0
+    panels = math.ceil(beta / (5 if dtype == torch.float64 else 10))
+    return tuple(k / panels for k in range(1, panels)) or None
 
 
 class ExponentialUniform(NamedTuple):

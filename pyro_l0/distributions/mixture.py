@@ -1,8 +1,7 @@
-"""The three mixture-distributed gates: exponential, exponential with a uniform share, and power law."""
+"""What the three mixture-distributed gates share: all but their component."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -13,12 +12,11 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0 import _components as components
-from pyro_l0._components import Component, Exponential, ExponentialUniform, Point, PowerLaw
-from pyro_l0._numerics import Breakpoints
-from pyro_l0.distributions.gate import Number, as_parameters, bounded, check_rate, open_uniform
+from pyro_l0._components import Component, Point
+from pyro_l0.distributions.gate import Number, as_parameters, check_rate, open_uniform
 from pyro_l0.distributions.stretched import UnitIntervalGate
 
-__all__ = ["ExponentialGate", "ExponentialUniformGate", "MixtureGate", "PowerLawGate"]
+__all__ = ["BetaMixtureGate", "MixtureGate"]
 
 
 class MixtureGate(UnitIntervalGate):
@@ -29,6 +27,7 @@ class MixtureGate(UnitIntervalGate):
     """
 
     logits: Tensor
+    _beta: Number
     learned: ClassVar[Mapping[str, constraints.Constraint]] = {"logits": constraints.real}
     _shape_names: ClassVar[tuple[str, ...]]  # parameters of the component
 
@@ -42,6 +41,11 @@ class MixtureGate(UnitIntervalGate):
     @abstractmethod
     def _component(self) -> Component:
         """The component near 0."""
+
+    @property
+    def beta(self) -> Tensor:
+        """Sharpness, shape ``batch_shape``."""
+        return self._filled(self._beta)
 
     @property
     def weight(self) -> Tensor:
@@ -157,57 +161,19 @@ class MixtureGate(UnitIntervalGate):
         return 1.0
 
 
-class _ExponentialLike(MixtureGate):
-    """The families whose density turns from one exponential to another within a distance of 1 / beta."""
-
-    _beta: Number
-
-    def _breakpoints(self) -> Breakpoints:
-        # The log density has zeros at a distance of pi / (2 beta) from the axis, where the components meet.
-        beta = self._beta
-        if isinstance(beta, Tensor):
-            beta = float(beta.detach().amax()) if beta.numel() else 1.0
-        panels = math.ceil(beta / (5 if self.logits.dtype == torch.float64 else 10))
-        return tuple(k / panels for k in range(1, panels)) or None
-
-
-class ExponentialGate(_ExponentialLike):
-    r"""Gate from a mixture of two truncated exponentials, stretched and clipped (MDR-Exp).
-
-    .. math::
-        s \sim (1 - q) \frac{\beta e^{-\beta s}}{1 - e^{-\beta}} + q \frac{\beta e^{\beta (s - 1)}}{1 - e^{-\beta}},
-        \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
-
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
+class BetaMixtureGate(MixtureGate):
+    """A mixture gate whose component has the one parameter ``beta``.
 
     Args:
         logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
-        beta: positive, broadcast against ``logits``; larger is nearer to binary (the paper calls it a temperature).
+        beta: sharpness, broadcast against ``logits``; larger is nearer to binary.
         gamma: lower stretch limit, below 0.
         zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
-
-    Example:
-        >>> ExponentialGate(torch.tensor([-4.0, 4.0]), beta=30.0).active_prob
-        tensor([0.0986, 0.9835])
-
-    References:
-        Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 4-6.
+        validate_args: whether the gate checks its arguments later on.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
-        "logits": bounded(),
-        "beta": bounded(lower=0),
-        "gamma": bounded(upper=0),
-        "zeta": bounded(lower=1),
-    }
     _shape_names = ("beta",)
+    default_beta: ClassVar[float]
 
     def __init__(
         self,
@@ -219,20 +185,11 @@ class ExponentialGate(_ExponentialLike):
     ) -> None:
         self._set(logits, validate_args, beta=beta, gamma=gamma, zeta=zeta)
 
-    @property
-    def beta(self) -> Tensor:
-        """Sharpness, shape ``batch_shape``."""
-        return self._filled(self._beta)
-
-    @property
-    def _component(self) -> Exponential:
-        return Exponential(self._beta)
-
     @classmethod
     def from_active_prob(
         cls,
         active_prob: Number,
-        beta: Number = 30.0,
+        beta: Number | None = None,
         gamma: Number = -0.1,
         zeta: Number = 1.1,
         validate_args: bool | None = None,
@@ -241,7 +198,7 @@ class ExponentialGate(_ExponentialLike):
 
         Args:
             active_prob: wanted rate, between the rates of the two components.
-            beta: sharpness; 30 as in the paper's experiments on MNIST.
+            beta: sharpness; ``default_beta``, the paper's in its experiments on MNIST, if not given.
             gamma: lower stretch limit.
             zeta: upper stretch limit.
             validate_args: whether the gate checks its arguments later on.
@@ -251,193 +208,9 @@ class ExponentialGate(_ExponentialLike):
                 reaches, which the message states.
 
         Example:
+            >>> from pyro_l0 import ExponentialGate
             >>> ExponentialGate.from_active_prob(0.25).active_prob
             tensor(0.2500)
         """
-        return cls._from_active_prob(active_prob, validate_args, beta=beta, gamma=gamma, zeta=zeta)
-
-
-class ExponentialUniformGate(_ExponentialLike):
-    r"""Gate from two truncated exponentials of which a share is uniform, stretched and clipped (MDR-ExpUni).
-
-    .. math::
-        s \sim (1 - \epsilon) \Big[(1 - q) \frac{\beta e^{-\beta s}}{1 - e^{-\beta}}
-        + q \frac{\beta e^{\beta (s - 1)}}{1 - e^{-\beta}}\Big] + \epsilon,
-        \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
-
-    The uniform share keeps the density between the components away from 0, and with it the gradient's variance.
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
-
-    Args:
-        logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
-        beta: positive, broadcast against ``logits``; larger is nearer to binary (the paper calls it a temperature).
-        epsilon: uniform share, in (0, 1), broadcast against ``logits``.
-        gamma: lower stretch limit, below 0.
-        zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
-
-    Example:
-        >>> ExponentialUniformGate(torch.tensor([-4.0, 4.0]), beta=25.0, epsilon=0.1).active_prob
-        tensor([0.2179, 0.9775])
-
-    References:
-        Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 7.
-    """
-
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
-        "logits": bounded(),
-        "beta": bounded(lower=0),
-        "epsilon": bounded(0.0, 1.0),
-        "gamma": bounded(upper=0),
-        "zeta": bounded(lower=1),
-    }
-    _shape_names = ("beta", "epsilon")
-    _epsilon: Number
-
-    def __init__(
-        self,
-        logits: Number,
-        beta: Number,
-        epsilon: Number,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> None:
-        self._set(logits, validate_args, beta=beta, epsilon=epsilon, gamma=gamma, zeta=zeta)
-
-    @property
-    def beta(self) -> Tensor:
-        """Sharpness, shape ``batch_shape``."""
-        return self._filled(self._beta)
-
-    @property
-    def epsilon(self) -> Tensor:
-        """Uniform share, shape ``batch_shape``."""
-        return self._filled(self._epsilon)
-
-    @property
-    def _component(self) -> ExponentialUniform:
-        return ExponentialUniform(self._beta, self._epsilon)
-
-    @classmethod
-    def from_active_prob(
-        cls,
-        active_prob: Number,
-        beta: Number = 25.0,
-        epsilon: Number = 0.1,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> Self:
-        """The gate with P(z != 0) = ``active_prob``.
-
-        Args:
-            active_prob: wanted rate, between the rates of the two components.
-            beta: sharpness; 25 as in the paper's experiments on MNIST.
-            epsilon: uniform share.
-            gamma: lower stretch limit.
-            zeta: upper stretch limit.
-            validate_args: whether the gate checks its arguments later on.
-
-        Raises:
-            ValueError: a parameter is outside its constraint, or the rate is outside the range that this gate
-                reaches, which the message states.
-
-        Example:
-            >>> ExponentialUniformGate.from_active_prob(0.25).active_prob
-            tensor(0.2500)
-        """
-        return cls._from_active_prob(active_prob, validate_args, beta=beta, epsilon=epsilon, gamma=gamma, zeta=zeta)
-
-
-class PowerLawGate(MixtureGate):
-    r"""Gate from a mixture of two power laws, stretched and clipped (MDR-PowerLaw).
-
-    .. math::
-        s \sim \frac{1 - q}{\beta} s^{1/\beta - 1} + \frac{q}{\beta} (1 - s)^{1/\beta - 1},
-        \qquad z = \min(1, \max(0, s (\zeta - \gamma) + \gamma)).
-
-    ``log_prob`` is a log mass at 0 and 1 and a log density in between, with respect to
-    :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`. Half-precision parameters are computed in float32.
-
-    Args:
-        logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
-        beta: above 1, broadcast against ``logits``; larger is nearer to binary.
-        gamma: lower stretch limit, below 0.
-        zeta: upper stretch limit, above 1.
-
-    Shape:
-        ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
-
-    Raises:
-        ValueError: a parameter is outside its constraint, or the shapes do not broadcast.
-
-    Example:
-        >>> PowerLawGate(torch.tensor([-4.0, 4.0]), beta=40.0).active_prob
-        tensor([0.0771, 0.9810])
-
-    References:
-        Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 8.
-    """
-
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
-        "logits": bounded(),
-        "beta": bounded(lower=1),
-        "gamma": bounded(upper=0),
-        "zeta": bounded(lower=1),
-    }
-    _shape_names = ("beta",)
-    _beta: Number
-
-    def __init__(
-        self,
-        logits: Number,
-        beta: Number,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> None:
-        self._set(logits, validate_args, beta=beta, gamma=gamma, zeta=zeta)
-
-    @property
-    def beta(self) -> Tensor:
-        """Sharpness, shape ``batch_shape``."""
-        return self._filled(self._beta)
-
-    @property
-    def _component(self) -> PowerLaw:
-        return PowerLaw(self._beta)
-
-    @classmethod
-    def from_active_prob(
-        cls,
-        active_prob: Number,
-        beta: Number = 40.0,
-        gamma: Number = -0.1,
-        zeta: Number = 1.1,
-        validate_args: bool | None = None,
-    ) -> Self:
-        """The gate with P(z != 0) = ``active_prob``.
-
-        Args:
-            active_prob: wanted rate, between the rates of the two components.
-            beta: sharpness; 40 as in the paper's experiments on MNIST.
-            gamma: lower stretch limit.
-            zeta: upper stretch limit.
-            validate_args: whether the gate checks its arguments later on.
-
-        Raises:
-            ValueError: a parameter is outside its constraint, or the rate is outside the range that this gate
-                reaches, which the message states.
-
-        Example:
-            >>> PowerLawGate.from_active_prob(0.25).active_prob
-            tensor(0.2500)
-        """
+        beta = cls.default_beta if beta is None else beta
         return cls._from_active_prob(active_prob, validate_args, beta=beta, gamma=gamma, zeta=zeta)

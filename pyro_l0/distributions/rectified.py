@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Breakpoints, Nodes, Stretch
-from pyro_l0.distributions.gate import GateDistribution, Number
+from pyro_l0.distributions.gate import Number
+from pyro_l0.distributions.quadrature import QuadratureGate
 
 __all__ = ["Rectified"]
 
 _QUANTILES = (1e-12, 1e-4, 0.02, 0.15, 0.5, 0.85, 0.98, 1 - 1e-4)
 
 
-class Rectified(GateDistribution):
+class Rectified(QuadratureGate):
     r"""Gate :math:`z = \min(1, \max(0, x))` of any continuous real variable with a cdf and pathwise draws.
 
     The general form of the L0 paper's gates (end of section 2.2). The named families are cases of it with closed forms
@@ -124,32 +124,6 @@ class Rectified(GateDistribution):
         """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
         return self.icdf(self._at(0.5))
 
-    @property
-    def mean(self) -> Tensor:
-        """E[z], shape ``batch_shape``; by quadrature."""
-        mean, co_mean, _ = self._integrals()
-        return torch.where(mean < 0.5, mean, 1 - co_mean)
-
-    @property
-    def variance(self) -> Tensor:
-        """Var[z], shape ``batch_shape``; by quadrature."""
-        _, _, nodes = self._integrals()
-        mean = self.mean
-        density = torch.exp(self._log_density_in_t(nodes, numerics.DEFAULT_STRETCH))
-        interior = (nodes.weight * density * (nodes.z - mean.unsqueeze(-1)).square()).sum(-1)
-        zero, one = torch.exp(self.log_prob_zero), torch.exp(self.log_prob_one)
-        return zero * mean.square() + one * (1 - mean).square() + interior
-
-    def entropy(self) -> Tensor:
-        """Entropy with respect to the mixed measure, shape ``batch_shape``; by quadrature."""
-        nodes = self._nodes()
-        log_density = self._log_density_in_t(nodes, numerics.DEFAULT_STRETCH)
-        density = nodes.weight * torch.exp(log_density)
-        # Where the base has no density in float arithmetic, its share is 0.
-        share = torch.where(density > 0, density * (log_density - torch.log(nodes.slope)), 0.0)
-        zero, one = torch.exp(self.log_prob_zero), torch.exp(self.log_prob_one)
-        return -torch.xlogy(zero, zero) - torch.xlogy(one, one) - share.sum(-1)
-
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
         return self.base.rsample(torch.Size(sample_shape)).clamp(0, 1)
@@ -198,7 +172,6 @@ class Rectified(GateDistribution):
         return torch.stack(places, -1).nan_to_num(0.0).clamp(0, 1)
 
     def _integrals(self) -> tuple[Tensor, Tensor, Nodes]:
-        """E[z] and E[1 - z], the integrals of the survival function and of the cdf, and the nodes."""
         nodes = self._nodes()
         z = nodes.z.expand(*self.batch_shape, nodes.z.shape[-1]).movedim(-1, 0)
         below = self.base.cdf(z).movedim(0, -1)

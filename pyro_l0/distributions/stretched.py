@@ -17,6 +17,7 @@ from pyro_l0 import _numerics as numerics
 from pyro_l0._components import Point
 from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.gate import GateDistribution, Number, inside_unit_interval
+from pyro_l0.distributions.quadrature import QuadratureGate
 
 __all__ = ["StretchedGate", "UnitIntervalGate"]
 
@@ -59,11 +60,10 @@ class StretchedGate(GateDistribution):
         return stretch
 
 
-class UnitIntervalGate(StretchedGate):
+class UnitIntervalGate(QuadratureGate, StretchedGate):
     """A stretched gate of a variable on (0, 1) that is given by its cdf, its density and its quantiles.
 
-    Moments and the entropy are quadratures of these. Functions of the variable get a point as its distances from
-    both ends.
+    Functions of the variable get a point as its distances from both ends.
     """
 
     # ------------------------------------------------------------ what a family writes
@@ -133,32 +133,6 @@ class UnitIntervalGate(StretchedGate):
         """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
         return self.icdf(torch.full_like(self._like, 0.5))
 
-    @property
-    def mean(self) -> Tensor:
-        """E[z], shape ``batch_shape``."""
-        mean, co_mean, _ = self._integrals()
-        return torch.where(mean < 0.5, mean, 1 - co_mean)
-
-    @property
-    def variance(self) -> Tensor:
-        """Var[z], shape ``batch_shape``."""
-        mean, co_mean, nodes = self._integrals()
-        m, m_bar = mean.unsqueeze(-1), co_mean.unsqueeze(-1)
-        distance = torch.where(m < 0.5, nodes.z - m, m_bar - nodes.one_minus_z)
-        density = torch.exp(self._log_density_in_t(nodes, self.stretch))
-        interior = (nodes.weight * density * distance.square()).sum(-1)
-        return (
-            torch.exp(self.log_prob_zero) * mean.square() + torch.exp(self.log_prob_one) * co_mean.square() + interior
-        )
-
-    def entropy(self) -> Tensor:
-        """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
-        nodes = self._nodes()
-        log_density = self._log_density_in_t(nodes, self.stretch)
-        interior = (nodes.weight * torch.exp(log_density) * (log_density - torch.log(nodes.slope))).sum(-1)
-        log_zero, log_one = self.log_prob_zero, self.log_prob_one
-        return -torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one - interior
-
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
         return self.rectify(self._unit_rsample(torch.Size(sample_shape) + self._like.shape))
@@ -196,7 +170,6 @@ class UnitIntervalGate(StretchedGate):
         return torch.exp(self._unit_log_below(self._point(z)))
 
     def _integrals(self) -> tuple[Tensor, Tensor, Nodes]:
-        """E[z] and E[1 - z], the integrals of the survival function and of the cdf, and the nodes."""
         nodes = self._nodes()
         gate, x = self._with_node_dim(), Point(torch.sigmoid(nodes.t), torch.sigmoid(-nodes.t))
         measure = nodes.weight * nodes.slope

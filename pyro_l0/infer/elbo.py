@@ -145,6 +145,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.slab = dict(slab or {})
         self.kl_scale = kl_scale
         self.weight_decay = _as_dict(weight_decay)
+        # A copy of its own class: that of square_norms computes all sites' norms together.
         self.square_norm: dict[str, Callable[[], Tensor]] = (
             dict(square_norm or {}) if not isinstance(square_norm, dict) else copy.copy(square_norm)
         )

@@ -1,8 +1,6 @@
 """The gate of two values, which keeps what the contract promises without a density or a pathwise draw."""
 
-import copy
 import math
-import pickle
 
 import pyro
 import pytest
@@ -14,18 +12,6 @@ from torch.distributions import kl_divergence
 from pyro_l0.distributions import BernoulliGate, HardConcrete, PowerLawGate, RectifiedNormal
 from tests.reference import BernoulliReference, HardConcreteReference, mp
 
-STATISTICS = (
-    "mean",
-    "variance",
-    "median",
-    "log_prob_zero",
-    "log_prob_one",
-    "log_interior_prob",
-    "log_active_prob",
-    "active_prob",
-    "test_gate",
-    "probs",
-)
 LOGITS = torch.tensor([[-90.0, -3.0], [-0.5, 0.0], [2.0, 90.0]], dtype=torch.float64)
 
 
@@ -49,22 +35,6 @@ def test_against_the_slow_twin(gate):
                 "entropy": -p0 * mp.log(p0) - p1 * mp.log(p1),
             }[name]
             assert value.item() == pytest.approx(float(expected), rel=1e-13)
-
-
-def test_shapes_and_copies(gate):
-    """Every statistic has the batch's shape; copies and expansions keep family and values."""
-    value = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
-    for name in STATISTICS:
-        assert getattr(gate, name).shape == (3, 2), name
-        torch.testing.assert_close(getattr(gate.expand((4, 3, 2)), name)[0], getattr(gate, name))
-    assert gate.sample((5,)).shape == (5, 3, 2)
-    assert gate.icdf(torch.tensor(0.3, dtype=torch.float64)).shape == (3, 2)
-    assert type(gate.expand((4, 3, 2))) is BernoulliGate
-    for twin in (pickle.loads(pickle.dumps(gate)), copy.deepcopy(gate), gate.expand((3, 2))):
-        torch.testing.assert_close(twin.log_prob(value), gate.log_prob(value))
-    assert gate.to_event(1).log_prob(value.expand(3, 2)).shape == (3,)
-    half = BernoulliGate(LOGITS[:, :1].to(torch.bfloat16))
-    assert half.sample().dtype == half.mean.dtype == torch.float32
 
 
 def test_law(gate):

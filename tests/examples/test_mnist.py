@@ -100,6 +100,8 @@ def test_kill_and_resume(tmp_path):
         ({"lam": (-0.1,)}, ValueError, "lam.* to be finite and not negative"),
         ({"objective": "spike_slab", "lam": (0.1,)}, ValueError, "no lam for objective='spike_slab'"),
         ({"prior_active_prob": 1.5}, ValueError, "active_prob strictly between 0 and 1"),
+        ({"beta": 3.0}, ValueError, "no beta for family='hard_concrete', but got 3.0"),
+        ({"family": "power_law", "epsilon": 0.1}, ValueError, "no epsilon for family='power_law', but got 0.1"),
         ({"data_dir": Path("somewhere")}, ValueError, "data_dir with data='mnist' only"),
         ({"data": "mnist", "data_dir": Path("no/such/folder")}, FileNotFoundError, "no/such/folder"),
         ({"resume": True}, FileNotFoundError, "checkpoint.pt"),
