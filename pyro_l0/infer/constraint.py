@@ -31,8 +31,9 @@ class SparsityTarget:
     since a hard concrete gate may be open with probability 0.3 while its test gate is 0.
 
     Costs are compared by their logs, so that the last halving of a network counts as much as the first. The budget that
-    counts falls from 1 to its final value over ``warm_up`` steps, by the same factor in each, so that every halving gets
-    as many of them; a network is not cut down before it has learned, nor in the last steps. :meth:`project` makes up for the last units at the end.
+    counts falls from 1 to its final value over ``warm_up`` steps, by the same factor in each, so that every halving
+    gets as many of them; a network is not cut down before it has learned, nor in the last steps. :meth:`project` makes
+    up for the last units at the end.
 
     Args:
         guide: the gates' guide, after its first call.

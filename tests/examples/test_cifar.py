@@ -15,6 +15,7 @@ from cifar import load_cifar, read_batch
 from cifar_wrn import Options
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import NetworkCost, gate_names, name_gates
+from tests.examples.killing import run_and_kill
 from wide_resnet import wide_resnet
 
 
@@ -152,6 +153,24 @@ def test_training_and_resuming(folder, shrink):
     net = wide_resnet(10, 1)
     name_gates(net, prefix="net.")
     load_compacted(net, folder / "straight" / "pruned")
+
+
+def test_kill_and_resume(folder):
+    """Kill -9 during epoch 2 of 3, resume, same metrics to the last bit."""
+    options = {"depth": 10, "width": 1, "epochs": 3, "batch_size": 26, "gate_learning_rate": 1.0}
+    given = ", ".join(f"{name}={value}" for name, value in options.items())
+    run_and_kill(
+        f"import cifar_wrn; cifar_wrn.main(cifar_wrn.Options(data_dir=Path({str(folder)!r}), out=out, {given}))",
+        folder / "killed",
+        after=1,
+    )
+    resumed = cifar_wrn.main(Options(data_dir=folder, out=folder / "killed", resume=True, **options))
+    straight = cifar_wrn.main(Options(data_dir=folder, out=folder / "straight", **options))
+    for metrics in (resumed, straight):
+        del metrics["seconds"]
+        for entry in metrics["history"]:
+            del entry["seconds"]
+    assert resumed == straight
 
 
 @pytest.mark.skipif("PYRO_L0_CIFAR_DIR" not in os.environ, reason="PYRO_L0_CIFAR_DIR names no folder with CIFAR-10")

@@ -1,11 +1,6 @@
 """The main example: what it writes, what it refuses, and that a killed run ends like an uninterrupted one."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +13,8 @@ from mnist import Options
 from networks import mlp
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn import name_gates
+from tests.examples.killing import run_and_kill
 
-EXAMPLES = Path(mnist.__file__).parent
 KEYS = {
     "test_error_percent",
     "best_test_error_percent",
@@ -60,31 +55,8 @@ def test_longer_training_goes_on_from_a_shorter_one(tmp_path):
 
 def test_kill_and_resume(tmp_path):
     """Kill -9 during epoch 3 of 6, resume, same metrics to the last bit."""
-    script = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); import checkpoint, mnist; from pathlib import Path\n"
-        "save = checkpoint.save\n"
-        "def slow_save(path, state):\n"
-        "    save(path, state)\n"
-        "    if len(state['history']) == 2: Path(sys.argv[2], 'in epoch 3').touch(); time.sleep(60)\n"
-        "checkpoint.save = slow_save\n"
-        "mnist.main(mnist.Options(epochs=6, out=Path(sys.argv[2])))\n"
-    )
     killed = tmp_path / "killed"
-    killed.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = EXAMPLES.parent
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(EXAMPLES), str(killed)],
-        cwd=root,
-        env={**environment, "PYTHONPATH": str(root)},
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while not (killed / "in epoch 3").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not (killed / "metrics.json").exists()
+    run_and_kill("import mnist; mnist.main(mnist.Options(epochs=6, out=out))", killed, after=2)
     resumed = mnist.main(Options(epochs=6, out=killed, resume=True))
     straight = mnist.main(Options(epochs=6, out=tmp_path / "straight"))
     for metrics in (resumed, straight):
