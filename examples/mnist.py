@@ -67,6 +67,7 @@ class Options:
         shrink: take units whose gates are closed for good out of the network after each epoch, so that later epochs
             cost less.
         retrain: passes over the training images in which the compacted network, without gates, is trained further.
+        retrain_noise: standard deviation of normal noise on the pixels in these passes.
         hold_out: set so many training images aside and report on them instead of the test images, to choose settings.
     """
 
@@ -94,6 +95,7 @@ class Options:
     target_epochs: int = 50
     shrink: bool = False
     retrain: int = 0
+    retrain_noise: float = 0.0
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     if not first:
         return metrics
     if options.retrain:
-        metrics["retrained_error_percent"] = run.retrain(small.network, options.retrain)
+        metrics["retrained_error_percent"] = run.retrain(small.network, options.retrain, options.retrain_noise)
     small.save(options.out / "pruned")
     (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")

@@ -117,7 +117,7 @@ def test_the_default_run(tmp_path):
 
 def test_retraining_the_compacted_network(tmp_path):
     """The small network is trained in place, and what is saved is what was measured."""
-    options = Options(epochs=3, retrain=2, out=tmp_path, shrink=True)
+    options = Options(epochs=3, retrain=2, retrain_noise=0.1, out=tmp_path, shrink=True)
     metrics = mnist.main(options)
     images = load_digits()
     plain = mlp((64, 300, 100, 10))
