@@ -29,19 +29,22 @@ from tqdm import tqdm
 
 import checkpoint
 from cifar import Cifar, load_cifar
-from networks import Classifier
+from networks import FAMILIES, Classifier, FamilyName, family_options, init_active_prob
 from plots import plot_training
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
-from training import process_group
+from training import process_group, random_states, set_random_state
 from wide_resnet import wide_resnet
 
-__all__ = ["Options", "Run", "main"]
+__all__ = ["Options", "Run", "fingerprint", "main"]
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 STEPS = (0.3, 0.6, 0.8)  # of the epochs: 60, 120 and 160 of 200
+KEEP_RATE = 0.7  # of the hidden maps at the start: log alpha = logit(0.7), P(z != 0) = 0.917 for the hard concrete
+SHARPNESS: dict[FamilyName, float] = {"exponential": 6.0, "exponential_uniform": 8.0, "power_law": 2.0}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,11 @@ class Options:
         batch_size: images per step, over all processes.
         learning_rate: SGD's step for the weights, on the mean loss.
         gate_learning_rate: SGD's step for the gates, on the mean loss.
-        init_active_prob: P(z != 0) at the start; the paper's log alpha = logit(0.7) is 0.917.
+        family: family of the posterior gates.
+        beta: sharpness of the mixture gates; 6, 8 and 2 (the paper's) for exponential, exponential_uniform and
+            power_law if not given.
+        epsilon: uniform share of exponential_uniform; 0.1 if not given.
+        estimator: gradient estimator of family bernoulli; arm if not given.
         seed: seed of everything random.
         device: where to train; the images lie there too.
         amp: bfloat16 where autocast takes it.
@@ -78,7 +85,10 @@ class Options:
     batch_size: int = 128
     learning_rate: float = 0.1
     gate_learning_rate: float = 30.0
-    init_active_prob: float = 0.917
+    family: FamilyName = "hard_concrete"
+    beta: float | None = None
+    epsilon: float | None = None
+    estimator: EstimatorName | None = None
     seed: int = 1
     device: str = "cpu"
     amp: bool = False
@@ -123,8 +133,15 @@ class Run:
             group_size=dict(self.cost.filter_sizes),
             weight_decay=decay,
             square_norm=square_norms(net, example),
+            estimator=options.estimator or ("arm" if options.family == "bernoulli" else None),
+            num_particles=2 if options.estimator == "leave_one_out" else 1,
         )
-        self.guide = AutoGate(self.model, init_active_prob=options.init_active_prob)
+        beta = SHARPNESS.get(options.family) if options.beta is None else options.beta
+        keywords = family_options(options.family, beta, options.epsilon)
+        (start,) = init_active_prob((KEEP_RATE,), options.family, keywords)
+        self.guide = AutoGate(
+            self.model, FAMILIES[options.family], init_active_prob=start, family_options=keywords or None
+        )
         self.loss = self.elbo(self.model, self.guide)
         self.loss(*self._batch(torch.arange(2, device=self.device), augment=False))
         gated = {id(block.conv2.weight) for block in net if hasattr(block, "conv2")}
@@ -235,8 +252,9 @@ class Run:
             "guide": self.guide.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "random": torch.get_rng_state(),
+            "random": random_states(),
             "step": self.elbo.step,
+            "baseline": None if self.elbo.estimator is None else self.elbo.estimator.baseline,
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
 
@@ -249,8 +267,10 @@ class Run:
         self.guide.load_state_dict(state["guide"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
-        torch.set_rng_state(state["random"])
+        set_random_state(state["random"])
         self.elbo.step = state["step"]
+        if self.elbo.estimator is not None:
+            self.elbo.estimator.baseline = state["baseline"]
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -259,15 +279,19 @@ def main(options: Options) -> dict[str, Any]:
         return _run(load_cifar(options.data, options.data_dir), options, first)
 
 
+def fingerprint(options: Options) -> dict[str, Any]:
+    """What a checkpoint and the run that resumes it must agree in."""
+    left_out = ("data_dir", "device", "amp", "compile", "max_steps", "out", "resume")
+    return {name: value for name, value in asdict(options).items() if name not in left_out}
+
+
 def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
     run = Run(images, options)
-    left_out = ("data_dir", "init_active_prob", "device", "amp", "compile", "max_steps", "out", "resume")
-    fingerprint = {name: value for name, value in asdict(options).items() if name not in left_out}
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "checkpoint.pt"
     history: list[dict[str, Any]] = []
     if options.resume:
-        state = checkpoint.load(path, fingerprint)
+        state = checkpoint.load(path, fingerprint(options))
         run.load_state(state["run"])
         history = state["history"]
     epochs = tqdm(
@@ -282,7 +306,7 @@ def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
         share = measured["expected_macs"] / run.cost.total_macs
         epochs.set_postfix_str(f"error {measured['test_error_percent']:.2f} %, expected MACs {100 * share:.1f} %")
         if first:
-            checkpoint.save(path, {"fingerprint": fingerprint, "run": run.state(), "history": history})
+            checkpoint.save(path, {"fingerprint": fingerprint(options), "run": run.state(), "history": history})
     small = run.compacted()
     metrics = {
         **{key: value for key, value in history[-1].items() if key != "epoch"},

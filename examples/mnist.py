@@ -14,7 +14,6 @@ compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.p
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 import checkpoint
 from data import Images, load_digits, load_mnist
-from networks import FAMILIES, FamilyName, NetworkName
+from networks import FamilyName, NetworkName, family_options
 from plots import plot_inputs, plot_training
 from pyro_l0.infer.estimators import EstimatorName
 from training import Run, process_group
@@ -119,7 +118,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     if options.objective == "spike_slab" and any(lam):
         raise ValueError(f"Expected no lam for objective='spike_slab', but got {lam}.")
     gate_learning_rate = options.gate_learning_rate or (1e-2 if digits else 1e-3)
-    family_options = _family_options(options)
+    keywords = family_options(options.family, options.beta, options.epsilon)
     run = Run(
         images,
         options.network,
@@ -127,7 +126,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         lam=lam,
         prior_active_prob=options.prior_active_prob,
         family=options.family,
-        family_options=family_options,
+        family_options=keywords,
         estimator=options.estimator or ("arm" if options.family == "bernoulli" else None),
         gate_learning_rate=gate_learning_rate,
         weight_decay=options.weight_decay,
@@ -141,7 +140,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     fingerprint = {
         **{key: value for key, value in asdict(options).items() if key in ("data", "network", "objective", "seed")},
         "units": run.units,
-        "family": [options.family, family_options, options.estimator],
+        "family": [options.family, keywords, options.estimator],
         "hold_out": options.hold_out,
         "weight_decay": options.weight_decay,
         "target": [options.target, options.target_of, options.target_epochs],
@@ -194,16 +193,6 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
     _print_table(metrics, images, options.out)
     return metrics
-
-
-def _family_options(options: Options) -> dict[str, float]:
-    """The keywords of a family that were given."""
-    given = {name: x for name, x in (("beta", options.beta), ("epsilon", options.epsilon)) if x is not None}
-    takes = inspect.signature(FAMILIES[options.family].from_active_prob).parameters
-    for name, value in given.items():
-        if name not in takes:
-            raise ValueError(f"Expected no {name} for family={options.family!r}, but got {value}.")
-    return given
 
 
 def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -28,11 +29,13 @@ from pyro_l0.nn import Gate, NetworkCost, gate_names
 
 __all__ = [
     "FAMILIES",
+    "KEEP_RATES",
     "Classifier",
     "FamilyName",
     "NetworkName",
     "SlabLinear",
     "build",
+    "family_options",
     "group_sizes",
     "init_active_prob",
     "lenet5",
@@ -66,16 +69,21 @@ FAMILIES: dict[FamilyName, type[GateDistribution]] = {
 KEEP_RATES: dict[NetworkName, tuple[float, ...]] = {"mlp": (0.8, 0.5, 0.5), "lenet5": (0.5, 0.5, 0.5, 0.5)}
 
 
-def init_active_prob(network: NetworkName, family: FamilyName, options: Mapping[str, float]) -> tuple[float, ...]:
-    """P(z != 0) of each gate site at the start, as in the papers; other families start at the hard concrete's rates.
+def init_active_prob(
+    keep_rates: Sequence[float], family: FamilyName, options: Mapping[str, float]
+) -> tuple[float, ...]:
+    """P(z != 0) at the start for given rates of units kept, as in the papers.
+
+    The rate is the hard concrete's sigmoid(log alpha), the mixtures' weight and the Bernoulli gate's probability; other
+    families start at the hard concrete's P(z != 0).
 
     Args:
-        network: which network.
+        keep_rates: of every gate site, such as ``KEEP_RATES[network]``.
         family: the gates' family.
         options: keywords of the family's ``from_active_prob``.
     """
     gate = FAMILIES[family]
-    rates = torch.tensor(KEEP_RATES[network], dtype=torch.float64)
+    rates = torch.tensor(keep_rates, dtype=torch.float64)
     if issubclass(gate, MixtureGate):
         fixed = gate.from_active_prob(0.9, **options).fixed_options
         make: Any = gate
@@ -83,6 +91,25 @@ def init_active_prob(network: NetworkName, family: FamilyName, options: Mapping[
     if gate is BernoulliGate:
         return tuple(rates.tolist())
     return tuple(HardConcrete(torch.logit(rates)).active_prob.tolist())
+
+
+def family_options(family: FamilyName, beta: float | None, epsilon: float | None) -> dict[str, float]:
+    """The keywords of a family's ``from_active_prob`` that were given.
+
+    Args:
+        family: the gates' family.
+        beta: sharpness of a mixture.
+        epsilon: a mixture's uniform share.
+
+    Raises:
+        ValueError: the family has no such keyword.
+    """
+    given = {name: x for name, x in (("beta", beta), ("epsilon", epsilon)) if x is not None}
+    takes = inspect.signature(FAMILIES[family].from_active_prob).parameters
+    for name, value in given.items():
+        if name not in takes:
+            raise ValueError(f"Expected no {name} for family={family!r}, but got {value}.")
+    return given
 
 
 class SlabLinear(nn.Linear):

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from data import Images
 from networks import (
     FAMILIES,
+    KEEP_RATES,
     Classifier,
     FamilyName,
     NetworkName,
@@ -34,7 +35,7 @@ from pyro_l0.infer.elbo import Objective
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
-__all__ = ["Run", "process_group"]
+__all__ = ["Run", "process_group", "random_states", "set_random_state"]
 
 KL_WARM_UP_EPOCHS = 50  # of spike_slab
 
@@ -116,7 +117,7 @@ class Run:
             raise ValueError(f"Expected lam with 1 or {len(sites)} entries, one per gate site, but got {len(lam)}.")
         prices = dict(zip(sites, lam * len(sites) if len(lam) == 1 else lam, strict=True))
         options = dict(family_options or {})
-        rates = dict(zip(sites, init_active_prob(network, family, options), strict=True))
+        rates = dict(zip(sites, init_active_prob(KEEP_RATES[network], family, options), strict=True))
         gates: dict[str, Any] = {"family": FAMILIES[family], "family_options": options, "init_active_prob": rates}
         particles = 2 if estimator == "leave_one_out" else 1
         if slab:
@@ -314,21 +315,12 @@ class Run:
             "guide": self.guide.state_dict(),
             "averaged": self.averaged.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "random": self._random_states(),
+            "random": random_states(),
             "step": self.loss.elbo.step,
             "baseline": None if self.loss.elbo.estimator is None else self.loss.elbo.estimator.baseline,
             "target": None if self.target is None else self.target.state_dict(),
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
-
-    def _random_states(self) -> Tensor:
-        """The random number generators of all processes, one per row."""
-        own = torch.get_rng_state()
-        if self.processes == 1:
-            return own[None]
-        states = [torch.empty_like(own) for _ in range(self.processes)]
-        distributed.all_gather(states, own)
-        return torch.stack(states)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""
@@ -342,14 +334,37 @@ class Run:
         self.guide.load_state_dict(state["guide"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimiser.load_state_dict(state["optimiser"])
-        if len(state["random"]) != self.processes:
-            raise ValueError(
-                f"Expected as many processes as the checkpoint has, {len(state['random'])}, but got {self.processes}."
-            )
-        torch.set_rng_state(state["random"][self.process].clone())
+        set_random_state(state["random"])
         self.loss.elbo.step = state["step"]
         if self.loss.elbo.estimator is not None:
             self.loss.elbo.estimator.baseline = state["baseline"]
+
+
+def random_states() -> Tensor:
+    """The random number generators of all processes, one per row."""
+    own = torch.get_rng_state()
+    if not distributed.is_initialized():
+        return own[None]
+    states = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(states, own)
+    return torch.stack(states)
+
+
+def set_random_state(states: Tensor) -> None:
+    """Go on with this process's generator.
+
+    Args:
+        states: from :func:`random_states`.
+
+    Raises:
+        ValueError: they are of another number of processes.
+    """
+    processes, process = 1, 0
+    if distributed.is_initialized():
+        processes, process = distributed.get_world_size(), distributed.get_rank()
+    if len(states) != processes:
+        raise ValueError(f"Expected as many processes as the checkpoint has, {len(states)}, but got {processes}.")
+    torch.set_rng_state(states[process].clone())
 
 
 class _Average:

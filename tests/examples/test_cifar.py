@@ -91,6 +91,17 @@ def test_missing_files(tmp_path):
         load_cifar("cifar10", tmp_path)
 
 
+@pytest.mark.parametrize("family", ["exponential", "exponential_uniform", "power_law", "bernoulli"])
+def test_other_families(folder, family):
+    """Two epochs; the mixtures start at their weight of 0.7, as the paper's."""
+    options = Options(data_dir=folder, depth=10, width=1, epochs=2, batch_size=65, family=family, out=folder / "out")
+    run = cifar_wrn.Run(load_cifar("cifar10", folder), options)
+    gate = run.guide.posterior()["net.1.gate"]
+    start = gate.probs if family == "bernoulli" else gate.weight
+    assert start.mean().item() == pytest.approx(0.7, abs=0.01)
+    assert cifar_wrn.main(options)["certificate"] < 1e-4
+
+
 def test_shrinking_is_not_for_compiled_networks(folder):
     """By name."""
     with pytest.raises(ValueError, match="shrink without compile"):
@@ -132,12 +143,9 @@ def test_training_and_resuming(folder, shrink):
     if shrink:
         assert first.shrinker.plans
         assert sum(p.numel() for p in first.net.parameters()) < first.cost.total_weights
-    state = {name: getattr(Options(**options), name) for name in ("data", "depth", "width", "lam", "epochs")}
-    state |= {name: getattr(Options(**options), name) for name in ("batch_size", "learning_rate", "gate_learning_rate")}
-    state["shrink"] = shrink
     out = folder / "resumed"
     out.mkdir()
-    fingerprint = {**state, "seed": 1}
+    fingerprint = cifar_wrn.fingerprint(Options(**options))
     cifar_wrn.checkpoint.save(
         out / "checkpoint.pt", {"fingerprint": fingerprint, "run": first.state(), "history": history}
     )

@@ -8,7 +8,7 @@ import torch
 import compare_families
 import gradient_lab
 import mnist
-from networks import FAMILIES, init_active_prob
+from networks import FAMILIES, KEEP_RATES, init_active_prob
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -17,14 +17,14 @@ def test_every_family_trains(family, shrink, tmp_path):
     """Two epochs of the main job: finite metrics, a certificate, and the papers' rates at the start."""
     metrics = mnist.main(mnist.Options(family=family, epochs=2, out=tmp_path, shrink=shrink))
     assert metrics["certificate"] < 1e-5
-    assert all(0.4 < rate < 1 for rate in init_active_prob("mlp", family, {}))
+    assert all(0.4 < rate < 1 for rate in init_active_prob(KEEP_RATES["mlp"], family, {}))
 
 
 def test_options_reach_the_gates(tmp_path):
     """Another sharpness changes the rate that a weight starts from, and a checkpoint knows it."""
     options = mnist.Options(family="exponential", beta=6.0, epochs=1, out=tmp_path)
     mnist.main(options)
-    dull, sharp = (init_active_prob("mlp", "exponential", {"beta": beta}) for beta in (6.0, 30.0))
+    dull, sharp = (init_active_prob(KEEP_RATES["mlp"], "exponential", {"beta": beta}) for beta in (6.0, 30.0))
     assert dull[0] > sharp[0]
     with pytest.raises(ValueError, match="family"):
         mnist.main(mnist.Options(family="exponential", beta=12.0, epochs=2, out=tmp_path, resume=True))
