@@ -181,10 +181,10 @@ def test_kill_and_resume(folder):
     assert resumed == straight
 
 
-@pytest.mark.skipif("PYRO_L0_CIFAR_DIR" not in os.environ, reason="PYRO_L0_CIFAR_DIR names no folder with CIFAR-10")
+@pytest.mark.skipif("PYRO_L0_CIFAR" not in os.environ, reason="PYRO_L0_CIFAR names no folder with CIFAR-10")
 def test_real_images(tmp_path):
     """A few steps on the real images."""
-    folder = Path(os.environ["PYRO_L0_CIFAR_DIR"])
+    folder = Path(os.environ["PYRO_L0_CIFAR"])
     metrics = cifar_wrn.main(
         Options(data_dir=folder, depth=10, width=1, epochs=1, max_steps=20, out=tmp_path, gate_learning_rate=30.0)
     )
