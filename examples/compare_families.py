@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import matplotlib.pyplot as plt
 import torch
 import tyro
+from matplotlib.ticker import ScalarFormatter
 
 import mnist
 from networks import FamilyName, NetworkName
@@ -144,7 +145,9 @@ def _plot(rows: list[dict[str, Any]], path: Path, printed: bool) -> None:
         (line,) = axes.plot(weights_left, errors, marker="o", markersize=4, label=family.replace("_", " "))
         for weights, error in PRINTED.get(family, []) if printed else []:
             axes.plot(weights, error, marker="x", color=line.get_color())
-    axes.set(xlabel="weights left", ylabel="test error in %", xscale="log")
+    axes.set(xlabel="weights left", ylabel="test error in %", xscale="log", yscale="log")
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(ScalarFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.legend(title="crosses: as printed, best epoch" if printed else None)
     figure.savefig(path, dpi=150)
