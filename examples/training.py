@@ -384,14 +384,15 @@ def process_group(device: str) -> Iterator[bool]:
     """Join the processes that ``torchrun`` started, if it did; yields whether this is the first of them.
 
     Args:
-        device: ``"cpu"`` joins by gloo, ``"cuda"`` by NCCL with one GPU per process.
+        device: ``"cpu"`` joins by gloo, ``"cuda"`` by NCCL with one GPU per process, and by gloo for what lies on the
+            host, such as the random states of a checkpoint.
     """
     if "WORLD_SIZE" not in os.environ:
         yield True
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:
         yield distributed.get_rank() == 0
         distributed.barrier()  # a process that leaves early takes the others' connection along
