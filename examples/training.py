@@ -29,15 +29,16 @@ from networks import (
     with_mean_weights,
 )
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Compacted, Replica, Shrinker, compact, select_once
+from pyro_l0.compaction import Compacted, Replica, SelectedInputs, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.infer.elbo import Objective
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
-__all__ = ["Run", "process_group", "random_states", "set_random_state"]
+__all__ = ["Average", "Run", "process_group", "random_states", "set_random_state"]
 
 KL_WARM_UP_EPOCHS = 50  # of spike_slab
+RETRAIN_LEARNING_RATE = 1e-3  # at the start, then falling to 0
 
 
 class Run:
@@ -168,6 +169,7 @@ class Run:
         self.trained = nn.ModuleList([self.net, self.guide])
         self.averaged = copy.deepcopy(self.trained)
         self.averaging = averaging
+        self.inputs = SelectedInputs(self.train_x)
         self.shrinker: Shrinker | None = None
         self.target: SparsityTarget | None = None
         self.target_of = target_of
@@ -220,8 +222,8 @@ class Run:
         if self.processes > 1:
             distributed.broadcast(order, 0)
         batches = order.split(self.batch_size)
-        average = _Average(self.averaged, self.trained, self.averaging)
-        with select_once(self.trained[0], self.train_x) as train_x:
+        average = Average(self.averaged, self.trained, self.averaging)
+        with self.inputs.of(self.trained[0]) as train_x:
             for index in batches:
                 mine = index[self.process :: self.processes]
                 self.optimiser.zero_grad()
@@ -274,7 +276,7 @@ class Run:
         before = () if self.shrinker is None else self.shrinker.plans
         return compact(plain, guide.test_gates(), self.test_x[:100], before=before)
 
-    def retrain(self, network: nn.Module, epochs: int, noise: float = 0.0, learning_rate: float = 1e-3) -> float:
+    def retrain(self, network: nn.Module, epochs: int, noise: float = 0.0) -> float:
         """Train a compacted network a little further in place, and return its test error in percent.
 
         Plain training without gates, by Adam with a step that falls to 0, and averaged as before.
@@ -283,15 +285,14 @@ class Run:
             network: from :meth:`compacted`.
             epochs: passes over the training images.
             noise: standard deviation of normal noise on the pixels, whose values are in [0, 1].
-            learning_rate: Adam's step at the start.
         """
         network.train()
         batches = math.ceil(len(self.train_x) / self.batch_size)
-        optimiser = torch.optim.Adam(network.parameters(), learning_rate, fused=True)
+        optimiser = torch.optim.Adam(network.parameters(), RETRAIN_LEARNING_RATE, fused=True)
         falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, epochs * batches)
         averaged = copy.deepcopy(network)
-        average = _Average(averaged, network, self.averaging)
-        with select_once(network, self.train_x) as train_x:
+        average = Average(averaged, network, self.averaging)
+        with SelectedInputs(self.train_x).of(network) as train_x:
             for _ in range(epochs):
                 for index in torch.randperm(len(train_x)).to(self.device).split(self.batch_size):
                     x = train_x[index]
@@ -367,8 +368,14 @@ def set_random_state(states: Tensor) -> None:
     torch.set_rng_state(states[process].clone())
 
 
-class _Average:
-    """Exponentially averaged parameters of one module in another of the same shape, listed once and not per step."""
+class Average:
+    """Exponentially averaged parameters of one module in another of the same shape, listed once and not per step.
+
+    Args:
+        averaged: holds the averages.
+        module: the module.
+        decay: of the averages, per step.
+    """
 
     def __init__(self, averaged: nn.Module, module: nn.Module, decay: float) -> None:
         self.pair = list(averaged.parameters()), list(module.parameters())

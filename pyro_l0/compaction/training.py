@@ -17,7 +17,7 @@ from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, read_network
 from pyro_l0.nn.pieces import Select
 
-__all__ = ["GatePosterior", "Replica", "Shrinker", "select_once"]
+__all__ = ["GatePosterior", "Replica", "SelectedInputs", "Shrinker"]
 
 _Replaced = dict[nn.Parameter, tuple[nn.Parameter | None, tuple[Tensor, ...]]]
 
@@ -242,39 +242,52 @@ class Shrinker:
         return replaced
 
 
-@contextmanager
-def select_once(network: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
-    """Choose the inputs that a smaller network reads once for all examples, rather than in every step.
+class SelectedInputs:
+    """All examples with the inputs that a smaller network reads, chosen once after each shrinking, not in every step.
 
-    A network some of whose inputs left begins by selecting the others. Inside this context it does not, and takes
+    A network some of whose inputs left begins by selecting the others. Inside of :meth:`of` it does not, and takes
     examples from the tensor that the context yields.
 
     Args:
-        network: in the shape in which it trains; read it, shrink it and save it outside of the context alone.
         inputs: all examples, shape ``(n, ...)``.
-
-    Yields:
-        The examples with the inputs that the network reads; ``inputs`` itself if it reads all.
 
     Example:
         >>> from pyro_l0.compaction import plan, rewrite
         >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(Gate(3), nn.Linear(3, 1))
         >>> small = rewrite(net, plan(net, {"0": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 3)))
-        >>> with select_once(small, torch.ones(5, 3)) as inputs:
+        >>> with SelectedInputs(torch.ones(5, 3)).of(small) as inputs:
         ...     inputs.shape, small(inputs[:2]).shape
         (torch.Size([5, 2]), torch.Size([2, 1]))
     """
-    found = _first_select(network)
-    if found is None:
-        yield inputs
-        return
-    name, select = found
-    setattr(network, name, nn.Identity())
-    try:
-        yield select(inputs)
-    finally:
-        setattr(network, name, select)
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+        self._select: Select | None = None
+        self._selected = inputs
+
+    @contextmanager
+    def of(self, network: nn.Module) -> Iterator[Tensor]:
+        """Let a network take the inputs that it reads.
+
+        Args:
+            network: as it is now; shrink it and save it outside of the context alone.
+
+        Yields:
+            The examples with the inputs that the network reads; all inputs, not copied, if it reads all.
+        """
+        found = _first_select(network)
+        if found is None:
+            yield self.inputs
+            return
+        name, select = found
+        if select is not self._select:
+            self._select, self._selected = select, select(self.inputs)
+        setattr(network, name, nn.Identity())
+        try:
+            yield self._selected
+        finally:
+            setattr(network, name, select)
 
 
 def _first_select(network: nn.Module) -> tuple[str, Select] | None:

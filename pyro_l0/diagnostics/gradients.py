@@ -13,7 +13,6 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_l0 import _numerics as numerics
 from pyro_l0._record import Record
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
@@ -267,9 +266,8 @@ def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def _nodes(gate: GateDistribution) -> tuple[Tensor, Tensor]:
     """Points between the atoms, shape ``(n,)`` or ``batch_shape + (n,)``, and the log mass that a rule gives them."""
-    stretch = gate.stretch or numerics.DEFAULT_STRETCH
     nodes = gate._nodes()
-    return nodes.z, gate._log_density_in_t(nodes, stretch) + torch.log(nodes.weight)
+    return nodes.z, gate._log_density_at(nodes) + torch.log(nodes.weight)
 
 
 def _points(gate: GateDistribution) -> list[tuple[Tensor, Tensor]]:

@@ -250,11 +250,20 @@ class GateDistribution(TorchDistribution):
         """Log density with respect to dt at the nodes of a stretch's logit map, shape ``batch_shape + (n,)``."""
         return self._with_node_dim()._log_density(nodes.z) + torch.log(nodes.slope)
 
+    @property
+    def _like(self) -> Tensor:
+        """A parameter, for the type and the device of what is computed."""
+        like: Tensor = getattr(self, next(iter(self.learned)))
+        return like
+
     def _nodes(self) -> Nodes:
         """Quadrature nodes between the atoms, on the logit map of this gate's stretch or of the usual one."""
-        like = self.log_prob_zero
-        stretch = self.stretch or numerics.DEFAULT_STRETCH
+        like, stretch = self._like, self.stretch or numerics.DEFAULT_STRETCH
         return numerics.nodes_between(stretch, [self._breakpoints()], self._node_temperature(), like.dtype, like.device)
+
+    def _log_density_at(self, nodes: Nodes) -> Tensor:
+        """Log density with respect to dt at this gate's own nodes, shape ``batch_shape + (n,)``."""
+        return self._log_density_in_t(nodes, self.stretch or numerics.DEFAULT_STRETCH)
 
     def _breakpoints(self) -> Breakpoints:
         """Places in [0, 1] where quadrature panels end: numbers or shape ``batch_shape + (k,)``, None for none."""

@@ -7,7 +7,6 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Nodes
 from pyro_l0.distributions.gate import GateDistribution
 
@@ -20,10 +19,6 @@ class QuadratureGate(GateDistribution):
     @abstractmethod
     def _integrals(self) -> tuple[Tensor, Tensor, Nodes]:
         """E[z] and E[1 - z], the integrals of the survival function and of the cdf, and the nodes."""
-
-    def _log_density_at(self, nodes: Nodes) -> Tensor:
-        """Log density with respect to dt at this gate's own nodes."""
-        return self._log_density_in_t(nodes, self.stretch or numerics.DEFAULT_STRETCH)
 
     @property
     def mean(self) -> Tensor:

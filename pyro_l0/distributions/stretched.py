@@ -39,11 +39,6 @@ class StretchedGate(GateDistribution):
         """Upper stretch limit, shape ``batch_shape``."""
         return self._filled(self._zeta)
 
-    @property
-    def _like(self) -> Tensor:
-        like: Tensor = getattr(self, next(iter(self.learned)))
-        return like
-
     def _filled(self, value: Number) -> Tensor:
         like = self._like
         return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)

@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from data import Images, load_mnist
 from networks import build
 from pyro_l0.nn import fix_gates, gate_names, name_gates
-from training import Run
+from training import Average, Run
 
 
 class DenseRun:
@@ -37,9 +36,7 @@ class DenseRun:
         self.net = nn.Sequential(*(layer for layer in fixed if type(layer).__name__ != "FixedGate"))
         self.images = images
         self.optimiser = torch.optim.Adam(self.net.parameters(), 1e-3, fused=True)
-        self.averaged = copy.deepcopy(self.net)
-        self.pair = list(self.averaged.parameters()), list(self.net.parameters())
-        self.average = get_ema_multi_avg_fn(0.999)
+        self.average = Average(copy.deepcopy(self.net), self.net, 0.999)
 
     def train_epoch(self) -> None:
         """One pass over the training images."""
@@ -49,7 +46,7 @@ class DenseRun:
             loss = F.cross_entropy(self.net(self.images.train_x[index]), self.images.train_y[index])
             loss.backward()
             self.optimiser.step()
-            self.average(*self.pair, 1)
+            self.average.update()
             total += loss.detach()
 
 

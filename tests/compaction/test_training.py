@@ -11,7 +11,7 @@ from torch import nn
 import mnist
 from mnist import Options
 from networks import build as build_network
-from pyro_l0.compaction import Replica, Shrinker, load_compacted, plan, rewrite, select_once
+from pyro_l0.compaction import Replica, SelectedInputs, Shrinker, load_compacted, plan, rewrite
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates, name_gates, square_norms
 
@@ -232,9 +232,9 @@ def test_the_example_resumes_across_shrinkings(tmp_path):
     assert resumed == straight
 
 
-def pruned_inputs(*layers):
+def pruned_inputs(*layers, kept=(0, 2, 3, 5)):
     net = nn.Sequential(Gate(6), *layers)
-    gates = {"0": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])}
+    gates = {"0": torch.zeros(6).index_fill(0, torch.tensor(kept), 1.0)}
     return rewrite(net, plan(net, gates, torch.ones(1, 6)))
 
 
@@ -242,11 +242,14 @@ def test_inputs_are_selected_once():
     torch.manual_seed(0)
     net, x = pruned_inputs(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(20, 6)
     expected = net(x[3:9])
-    with select_once(net, x) as inputs:
+    selected = SelectedInputs(x)
+    with selected.of(net) as inputs:
         torch.testing.assert_close(inputs, x[:, [0, 2, 3, 5]], rtol=0, atol=0)
         torch.testing.assert_close(net(inputs[3:9]), expected, rtol=0, atol=0)
     torch.testing.assert_close(net(x[3:9]), expected, rtol=0, atol=0)
-    with pytest.raises(KeyError), select_once(net, x):
+    with selected.of(net) as again:
+        assert again is inputs
+    with pytest.raises(KeyError), selected.of(net):
         raise KeyError
     torch.testing.assert_close(net(x[3:9]), expected, rtol=0, atol=0)
 
@@ -255,8 +258,16 @@ def test_a_network_that_reads_all_inputs_gets_them_as_they_are():
     x = torch.ones(4, 6)
     whole = nn.Sequential(Gate(6), nn.Linear(6, 3))
     for net in (whole, rewrite(whole, plan(whole, {"0": torch.ones(6)}, x[:1]))):
-        with select_once(net, x) as inputs:
+        with SelectedInputs(x).of(net) as inputs:
             assert inputs is x
+
+
+def test_inputs_are_selected_anew_after_a_shrinking():
+    selected = SelectedInputs(torch.arange(6.0).expand(2, 6))
+    for kept in ([0, 2, 3, 5], [1, 4]):
+        net = pruned_inputs(nn.Linear(6, 3), kept=kept)
+        with selected.of(net) as inputs:
+            assert inputs.tolist() == [kept, kept]
 
 
 @pytest.mark.parametrize(("option", "value"), [("threshold", 0.0), ("threshold", 1.0), ("patience", 0)])
