@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import checkpoint
 from cifar import Cifar, load_cifar
-from networks import FAMILIES, Classifier, FamilyName, family_options, init_active_prob
+from networks import FAMILIES, Classifier, FamilyName, estimator_options, family_options, init_active_prob
 from plots import plot_training
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Shrinker, compact
@@ -133,8 +133,7 @@ class Run:
             group_size=dict(self.cost.filter_sizes),
             weight_decay=decay,
             square_norm=square_norms(net, example),
-            estimator=options.estimator or ("arm" if options.family == "bernoulli" else None),
-            num_particles=2 if options.estimator == "leave_one_out" else 1,
+            **estimator_options(options.family, options.estimator),
         )
         beta = SHARPNESS.get(options.family) if options.beta is None else options.beta
         keywords = family_options(options.family, beta, options.epsilon)
@@ -253,8 +252,7 @@ class Run:
             "optimiser": self.optimiser.state_dict(),
             "schedule": self.schedule.state_dict(),
             "random": random_states(),
-            "step": self.elbo.step,
-            "baseline": None if self.elbo.estimator is None else self.elbo.estimator.baseline,
+            "objective": self.elbo.state_dict(),
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
 
@@ -268,9 +266,7 @@ class Run:
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
         set_random_state(state["random"])
-        self.elbo.step = state["step"]
-        if self.elbo.estimator is not None:
-            self.elbo.estimator.baseline = state["baseline"]
+        self.elbo.load_state_dict(state["objective"])
 
 
 def main(options: Options) -> dict[str, Any]:

@@ -117,6 +117,11 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     lam = options.lam or ((0.0,) if free else (0.05,) if digits else (0.1,))
     if options.objective == "spike_slab" and any(lam):
         raise ValueError(f"Expected no lam for objective='spike_slab', but got {lam}.")
+    if options.retrain_noise < 0 or (options.retrain_noise and not options.retrain):
+        raise ValueError(
+            f"Expected retrain_noise of at least 0, and 0 without retrain, but got {options.retrain_noise} and "
+            f"retrain={options.retrain}."
+        )
     gate_learning_rate = options.gate_learning_rate or (1e-2 if digits else 1e-3)
     keywords = family_options(options.family, options.beta, options.epsilon)
     run = Run(
@@ -127,7 +132,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         prior_active_prob=options.prior_active_prob,
         family=options.family,
         family_options=keywords,
-        estimator=options.estimator or ("arm" if options.family == "bernoulli" else None),
+        estimator=options.estimator,
         gate_learning_rate=gate_learning_rate,
         weight_decay=options.weight_decay,
         target=options.target,

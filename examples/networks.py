@@ -25,6 +25,7 @@ from pyro_l0 import (
 )
 from pyro_l0.distributions import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab
+from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import Gate, NetworkCost, gate_names
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "NetworkName",
     "SlabLinear",
     "build",
+    "estimator_options",
     "family_options",
     "group_sizes",
     "init_active_prob",
@@ -110,6 +112,17 @@ def family_options(family: FamilyName, beta: float | None, epsilon: float | None
         if name not in takes:
             raise ValueError(f"Expected no {name} for family={family!r}, but got {value}.")
     return given
+
+
+def estimator_options(family: FamilyName, estimator: EstimatorName | None) -> dict[str, Any]:
+    """The keywords of ``L0_ELBO`` by which the gradient of a family's gates is estimated.
+
+    Args:
+        family: the gates' family.
+        estimator: of Bernoulli gates; ARM if not given.
+    """
+    name = "arm" if estimator is None and family == "bernoulli" else estimator
+    return {"estimator": name, "num_particles": 2 if name == "leave_one_out" else 1}
 
 
 class SlabLinear(nn.Linear):

@@ -23,6 +23,7 @@ from networks import (
     FamilyName,
     NetworkName,
     build,
+    estimator_options,
     group_sizes,
     init_active_prob,
     slab_sites,
@@ -55,7 +56,7 @@ class Run:
         prior_active_prob: P(z != 0) under the gates' prior.
         family: the posterior gates' family.
         family_options: keywords of its ``from_active_prob``, such as ``beta``.
-        estimator: how the gradient of Bernoulli gates is estimated.
+        estimator: how the gradient of Bernoulli gates is estimated; ``"arm"`` if not given.
         slab_scale: prior standard deviation of the weights, for ``"spike_slab"``, times the square root of a layer's
             inputs.
         learning_rate: Adam's step for weights.
@@ -120,7 +121,7 @@ class Run:
         options = dict(family_options or {})
         rates = dict(zip(sites, init_active_prob(KEEP_RATES[network], family, options), strict=True))
         gates: dict[str, Any] = {"family": FAMILIES[family], "family_options": options, "init_active_prob": rates}
-        particles = 2 if estimator == "leave_one_out" else 1
+        gradient = estimator_options(family, estimator)
         if slab:
             starts = {layer: self.net[int(layer.split(".")[1])].weight.detach() for layer in slab_sites(self.net)}
             self.guide: AutoGate = AutoSpikeSlab(
@@ -132,8 +133,7 @@ class Run:
                 objective,
                 slab=slab_sites(self.net),
                 kl_scale=lambda step: min(1.0, (step + 1) / warm_up),
-                estimator=estimator,
-                num_particles=particles,
+                **gradient,
             )
         else:
             self.guide = AutoGate(self.model, **gates)
@@ -141,8 +141,7 @@ class Run:
                 objective,
                 lam=prices,
                 group_size=self.group_sizes,
-                estimator=estimator,
-                num_particles=particles,
+                **gradient,
                 weight_decay=weight_decay * len(self.train_x),
                 square_norm=square_norms(self.net, torch.zeros(1, pixels, device=self.device))
                 if weight_decay
@@ -317,8 +316,7 @@ class Run:
             "averaged": self.averaged.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "random": random_states(),
-            "step": self.loss.elbo.step,
-            "baseline": None if self.loss.elbo.estimator is None else self.loss.elbo.estimator.baseline,
+            "objective": self.loss.elbo.state_dict(),
             "target": None if self.target is None else self.target.state_dict(),
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
@@ -336,9 +334,7 @@ class Run:
         self.averaged.load_state_dict(state["averaged"])
         self.optimiser.load_state_dict(state["optimiser"])
         set_random_state(state["random"])
-        self.loss.elbo.step = state["step"]
-        if self.loss.elbo.estimator is not None:
-            self.loss.elbo.estimator.baseline = state["baseline"]
+        self.loss.elbo.load_state_dict(state["objective"])
 
 
 def random_states() -> Tensor:

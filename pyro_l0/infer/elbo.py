@@ -191,6 +191,20 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             parts = self._terms(model, guide, args, kwargs)
         return {name: torch.as_tensor(parts.get(name, 0.0)) for name in _TERMS}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the step, and the score function's baseline."""
+        return {"step": self.step, "baseline": None if self.estimator is None else self.estimator.baseline}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Args:
+            state: of an objective with the same options.
+        """
+        self.step = state["step"]
+        if self.estimator is not None:
+            self.estimator.baseline = state["baseline"]
+
     def _get_trace(
         self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[dict[str, Site], dict[str, Site]]:

@@ -72,6 +72,8 @@ def test_kill_and_resume(tmp_path):
         ({"lam": (-0.1,)}, ValueError, "lam.* to be finite and not negative"),
         ({"objective": "spike_slab", "lam": (0.1,)}, ValueError, "no lam for objective='spike_slab'"),
         ({"prior_active_prob": 1.5}, ValueError, "active_prob strictly between 0 and 1"),
+        ({"retrain": 1, "retrain_noise": -0.1}, ValueError, "retrain_noise of at least 0"),
+        ({"retrain_noise": 0.1}, ValueError, "0 without retrain, but got 0.1 and retrain=0"),
         ({"beta": 3.0}, ValueError, "no beta for family='hard_concrete', but got 3.0"),
         ({"family": "power_law", "epsilon": 0.1}, ValueError, "no epsilon for family='power_law', but got 0.1"),
         ({"data_dir": Path("somewhere")}, ValueError, "data_dir with data='mnist' only"),
@@ -116,14 +118,16 @@ def test_the_default_run(tmp_path):
 
 
 def test_retraining_the_compacted_network(tmp_path):
-    """The small network is trained in place, and what is saved is what was measured."""
-    options = Options(epochs=3, retrain=2, retrain_noise=0.1, out=tmp_path, shrink=True)
-    metrics = mnist.main(options)
+    """The small network is trained in place, and what is saved is what was measured; noise makes it another one."""
     images = load_digits()
-    plain = mlp((64, 300, 100, 10))
-    name_gates(plain, prefix="net.")
-    saved = load_compacted(plain, tmp_path / "pruned").network
-    with torch.no_grad():
-        error = 100 * float((saved(images.test_x).argmax(-1) != images.test_y).float().mean())
-    assert metrics["retrained_error_percent"] == pytest.approx(error)
+    outputs = []
+    for noise in (0.0, 0.1):
+        metrics = mnist.main(Options(epochs=3, retrain=2, retrain_noise=noise, out=tmp_path, shrink=True))
+        plain = mlp((64, 300, 100, 10))
+        name_gates(plain, prefix="net.")
+        with torch.no_grad():
+            outputs.append(load_compacted(plain, tmp_path / "pruned").network(images.test_x))
+        error = 100 * float((outputs[-1].argmax(-1) != images.test_y).float().mean())
+        assert metrics["retrained_error_percent"] == pytest.approx(error)
+    assert not torch.allclose(*outputs)
     assert json.loads((tmp_path / "metrics.json").read_text())["retrained_error_percent"] == pytest.approx(error)
