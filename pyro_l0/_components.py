@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_l0._numerics import Breakpoints, Stretch, log1mexp
+from pyro_l0._numerics import Breakpoints, Stretch, clamp_backward, log1mexp
 
 __all__ = [
     "Component",
@@ -70,12 +70,12 @@ class Component(Protocol):
         """log(1 - R0)."""
         ...
 
-    def log_gap(self, x: Point) -> Tensor:
-        """log(R0 - R1)."""
-        ...
-
     def log_between(self, low: Point, high: Point) -> Tensor:
         """Log of the mass between two points."""
+        ...
+
+    def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
+        """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
         ...
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
@@ -135,13 +135,22 @@ class Exponential(NamedTuple):
         """log(1 - R0)."""
         return log1mexp(self.beta * x.s_bar) - self.beta * x.s - _log1mexp(self.beta)
 
-    def log_gap(self, x: Point) -> Tensor:
-        """log(R0 - R1)."""
-        return log1mexp(self.beta * x.s) + log1mexp(self.beta * x.s_bar) - _log1mexp(self.beta)
-
     def log_between(self, low: Point, high: Point) -> Tensor:
         """Log of the mass between two points."""
         return log1mexp(self.beta * (high.s - low.s)) - _log1mexp(self.beta) - self.beta * low.s
+
+    def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
+        """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
+        both, density, _ = self._slope_parts(logits, x)
+        return both / density
+
+    def _slope_parts(self, logits: Tensor, x: Point) -> tuple[Tensor, Tensor, Tensor]:
+        """R0 - R1 and the density over q (1 - q), both times 1 - exp(-beta); log(q (1 - q))."""
+        near, far = -self.beta * x.s, -self.beta * x.s_bar
+        log_q = F.logsigmoid(logits)
+        log_rest = log_q - logits
+        density = self.beta * (torch.exp(near - log_q) + torch.exp(far - log_rest))
+        return torch.expm1(near) * torch.expm1(far), density, log_q + log_rest
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
         """Independent draws of a tensor's type and device."""
@@ -202,13 +211,15 @@ class ExponentialUniform(NamedTuple):
         """log(1 - R0)."""
         return self._mix(self._exponential.log_above(x), log_s(x.mirrored))
 
-    def log_gap(self, x: Point) -> Tensor:
-        """log(R0 - R1); the uniform parts cancel."""
-        return self._exponential.log_gap(x) + _log1p(-self.epsilon)
-
     def log_between(self, low: Point, high: Point) -> Tensor:
         """Log of the mass between two points."""
         return self._mix(self._exponential.log_between(low, high), torch.log(high.s - low.s))
+
+    def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
+        """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
+        both, density, log_product = self._exponential._slope_parts(logits, x)
+        share = self.epsilon / (1 - self.epsilon) * -_expm1(-self.beta)
+        return both / (density + share * torch.exp(-log_product))
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
         """Independent draws of a tensor's type and device."""
@@ -242,15 +253,18 @@ class PowerLaw(NamedTuple):
         """log(1 - R0)."""
         return log1mexp(-log_s(x) / self.beta)
 
-    def log_gap(self, x: Point) -> Tensor:
-        """log(R0 - R1), which is symmetric."""
-        high = Point(torch.maximum(x.s, x.s_bar), torch.minimum(x.s, x.s_bar))
-        return torch.log(torch.exp(log_s(high.mirrored) / self.beta) + torch.expm1(log_s(high) / self.beta))
-
     def log_between(self, low: Point, high: Point) -> Tensor:
         """Log of the mass between two points."""
         log_low, log_high = log_s(low), log_s(high)
         return log_high / self.beta + log1mexp((log_high - log_low) / self.beta)
+
+    def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
+        """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
+        near, far = torch.log(x.s), torch.log(x.s_bar)
+        gap = torch.exp(torch.minimum(near, far) / self.beta) + torch.expm1(torch.maximum(near, far) / self.beta)
+        log_q = F.logsigmoid(logits)
+        power = 1 / self.beta - 1
+        return self.beta * gap / (torch.exp(power * near - log_q) + torch.exp(power * far - log_q + logits))
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
         """Independent draws of a tensor's type and device."""
@@ -377,13 +391,11 @@ class _MixtureGateDraw(torch.autograd.Function):
         s = unstretched_draw(component, logits, shape)
         z = (stretch.gamma + stretch.width * s).clamp_(0, 1)
         if ctx.needs_input_grad[0]:
-            low, high = -stretch.gamma / stretch.width, (1 - stretch.gamma) / stretch.width
-            s = s.clamp(torch.as_tensor(low).to(s), torch.as_tensor(high).to(s))
-            x = Point(s, 1 - s)
-            log_slope = F.logsigmoid(logits) + F.logsigmoid(-logits) + component.log_gap(x)
-            log_slope = log_slope - log_density(component, logits, x)
+            low: Any = -stretch.gamma / stretch.width
+            s = s.clamp(low, (1 - stretch.gamma) / stretch.width)  # where the slope is finite
+            slope = component.logit_slope(logits, Point(s, 1 - s)) * stretch.width
             ctx.shape = logits.shape
-            ctx.save_for_backward(torch.exp(log_slope) * ((z > 0) & (z < 1)) * stretch.width)
+            ctx.save_for_backward(clamp_backward(slope, z, 0, 1))
         return z
 
     @staticmethod

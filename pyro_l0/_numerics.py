@@ -66,7 +66,7 @@ _LOG_2PI = math.log(2 * math.pi)
 _SQRT_2 = math.sqrt(2)
 _LN2 = math.log(2)
 _ONE = torch.ones(())
-_clamp_backward = torch.ops.aten.hardtanh_backward.default
+clamp_backward = torch.ops.aten.hardtanh_backward.default
 
 
 class Stretch(NamedTuple):
@@ -327,7 +327,7 @@ class _HardConcreteDraw(torch.autograd.Function):
         pieces = zip(of_z, log_alphas, strict=True)
         grad = cat_flat([torch.zeros_like(a) if g is None else g for g, a in pieces])
         # The derivative of clamp at its result, 0 at the atoms; and sigmoid(-y), as 1 - s cancels near one.
-        grad = _clamp_backward(grad, z, 0, 1)
+        grad = clamp_backward(grad, z, 0, 1)
         grad = grad.mul_(s).mul_(torch.sigmoid(-y)).mul_(stretch.width / temperature)
         if of_active is not None:
             grad.add_((active * torch.sigmoid(-x)).mul_(of_active))

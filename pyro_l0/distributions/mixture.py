@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,6 +14,7 @@ from torch.types import _size
 
 from pyro_l0 import _components as components
 from pyro_l0._components import Component, Point
+from pyro_l0._numerics import Stretch
 from pyro_l0.distributions.gate import Number, as_parameters, check_rate, open_uniform
 from pyro_l0.distributions.stretched import UnitIntervalGate
 
@@ -67,7 +69,7 @@ class MixtureGate(UnitIntervalGate):
         # In double, as the rate is located between two that may be near.
         shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
         ends = make(torch.zeros((), dtype=torch.float64, device=rate.device), **shared, validate_args=True)
-        low, high = (torch.exp(x) for x in ends._active_log_probs)
+        low, high = (ends._filled(x) for x in ends._active_probs)
         check_rate("active_prob", active_prob, cls.__name__, float(low.amax()), float(high.amin()))
         logits = torch.log(rate.double() - low) - torch.log(high - rate.double())
         gate: Self = make(logits.to(rate.dtype), **options, validate_args=validate_args)
@@ -83,7 +85,7 @@ class MixtureGate(UnitIntervalGate):
     @property
     def least_active_prob(self) -> Tensor:
         """The smallest P(z != 0) that some weight reaches, shape ``batch_shape``."""
-        return torch.exp(self._active_log_probs[0])
+        return self._filled(self._active_probs[0])
 
     # ------------------------------------------------------------ the unstretched variable
 
@@ -124,16 +126,18 @@ class MixtureGate(UnitIntervalGate):
         return components.mixture_gate_draw(self.logits, shape, self._component, self.stretch)
 
     @property
-    def _active_log_probs(self) -> tuple[Tensor, Tensor]:
-        """log P(z != 0) of the component near 0 and of the one near 1."""
-        low = self._ends[0]
-        return self._component.log_above(low), self._component.log_below(low.mirrored)
+    def _active_probs(self) -> tuple[Number, Number]:
+        """P(z != 0) of the component near 0 and of the one near 1."""
+        if not any(isinstance(x, Tensor) for x in self.fixed_options.values()):
+            component: Any = self._component
+            return _number_active_probs(component, self.stretch)
+        return _component_active_probs(self._component, self._ends[0])
 
     @property
     def active_prob(self) -> Tensor:
         """P(z != 0), shape ``batch_shape``; between its values at weights 0 and 1, it reaches neither 0 nor 1."""
-        low, high = self._active_log_probs
-        return torch.sigmoid(-self.logits) * torch.exp(low) + torch.sigmoid(self.logits) * torch.exp(high)
+        low, high = self._active_probs
+        return torch.sigmoid(self.logits) * (high - low) + low
 
     @property
     def plug_in_mean(self) -> Tensor:
@@ -159,6 +163,17 @@ class MixtureGate(UnitIntervalGate):
 
     def _node_temperature(self) -> float:
         return 1.0
+
+
+def _component_active_probs(component: Component, zero: Point) -> tuple[Tensor, Tensor]:
+    return torch.exp(component.log_above(zero)), torch.exp(component.log_below(zero.mirrored))
+
+
+@lru_cache(maxsize=256, typed=True)  # components of two kinds with the same numbers are equal
+def _number_active_probs(component: Component, stretch: Stretch) -> tuple[float, float]:
+    s = torch.tensor([-stretch.gamma, stretch.zeta], dtype=torch.float64) / stretch.width
+    low, high = _component_active_probs(component, Point(s[0], s[1]))
+    return float(low), float(high)
 
 
 class BetaMixtureGate(MixtureGate):
