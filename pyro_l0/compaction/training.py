@@ -243,7 +243,7 @@ class Shrinker:
 
 
 class SelectedInputs:
-    """All examples with the inputs that a smaller network reads, chosen once after each shrinking, not in every step.
+    """All examples with the inputs that a smaller network reads, chosen when some left, not in every step.
 
     A network some of whose inputs left begins by selecting the others. Inside of :meth:`of` it does not, and takes
     examples from the tensor that the context yields.
@@ -281,8 +281,9 @@ class SelectedInputs:
             yield self.inputs
             return
         name, select = found
-        if select is not self._select:
-            self._select, self._selected = select, select(self.inputs)
+        if not _same(select, self._select):  # a shrinking may leave the inputs as they are
+            self._selected = select(self.inputs)
+        self._select = select
         setattr(network, name, nn.Identity())
         try:
             yield self._selected
@@ -298,6 +299,13 @@ def _first_select(network: nn.Module) -> tuple[str, Select] | None:
     modules = dict(network.named_children())
     select = modules.get(str(readers[0].target)) if len(readers) == 1 else None
     return (str(readers[0].target), select) if isinstance(select, Select) else None
+
+
+def _same(select: Select, other: Select | None) -> bool:
+    """Whether two modules select the same units."""
+    if select is other or other is None:
+        return select is other
+    return select.dim == other.dim and torch.equal(select.index, other.index)
 
 
 def _layer_slices(graph: GateGraph, found: Plan, small: nn.Module) -> _Replaced:

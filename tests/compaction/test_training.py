@@ -262,6 +262,16 @@ def test_a_network_that_reads_all_inputs_gets_them_as_they_are():
             assert inputs is x
 
 
+def test_inputs_are_not_selected_anew_when_a_shrinking_left_them():
+    """Another network, with a module of its own for the same inputs."""
+    selected = SelectedInputs(torch.randn(20, 6))
+    networks = [pruned_inputs(nn.Linear(6, hidden), nn.Linear(hidden, 2)) for hidden in (3, 2)]
+    with selected.of(networks[0]) as inputs:
+        pass
+    with selected.of(networks[1]) as again:
+        assert again is inputs
+
+
 def test_inputs_are_selected_anew_after_a_shrinking():
     selected = SelectedInputs(torch.arange(6.0).expand(2, 6))
     for kept in ([0, 2, 3, 5], [1, 4]):
