@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.graph import GateGraph, read_network
 
-__all__ = ["Analysis", "Plan", "along", "analyse", "is_uniform", "plan"]
+__all__ = ["Analysis", "Plan", "along", "analyse", "is_uniform", "plan", "plan_graph"]
 
 Offset = Literal["none", "vector", "map"]
 _FORMAT = 1
@@ -105,7 +105,11 @@ def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor)
         (0, 2)
     """
     check_gates(network, gates)
-    graph = read_network(network, example_input)
+    return plan_graph(read_network(network, example_input), gates, example_input.shape)
+
+
+def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch.Size) -> Plan:
+    """:func:`plan` for a network that was read already, with gates that were checked."""
     found = analyse(graph, gates)
     needed: dict[str, Tensor] = {
         name: torch.zeros(step.size, dtype=torch.bool) for name, step in graph.steps.items() if step.kind != "shape"
@@ -140,7 +144,7 @@ def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor)
         )
     ]
     return Plan(
-        tuple(example_input.shape),
+        tuple(input_shape),
         {site: tuple(value.double().tolist()) for site, value in gates.items()},
         {name: tuple(units.nonzero().flatten().tolist()) for name, units in kept.items()},
         found.offsets,

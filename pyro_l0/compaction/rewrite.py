@@ -18,7 +18,7 @@ from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import GateGraph, is_homogeneous, read_network
 from pyro_l0.nn.pieces import Constant, Expand, Select, Shift
 
-__all__ = ["Compacted", "CompactionError", "compact", "load_compacted", "rewrite"]
+__all__ = ["Compacted", "CompactionError", "compact", "load_compacted", "rewrite", "rewrite_graph"]
 
 _SEED = 0
 _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -160,7 +160,11 @@ def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.Grap
     """
     like = next(network.parameters(), torch.zeros(()))
     example = torch.zeros(plan.input_shape, dtype=like.dtype, device=like.device)
-    graph = read_network(network, example)
+    return rewrite_graph(read_network(network, example), plan, like, keep_gates)
+
+
+def rewrite_graph(graph: GateGraph, plan: Plan, like: Tensor, keep_gates: bool) -> fx.GraphModule:
+    """:func:`rewrite` for a network that was read already, whose parameters are like one of them."""
     names = {name for name, step in graph.steps.items() if step.kind != "shape"}
     if names != plan.kept.keys() or set(graph.sites.values()) != plan.gates.keys():
         raise ValueError(

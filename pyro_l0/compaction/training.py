@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_l0.compaction.plan import Plan, plan
-from pyro_l0.compaction.rewrite import rewrite
+from pyro_l0.compaction.plan import Plan, plan_graph
+from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
 from pyro_l0.nn.cost import square_norms
+from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, read_network
 from pyro_l0.nn.pieces import Select
@@ -167,7 +168,11 @@ class Shrinker:
             return False
         network = self.main.holder.get_submodule(self.main.path)
         like = next(network.parameters())
-        found = plan(network, {site: gate.to(like) for site, gate in open_gates.items()}, self.example_input[:1])
+        open_gates = {site: gate.to(like) for site, gate in open_gates.items()}
+        check_gates(network, open_gates)
+        example = self.example_input[:1]
+        graph = read_network(network, example)
+        found = plan_graph(graph, open_gates, example.shape)
         if not next(reversed(found.kept.values())):
             warnings.warn(
                 "All gates of a layer are closed for good, so that the network's output would be a constant; it is "
@@ -175,7 +180,7 @@ class Shrinker:
                 stacklevel=2,
             )
             return False
-        self._carry_out(found)
+        self._carry_out(found, graph)
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,14 +200,13 @@ class Shrinker:
             ValueError: the state is of another network.
         """
         for text in state["plans"]:
-            self._carry_out(Plan.from_json(text))
+            network = self.main.holder.get_submodule(self.main.path)
+            self._carry_out(Plan.from_json(text), read_network(network, self.example_input[:1]))
         if state["streaks"].keys() != self._streaks.keys():
             raise ValueError(f"Expected the state of gate sites {sorted(self._streaks)}.")
         self._streaks = {site: streak.clone() for site, streak in state["streaks"].items()}
 
-    def _carry_out(self, found: Plan) -> None:
-        network = self.main.holder.get_submodule(self.main.path)
-        graph = read_network(network, self.example_input[:1])
+    def _carry_out(self, found: Plan, graph: GateGraph) -> None:
         units: dict[str, Tensor] = {site: torch.empty(0, dtype=torch.long) for site in self._kept}
         for name, step in graph.steps.items():
             if step.kind == "gate":
@@ -231,9 +235,13 @@ class Shrinker:
     def _replace(
         self, replica: Replica, found: Plan, graph: GateGraph | None, units: Mapping[str, Tensor]
     ) -> _Replaced:
-        """Put the smaller network in the place of one, and return what became of the parameters."""
+        """Put the smaller network in the place of one; return what became of its parameters if its graph is given."""
         old = replica.holder.get_submodule(replica.path)
-        small = rewrite(old, found, keep_gates=True).train(old.training)
+        if graph is None:
+            small = rewrite(old, found, keep_gates=True)
+        else:
+            small = rewrite_graph(graph, found, next(old.parameters()), keep_gates=True)
+        small.train(old.training)
         replaced: _Replaced = {} if graph is None else _layer_slices(graph, found, small)
         parent, _, name = replica.path.rpartition(".")
         setattr(replica.holder.get_submodule(parent), name, small)
