@@ -286,6 +286,12 @@ class MixtureReference(StretchedReference):
         s = self._unstretched(z)
         return (1 - self.weight) * (1 - self.R0(s)) + self.weight * self.R0(1 - s)
 
+    def logit_slope(self, s):
+        """Change of s with the logits at a fixed value of the cdf (eq. 12)."""
+        gap = self.R0(s) - 1 + self.R0(1 - s)
+        density = (1 - self.weight) * self.r0(s) + self.weight * self.r0(1 - s)
+        return self.weight * (1 - self.weight) * gap / density
+
     def quantile(self, u):
         """Bisection; the clipped values need no search."""
         low, high = mp.mpf(0), mp.mpf(1)

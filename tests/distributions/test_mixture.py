@@ -9,8 +9,14 @@ from torch.autograd import gradcheck
 from pyro_l0 import _components
 from pyro_l0.distributions import ExponentialGate, ExponentialUniformGate, HardConcrete, PowerLawGate
 from tests.cases import FAMILIES, build
+from tests.reference import ExponentialReference, ExponentialUniformReference, PowerLawReference, mp
 
 MIXTURES = FAMILIES[3:6]
+REFERENCES = {
+    _components.Exponential: ExponentialReference,
+    _components.ExponentialUniform: ExponentialUniformReference,
+    _components.PowerLaw: PowerLawReference,
+}
 CASES = [(family, parameters) for family in MIXTURES for parameters in family.parameters]
 
 
@@ -68,6 +74,28 @@ def test_the_two_ways_to_draw_agree(case):
     (expected,) = torch.autograd.grad(general.sum(), logits)
     torch.testing.assert_close(fused, general, rtol=0, atol=1e-15)
     torch.testing.assert_close(slope, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 6e-6)], ids=str)
+@pytest.mark.parametrize(
+    "component",
+    [
+        *(_components.Exponential(beta) for beta in (1e-3, 1.0, 30.0, 300.0)),
+        *(_components.ExponentialUniform(beta, share) for beta in (0.1, 25.0, 90.0) for share in (1e-6, 0.9)),
+        *(_components.PowerLaw(beta) for beta in (1.5, 40.0, 300.0)),
+    ],
+    ids=repr,
+)
+def test_slopes_of_the_logits(component, dtype, tolerance):
+    """The closed forms, from narrow to wide interiors and up to weights of e^-80."""
+    s = torch.tensor([1e-3, 1 / 12, 0.3, 0.5, 0.875, 1 - 1 / 64], dtype=dtype)
+    for logits in (-80.0, -20.0, -1.0, 0.0, 3.0, 60.0):
+        found = component.logit_slope(torch.full_like(s, logits), _components.Point(s, 1 - s))
+        reference = REFERENCES[type(component)](logits, *component)
+        exact = [float(reference.logit_slope(mp.mpf(x))) for x in s.tolist()]
+        kept = [i for i, x in enumerate(exact) if x < 1e37]  # float32 ends soon after
+        expected = torch.tensor(exact, dtype=torch.float64)[kept]
+        torch.testing.assert_close(found.double()[kept], expected, rtol=tolerance, atol=1e-37)
 
 
 def test_a_draw_has_no_second_derivative():
