@@ -12,6 +12,8 @@ from pyro_l0._numerics import log1mexp
 
 __all__ = ["interior_quantile", "log_above", "log_below", "log_between", "log_density", "quantile_of_exponential"]
 
+_SMALL = -40.0  # log of a number that is lost beside 1
+
 
 def log_above(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Log of the survival function."""
@@ -20,7 +22,11 @@ def log_above(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def log_below(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Log of the cdf."""
-    return log1mexp(-log_above(log_s, a, b))
+    log_power = a * log_s
+    first = torch.log(b) + log_power
+    # b s^a to rounding, where s^a itself would underflow.
+    small = (log_power < _SMALL) & (first < _SMALL)
+    return torch.where(small, first, log1mexp(-b * log1mexp(-torch.where(small, _SMALL, log_power))))
 
 
 def log_between(log_low: Tensor, log_high: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -170,7 +170,8 @@ def klterm_from_ratio(log_q: Tensor, x: Tensor, log_p: Tensor) -> Tensor:
     q = torch.exp(log_q)
     # Far above, exp(log_p) stays finite where exp(log_q) * exp(x) would be 0 * inf.
     close = q * psi(torch.where(near, x, 0.0))
-    far = torch.where(near, 0.0, torch.exp(log_p) - q - q * x)
+    # An atom without mass under q in float arithmetic contributes p, whatever the ratio.
+    far = torch.where(near, 0.0, torch.exp(log_p) - q - q * torch.where(q > 0, x, 0.0))
     return torch.where(near, close, far)
 
 
@@ -220,8 +221,8 @@ def make_stretch(gamma: float | Tensor, zeta: float | Tensor, dtype: torch.dtype
     """The numbers that follow from the stretch limits, in double; tensors come back in ``dtype``."""
     if not isinstance(gamma, Tensor) and not isinstance(zeta, Tensor):
         return _number_stretch(gamma, zeta)
-    low = torch.as_tensor(gamma).double()
-    high = torch.as_tensor(zeta).double()
+    low = torch.as_tensor(gamma, dtype=torch.float64)
+    high = torch.as_tensor(zeta, dtype=torch.float64)
     low, high = torch.broadcast_tensors(low.to(high.device), high.to(low.device))
     t0 = torch.log(-low) - torch.log(high)
     t1 = torch.log1p(-low) - torch.log(high - 1)
@@ -833,13 +834,21 @@ def _reflect(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def rectified_normal_log_interior_prob(loc: Tensor, scale: Tensor) -> Tensor:
     """log P(0 < z < 1)."""
     a, b, _ = _reflect(-loc / scale, (1 - loc) / scale)
+    # A wide scale makes the interval narrow, and a difference of its ends' probabilities cancels; there a series of
+    # the density about the middle. The terms left out are below (middle * width)^6 / 322560.
+    middle, width = (0.5 - loc) / scale, 1 / scale
+    narrow = width * middle.abs().clamp(min=1.0) < (0.01 if a.dtype == torch.float64 else 0.1)
+    m, w = torch.where(narrow, middle, 0.0).square(), torch.where(narrow, width, 0.01)
+    series = w.square() / 24 * (m - 1) + w.square().square() / 1920 * (m * m - 6 * m + 3)
+    about_middle = torch.log(w) + torch.log1p(series) - 0.5 * (m + _LOG_2PI)
+    a, b = torch.where(narrow, -1.0, a), torch.where(narrow, 1.0, b)
     tail = b < 0.5
     a_tail, b_tail = torch.where(tail, a, -2.0), torch.where(tail, b, -1.0)
     log_b = log_ndtr(b_tail)
     in_tail = log_b + log1mexp(log_b - log_ndtr(a_tail))
     a_centre, b_centre = torch.where(tail, -1.0, a), torch.where(tail, 1.0, b)
     centre = torch.log(0.5 * (torch.erf(b_centre / _SQRT_2) - torch.erf(a_centre / _SQRT_2)))
-    return torch.where(tail, in_tail, centre)
+    return torch.where(narrow, about_middle, torch.where(tail, in_tail, centre))
 
 
 def rectified_normal_mean(loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

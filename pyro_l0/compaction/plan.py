@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any, Literal, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.graph import GateGraph, read_network
+from pyro_l0.nn.pieces import Constant, Expand
 
 __all__ = ["Analysis", "Plan", "along", "analyse", "is_uniform", "plan", "plan_graph"]
 
@@ -83,7 +85,7 @@ class Analysis:
     offsets: dict[str, Offset]
 
 
-def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor) -> Plan:
+def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor, keep_gates: bool = False) -> Plan:
     """Find the units that neither vary with the input nor reach the output.
 
     A unit leaves if its gate is 0, if everything that reads it is gone, or if everything that it reads is gone. What
@@ -94,6 +96,8 @@ def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor)
         network: a network with gates; it is not changed.
         gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
         example_input: one batch, for the shapes.
+        keep_gates: whether the gates that are not 0 stay in the network, for :func:`rewrite` with the same option.
+            Then what such a gate makes of a constant is no constant.
 
     Raises:
         ValueError: a gate has no value or a wrong one, or the network holds an operation that can't be followed.
@@ -105,12 +109,12 @@ def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor)
         (0, 2)
     """
     check_gates(network, gates)
-    return plan_graph(read_network(network, example_input), gates, example_input.shape)
+    return plan_graph(read_network(network, example_input), gates, example_input.shape, keep_gates)
 
 
-def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch.Size) -> Plan:
+def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch.Size, keep_gates: bool) -> Plan:
     """:func:`plan` for a network that was read already, with gates that were checked."""
-    found = analyse(graph, gates)
+    found = analyse(graph, gates, keep_gates)
     needed: dict[str, Tensor] = {
         name: torch.zeros(step.size, dtype=torch.bool) for name, step in graph.steps.items() if step.kind != "shape"
     }
@@ -132,9 +136,19 @@ def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch
             sources = torch.zeros(graph.steps[step.parents[0]].size, dtype=torch.bool)
             sources[step.source[here]] = True
             here = sources
+        elif step.kind == "expand":
+            assert step.source is not None
+            sources = torch.zeros(graph.steps[step.parents[0]].size, dtype=torch.bool)
+            sources[step.source[here & (step.source >= 0)]] = True
+            here = sources
         for parent in step.parents:
             needed[parent] = needed[parent] | here
     kept = {name: here & found.varies[name] for name, here in needed.items()}
+    if keep_gates:  # a gate that acts at several places has one size
+        for site in set(graph.sites.values()):
+            places = [name for name, step in graph.steps.items() if step.kind == "gate" and graph.site(name) == site]
+            anywhere = reduce(torch.logical_or, [kept[name] for name in places])
+            kept.update(dict.fromkeys(places, anywhere))
     shifts = [
         name
         for name, step in graph.steps.items()
@@ -154,12 +168,13 @@ def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch
 
 
 @torch.no_grad()
-def analyse(graph: GateGraph, gates: Mapping[str, Tensor]) -> Analysis:
+def analyse(graph: GateGraph, gates: Mapping[str, Tensor], keep_gates: bool = False) -> Analysis:
     """Follow constants through a network whose gates are fixed.
 
     Args:
         graph: the network.
         gates: values by site.
+        keep_gates: whether gates that are not 0 stay random, so that what they make of a constant varies.
     """
     varies: dict[str, Tensor] = {}
     constants: dict[str, Tensor] = {}
@@ -170,7 +185,13 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor]) -> Analysis:
         step = graph.steps[name]
         if step.kind == "shape":
             continue
-        shape = None if step.kind == "output" else (1, *node.meta["tensor_meta"].shape[1:])
+        shape = None if step.kind == "output" else (1, *node.meta["shape"][1:])
+        if step.kind == "constant":
+            constant = graph.modules[str(node.target)]
+            assert isinstance(constant, Constant)
+            varies[name] = torch.zeros(step.size, dtype=torch.bool)
+            constants[name] = constant.value.cpu()
+            continue
         if step.kind == "input":
             assert shape is not None
             varies[name] = torch.ones(step.size, dtype=torch.bool)
@@ -180,6 +201,8 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor]) -> Analysis:
         before, value = varies[parent], constants[parent]
         if step.kind == "gate":
             gate = gates[graph.site(name)].to(value)
+            if keep_gates:
+                before = before | value.movedim(step.dim, 0).flatten(1).ne(0).any(1)
             before, value = before & (gate != 0), value * along(gate, value.dim(), step.dim)
         elif step.kind == "layer":
             offsets[name], value = _layer_on_constants(graph, name, value)
@@ -192,6 +215,12 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor]) -> Analysis:
             else:  # units were selected
                 assert step.source is not None
                 value = value.index_select(step.dim, step.source)
+        elif step.kind == "expand":
+            expand = graph.modules[str(node.target)]
+            assert step.source is not None
+            assert isinstance(expand, Expand)
+            before = before[step.source.clamp(min=0)] & (step.source >= 0)
+            value = copy.deepcopy(expand).cpu()(value)
         elif step.kind == "add":
             other = step.parents[1]
             before, value = before | varies[other], value + constants[other]
@@ -239,8 +268,15 @@ def _on_constants(node: fx.Node, modules: Mapping[str, nn.Module], x: Tensor) ->
     """A unitwise operation's value on the constant units; the others' is meaningless."""
     if node.op == "call_module":
         return cast(Tensor, copy.deepcopy(modules[str(node.target)]).cpu().eval()(x))
-    args = tuple(x if isinstance(arg, fx.Node) else arg for arg in node.args)
-    kwargs = {key: x if isinstance(arg, fx.Node) else arg for key, arg in node.kwargs.items()}
+
+    def value(arg: Any) -> Any:
+        def of(node: fx.Node) -> Any:
+            return x if node.meta["value"] is None else node.meta["value"]
+
+        return fx.map_arg(arg, of)
+
+    args = tuple(value(arg) for arg in node.args)
+    kwargs = {key: value(arg) for key, arg in node.kwargs.items()}
     if node.op == "call_method":
         return cast(Tensor, getattr(x, str(node.target))(*args[1:], **kwargs))
     assert callable(node.target)

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pyro_l0.compaction.plan import Plan, along, analyse, plan
 from pyro_l0.nn.fixed import FixedGate, fix_gates
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.graph import GateGraph, is_homogeneous, read_network
+from pyro_l0.nn.graph import GateGraph, dims_read, is_homogeneous, read_network
 from pyro_l0.nn.pieces import Constant, Expand, Select, Shift
 
 __all__ = ["Compacted", "CompactionError", "compact", "load_compacted", "rewrite", "rewrite_graph"]
 
 _SEED = 0
+_DROPOUT: dict[Any, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
 _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -140,7 +142,7 @@ def _certify(reference: nn.Module, small: nn.Module, example_input: Tensor) -> f
     noise = torch.randn(example_input.shape, generator=generator, dtype=example_input.dtype).to(example_input.device)
     worst = 0.0
     for x in (example_input, noise, 3 * noise.flip(0)):
-        expected, got = reference(x), small(x)
+        expected, got = reference(x.clone()), small(x.clone())
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         difference = float((got - expected).abs().max()) / scale if expected.numel() else 0.0
         worst = max(worst, difference) if difference == difference else float("nan")
@@ -153,7 +155,8 @@ def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.Grap
     Args:
         network: the network that the plan was made for, with any weights.
         plan: see :func:`~pyro_l0.compaction.plan.plan`.
-        keep_gates: leave the gates of the units that stay in the network, to train on, in place of their values.
+        keep_gates: leave the gates of the units that stay in the network, to train on, in place of their values; the
+            plan must have been made for it.
 
     Raises:
         ValueError: the plan is of another network, or a reshape can't be carried out on fewer units.
@@ -188,7 +191,7 @@ class _Rewriter:
         self.like = like
         gates = {site: torch.tensor(value, dtype=like.dtype) for site, value in plan.gates.items()}
         self.gates = gates
-        self.constants = analyse(graph, gates).constants
+        self.constants = analyse(graph, gates, keep_gates).constants
         self.nodes = {node.name: node for node in graph.graph.nodes}
         self.graph = fx.Graph()
         self.modules: dict[str, nn.Module] = {}
@@ -281,15 +284,16 @@ class _Rewriter:
     # ------------------------------------------------------------ one method per kind of node
 
     def _gate(self, name: str) -> None:
-        units = self._units(name)
-        x, scale = self._scaled(self.old.steps[name].parents[0], units, name)
+        units, parent = self._units(name), self.old.steps[name].parents[0]
         if self.keep_gates:
+            # Some of its units may be constant here, or of use at another place alone.
+            x = self._with_units(parent, units, name)
             path = str(self.nodes[name].target)
-            if path in self.modules and cast(Gate, self.modules[path]).size != len(units):
-                raise ValueError(f"Expected gate {path!r} to keep the same units wherever it acts.")
-            self._add(name, path, _gate_like(cast(Gate, self.old.modules[path]), units), x)
-            self.scales[name] = None
+            if path not in self.modules:
+                self.modules[path] = _gate_like(cast(Gate, self.old.modules[path]), units)
+            self.values[name], self.scales[name] = self.graph.call_module(path, (x,)), None
             return
+        x, scale = self._scaled(parent, units, name)
         gate = self.gates[self.old.site(name)][list(units)]
         scale = gate if scale is None else scale * gate
         self.values[name], self.scales[name] = x, None if bool((scale == 1).all()) else scale
@@ -341,6 +345,10 @@ class _Rewriter:
         self.scales[name] = scale
         if module is not None:
             self._add(name, str(node.target), copy.deepcopy(module), x)
+        elif self.keep_gates and node.target in _DROPOUT:
+            # Traced as it is evaluated, where it does nothing; as a module it follows the network's mode.
+            p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+            self._add(name, f"dropout_{name}", _DROPOUT[node.target](cast(float, p)), x)
         else:
             self.values[name] = self._copy(node, {parent: x})
 
@@ -369,7 +377,7 @@ class _Rewriter:
                 y = self._call(str(node.target), copy.deepcopy(self.old.modules[str(node.target)]), x)
             else:
                 y = self._copy(node, {parent: x})
-        elif len(node.meta["tensor_meta"].shape) == 2:
+        elif len(node.meta["shape"]) == 2:
             # Sizes written into the reshape no longer hold; with the batch in front it is a flattening.
             y = self.graph.call_function(torch.flatten, (x, 1))
         else:
@@ -379,6 +387,12 @@ class _Rewriter:
             y = self._call(f"select_{name}", Select(places, step.dim), y)
             scale = None if scale is None else scale[places]
         self.values[name], self.scales[name] = y, scale
+
+    def _expand(self, name: str) -> None:
+        source = self.old.steps[name].source
+        assert source is not None
+        stems = [int(source[unit]) for unit in self._units(name)]
+        self.values[name], self.scales[name] = self._scaled(self.old.steps[name].parents[0], stems, name)
 
     def _sum(self, name: str) -> None:
         step, units = self.old.steps[name], self._units(name)
@@ -396,12 +410,14 @@ class _Rewriter:
     def _copy(self, node: fx.Node, values: Mapping[str, fx.Node]) -> fx.Node:
         """The same function or method on new arguments."""
 
-        def argument(old: fx.Node) -> fx.Node:
+        def argument(old: fx.Node) -> Any:
             if old.name in values:
                 return values[old.name]
             step = self.old.steps[old.name]
             if step.kind != "shape":
                 return self.values[old.name]
+            if self.old.steps[node.name].kind == "unitwise" and self.old.steps[node.name].dim in dims_read(old):
+                return old.meta["value"]  # a number of units, which is another one now
             if old.name not in self.values:
                 self.values[old.name] = self.graph.node_copy(old, argument)
             return self.values[old.name]
@@ -438,7 +454,7 @@ def _layer_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Mo
         )
     state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     layer.load_state_dict(state)
-    return layer
+    return _frozen_like(layer, module)
 
 
 def _batch_norm_like(module: nn.Module, units: list[int], scale: Tensor | None) -> nn.Module:
@@ -455,4 +471,12 @@ def _batch_norm_like(module: nn.Module, units: list[int], scale: Tensor | None) 
         state["weight"] = state["weight"] * scale
         state["running_mean"] = state["running_mean"] / scale
     norm.load_state_dict(state)
-    return cast(nn.Module, norm)
+    return _frozen_like(norm, module)
+
+
+def _frozen_like(small: nn.Module, module: nn.Module) -> nn.Module:
+    """A module whose parameters need a gradient if those of another do; new ones if all of its weights do."""
+    needs = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    for name, parameter in small.named_parameters():
+        parameter.requires_grad_(needs.get(name, needs.get("weight", True)))
+    return small

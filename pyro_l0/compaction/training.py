@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
@@ -75,7 +76,7 @@ class Shrinker:
         holder: the module that holds the network; the network in it is replaced.
         path: the network's path in ``holder``.
         guide: the guide of its gates.
-        example_input: one batch of the network's inputs, for the shapes.
+        example_input: one batch of the network's inputs, for the shapes; it is kept.
         optimiser: trains the network's and the guide's parameters.
         elbo: an objective whose coefficients by site lose the sites that leave.
         replicas: averaged copies of the network and the guide, which shrink with them.
@@ -83,7 +84,8 @@ class Shrinker:
         patience: calls in a row that a gate must be closed.
 
     Raises:
-        ValueError: ``threshold`` is not in (0, 1) or ``patience`` is not positive.
+        ValueError: ``threshold`` is not in (0, 1) or ``patience`` is not positive, the guide lacks a gate of the
+            network, or layers are parametrised or share weights.
 
     Example:
         >>> import pyro
@@ -124,7 +126,15 @@ class Shrinker:
         self.elbo = elbo
         self.threshold = threshold
         self.patience = patience
-        gates = gate_names(holder.get_submodule(path))
+        network = holder.get_submodule(path)
+        gates = gate_names(network)
+        _check_trainable(network)
+        missing = gates.keys() - guide.posterior().keys()
+        if missing:
+            raise ValueError(
+                f"Expected the guide to hold the network's gates, but it has none for {sorted(missing)}; call it once "
+                "with the model's arguments, and name the gates as the model does."
+            )
         self._sizes = {site: gate.size for site, gate in gates.items()}
         self._kept = {site: torch.arange(gate.size) for site, gate in gates.items()}
         self._streaks = {site: torch.zeros(gate.size, dtype=torch.long) for site, gate in gates.items()}
@@ -159,20 +169,21 @@ class Shrinker:
         """Look at the gates, and shrink if some are closed for good; True if the network was replaced."""
         posterior = self.main.guide.posterior()
         for site, gate in posterior.items():
+            if site not in self._streaks:  # a gate elsewhere
+                continue
             # A family without exact zeros is at its least probability always, and never closed.
             unlikely = gate.active_prob - gate.least_active_prob <= self.threshold
             closed = (unlikely & (gate.test_gate == 0)).cpu()
             self._streaks[site] = torch.where(closed, self._streaks[site] + 1, 0)
-        open_gates = {site: (self._streaks[site] < self.patience).float() for site in posterior}
+        open_gates = {site: (streak < self.patience).float() for site, streak in self._streaks.items()}
         if all(bool(gate.all()) for gate in open_gates.values()):
             return False
         network = self.main.holder.get_submodule(self.main.path)
         like = next(network.parameters())
         open_gates = {site: gate.to(like) for site, gate in open_gates.items()}
         check_gates(network, open_gates)
-        example = self.example_input[:1]
-        graph = read_network(network, example)
-        found = plan_graph(graph, open_gates, example.shape)
+        graph = read_network(network, self.example_input)
+        found = plan_graph(graph, open_gates, self.example_input.shape, keep_gates=True)
         if not next(reversed(found.kept.values())):
             warnings.warn(
                 "All gates of a layer are closed for good, so that the network's output would be a constant; it is "
@@ -180,6 +191,7 @@ class Shrinker:
                 stacklevel=2,
             )
             return False
+        self._check_state()
         self._carry_out(found, graph)
         return True
 
@@ -200,8 +212,9 @@ class Shrinker:
             ValueError: the state is of another network.
         """
         for text in state["plans"]:
-            network = self.main.holder.get_submodule(self.main.path)
-            self._carry_out(Plan.from_json(text), read_network(network, self.example_input[:1]))
+            network, found = self.main.holder.get_submodule(self.main.path), Plan.from_json(text)
+            like = next(network.parameters())
+            self._carry_out(found, read_network(network, like.new_zeros(found.input_shape)))
         if state["streaks"].keys() != self._streaks.keys():
             raise ValueError(f"Expected the state of gate sites {sorted(self._streaks)}.")
         self._streaks = {site: streak.clone() for site, streak in state["streaks"].items()}
@@ -215,6 +228,7 @@ class Shrinker:
         for replica in self.replicas:
             self._replace(replica, found, None, units)
         _move(self.optimiser, replaced)
+        self._add_biases(graph)
         for site, index in units.items():
             self._kept[site] = self._kept[site][index]
             self._streaks[site] = self._streaks[site][index]
@@ -227,10 +241,30 @@ class Shrinker:
                 for site in gone if isinstance(value, dict) else ():
                     value.pop(site, None)
             if self.elbo.square_norm:  # of the layers that are there now
-                self.elbo.square_norm = square_norms(
-                    self.main.holder.get_submodule(self.main.path), self.example_input[:1]
-                )
+                self.elbo.square_norm = square_norms(self.main.holder.get_submodule(self.main.path), self.example_input)
         self._plans.append(found)
+
+    def _check_state(self) -> None:
+        """Refuse an optimiser whose state can't be cut to the parameters that are left."""
+        for parameter, state in self.optimiser.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"Expected an optimiser whose state has the shapes of the parameters, but {key!r} of "
+                        f"{type(self.optimiser).__name__} has {tuple(value.shape)} for {tuple(parameter.shape)}."
+                    )
+
+    def _add_biases(self, graph: GateGraph) -> None:
+        """Let the optimiser train the biases that layers got in place of the constants of units that left."""
+        network = self.main.holder.get_submodule(self.main.path)
+        for layer in graph.layers().values():
+            before = graph.modules[layer.path]
+            small: Any = dict(network.named_modules()).get(layer.path)
+            if small is None or before.bias is not None or small.bias is None:
+                continue
+            for group in self.optimiser.param_groups:
+                if any(parameter is small.weight for parameter in group["params"]):
+                    group["params"].append(small.bias)
 
     def _replace(
         self, replica: Replica, found: Plan, graph: GateGraph | None, units: Mapping[str, Tensor]
@@ -241,7 +275,9 @@ class Shrinker:
             small = rewrite(old, found, keep_gates=True)
         else:
             small = rewrite_graph(graph, found, next(old.parameters()), keep_gates=True)
-        small.train(old.training)
+        modes = {path: module.training for path, module in old.named_modules()}
+        for path, module in small.named_modules():
+            module.training = modes.get(path, old.training)
         replaced: _Replaced = {} if graph is None else _layer_slices(graph, found, small)
         parent, _, name = replica.path.rpartition(".")
         setattr(replica.holder.get_submodule(parent), name, small)
@@ -307,6 +343,19 @@ def _first_select(network: nn.Module) -> tuple[str, Select] | None:
     modules = dict(network.named_children())
     select = modules.get(str(readers[0].target)) if len(readers) == 1 else None
     return (str(readers[0].target), select) if isinstance(select, Select) else None
+
+
+def _check_trainable(network: nn.Module) -> None:
+    """Refuse parameters that would lose their place: parametrised ones, and one that several layers share."""
+    owners: dict[int, str] = {}
+    for path, module in network.named_modules():
+        if parametrize.is_parametrized(module):
+            raise ValueError(f"Expected layers with weights of their own, but {path!r} is parametrised.")
+        for parameter in module.parameters(recurse=False):
+            if owners.setdefault(id(parameter), path) != path:
+                raise ValueError(
+                    f"Expected layers with weights of their own, but {path!r} and {owners[id(parameter)]!r} share some."
+                )
 
 
 def _same(select: Select, other: Select | None) -> bool:

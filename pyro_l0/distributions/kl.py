@@ -5,6 +5,8 @@ Importing this module registers them with ``torch.distributions.kl_divergence``.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from pyro.distributions import Delta
 from torch import Tensor
@@ -130,9 +132,10 @@ def _narrower(x: Stretch | None, y: Stretch | None) -> Stretch:
     if x is y:
         return x
     if any(isinstance(limit, Tensor) for limit in (*x, *y)):
-        gamma = torch.maximum(torch.as_tensor(x.gamma), torch.as_tensor(y.gamma))
-        zeta = torch.minimum(torch.as_tensor(x.zeta), torch.as_tensor(y.zeta))
-        return numerics.make_stretch(gamma, zeta, torch.promote_types(gamma.dtype, zeta.dtype))
+        limits = (x.gamma, y.gamma, x.zeta, y.zeta)
+        dtype = reduce(torch.promote_types, (limit.dtype for limit in limits if isinstance(limit, Tensor)))
+        low, other_low, high, other_high = (torch.as_tensor(limit, dtype=torch.float64) for limit in limits)
+        return numerics.make_stretch(torch.maximum(low, other_low), torch.minimum(high, other_high), dtype)
     return numerics.make_stretch(max(x.gamma, y.gamma), min(x.zeta, y.zeta), torch.float64)
 
 

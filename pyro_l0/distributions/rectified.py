@@ -26,7 +26,7 @@ class Rectified(QuadratureGate):
 
     The general form of the L0 paper's gates (end of section 2.2). The named families are cases of it with closed forms
     and float32-safe tails, and are to be preferred: here the atoms' log masses are logs of the base's own cdf, which
-    lose accuracy where that is near 0 or 1.
+    lose accuracy where that is near 0 or 1, and a base in half precision stays in it.
 
     Args:
         base: a distribution of real numbers with ``cdf``, ``log_prob`` and ``rsample``, shape ``batch_shape``; its
@@ -155,7 +155,8 @@ class Rectified(QuadratureGate):
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         # Nodes come last, but a distribution broadcasts its batch from the right.
-        z = nodes.z.expand(*self.batch_shape, nodes.z.shape[-1]).movedim(-1, 0)
+        shape = torch.broadcast_shapes(self.batch_shape, nodes.z.shape[:-1])
+        z = nodes.z.expand(*shape, nodes.z.shape[-1]).movedim(-1, 0)
         return self.base.log_prob(z).movedim(0, -1) + torch.log(nodes.slope)
 
     def _cdf(self, z: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -134,6 +135,11 @@ class AutoGate(AutoGuide):
             plates = tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
             self._plans[name] = _Plan(site["fn"].event_dim, plates, template)
             shape = _full_shape(site)
+            if template is not None and not _expands(template.batch_shape, shape):
+                raise ValueError(
+                    f"Expected the parameters that {self.family.__name__} does not learn to broadcast to the shape "
+                    f"{tuple(shape)} of gate site {name!r}, but got {tuple(template.batch_shape)}; set family_options."
+                )
             learned = self._init_other(name, site, shape) if template is None else self._init_gate(template, shape)
             self.sites[_key(name)] = nn.ParameterDict(learned)
         # The guide's own sites have no use for the plates of the data.
@@ -275,6 +281,8 @@ class AutoGate(AutoGuide):
             parameters: _Parameters = self.sites[_key(name)] if plan is not None else {}
             if plan is None or plan.template is None or plan.plates or any(x.dim() != 1 for x in parameters.values()):
                 raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
+            size = next(iter(parameters.values())).numel()
+            self._plans[name] = plan._replace(template=plan.template.apply_to_tensors(partial(_rows, size, index)))
             for key, old in list(parameters.items()):
                 new = nn.Parameter(old.detach()[index.to(old.device)].clone()) if len(index) else None
                 replaced[old] = new, index
@@ -302,10 +310,11 @@ class AutoGate(AutoGuide):
             raise ValueError(f"Expected a gate site, one of {sorted(self._gate_plans())}, but got {name!r}.")
         closed = self.family.closed(**plan.template.fixed_options)
         for key, constraint in self.family.learned.items():
-            value = transform_to(constraint).inv(getattr(closed, key))
             parameter = self.sites[_key(name)]._parameters[key]
             assert parameter is not None
-            parameter.view(-1)[places.to(parameter.device)] = value.to(parameter)
+            value = transform_to(constraint).inv(getattr(closed, key)).to(parameter).expand_as(parameter).reshape(-1)
+            here = places.to(parameter.device)
+            parameter.view(-1)[here] = value[here]
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
@@ -414,8 +423,24 @@ def _slab(parameters: _Parameters) -> Normal:
 
 
 def _key(name: str) -> str:
-    """A site's name as a key of a module dict, which may hold no dots."""
-    return name.replace(".", "/")
+    """A site's name as a key of a module dict, which may hold no dots and no names of its own attributes."""
+    key = name.replace("/", "//").replace(".", "/")
+    return f"/{key}" if hasattr(_NO_SITES, key) else key
+
+
+_NO_SITES = nn.ModuleDict()
+
+
+def _rows(size: int, index: Tensor, x: Tensor) -> Tensor:
+    """Some entries of a parameter that has one for each of ``size`` gates; other parameters as they are."""
+    return x[index.to(x.device)] if x.shape == (size,) else x
+
+
+def _expands(shape: torch.Size, to: torch.Size) -> bool:
+    try:
+        return bool(torch.broadcast_shapes(shape, to) == to)
+    except RuntimeError:
+        return False
 
 
 def _full_shape(site: dict[str, Any]) -> torch.Size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any, Literal, get_args
@@ -17,7 +18,7 @@ from pyro.infer.elbo import ELBO
 from pyro.infer.util import is_validation_enabled, torch_item
 from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
-from pyro.util import warn_if_nan
+from pyro.util import check_site_shape, warn_if_nan
 from torch import Tensor
 from torch.distributions import Independent, kl_divergence
 
@@ -157,9 +158,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     def differentiable_loss(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The loss with its graph, shape ``()``; advances ``step``."""
+        """The loss with its graph, shape ``()``; advances ``step`` unless gradients are off."""
         loss = _total(self._terms(model, guide, args, kwargs))
-        self.step += 1
+        if torch.is_grad_enabled():
+            self.step += 1
         return loss
 
     def loss(self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
@@ -291,9 +293,14 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             assert posterior is not None
             if gate is not None:
                 if self.estimator is None and not gate.has_rsample and torch.is_grad_enabled():
+                    instead = (
+                        f"choose an estimator of L0_ELBO, one of {get_args(EstimatorName)}"
+                        if isinstance(gate, BernoulliGate)
+                        else "only a BernoulliGate can do without them"
+                    )
                     raise ValueError(
-                        f"The posterior at gate site {name!r}, a {type(gate).__name__}, has no pathwise draws; choose "
-                        f"an estimator of L0_ELBO, one of {get_args(EstimatorName)}."
+                        f"The posterior at gate site {name!r}, a {type(gate).__name__}, has no pathwise draws; "
+                        f"{instead}."
                     )
                 gates[name] = gate
             elif name in self.slab:
@@ -562,6 +569,9 @@ def _site_sum(name: str, value: Tensor, active: Tensor, site: Site) -> Tensor:
 
 def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    if site["cond_indep_stack"] and is_validation_enabled():
+        shaped: Any = {**site, "log_prob": log_prob}
+        check_site_shape(shaped, sys.maxsize)
     scale, mask = site["scale"], site["mask"]
     if mask is None and not isinstance(scale, Tensor):
         total: Tensor = log_prob.sum() * (sign * scale)  # one number, not one per row

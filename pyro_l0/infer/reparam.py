@@ -5,12 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pyro
-from pyro.distributions import Delta
+from pyro.distributions import Delta, MaskedDistribution
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
+from torch.distributions import Independent
 
-from pyro_l0.distributions.gate import find_gate
+from pyro_l0.distributions.gate import GateDistribution, find_gate
 
 __all__ = ["RectifyReparam"]
+
+
+def _with_base(fn: Any, gate: GateDistribution) -> Any:
+    """A gate's variable before rectification, in the wrappers of the gate."""
+    if fn is gate:
+        return gate.base_distribution()
+    inner = _with_base(fn.base_dist, gate)
+    if isinstance(fn, MaskedDistribution):
+        return inner.mask(fn._mask)
+    if isinstance(fn, Independent):
+        return inner.to_event(fn.reinterpreted_batch_ndims)
+    return inner.expand(fn.batch_shape)
 
 
 class RectifyReparam(Reparam):
@@ -40,8 +53,6 @@ class RectifyReparam(Reparam):
             raise TypeError(f"RectifyReparam expected a gate at site {name!r}, but got {fn}.")
         if msg["is_observed"]:
             raise ValueError(f"RectifyReparam expected a latent gate at site {name!r}, but it is observed.")
-        event_dim = fn.event_dim
-        base = gate.base_distribution()
-        value = gate.rectify(pyro.sample(f"{name}_base", base.to_event(event_dim)))
-        delta = Delta(value, event_dim=event_dim, validate_args=False).mask(False)
+        value = gate.rectify(pyro.sample(f"{name}_base", _with_base(fn, gate)))
+        delta = Delta(value, event_dim=fn.event_dim, validate_args=False).mask(False)
         return {"fn": delta, "value": value, "is_observed": True}

@@ -59,7 +59,7 @@ class NetworkCost:
         self.filter_sizes = dict.fromkeys(self._sizes, 0.0)
         for site, layer, units in _readers(self._graph):
             # Per gate; behind a flattening a map is as many inputs as it has places.
-            self.group_sizes[site] += layer.out_units * layer.taps * len(units) / self._sizes[site]
+            self.group_sizes[site] += layer.out_units * layer.taps * int((units >= 0).sum()) / self._sizes[site]
         for site, layer in _writers(self._graph):
             self.filter_sizes[site] += layer.in_units * layer.taps
 
@@ -117,8 +117,12 @@ def square_norms(network: nn.Module, example_input: Tensor) -> SquareNorms:
 
 
 def _readers(graph: GateGraph) -> Iterator[tuple[str, Layer, Tensor]]:
-    """Each gate site with each layer that reads its units, and the unit that each of the layer's inputs stems from."""
+    """Each gate site with each layer that reads its units, and the unit that each of the layer's inputs stems from.
+
+    That is -1 for an input that is constant. Once, where a gate acts at several places in front of a layer.
+    """
     for name, layer in graph.layers().items():
+        found: set[tuple[str, tuple[int, ...]]] = set()
         frontier = [(parent, torch.arange(layer.in_units)) for parent in graph.steps[name].parents]
         seen: set[str] = set()
         while frontier:
@@ -127,22 +131,25 @@ def _readers(graph: GateGraph) -> Iterator[tuple[str, Layer, Tensor]]:
             if parent in seen:
                 continue
             seen.add(parent)
-            if step.kind == "gate":
+            if step.kind == "gate" and (key := (graph.site(parent), tuple(units.tolist()))) not in found:
+                found.add(key)
                 yield graph.site(parent), layer, units
-            if step.kind == "reshape" and step.source is not None:
-                units = step.source[units]
+            if step.kind in ("reshape", "expand") and step.source is not None:
+                units = torch.where(units < 0, -1, step.source[units])
             elif step.kind not in ("gate", "unitwise", "add"):
                 continue
             frontier += [(before, units) for before in step.parents]
 
 
 def _writers(graph: GateGraph) -> Iterator[tuple[str, Layer]]:
-    """Each gate site with each layer that writes its units."""
+    """Each gate site with each layer that writes its units, once."""
+    found: set[tuple[str, str]] = set()
     for name, step in graph.steps.items():
         if step.kind == "gate":
             for parent in _upstream(graph, name, through={"gate", "unitwise", "add"}):
                 layer = graph.steps[parent].layer
-                if layer is not None:
+                if layer is not None and (key := (graph.site(name), layer.path)) not in found:
+                    found.add(key)
                     yield graph.site(name), layer
 
 
@@ -209,6 +216,8 @@ class _SquareNorm:
             assert isinstance(weight, Tensor)
             norms = _squared_columns(weight)
             if len(units) != self.size:
-                norms = norms.new_zeros(self.size).index_add(0, units.to(norms.device), norms)
+                # One more place at the end for inputs that are constant.
+                norms = norms.new_zeros(self.size + 1).index_add(0, (units % (self.size + 1)).to(norms.device), norms)
+                norms = norms[:-1]
             total = norms if total is None else total + norms
         return torch.zeros(self.size) if total is None else total

@@ -74,7 +74,12 @@ def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Ga
     for name, layer in layers.items():
         value = gates[name]
         if value.shape != (layer.size,):
-            raise ValueError(f"Expected gates[{name!r}] of shape ({layer.size},), but got {tuple(value.shape)}.")
+            why = (
+                " (a gate per example, as of a network that is called inside the data plate?)"
+                if value.dim() > 1
+                else ""
+            )
+            raise ValueError(f"Expected gates[{name!r}] of shape ({layer.size},), but got {tuple(value.shape)}{why}.")
         if not bool(((value >= 0) & (value <= 1)).all()):
             raise ValueError(f"Expected gates[{name!r}] in [0, 1], but got {value}.")
     return layers

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
+import pyro
 import torch
 from pyro.infer.elbo import ELBOModule
+from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,8 +82,10 @@ class Gate(nn.Module):
         if self.site_name is None:
             self.site_name = _path_on_stack(self)
         z = sample(self.site_name, self._site)
+        if z.dim() > 1:
+            _warn_inside_data(self.site_name)
         if z.dim() == 1 and z.requires_grad and not torch.compiler.is_compiling():
-            if self.dim in (-1, x.dim() - 1) and not x.requires_grad:
+            if self.dim in (-1, x.dim() - 1) and x.dim() > 1 and not x.requires_grad:
                 return defer_product(x, z)
             if self.dim == 1 and x.dim() > 2:
                 return defer_product(x, z, 1)
@@ -122,12 +127,33 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
 
 
 def gate_names(network: nn.Module) -> dict[str, Gate]:
-    """The gates of a network by site name; those without a name yet go by their path in this network."""
-    return {
-        module.site_name or path or "gate": module
-        for path, module in network.named_modules()
-        if isinstance(module, Gate)
-    }
+    """The gates of a network by site name; those without a name yet go by their path in this network.
+
+    Raises:
+        ValueError: two gates have one name.
+    """
+    gates: dict[str, Gate] = {}
+    for path, module in network.named_modules():
+        if isinstance(module, Gate):
+            name = module.site_name or path or "gate"
+            if name in gates:
+                raise ValueError(
+                    f"Expected gates of different names, but two are called {name!r}; give them their names by "
+                    "name_gates, which takes their paths in the whole network."
+                )
+            gates[name] = module
+    return gates
+
+
+def _warn_inside_data(name: str) -> None:
+    """Warn where a network is called in a subsampled plate, which gives every example gates of its own."""
+    for handler in runtime._PYRO_STACK:
+        if isinstance(handler, pyro.plate) and handler.subsample_size < handler.size:
+            warnings.warn(
+                f"Gate {name!r} is sampled inside the subsampled plate {handler.name!r}, so that every example has "
+                "gates of its own, and none can be pruned; call the network before the plate.",
+                stacklevel=3,
+            )
 
 
 def _path_on_stack(gate: Gate) -> str:

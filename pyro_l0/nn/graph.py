@@ -18,14 +18,24 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 
 from pyro_l0.nn.gate import Gate, gate_names
-from pyro_l0.nn.pieces import Select, Shift
+from pyro_l0.nn.pieces import Constant, Expand, Select, Shift
 
-__all__ = ["GateGraph", "Kind", "Layer", "Step", "Units", "either", "is_homogeneous", "operation", "read_network"]
+__all__ = [
+    "GateGraph",
+    "Kind",
+    "Layer",
+    "Step",
+    "Units",
+    "dims_read",
+    "either",
+    "is_homogeneous",
+    "operation",
+    "read_network",
+]
 
-Kind = Literal["input", "layer", "gate", "unitwise", "reshape", "add", "output", "shape"]
+Kind = Literal["input", "layer", "gate", "unitwise", "reshape", "expand", "constant", "add", "output", "shape"]
 
 _Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # f(s x) = s f(x) for s > 0, so that a gate between 0 and 1 may wait for the next layer's weights.
@@ -133,7 +143,8 @@ class Step:
         dim: dimension of its output that holds the units.
         size: number of units.
         layer: for layers, the layer.
-        source: for ``"reshape"``, the parent's unit that each unit stems from; None where units are mixed.
+        source: for ``"reshape"``, the parent's unit that each unit stems from; None where units are mixed. For
+            ``"expand"`` the same, and -1 for units that are constant.
     """
 
     kind: Kind
@@ -243,6 +254,15 @@ class GateGraph:
                 probs = parents[0].probs()
                 renamed = probs is not None and probs.dim() > 0 and step.source is not None
                 present[name] = Units({}, probs[step.source] if renamed and probs is not None else probs)
+            elif step.kind == "expand":
+                probs = parents[0].probs()
+                assert step.source is not None
+                stems = step.source >= 0
+                probs = torch.ones(()) if probs is None else probs
+                each = probs[step.source.clamp(min=0).to(probs.device)] if probs.dim() else probs
+                present[name] = Units({}, each * stems.to(probs))
+            elif step.kind == "constant":
+                present[name] = Units({}, torch.zeros(()))
             elif step.kind == "add":
                 present[name] = either(parents)
             else:
@@ -270,14 +290,36 @@ class GateGraph:
                     copies = torch.bincount(step.source, minlength=parent.size).tolist()
                     none = [part.prod() for part in (1 - probs)[order].split(copies)]
                     here = Units({}, 1 - torch.stack(none))
+            elif step.kind == "expand":
+                probs = here.probs()
+                if probs is not None and probs.dim():
+                    assert step.source is not None
+                    here = Units({}, probs[(step.source >= 0).to(probs.device)][_order_of_stems(step.source)])
             for parent_name in step.parents:
                 uses[parent_name].append(here)
         return needed
 
 
+def _order_of_stems(source: Tensor) -> Tensor:
+    """Order in which the units of an expansion that stem from its parent are the parent's units."""
+    return source[source >= 0].argsort()
+
+
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (Gate, Select, Shift)) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (Gate, Select, Shift, Expand, Constant)) or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+
+class _Shapes(fx.Interpreter):
+    """Notes the shapes of tensors, and the values of what is none, such as sizes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        is_tensor = isinstance(result, Tensor)
+        n.meta.update(shape=result.shape if is_tensor else None, value=None if is_tensor else result)
+        return result
 
 
 def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
@@ -302,10 +344,20 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     # Shapes alone are wanted: on a copy, whose gates pass their input on instead of asking Pyro for a sample.
     gates: dict[int, Any] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
     shadow = fx.GraphModule(copy.deepcopy(network, gates).eval(), graph)
-    with torch.no_grad():
-        ShapeProp(shadow).propagate(example_input)
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if len(inputs) != 1:
+        raise ValueError(f"Expected a network of one input, but it takes {', '.join(inputs)}.")
+    try:
+        with torch.no_grad():
+            _Shapes(shadow).run(example_input.clone())
+    except RuntimeError as error:
+        raise ValueError(
+            f"Expected an example_input that the network takes, but got one of shape {tuple(example_input.shape)}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     kinds = {node.name: _kind(node, modules) for node in graph.nodes}
     _check_single_use(graph, modules)
+    _check_in_place(graph, modules)
     dims = _unit_dims(graph, modules, kinds)
     paths = {id(gate): name for name, gate in gate_names(network).items()}
     sites = {path: paths[id(module)] for path, module in modules.items() if isinstance(module, Gate)}
@@ -330,7 +382,7 @@ def operation(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _shape(node: fx.Node) -> torch.Size | None:
-    shape: torch.Size | None = getattr(node.meta.get("tensor_meta"), "shape", None)
+    shape: torch.Size | None = node.meta.get("shape")
     return shape
 
 
@@ -364,16 +416,20 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
             return "unitwise"
         if isinstance(module, (nn.Flatten, nn.Unflatten, Select)):
             return "reshape"
+        if isinstance(module, (Expand, Constant)):
+            return "expand" if isinstance(module, Expand) else "constant"
         what = f"module {node.target!r} ({type(module).__name__})"
     else:
         inputs = _tensors(node)
-        if len(inputs) == 2 and node.target in _ADDITIONS:
+        if len(inputs) == 2 and node.target in _ADDITIONS and node.kwargs.get("alpha", 1) == 1:
             return "add"
         if len(inputs) == 1 and node.target in _RESHAPES:
             return "reshape"
         if len(inputs) == 1 and node.target in (
             _UNITWISE_FUNCTIONS if node.op == "call_function" else _UNITWISE_METHODS
         ):
+            if any(0 in dims_read(arg) for arg in node.all_input_nodes if _shape(arg) is None):
+                raise ValueError(f"Expected {node.name!r} not to depend on the size of the batch.")
             return "unitwise"
         what = f"{node.op.removeprefix('call_')} {operation(node, modules)!r}"
     raise ValueError(
@@ -386,11 +442,47 @@ def _check_single_use(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None
     seen: set[int] = set()
     for node in graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if module is None or isinstance(module, Gate) or not any(True for _ in module.parameters()):
+        norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if module is None or isinstance(module, Gate) or not (norm or any(True for _ in module.parameters())):
             continue
         if id(module) in seen:
             raise ValueError(f"Expected every layer to be called once, but {node.target!r} is called again.")
         seen.add(id(module))
+
+
+def _check_in_place(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
+    """Refuse an operation in place whose argument is used again: what is put in between may copy it."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        positional = node.target in (F.relu, F.elu, F.selu, F.leaky_relu, F.silu, F.mish, F.hardswish, F.relu6)
+        if not (
+            getattr(module, "inplace", False)
+            or node.kwargs.get("inplace", False)
+            or (positional and any(arg is True for arg in node.args))
+            or node.target is operator.iadd
+        ):
+            continue
+        changed = _tensors(node)[0]
+        if any(order[user] > order[node] for user in changed.users):
+            raise ValueError(f"Expected {node.name!r} not to change {changed.name!r} in place, which is used again.")
+
+
+def dims_read(node: fx.Node) -> set[int]:
+    """The dimensions of a tensor on whose sizes the value of a node depends that is no tensor."""
+    parents = [(arg, _shape(arg)) for arg in node.all_input_nodes]
+    sizes = [shape for _, shape in parents if shape is not None]
+    if sizes:  # the sizes of a tensor, or one of them
+        rank = len(sizes[0])
+        if node.target == "size" and len(node.args) > 1 and isinstance(node.args[1], int):
+            return {node.args[1] % rank}
+        return set(range(rank))
+    read: set[int] = set().union(*(dims_read(arg) for arg, _ in parents))
+    which = node.args[1] if node.target is operator.getitem else None
+    if isinstance(which, int | slice):
+        places = sorted(read)[which]
+        return set(places) if isinstance(places, list) else {places}
+    return read
 
 
 def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping[str, Kind]) -> dict[str, int]:
@@ -421,7 +513,7 @@ def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping
         ):
             fix(inputs[0], 1, node.target)
             fix(node, 1, node.target)
-        elif isinstance(module, (Gate, Select)):
+        elif isinstance(module, (Gate, Select, Expand)):
             fix(inputs[0], module.dim, node.target)
             fix(node, module.dim, node.target)
         if kind in ("unitwise", "add", "output"):
@@ -476,6 +568,17 @@ def _step(
     select = modules.get(str(node.target)) if node.op == "call_module" else None
     if isinstance(select, Select):
         return Step(kind, parents, dim, size, source=select.index.cpu())
+    if isinstance(select, Expand):
+        taken = size - select.constants.shape[select.dim]
+        order = select.order.cpu()
+        return Step(kind, parents, dim, size, source=torch.where(order < taken, order, -1))
+    if kind == "constant":
+        return Step(kind, (), dim, size)
+    before = _shape(inputs[0]) if kind == "reshape" else None
+    if before is not None and before[0] != shape[0]:
+        raise ValueError(
+            f"Expected reshapes to keep the batch in front, but {node.name!r} takes {tuple(before)} to {tuple(shape)}."
+        )
     if kind == "reshape":
         return Step(kind, parents, dim, size, source=_source(inputs[0], shape, dim, steps))
     if kind == "gate":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.graph import read_network
 
 __all__ = ["gate_dropout", "insert_gates"]
 
@@ -82,10 +83,12 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
         if isinstance(module, _DROPOUT) and module.p > 0
     }
     shapes: dict[nn.Module, set[tuple[int, int]]] = {module: set() for module in paths.values()}
+    read = _unit_dims(network, example_input)
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rank = inputs[0].dim()
-        dim = 1 if isinstance(module, _MAPS) or rank > 3 else -1
+        dim = read.get(module, 1 if isinstance(module, _MAPS) or rank > 3 else -1)
+        dim = -1 if dim == rank - 1 else dim
         shapes[module].add((inputs[0].shape[dim], dim))
 
     handles = [module.register_forward_pre_hook(note) for module in shapes]
@@ -110,6 +113,16 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
     new = copy.deepcopy(network, dict(made))
     gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, Gate)}
     return new, {path: 1 - paths[path].p for path in gates if path in paths}
+
+
+def _unit_dims(network: nn.Module, example_input: Tensor) -> dict[nn.Module, int]:
+    """The dimension of the units at every module, from the layers around it; none of a network that can't be traced."""
+    try:
+        graph = read_network(network, example_input)
+    except (ValueError, TypeError, RuntimeError):
+        return {}
+    modules = {node.name: graph.modules[node.target] for node in graph.graph.nodes if node.op == "call_module"}
+    return {module: graph.steps[name].dim for name, module in modules.items()}
 
 
 def _replace(network: nn.Module, path: str, module: nn.Module) -> None:

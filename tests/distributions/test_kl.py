@@ -9,7 +9,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch.distributions import kl_divergence
 
-from pyro_l0.distributions import GateDistribution, HardConcrete, RectifiedNormal
+from pyro_l0.distributions import GateDistribution, HardConcrete, HardKumaraswamy, Rectified, RectifiedNormal
 from tests.cases import FAMILIES, build, stack
 from tests.reference import HardConcreteReference, RectifiedNormalReference, kl
 
@@ -528,3 +528,46 @@ def test_shapes_that_do_not_broadcast_are_refused(pair):
 def test_every_family_is_a_gate():
     """The generic function reaches every family through one base class."""
     assert all(issubclass(family.gate, GateDistribution) for family in FAMILIES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_an_atom_below_the_smallest_number(dtype):
+    """A hard Kumaraswamy whose P(z = 0) is e^-112: its log mass, its KLs and their gradient stay finite."""
+    a = torch.tensor(45.0, dtype=dtype, requires_grad=True)
+    q = HardKumaraswamy(a, torch.tensor(0.7, dtype=dtype))
+    p = HardKumaraswamy.from_active_prob(torch.tensor(0.1, dtype=dtype))
+    assert q.log_prob_zero.item() == pytest.approx(-112.17747418, rel=1e-6)
+    divergence = kl_divergence(q, p)
+    assert divergence.item() == pytest.approx(21.2265036, rel=1e-6)
+    (slope,) = torch.autograd.grad(divergence, a)
+    assert slope.item() == pytest.approx(9.09105e-3, rel=1e-4)
+    assert kl_divergence(p, q).item() == pytest.approx(109.140405, rel=1e-6)
+
+
+def test_a_wide_rectified_normal():
+    """Hardly any mass inside, whose logarithm must not come from a difference of two ends."""
+    for loc in (0.3, 1.2, 99.0):
+        exact = RectifiedNormal(torch.tensor(loc, dtype=torch.float64), 100.0).log_interior_prob
+        found = RectifiedNormal(torch.tensor(loc), 100.0).log_interior_prob
+        torch.testing.assert_close(found.double(), exact, rtol=3e-7, atol=0)
+    q, p = (lambda dtype: RectifiedNormal(torch.tensor(1.2, dtype=dtype), 100.0)), RectifiedNormal(0.5, 0.5)
+    torch.testing.assert_close(
+        kl_divergence(q(torch.float32), p).double(), kl_divergence(q(torch.float64), p), rtol=2e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("family", [HardConcrete, HardKumaraswamy])
+def test_a_limit_that_is_a_number_keeps_its_digits(family):
+    """Beside the other limit as a tensor, in double."""
+    one = torch.ones(1, dtype=torch.float64)
+    learned = (one,) * len(family.learned)
+    mixed, numbers = family(*learned, gamma=-0.1 * one, zeta=1.001), family(*learned, gamma=-0.1, zeta=1.001)
+    torch.testing.assert_close(mixed.log_prob_one, numbers.log_prob_one, rtol=1e-14, atol=0)
+
+
+def test_shapes_that_broadcast_for_any_base():
+    """As for every other pair."""
+    r = Rectified(dist.Normal(torch.zeros(3), 1.0))
+    torch.testing.assert_close(kl_divergence(r.expand(torch.Size([2, 3])), r), torch.zeros(2, 3))
+    column = RectifiedNormal(torch.zeros(3, 1), 1.0)
+    assert kl_divergence(column, Rectified(dist.Normal(torch.zeros(4), 1.0))).shape == (3, 4)

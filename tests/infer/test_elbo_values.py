@@ -387,3 +387,29 @@ def test_families_mix():
     assert [p is loc for p in loss.parameters()] == [True]
     loss().backward()
     assert torch.isfinite(loc.grad).all()
+
+
+def test_a_likelihood_that_does_not_fit_its_plate():
+    """The classic mistake, a column beside a row, is refused as in Pyro's own losses."""
+
+    def model():
+        z = pyro.sample("z", HardConcrete(0.0))
+        with pyro.plate("data", 100):
+            pyro.sample("x", dist.Normal(z, torch.ones(())), obs=torch.zeros(100, 1))
+
+    with pytest.raises(ValueError, match='"x", invalid log_prob shape'):
+        L0_ELBO().loss(model, AutoGate(model))
+
+
+def test_steps_without_gradients_do_not_anneal():
+    """A validation loss leaves the schedule where it was."""
+
+    def model():
+        pyro.sample("z", HardConcrete(0.0))
+
+    elbo = L0_ELBO(kl_scale=lambda step: min(1.0, step / 10))
+    loss = elbo(model, AutoGate(model))
+    loss()
+    with torch.no_grad():
+        loss()
+    assert elbo.step == 1

@@ -255,3 +255,58 @@ def test_closed_form_is_taken(monkeypatch):
     guide = started()
     prior = HardConcrete.from_active_prob(0.2, temperature=0.5).expand([4])
     assert torch.isfinite(kl_divergence(guide.posterior()["a.z"], prior)).all()
+
+
+def test_parameters_per_gate_that_are_not_learned():
+    """Gates with a temperature each are closed and dropped each by its own."""
+
+    def model():
+        pyro.sample("z", HardConcrete(torch.zeros(4), temperature=torch.tensor([0.2, 0.6, 2.0, 0.7])).to_event(1))
+
+    guide = AutoGate(model, init_active_prob=0.5, init_jitter=0.0)
+    guide()
+    guide.close("z", torch.tensor([2, 0]))
+    expected = torch.tensor([1e-6, 0.5, 1e-6, 0.5])
+    torch.testing.assert_close(guide.posterior()["z"].active_prob.detach(), expected, rtol=1e-4, atol=0)
+    guide.keep({"z": torch.tensor([1, 2])})
+    gate = guide.posterior()["z"]
+    assert gate.temperature.tolist() == pytest.approx([0.6, 2.0])
+    torch.testing.assert_close(gate.active_prob.detach(), expected[1:3], rtol=1e-4, atol=0)
+
+
+def test_parameters_of_rows_of_a_subsampled_plate():
+    """The prior of one minibatch says nothing about the others."""
+
+    def model():
+        with pyro.plate("rows", 10, subsample_size=4):
+            pyro.sample("z", HardConcrete(torch.zeros(4), temperature=torch.full((4,), 0.5)))
+
+    with pytest.raises(ValueError, match=r"broadcast to the shape \(10,\) of gate site 'z', but got \(4,\)"):
+        AutoGate(model)()
+
+
+def test_names_that_modules_use_themselves():
+    """Sites may be called as they like."""
+    names = ["values", "training", "a.b", "a/b"]
+
+    def model():
+        for i, name in enumerate(names):
+            pyro.sample(name, HardConcrete(torch.zeros(i + 1)).to_event(1))
+
+    guide = AutoGate(model)
+    guide()
+    assert {name: len(gate.log_alpha) for name, gate in guide.posterior().items()} == dict(
+        zip(names, range(1, 5), strict=True)
+    )
+
+
+def test_reparameterised_gates_keep_their_mask():
+    """What was masked is not scored."""
+
+    def model():
+        with pyro.plate("units", 2):
+            pyro.sample("z", HardConcrete(torch.zeros(2)).mask(torch.tensor([True, False])))
+
+    trace = pyro.poutine.trace(pyro.poutine.reparam(model, {"z": RectifyReparam()})).get_trace()
+    trace.compute_log_prob()
+    assert trace.nodes["z_base"]["log_prob"].ne(0).tolist() == [True, False]

@@ -114,3 +114,19 @@ def test_bad_places():
         insert_gates(User(), {"convolution": Gate(4)})
     with pytest.raises(TypeError, match="a Gate for module 'conv', but got 4"):
         insert_gates(User(), {"conv": 4})
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "dim", "size"),
+    [
+        (nn.Conv1d(2, 4, 3), (3, 2, 10), 1, 4),
+        (nn.Linear(5, 7), (2, 3, 5), -1, 7),
+        (nn.Linear(5, 7), (2, 3, 4, 5), -1, 7),
+        (nn.Conv2d(2, 4, 3), (3, 2, 5, 5), 1, 4),
+    ],
+    ids=repr,
+)
+def test_dropout_becomes_gates_on_the_units_of_its_layer(layer, shape, dim, size):
+    """Whatever the rank: feature maps behind a convolution, features behind a dense layer."""
+    net, _ = gate_dropout(nn.Sequential(layer, nn.ReLU(), nn.Dropout(0.5)), torch.randn(shape))
+    assert (net[2].dim, net[2].size) == (dim, size)

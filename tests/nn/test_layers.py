@@ -238,3 +238,59 @@ def test_bad_fixed_gates(gates, message):
     """By site name."""
     with pytest.raises(ValueError, match=message):
         fix_gates(network(), gates)
+
+
+def test_what_never_asks_a_subclass_gets_the_product():
+    """Changes in place, custom functions, reentrant checkpointing, vmap: values and gradients of the plain product."""
+    torch.manual_seed(0)
+    x, z = torch.randn(4, 3, 5, 5, requires_grad=True), torch.rand(3, requires_grad=True)
+    layer, factor = nn.Conv2d(3, 2, 3), z.view(1, 3, 1, 1)
+
+    def gradients(y):
+        x.grad = z.grad = None
+        y.square().sum().backward()
+        return y.detach(), x.grad, z.grad
+
+    def changed(h):
+        h.add_(1)
+        h[:, :, 0] = 0.0
+        return layer(h)
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            return 2 * h
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def checkpointed(h):
+        return torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=True)
+
+    for use in (changed, Double.apply, checkpointed):
+        ours, plain = gradients(use(defer_product(x, z, 1))), gradients(use(x * factor))
+        for one, other in zip(ours, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    dense, rows, gates = nn.Linear(6, 2), torch.randn(7, 6), torch.rand(6, requires_grad=True)
+    torch.testing.assert_close(torch.vmap(dense)(defer_product(rows, gates)), dense(rows * gates))
+    dense.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    dense(defer_product(rows, gates)).sum().backward()
+    torch.testing.assert_close(gates.grad, (dense.weight.sum(0) * rows.sum(0)).detach())
+
+
+def test_a_network_inside_the_data_plate():
+    """Every example would have gates of its own: a warning where it happens, and a hint where it shows."""
+    net = nn.Sequential(nn.Linear(3, 4), Gate(4), nn.Linear(4, 2))
+    x, y = torch.randn(20, 3), torch.zeros(20).long()
+
+    def model():
+        with pyro.plate("data", 20, subsample_size=5) as index:
+            pyro.sample("y", dist.Categorical(logits=net(x[index])), obs=y[index])
+
+    name_gates(net)
+    guide = AutoGate(model)
+    with pytest.warns(UserWarning, match="inside the subsampled plate 'data'"):
+        guide()
+    with pytest.raises(ValueError, match="a gate per example"):
+        fix_gates(net, guide.test_gates())

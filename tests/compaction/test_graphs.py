@@ -1,0 +1,329 @@
+"""Shrinking and compaction of networks with shared gates, residual sums, sizes as arguments and aliases."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.compaction import Shrinker, compact, load_compacted
+from pyro_l0.infer import AutoGate
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names, name_gates, square_norms
+
+
+class Model(nn.Module):
+    """A network under an attribute, as in a Pyro model."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Net(nn.Module):
+    """Layers by name and a function of them."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def started(net, x, optimiser=torch.optim.Adam):
+    model = Model(net.double())
+    guide = AutoGate(model)
+    guide(x)
+    trained = optimiser([*model.parameters(), *guide.parameters()])
+    return model, guide, trained, Shrinker(model, "net", guide, x, trained, patience=1)
+
+
+def shrunk(net, x, closed):
+    """Close gates, shrink, and check that nothing else has changed."""
+    model, guide, optimiser, shrinker = started(net, x)
+    close(model, guide, shrinker, x, closed)
+    return model, guide, optimiser, shrinker
+
+
+def close(model, guide, shrinker, x, closed):
+    for site, places in closed.items():
+        guide.close(site, torch.tensor(places))
+    # Open gates between 0 and 1, so that a constant behind one shows.
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter[parameter > -3] = 0.3
+    before = fix_gates(model.net, guide.test_gates()).eval()(x.clone())
+    assert shrinker.step()
+    torch.testing.assert_close(fix_gates(model.net, guide.test_gates()).eval()(x.clone()), before, rtol=0, atol=1e-12)
+    assert compact(model.net, guide.test_gates(), x).certificate < 1e-12
+
+
+def vectors(seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(5, 3, dtype=torch.float64)
+
+
+def images():
+    torch.manual_seed(1)
+    return torch.randn(2, 3, 6, 6, dtype=torch.float64)
+
+
+def residual():
+    def forward(net, x):
+        x = torch.relu(net.first(x))
+        x = x + net.g(torch.relu(net.a(x)))
+        x = x + net.h(torch.relu(net.b(x)))
+        return net.last(x)
+
+    layers = {"first": nn.Linear(3, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    return Net(forward, g=Gate(4), h=Gate(4), **layers)
+
+
+def test_a_residual_network_shrinks_twice(tmp_path):
+    """What the first shrinking put between the layers is read by the second, by costs and by compaction."""
+    x = vectors()
+    model, guide, _, shrinker = shrunk(residual(), x, {"net.g": [1]})
+    close(model, guide, shrinker, x, {"net.h": [2]})
+    assert NetworkCost(model.net, x).group_sizes == {"net.g": 5.0, "net.h": 2.0}
+    norms = square_norms(model.net, x)
+    expected = model.net.b.weight.square().sum(0)[[0, 2, 3]] + model.net.last.weight.square().sum(0)[[0, 2, 3]]
+    torch.testing.assert_close(norms["net.g"](), expected)
+    result = compact(model.net, guide.test_gates(), x, before=shrinker.plans)
+    result.save(tmp_path / "small")
+    fresh = residual().double()
+    name_gates(fresh, "net.")
+    loaded = load_compacted(fresh, tmp_path / "small").network
+    torch.testing.assert_close(loaded(x), result.network(x), rtol=0, atol=0)
+
+
+def test_a_constant_behind_an_open_gate_stays_random():
+    """What a closed unit hands on is no constant where another gate multiplies it."""
+    x = vectors()
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.BatchNorm1d(4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    nn.init.ones_(net[3].bias)
+    _, _, _, shrinker = shrunk(net, x, {"net.2": [1]})
+    assert {site: len(units) for site, units in shrinker.kept.items()} == {"net.2": 3, "net.5": 4}
+
+    def forward(net, x):
+        x = net.first(x)
+        return net.last(x + net.h(torch.relu(net.b(net.g(torch.relu(net.a(x)))))))
+
+    layers = {"first": nn.Linear(3, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+    branch = Net(forward, g=Gate(4), h=Gate(4), **layers)
+    nn.init.ones_(branch.b.bias)
+    _, _, _, shrinker = shrunk(branch, x, {"net.g": [0, 1, 2, 3]})
+    assert list(shrinker.kept) == ["net.h"]
+
+
+@pytest.mark.parametrize(
+    ("function", "closed", "kept"),
+    [
+        (
+            lambda s, x: s.b(s.k(s.g(s.a(x)))) + s.d(s.l(s.g(s.c(x)))),
+            {"net.k": [0], "net.l": [1]},
+            {"net.g": 4, "net.k": 3, "net.l": 3},
+        ),
+        (lambda s, x: s.b(s.k(s.g(s.a(x)))) + s.d(s.g(s.c(x))), {"net.k": [0]}, {"net.g": 4, "net.k": 3}),
+        (lambda s, x: s.d(s.g(s.c(x))) + s.b(s.k(s.g(s.a(x)))), {"net.k": [0, 1, 2, 3]}, {"net.g": 4}),
+    ],
+)
+def test_a_gate_at_two_places_keeps_what_either_needs(function, closed, kept):
+    layers = {"a": nn.Linear(3, 4), "c": nn.Linear(3, 4), "b": nn.Linear(4, 2), "d": nn.Linear(4, 2)}
+    gates = {"g": Gate(4), "k": Gate(4)} | ({"l": Gate(4)} if "net.l" in closed else {})
+    model, guide, _, shrinker = shrunk(Net(function, **layers, **gates), vectors(), closed)
+    assert {site: len(units) for site, units in shrinker.kept.items()} == kept
+    assert guide.posterior().keys() == gate_names(model.net).keys()
+
+
+def test_a_gate_at_two_places_is_priced_once():
+    """Each weight once, whatever the number of places in front of it."""
+
+    def forward(net, x):
+        h = net.g(torch.relu(net.a(x)))
+        return net.b(net.g(h + torch.relu(net.m(h))))
+
+    net = Net(forward, a=nn.Linear(3, 4), m=nn.Linear(4, 4), g=Gate(4), b=nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    cost = NetworkCost(net, x)
+    assert cost.group_sizes == {"g": 6.0}
+    assert cost.filter_sizes == {"g": 7.0}
+    expected = net.m.weight.square().sum(0) + net.b.weight.square().sum(0)
+    torch.testing.assert_close(square_norms(net, x)["g"](), expected)
+
+
+def behind_gates(function):
+    return Net(
+        lambda s, x: function(s, s.g(torch.relu(s.a(x)))), a=nn.Conv2d(3, 4, 3), g=Gate(4, dim=1), b=nn.Conv2d(4, 2, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, h: s.b(h / h.shape[2]),
+        lambda s, h: s.b(h / h.shape[1]),
+        lambda s, h: s.b(F.avg_pool2d(h, h.size(3))),
+        lambda s, h: s.b(F.avg_pool2d(h, h.size()[2:])),
+    ],
+    ids=["place", "units", "pool", "pool by slice"],
+)
+def test_sizes_as_arguments(function):
+    """Sizes of places are read again, the number of units is that of the network at the start."""
+    shrunk(behind_gates(function), images(), {"net.g": [1]})
+
+
+@pytest.mark.parametrize(
+    ("net", "x", "message"),
+    [
+        (behind_gates(lambda s, h: s.b(h / h.shape[0])), images(), "not to depend on the size of the batch"),
+        (
+            Net(
+                lambda s, x: s.b(torch.add(s.g(s.a(x)), s.c(x), alpha=2)),
+                **{name: nn.Linear(3, 4) for name in "ac"},
+                g=Gate(4),
+                b=nn.Linear(4, 2),
+            ),
+            vectors(),
+            "but got function 'add'",
+        ),
+        (
+            Net(
+                lambda s, x: (lambda h: s.b(s.g(s.r(h))) + h)(s.a(x)),
+                a=nn.Linear(3, 4),
+                r=nn.ReLU(inplace=True),
+                g=Gate(4),
+                b=nn.Linear(4, 4),
+            ),
+            vectors(),
+            "not to change 'a' in place, which is used again",
+        ),
+        (
+            Net(lambda s, x: s.b(s.g(torch.relu(s.a(x))).view(-1, 4)), a=nn.Linear(3, 4), g=Gate(4), b=nn.Linear(4, 2)),
+            torch.ones(5, 6, 3, dtype=torch.float64),
+            r"keep the batch in front, but 'view' takes \(5, 6, 4\) to \(30, 4\)",
+        ),
+        (
+            nn.Sequential(nn.Linear(3, 4), Gate(4), nn.Linear(4, 2)),
+            torch.ones(2, 5, dtype=torch.float64),
+            r"example_input that the network takes, but got one of shape \(2, 5\)",
+        ),
+    ],
+    ids=["batch size", "alpha", "in place", "batch in rows", "width"],
+)
+def test_refusals(net, x, message):
+    """By name, instead of another network."""
+    with pytest.raises(ValueError, match=message):
+        NetworkCost(net.double(), x)
+
+
+def test_functional_dropout_follows_the_mode():
+    """It was traced in evaluation mode, where it does nothing."""
+    net = Net(
+        lambda s, x: s.b(F.dropout(s.g(torch.relu(s.a(x))), 0.5, training=s.training)),
+        a=nn.Linear(3, 4),
+        g=Gate(4),
+        b=nn.Linear(4, 2),
+    )
+    model, *_ = shrunk(net, vectors(), {"net.g": [1]})
+    (dropout,) = (module for module in model.net.modules() if isinstance(module, nn.Dropout))
+    assert dropout.p == 0.5
+    assert dropout.training
+
+
+def test_modes_and_frozen_parameters_stay():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    net[0].weight.requires_grad_(False)
+    net[1].eval()
+    model, *_ = shrunk(net, vectors(), {"net.3": [1]})
+    assert not model.net.get_parameter("0.weight").requires_grad
+    assert model.net.get_parameter("0.bias").requires_grad
+    assert not model.net.get_submodule("1").training
+    assert model.net.get_submodule("0").training
+
+
+def test_a_new_bias_is_trained():
+    """BatchNorm's shift of a closed unit becomes the bias of a layer that had none."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+    nn.init.ones_(net[3].bias)
+    x = vectors()
+    model, _, optimiser, _ = shrunk(net, x, {"net.2": [1]})
+    bias = model.net.get_parameter("4.bias")
+    before = bias.detach().clone()
+    model(x).sum().backward()
+    optimiser.step()
+    assert not torch.equal(bias, before)
+
+
+def test_other_gates_of_the_guide_are_left_alone():
+    """An encoder shrinks, the decoder's gates do not."""
+
+    def forward(net, x):
+        return net.decoder(net.net(x))
+
+    encoder = nn.Sequential(nn.Linear(3, 4), Gate(4), nn.Linear(4, 3))
+    model = Net(forward, net=encoder, decoder=nn.Sequential(nn.Linear(3, 3), Gate(3))).double()
+    guide, x = AutoGate(model), vectors()
+    guide(x)
+    optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()])
+    shrinker = Shrinker(model, "net", guide, x, optimiser, patience=1)
+    guide.close("net.1", torch.tensor([0]))
+    assert shrinker.step()
+    assert gate_names(model)["net.1"].size == 3
+    assert guide.posterior().keys() == {"net.1", "decoder.1"}
+
+
+def test_networks_that_can_not_shrink_are_refused_at_once():
+    x = vectors()
+    parametrised = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    nn.utils.parametrizations.weight_norm(parametrised[0])
+    with pytest.raises(ValueError, match="'0' is parametrised"):
+        started(parametrised, x)
+    tied = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Gate(3), nn.Linear(3, 3))
+    tied[3].weight = tied[0].weight
+    with pytest.raises(ValueError, match="'3' and '0' share some"):
+        started(tied, x)
+    model = Model(nn.Sequential(nn.Linear(3, 4), Gate(4)).double())
+    guide, other = AutoGate(model), AutoGate(Model(Gate(3)))
+    other(x)
+    optimiser = torch.optim.Adam(model.parameters())
+    name_gates(model)
+    with pytest.raises(ValueError, match=r"it has none for \['net.1'\]"):
+        Shrinker(model, "net", other, x, optimiser)
+    with pytest.raises(ValueError, match="call it once"):
+        Shrinker(model, "net", guide, x, optimiser)
+
+
+def test_an_optimiser_with_other_shapes_is_refused():
+    """Before anything is cut."""
+    x = vectors()
+    model, guide, optimiser, shrinker = started(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2)), x, torch.optim.Adafactor
+    )
+    model(x).sum().backward()
+    optimiser.step()
+    guide.close("net.2", torch.tensor([1]))
+    with pytest.raises(ValueError, match="of Adafactor has"):
+        shrinker.step()
+    assert model.net[0].out_features == 4
+
+
+def test_a_network_that_drops_dimensions_of_size_one():
+    """It is read with the whole example, not with one row of it."""
+    net = Net(
+        lambda s, x: s.b(F.adaptive_avg_pool2d(s.g(torch.relu(s.a(x))), 1).squeeze()),
+        a=nn.Conv2d(3, 4, 3),
+        g=Gate(4, dim=1),
+        b=nn.Linear(4, 2),
+    )
+    shrunk(net, images(), {"net.g": [1]})
+
+
+def test_two_gates_of_one_name_are_refused():
+    block = nn.Sequential(Gate(3), nn.Linear(3, 2))
+    block(torch.ones(1, 3))  # named after its place in the block
+    with pytest.raises(ValueError, match="two are called '0'"):
+        fix_gates(nn.Sequential(Gate(2), nn.Linear(2, 3), block), {"0": torch.ones(3)})
