@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CheckpointError", "load", "previous_path", "save"]
+__all__ = ["CheckpointError", "check_same", "load", "previous_path", "save"]
 
 
 class CheckpointError(ValueError):
@@ -68,15 +68,28 @@ def load(path: Path, expected_fingerprint: dict[str, Any]) -> dict[str, Any]:
         state = _read(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_advice(path)}") from error
-    found = state["fingerprint"]
+    check_same(path, state["fingerprint"], expected_fingerprint)
+    return state
+
+
+def check_same(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Refuse what another run left at a path.
+
+    Args:
+        path: for the message.
+        found: what the file says of its run.
+        expected: what it must say.
+
+    Raises:
+        CheckpointError: they differ; names each difference.
+    """
     differences = [
-        f"{key}: expected {expected_fingerprint.get(key)!r}, got {found.get(key)!r}"
-        for key in expected_fingerprint | found
-        if expected_fingerprint.get(key) != found.get(key)
+        f"{key}: expected {expected.get(key)!r}, got {found.get(key)!r}"
+        for key in expected | found
+        if expected.get(key) != found.get(key)
     ]
     if differences:
-        raise CheckpointError(f"{path} is a checkpoint of another run: {'; '.join(differences)}")
-    return state
+        raise CheckpointError(f"{path} is of another run: {'; '.join(differences)}")
 
 
 def _read(path: Path) -> dict[str, Any]:

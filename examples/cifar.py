@@ -128,4 +128,6 @@ def _read(data_dir: Path, name: Name, file: str) -> bytes:
             member = tar.extractfile(f"{FOLDERS[name]}/{file}")
             assert member is not None
             return member.read()
+    if not data_dir.is_dir():
+        raise FileNotFoundError(f"{data_dir}: expected a folder, found none")
     raise FileNotFoundError(f"{data_dir}: expected {FOLDERS[name]}/{file} or {archive.name} there, found neither")

@@ -3,21 +3,19 @@
 ``python examples/comparators.py --data mnist`` trains an MLP 784-300-100 with each method and prunes it by the rule
 that the method's paper publishes; the library counts what is left and compacts it. A group is what reads a unit, as in
 the L0 paper. ``--methods`` chooses, ``--strength`` scales every method's one knob, which is set for the MLP on MNIST.
-Runs that are already in ``--out`` are not repeated.
+Runs that are already in ``--out`` are not repeated; runs of other options there are refused.
 
-==================  =====================================================  ====================================
-method              penalty                                                unit leaves when
-==================  =====================================================  ====================================
-dropout             none                                                   never
-concrete_dropout    entropy and weights per layer (Gal et al. 2017)        never
-generalized         Beta prior on each unit's rate (Srinivas, Babu 2016)   its rate is below 1/2
-sparse_vd           KL per weight (Molchanov et al. 2017)                  all its weights have log alpha above 3
-vibnet              KL of unit noise (Dai et al. 2018)                     its noise exceeds its signal
-sbp                 KL of log-normal noise (Neklyudov et al. 2017)         signal to noise is below 1
-bc_gnj              KL of group and weight noise (Louizos et al. 2017)     log alpha of its group is above 3
-group_lasso         norm of a group, by proximal steps (Yuan, Lin 2006)    its group is 0
-admm                distance from a pruned copy (Boyd et al. 2011)         it is not among the k largest
-==================  =====================================================  ====================================
+Each method's penalty, and when a unit leaves:
+
+- dropout: none; never.
+- concrete_dropout: entropy and weights per layer (Gal et al. 2017); never.
+- generalized: Beta prior on each unit's rate (Srinivas, Babu 2016); its rate is below 1/2.
+- sparse_vd: KL per weight (Molchanov et al. 2017); all its weights have log alpha above 3.
+- vibnet: KL of unit noise (Dai et al. 2018); its noise exceeds its signal.
+- sbp: KL of log-normal noise (Neklyudov et al. 2017); signal to noise is below 1.
+- bc_gnj: KL of group and weight noise (Louizos et al. 2017); log alpha of its group is above 3.
+- group_lasso: norm of a group, by proximal steps (Yuan, Lin 2006); its group is 0.
+- admm: distance from a pruned copy (Boyd et al. 2011); it is not among the k largest.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
+import checkpoint
 from data import Images, load_digits, load_mnist
 from networks import mlp
 from pyro_l0.compaction import compact
@@ -487,13 +486,16 @@ def main(options: Options) -> list[dict[str, Any]]:
 def _run(task: tuple[Options, MethodName, float, int]) -> dict[str, Any]:
     options, method, strength, seed = task
     path = options.out / f"{method}-{strength:g}-{seed}.json"
+    described = {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
     if not path.exists():
         torch.set_num_threads(1)
         images = load_digits() if options.data == "digits" else load_mnist(options.data_dir)
         if options.hold_out:
             images = images.hold_out(options.hold_out)
-        path.write_text(json.dumps(train(images, method, options.epochs, seed, strength)))
+        found = train(images, method, options.epochs, seed, strength)
+        path.write_text(json.dumps({**found, "options": described}))
     row: dict[str, Any] = json.loads(path.read_text())
+    checkpoint.check_same(path, row["options"], described)
     return row
 
 

@@ -2,8 +2,8 @@
 
 ``python examples/compare_families.py --data mnist`` trains the MLP once per family, lambda and seed (the paper on
 mixtures prints one point per family; a sweep tells a better family from a luckier lambda). Runs that are already in
-``--out`` are not repeated, so a sweep can be stopped and continued. Writes ``families.md`` (the table) and
-``families.png`` (error against weights left).
+``--out`` are not repeated, so a sweep can be stopped and continued; runs of other options there are refused. Writes
+``families.md`` (the table) and ``families.png`` (error against weights left).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import tyro
 from matplotlib.ticker import ScalarFormatter
 
+import checkpoint
 import mnist
 from networks import FamilyName, NetworkName
 
@@ -92,9 +93,10 @@ def main(options: Options) -> list[dict[str, Any]]:
                     "seconds": statistics.mean(m["seconds"] for m in mine),
                 }
             )
-    (options.out / "families.md").write_text(_table(rows))
-    _plot(rows, options.out / "families.png", options.network == "mlp" and options.data == "mnist")
-    print(_table(rows))
+    table = _table(rows, bool(options.hold_out))
+    (options.out / "families.md").write_text(table)
+    _plot(rows, options)
+    print(table)
     return rows
 
 
@@ -123,11 +125,13 @@ def _metrics(task: tuple[mnist.Options, int]) -> dict[str, Any]:
             torch.set_num_threads(1)
         mnist.main(options)
     metrics: dict[str, Any] = json.loads(path.read_text())
+    checkpoint.check_same(path, metrics["options"], mnist.describe(options))
     return metrics
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| family | λ | test error | weights left | units left |", "|---|---|---|---|---|"]
+def _table(rows: list[dict[str, Any]], held_out: bool) -> str:
+    what = "held-out error" if held_out else "test error"
+    lines = [f"| family | λ | {what} | weights left | units left |", "|---|---|---|---|---|"]
     for row in rows:
         error = f"{statistics.mean(row['errors']):.2f}"
         if len(row["errors"]) > 1:
@@ -137,7 +141,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plot(rows: list[dict[str, Any]], path: Path, printed: bool) -> None:
+def _plot(rows: list[dict[str, Any]], options: Options) -> None:
+    printed = options.network == "mlp" and options.data == "mnist"
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for family in dict.fromkeys(row["family"] for row in rows):
         points = [(statistics.mean(r["weights"]), statistics.mean(r["errors"])) for r in rows if r["family"] == family]
@@ -145,12 +150,13 @@ def _plot(rows: list[dict[str, Any]], path: Path, printed: bool) -> None:
         (line,) = axes.plot(weights_left, errors, marker="o", markersize=4, label=family.replace("_", " "))
         for weights, error in PRINTED.get(family, []) if printed else []:
             axes.plot(weights, error, marker="x", color=line.get_color())
-    axes.set(xlabel="weights left", ylabel="test error in %", xscale="log", yscale="log")
+    what = "held-out" if options.hold_out else "test"
+    axes.set(xlabel="weights left", ylabel=f"{what} error in %", xscale="log", yscale="log")
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(ScalarFormatter())
     axes.grid(alpha=0.3, which="both")
-    axes.legend(title="crosses: as printed, best epoch" if printed else None)
-    figure.savefig(path, dpi=150)
+    axes.legend(title="crosses: as printed, test error of the best epoch" if printed else None)
+    figure.savefig(options.out / "families.png", dpi=150)
     plt.close(figure)
 
 

@@ -120,7 +120,12 @@ def estimator_options(family: FamilyName, estimator: EstimatorName | None) -> di
     Args:
         family: the gates' family.
         estimator: of Bernoulli gates; ARM if not given.
+
+    Raises:
+        ValueError: an estimator is given for another family.
     """
+    if estimator is not None and family != "bernoulli":
+        raise ValueError(f"Expected estimator with family='bernoulli' alone, but got {estimator!r} with {family!r}.")
     name = "arm" if estimator is None and family == "bernoulli" else estimator
     return {"estimator": name, "num_particles": 2 if name == "leave_one_out" else 1}
 

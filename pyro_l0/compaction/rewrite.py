@@ -70,12 +70,15 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
         path: as given to ``save``.
 
     Raises:
+        TypeError: ``network`` is no module.
         ValueError: the files are of another network, or are damaged.
         ImportError: safetensors is not installed (``pip install pyro-l0[export]``).
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
     try:
         values = json.loads(Path(str(path) + ".json").read_text())
         certificate = float(values["certificate"])

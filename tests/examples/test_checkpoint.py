@@ -211,7 +211,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path: Path, difference: dict[s
     checkpoint.save(path, state_at(1, **difference))
     with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)) as refusal:
         checkpoint.load(path, FINGERPRINT)
-    assert f"{path} is a checkpoint of another run" in str(refusal.value)
+    assert f"{path} is of another run" in str(refusal.value)
 
 
 def test_fingerprint_with_a_key_missing_is_refused(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,3 +122,5 @@ def test_the_command(tmp_path):
     path.write_text(json.dumps({**rows[0], "test_error_percent": 42.0}))
     assert comparators.main(options)[0]["test_error_percent"] == 42.0
     assert "| vibnet | 1 | 42.00 % |" in (tmp_path / "comparators.md").read_text()
+    with pytest.raises(ValueError, match="is of another run: epochs: expected 2, got 1"):
+        comparators.main(replace(options, epochs=2))

@@ -1,6 +1,7 @@
 """Families in the main job, the sweep over them, and the laboratory of gradients."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,11 @@ def test_sweep(tmp_path):
     assert compare_families.main(options)[1]["errors"] == [42.0]
     assert "| power_law | 0.05 | 42.00 % |" in (tmp_path / "families.md").read_text()
     assert (tmp_path / "families.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match=r"is of another run: .*hold_out: expected 100, got 0"):
+        compare_families.main(replace(options, hold_out=100))
+    held_out = compare_families.Options(families=("bernoulli",), lams=(0.05,), epochs=1, hold_out=100, out=tmp_path)
+    compare_families.main(held_out)
+    assert "held-out error" in (tmp_path / "families.md").read_text()
 
 
 def test_laboratory(tmp_path, monkeypatch):
