@@ -256,10 +256,10 @@ class Shrinker:
 
     def _add_biases(self, graph: GateGraph) -> None:
         """Let the optimiser train the biases that layers got in place of the constants of units that left."""
-        network = self.main.holder.get_submodule(self.main.path)
+        modules = dict(self.main.holder.get_submodule(self.main.path).named_modules())
         for layer in graph.layers().values():
             before = graph.modules[layer.path]
-            small: Any = dict(network.named_modules()).get(layer.path)
+            small: Any = modules.get(layer.path)
             if small is None or before.bias is not None or small.bias is None:
                 continue
             for group in self.optimiser.param_groups:

@@ -83,11 +83,11 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
         if isinstance(module, _DROPOUT) and module.p > 0
     }
     shapes: dict[nn.Module, set[tuple[int, int]]] = {module: set() for module in paths.values()}
-    read = _unit_dims(network, example_input)
+    dims = _dims_by_module(network, example_input)
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rank = inputs[0].dim()
-        dim = read.get(module, 1 if isinstance(module, _MAPS) or rank > 3 else -1)
+        dim = dims.get(module, 1 if isinstance(module, _MAPS) or rank > 3 else -1)
         dim = -1 if dim == rank - 1 else dim
         shapes[module].add((inputs[0].shape[dim], dim))
 
@@ -115,7 +115,7 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
     return new, {path: 1 - paths[path].p for path in gates if path in paths}
 
 
-def _unit_dims(network: nn.Module, example_input: Tensor) -> dict[nn.Module, int]:
+def _dims_by_module(network: nn.Module, example_input: Tensor) -> dict[nn.Module, int]:
     """The dimension of the units at every module, from the layers around it; none of a network that can't be traced."""
     try:
         graph = read_network(network, example_input)
