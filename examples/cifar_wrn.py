@@ -181,10 +181,10 @@ class Run:
         """Gates in the sizes of the network at the start."""
         return gates if self.shrinker is None else self.shrinker.full(gates)
 
-    def _batch(self, index: Tensor, augment: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Places, normalised images and classes; with random crops and flips."""
+    def _batch(self, index: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
+        """Normalised images and classes; with random crops and flips."""
         if not augment:
-            return index, self._normalised(self.train_x[index]), self.train_y[index]
+            return self._normalised(self.train_x[index]), self.train_y[index]
         n = len(index)
         offset = torch.randint(0, 9, (2, n), device=self.device)
         steps = torch.arange(32, device=self.device)
@@ -192,7 +192,7 @@ class Run:
         columns = torch.where(flip[:, None], 31 - steps, steps) + offset[1, :, None]
         rows = steps + offset[0, :, None]
         x = self.padded[index[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-        return index, self._normalised(x), self.train_y[index]
+        return self._normalised(x), self.train_y[index]
 
     def _normalised(self, x: Tensor) -> Tensor:
         return (x.float() - self.mean) / self.std

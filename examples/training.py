@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from data import Images
 from networks import (
@@ -38,6 +37,7 @@ from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
 __all__ = ["Average", "Run", "process_group", "random_states", "set_random_state"]
 
+AVERAGE_POWER = 9
 KL_WARM_UP_EPOCHS = 50  # of spike_slab
 RETRAIN_LEARNING_RATE = 1e-3  # at the start, then falling to 0
 
@@ -62,7 +62,6 @@ class Run:
         learning_rate: Adam's step for weights.
         gate_learning_rate: Adam's step for gates.
         batch_size: examples per step.
-        averaging: decay of the averaged weights.
         weight_decay: coefficient w of the gated weights' expected squared norm (Eq. 15, 17), as w / 2 on the mean loss.
         target: largest fraction of the multiply-adds or the weights, in the place of ``lam``.
         target_of: what the target counts.
@@ -90,7 +89,6 @@ class Run:
         learning_rate: float = 1e-3,
         gate_learning_rate: float = 1e-3,
         batch_size: int = 100,
-        averaging: float = 0.999,
         weight_decay: float = 0.0,
         target: float | None = None,
         target_of: Literal["macs", "weights"] = "macs",
@@ -148,8 +146,7 @@ class Run:
                 else None,
             )
         self.loss = elbo(self.model, self.guide)
-        some = torch.arange(2, device=self.device)
-        self.loss(some, self.train_x[some], self.train_y[some])  # makes the guide's parameters
+        self.loss(self.train_x[:2], self.train_y[:2])  # makes the guide's parameters
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimiser = torch.optim.Adam(
             [
@@ -167,7 +164,7 @@ class Run:
         self.units = [gate.numel() for gate in self.guide.test_gates().values()]
         self.trained = nn.ModuleList([self.net, self.guide])
         self.averaged = copy.deepcopy(self.trained)
-        self.averaging = averaging
+        self.steps = 0
         self.inputs = SelectedInputs(self.train_x)
         self.shrinker: Shrinker | None = None
         self.target: SparsityTarget | None = None
@@ -221,12 +218,12 @@ class Run:
         if self.processes > 1:
             distributed.broadcast(order, 0)
         batches = order.split(self.batch_size)
-        average = Average(self.averaged, self.trained, self.averaging)
+        average = Average(self.averaged, self.trained, self.steps)
         with self.inputs.of(self.trained[0]) as train_x:
             for index in batches:
                 mine = index[self.process :: self.processes]
                 self.optimiser.zero_grad()
-                loss = self.parallel(mine, train_x[mine], self.train_y[mine])
+                loss = self.parallel(train_x[mine], self.train_y[mine])
                 if self.target is not None:
                     loss = loss + self.target.penalty()
                 loss.backward()
@@ -235,6 +232,7 @@ class Run:
                     self.target.ascend()
                 average.update()
                 total += loss.detach()
+        self.steps = average.steps
         if self.target is not None:
             self.target.check()
         if self.shrinker is not None and self.shrinker.step():
@@ -290,7 +288,7 @@ class Run:
         optimiser = torch.optim.Adam(network.parameters(), RETRAIN_LEARNING_RATE, fused=True)
         falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, epochs * batches)
         averaged = copy.deepcopy(network)
-        average = Average(averaged, network, self.averaging)
+        average = Average(averaged, network)
         with SelectedInputs(self.train_x).of(network) as train_x:
             for _ in range(epochs):
                 for index in torch.randperm(len(train_x)).to(self.device).split(self.batch_size):
@@ -314,6 +312,7 @@ class Run:
             "model": self.model.state_dict(),
             "guide": self.guide.state_dict(),
             "averaged": self.averaged.state_dict(),
+            "steps": self.steps,
             "optimiser": self.optimiser.state_dict(),
             "random": random_states(),
             "objective": self.loss.elbo.state_dict(),
@@ -332,6 +331,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.guide.load_state_dict(state["guide"])
         self.averaged.load_state_dict(state["averaged"])
+        self.steps = state["steps"]
         self.optimiser.load_state_dict(state["optimiser"])
         set_random_state(state["random"])
         self.loss.elbo.load_state_dict(state["objective"])
@@ -365,21 +365,29 @@ def set_random_state(states: Tensor) -> None:
 
 
 class Average:
-    """Exponentially averaged parameters of one module in another of the same shape, listed once and not per step.
+    """Averaged parameters of one module in another of the same shape, listed once and not per step.
+
+    Polynomial-decay averaging with power k = 9: step t enters with a weight of (k + 1) / (t + k), so that the average
+    reaches back over about a tenth of the steps taken, however many they are.
 
     Args:
         averaged: holds the averages.
         module: the module.
-        decay: of the averages, per step.
+        steps: steps that the averages hold already.
+
+    References:
+        Shamir, Zhang (2013), arXiv:1212.1824.
     """
 
-    def __init__(self, averaged: nn.Module, module: nn.Module, decay: float) -> None:
+    def __init__(self, averaged: nn.Module, module: nn.Module, steps: int = 0) -> None:
         self.pair = list(averaged.parameters()), list(module.parameters())
-        self.move = get_ema_multi_avg_fn(decay)
+        self.steps = steps
 
+    @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the parameters."""
-        self.move(*self.pair, 1)
+        self.steps += 1
+        torch._foreach_lerp_(*self.pair, (AVERAGE_POWER + 1) / (self.steps + AVERAGE_POWER))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class DenseRun:
         self.net = nn.Sequential(*(layer for layer in fixed if type(layer).__name__ != "FixedGate"))
         self.images = images
         self.optimiser = torch.optim.Adam(self.net.parameters(), 1e-3, fused=True)
-        self.average = Average(copy.deepcopy(self.net), self.net, 0.999)
+        self.average = Average(copy.deepcopy(self.net), self.net)
 
     def train_epoch(self) -> None:
         """One pass over the training images."""

@@ -71,7 +71,7 @@ def main() -> None:
     def dense_step() -> None:
         optimiser.zero_grad()
         with autocast:
-            _, images, labels = run._batch(index, augment=True)
+            images, labels = run._batch(index, augment=True)
             loss = F.cross_entropy(dense(images), labels)
         loss.backward()
         optimiser.step()
