@@ -320,7 +320,8 @@ class _HardConcreteDraw(torch.autograd.Function):
     def backward(ctx: Any, of_active: Tensor | None, *of_z: Tensor | None) -> Any:
         noise, slope, active_slope, *log_alphas = ctx.saved_tensors
         if torch.is_grad_enabled():  # a graph of this gradient is being built
-            _, _, slope, active_slope = _draw(noise, *ctx.options, log_alphas)
+            temperature, stretch = ctx.options
+            _, _, slope, active_slope = _draw(noise, temperature, stretch, log_alphas)
         pieces = zip(of_z, log_alphas, strict=True)
         grad = cat_flat([torch.zeros_like(a) if g is None else g for g, a in pieces]).mul_(slope)
         if of_active is not None:
