@@ -574,7 +574,8 @@ def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
         check_site_shape(shaped, sys.maxsize)
     scale, mask = site["scale"], site["mask"]
     if mask is None and not isinstance(scale, Tensor):
-        total: Tensor = log_prob.sum() * (sign * scale)  # one number, not one per row
+        # One number, not one per row; and no sum over one number.
+        total: Tensor = (log_prob.sum() if log_prob.dim() else log_prob) * (sign * scale)
         return total
     return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
 
