@@ -74,7 +74,7 @@ class _GatedLinear(torch.autograd.Function):
         x, z, weight = ctx.saved_tensors
         grad = grad.flatten(0, -2)
         of_product = grad.t() @ x.flatten(0, -2)  # gradient of weight * z
-        of_z = torch.linalg.vecdot(weight, of_product, dim=0)
+        of_z = (weight * of_product).sum(0)
         # In place, unless a graph of this gradient is being built: the matrix is large.
         of_weight = of_product * z if torch.is_grad_enabled() else of_product.mul_(z)
         return None, None, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[4] else None
