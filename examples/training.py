@@ -38,6 +38,7 @@ from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 __all__ = ["Average", "Run", "process_group", "random_states", "set_random_state"]
 
 AVERAGE_POWER = 9
+TARGET_WEIGHT = 1e-3  # of a step in the averages; with a target the network changes until its end
 KL_WARM_UP_EPOCHS = 50  # of spike_slab
 RETRAIN_LEARNING_RATE = 1e-3  # at the start, then falling to 0
 
@@ -218,7 +219,7 @@ class Run:
         if self.processes > 1:
             distributed.broadcast(order, 0)
         batches = order.split(self.batch_size)
-        average = Average(self.averaged, self.trained, self.steps)
+        average = Average(self.averaged, self.trained, self.steps, 0.0 if self.target is None else TARGET_WEIGHT)
         with self.inputs.of(self.trained[0]) as train_x:
             for index in batches:
                 mine = index[self.process :: self.processes]
@@ -368,26 +369,29 @@ class Average:
     """Averaged parameters of one module in another of the same shape, listed once and not per step.
 
     Polynomial-decay averaging with power k = 9: step t enters with a weight of (k + 1) / (t + k), so that the average
-    reaches back over about a tenth of the steps taken, however many they are.
+    reaches back over about a tenth of the steps taken, however many they are, or over fewer if a weight has a floor.
 
     Args:
         averaged: holds the averages.
         module: the module.
         steps: steps that the averages hold already.
+        floor: least weight of a step.
 
     References:
         Shamir, Zhang (2013), arXiv:1212.1824.
     """
 
-    def __init__(self, averaged: nn.Module, module: nn.Module, steps: int = 0) -> None:
+    def __init__(self, averaged: nn.Module, module: nn.Module, steps: int = 0, floor: float = 0.0) -> None:
         self.pair = list(averaged.parameters()), list(module.parameters())
         self.steps = steps
+        self.floor = floor
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the parameters."""
         self.steps += 1
-        torch._foreach_lerp_(*self.pair, (AVERAGE_POWER + 1) / (self.steps + AVERAGE_POWER))
+        weight = max((AVERAGE_POWER + 1) / (self.steps + AVERAGE_POWER), self.floor)
+        torch._foreach_lerp_(*self.pair, weight)
 
 
 @contextmanager

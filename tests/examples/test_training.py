@@ -30,6 +30,17 @@ def test_averages_reach_back_over_a_tenth_of_the_steps():
     assert 0.9 < mean / 500 < 0.92
 
 
+def test_a_floor_makes_averages_forget():
+    """However many steps were taken, the next one has at least the least weight."""
+    module = nn.Linear(1, 1)
+    averaged = nn.Linear(1, 1)
+    average = Average(averaged, module, floor=0.25)
+    for step in range(60):
+        nn.init.constant_(module.weight, float(step == 59))
+        average.update()
+    torch.testing.assert_close(averaged.weight, torch.full_like(averaged.weight, 0.25))
+
+
 def test_the_likelihood_is_that_of_a_plate():
     """The classifier's loss and gradients are those of a Categorical in a subsampled plate."""
     x, y = torch.rand(6, 4), torch.randint(0, 3, (6,))
