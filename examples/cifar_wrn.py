@@ -36,7 +36,7 @@ from pyro_l0.compaction import Compacted, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
-from training import process_group, random_states, set_random_state
+from training import check_shares, process_group, random_states, set_random_state
 from wide_resnet import wide_resnet
 
 __all__ = ["Options", "Run", "fingerprint", "main"]
@@ -166,6 +166,7 @@ class Run:
         if distributed.is_initialized():
             self.processes, self.process = distributed.get_world_size(), distributed.get_rank()
             torch.manual_seed(options.seed + self.process)
+        check_shares(len(self.train_x), options.batch_size, self.processes)
         self.parallel = self._parallel()
 
     @property

@@ -29,7 +29,7 @@ from data import Images, load_digits, load_mnist
 from networks import FamilyName, NetworkName, family_options
 from plots import plot_inputs, plot_training
 from pyro_l0.infer.estimators import EstimatorName
-from training import Run, process_group
+from training import AVERAGE_POWER, TARGET_WEIGHT, Run, process_group
 
 __all__ = ["Options", "describe", "main"]
 
@@ -156,6 +156,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         "weight_decay": options.weight_decay,
         "target": [options.target, options.target_of, options.target_epochs],
         "shrink": options.shrink,
+        "averages": [AVERAGE_POWER, TARGET_WEIGHT],
         "lam": list(lam),
         "prior_active_prob": options.prior_active_prob,
         "gate_learning_rate": gate_learning_rate,
@@ -216,8 +217,10 @@ def describe(options: Options) -> dict[str, Any]:
 
 def _metrics(run: Run, history: list[dict[str, Any]], seconds: float, options: Options) -> dict[str, Any]:
     last = history[-1]
-    # Before the whole budget counts, the network is a larger one.
-    counted = history if options.target is None else history[min(options.target_epochs, len(history) - 1) :]
+    # Before a budget is met, the network is a larger one.
+    total = run.cost.total_macs if options.target_of == "macs" else run.cost.total_weights
+    budget = total * (1.0 if options.target is None else options.target)
+    counted = [entry for entry in history if entry[f"{options.target_of}_left"] <= budget] or [last]
     return {
         "options": describe(options),
         "test_error_percent": last["test_error_percent"],

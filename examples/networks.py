@@ -263,7 +263,7 @@ def with_mean_weights(network: nn.Sequential, guide: AutoSpikeSlab) -> nn.Sequen
 
 
 class Classifier(nn.Module):
-    """The Pyro model: a network's outputs are the logits of observed classes.
+    """The Pyro model: a network's outputs are the logits of observed classes. It scores them, and draws none.
 
     Args:
         net: the network.

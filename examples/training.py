@@ -35,7 +35,7 @@ from pyro_l0.infer.elbo import Objective
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
-__all__ = ["Average", "Run", "process_group", "random_states", "set_random_state"]
+__all__ = ["Average", "Run", "check_shares", "process_group", "random_states", "set_random_state"]
 
 AVERAGE_POWER = 9
 TARGET_WEIGHT = 1e-3  # of a step in the averages; with a target the network changes until its end
@@ -159,6 +159,7 @@ class Run:
         self.processes, self.process = 1, 0
         if distributed.is_initialized():
             self.processes, self.process = distributed.get_world_size(), distributed.get_rank()
+        check_shares(len(self.train_x), batch_size, self.processes)
         self.parallel = self._parallel()
         if self.processes > 1:
             torch.manual_seed(seed + self.process)  # the start was the same, the gates' samples are not
@@ -336,6 +337,25 @@ class Run:
         self.optimiser.load_state_dict(state["optimiser"])
         set_random_state(state["random"])
         self.loss.elbo.load_state_dict(state["objective"])
+
+
+def check_shares(num_data: int, batch_size: int, processes: int) -> None:
+    """Refuse batches that have no example for every process.
+
+    Args:
+        num_data: examples in the data set.
+        batch_size: examples per step; the last batch has what is left.
+        processes: which share every batch.
+
+    Raises:
+        ValueError: the last batch has fewer examples than there are processes.
+    """
+    last = num_data % batch_size or batch_size
+    if last < processes:
+        raise ValueError(
+            f"Expected at least {processes} examples in every batch, one per process, but the last of {num_data} "
+            f"examples in batches of {batch_size} has {last}; hold out another number or take other batches."
+        )
 
 
 def random_states() -> Tensor:

@@ -310,40 +310,37 @@ class _HardConcreteDraw(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, noise: Tensor, temperature: float, stretch: Stretch, *log_alphas: Tensor) -> Any:
-        z, active, slope, active_slope = _draw(noise, temperature, stretch, log_alphas)
-        ctx.save_for_backward(noise, slope, active_slope, *log_alphas)
+        y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+        s, active = torch.sigmoid(y), torch.sigmoid(x)
+        z = (s * stretch.width).add_(stretch.gamma).clamp_(0, 1)
+        ctx.save_for_backward(noise, y, s, z, x, active, *log_alphas)
         ctx.options = temperature, stretch
         ctx.set_materialize_grads(False)
         return active, *_split_like(z, log_alphas)
 
     @staticmethod
     def backward(ctx: Any, of_active: Tensor | None, *of_z: Tensor | None) -> Any:
-        noise, slope, active_slope, *log_alphas = ctx.saved_tensors
+        noise, y, s, z, x, active, *log_alphas = ctx.saved_tensors
+        temperature, stretch = ctx.options
         if torch.is_grad_enabled():  # a graph of this gradient is being built
-            temperature, stretch = ctx.options
-            _, _, slope, active_slope = _draw(noise, temperature, stretch, log_alphas)
+            y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+            s, active = torch.sigmoid(y), torch.sigmoid(x)
         pieces = zip(of_z, log_alphas, strict=True)
-        grad = cat_flat([torch.zeros_like(a) if g is None else g for g, a in pieces]).mul_(slope)
+        grad = cat_flat([torch.zeros_like(a) if g is None else g for g, a in pieces])
+        # The derivative of clamp at its result, 0 at the atoms; and sigmoid(-y), as 1 - s cancels near one.
+        slope = (s * torch.sigmoid(-y)).mul_(stretch.width / temperature)
+        grad = clamp_backward(grad, z, 0, 1).mul_(slope)
         if of_active is not None:
-            grad.addcmul_(of_active, active_slope)
+            grad.addcmul_(of_active, active * torch.sigmoid(-x))
         return None, None, None, *_split_like(grad, log_alphas)
 
 
-def _draw(
+def _draw_logits(
     noise: Tensor, temperature: float, stretch: Stretch, log_alphas: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draws and P(z != 0) of all gates, and the slopes of both in log alpha.
-
-    In a small network's step an operation costs most the first time that it is called: the slopes are computed here,
-    by what has just been called, and not in the backward pass.
-    """
+) -> tuple[Tensor, Tensor]:
+    """Logits of the stretched variable and of P(z != 0)."""
     log_alpha = cat_flat(log_alphas)
-    y, x = torch.add(noise, log_alpha).div_(temperature), log_alpha - temperature * stretch.t0
-    s, active = torch.sigmoid(y), torch.sigmoid(x)
-    z = (s * stretch.width).add_(stretch.gamma).clamp_(0, 1)
-    # sigmoid(-y), as 1 - s cancels near one; and the derivative of clamp at its result, 0 at the atoms.
-    slope = (s * torch.sigmoid(-y)).mul_(stretch.width / temperature)
-    return z, active, clamp_backward(slope, z, 0, 1), active * torch.sigmoid(-x)
+    return torch.add(noise, log_alpha).div_(temperature), log_alpha - temperature * stretch.t0
 
 
 def _split_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -104,6 +104,15 @@ def test_bad_checkpoints(tmp_path):
     assert len(metrics["history"]) == 2
 
 
+def test_checkpoint_of_other_averages(tmp_path, monkeypatch):
+    """What they reach back over is part of what a checkpoint must agree in."""
+    monkeypatch.setattr(mnist, "AVERAGE_POWER", 4)
+    mnist.main(Options(epochs=1, out=tmp_path))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"averages"):
+        mnist.main(Options(epochs=2, out=tmp_path, resume=True))
+
+
 def test_a_price_per_site(tmp_path):
     """Only the site that pays closes."""
     metrics = mnist.main(Options(epochs=50, lam=(1.0, 0.0, 0.0), out=tmp_path, gate_learning_rate=0.03))

@@ -72,6 +72,23 @@ def test_a_draw_that_is_not_used_gets_no_gradient(frozen_noise):
     assert xs[2].grad == 0
 
 
+def test_an_atom_passes_no_gradient_on_not_even_an_infinite_one(frozen_noise):
+    """As with clamp: the slope of sqrt(z) at z = 0 does not make a NaN of the gate's."""
+    log_alphas = leaves()
+    draws, _ = _numerics.hard_concrete_draw(log_alphas, 2 / 3, STRETCH)
+    assert any(bool((z == 0).any()) for z in draws)
+    joint = torch.autograd.grad(sum(z.sqrt().sum() for z in draws), log_alphas)
+    noise = NOISE.split([x.numel() for x in log_alphas])
+    plain = [
+        _numerics.hard_concrete_transform(u.reshape(x.shape), x, 2 / 3, STRETCH)
+        for u, x in zip(noise, log_alphas, strict=True)
+    ]
+    single = torch.autograd.grad(sum(z.sqrt().sum() for z in plain), log_alphas)
+    for one, other in zip(joint, single, strict=True):
+        assert bool(one.isfinite().all())
+        torch.testing.assert_close(one, other)
+
+
 def test_second_derivatives(frozen_noise):
     """The gradient is differentiable again, by torch's own check against differences."""
     inputs = [torch.tensor([0.3, -0.4], dtype=torch.float64), torch.tensor([[0.1], [-0.2]], dtype=torch.float64)]
