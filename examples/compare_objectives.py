@@ -5,9 +5,9 @@ the final epoch against the weights that are left. Then the rates: prior rates o
 energy with λ = 0, without data, where the posterior returns to the prior, and with data.
 
 On the digits about a minute and a half on two cores. Expect Eq. 22 near 3 % with a quarter of the weights, Eq. 21 a
-little worse and smaller at the same λ, Eq. 20 above 5 % (50,000 uncertain weights and 1,437 images: the bound prefers to
-underfit), the posterior's rate within 0.001 of the prior's without data, and far above it with data: a prior is worth
-one or two nats per gate, the likelihood of a useful unit far more.
+little worse and smaller at the same λ, Eq. 20 above 5 % (50,000 uncertain weights and 1,437 images: the bound prefers
+to underfit), the posterior's rate within 0.001 of the prior's without data, and far above it with data: a prior is
+worth one or two nats per gate, the likelihood of a useful unit far more.
 
 Writes ``comparison.json`` and ``comparison.png`` to ``--out``.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -422,6 +422,7 @@ def _slab(parameters: _Parameters) -> Normal:
     return Normal(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
 
 
+@lru_cache(maxsize=1024)
 def _key(name: str) -> str:
     """A site's name as a key of a module dict, which may hold no dots and no names of its own attributes."""
     key = name.replace("/", "//").replace(".", "/")

@@ -34,8 +34,9 @@ class _DeferredProduct(Tensor):
 
     def _value(self) -> Tensor | None:
         """The product without its graph, None if it has been changed in place."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.detach() if self._version == self.__dict__["version"] else None
+        kept = self.__dict__
+        product: Tensor = kept["product"]
+        return product.detach() if product._version == kept["version"] else None
 
     @classmethod
     def __torch_function__(
@@ -101,5 +102,6 @@ def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
     product = multiply_along(x, z, dim)
     with torch._C.DisableTorchFunctionSubclass():
         deferred = product.as_subclass(_DeferredProduct)
-        deferred.__dict__.update(plain=x, factor=z, gated_dim=dim, version=deferred._version)
+        # The same memory and count of changes, without a subclass to ask.
+        deferred.__dict__.update(product=product, plain=x, factor=z, gated_dim=dim, version=product._version)
     return deferred
