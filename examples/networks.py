@@ -282,7 +282,7 @@ class Classifier(nn.Module):
             images: inputs, shape ``(batch, features)``.
             labels: classes, shape ``(batch,)``.
         """
-        # What a Categorical in a subsampled plate says, whose work is a tenth of a small network's step; and what
+        # What a Categorical in a subsampled plate says, whose work is some percent of a small network's step; and what
         # pyro.factor says, whose validation makes the host wait for the device.
         log_likelihood = -self.num_data * F.cross_entropy(self.net(images), labels)
         pyro.sample("labels", dist.Unit(log_likelihood, validate_args=False), obs=images.new_empty(0))
