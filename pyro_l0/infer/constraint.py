@@ -173,8 +173,8 @@ class SparsityTarget:
 
         At the end of training. Gates are closed one by one, by their P(z != 0) from below, by setting the guide's
         parameters far down; one whose closing would leave less than 95 % of the budget waits until no other is left.
-        A site keeps its last gate. With averaged weights, the averaged guide's target is
-        what counts.
+        Those that a later one made needless, such as units that were closed before a map, stay open. A site keeps its
+        last gate. With averaged weights, the averaged guide's target is what counts.
 
         Warns:
             UserWarning: after training, the network is further than a quarter above its budget.
@@ -198,7 +198,7 @@ class SparsityTarget:
             for i, prob in enumerate(probs.flatten().tolist())
             if bool(open_gates[name].flatten()[i])
         )
-        closed: dict[str, list[int]] = {}
+        closed: list[tuple[str, int]] = []
         # First without the gates that would waste the budget, such as the map of an early layer; then with them.
         for least in (_WASTE * self.budget, torch.zeros_like(self.budget)):
             for _, name, i in order:
@@ -213,10 +213,17 @@ class SparsityTarget:
                 if bool((over & (self._raw(open_gates) / self.total < least)).any()):
                     gate[i] = 1.0
                 else:
-                    closed.setdefault(name, []).append(i)
+                    closed.append((name, i))
         if bool((self._raw(open_gates) / self.total > self.budget).any()):
             raise ValueError(f"Expected a budget that one open gate per site meets, but got {self.budget.tolist()}.")
-        for name, places in closed.items():
+        leaving: dict[str, list[int]] = {}
+        for name, i in reversed(closed):
+            gate = open_gates[name].view(-1)
+            gate[i] = 1.0
+            if bool((self._raw(open_gates) / self.total > self.budget).any()):
+                gate[i] = 0.0
+                leaving.setdefault(name, []).append(i)
+        for name, places in leaving.items():
             self.guide.close(name, torch.tensor(places))
 
     def state_dict(self) -> dict[str, Any]:

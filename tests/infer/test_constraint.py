@@ -132,6 +132,20 @@ def test_projection_does_not_waste_the_budget():
     assert bool((guide.test_gates()["a"] != 0).all())
 
 
+def test_projection_spares_what_a_later_gate_made_needless():
+    """Five gates of one are not enough; the gate of four that goes then lets the best two of them stay."""
+    guide = make()
+    with torch.no_grad():
+        guide.sites["a"]["log_alpha"] += 1.0
+        guide.sites["b"]["log_alpha"] += 0.1 * torch.arange(6)
+    target = SparsityTarget(guide, 15 / 22, count)
+    target.project()
+    assert target.fraction().item() == pytest.approx(15 / 22)
+    gates = guide.test_gates()
+    assert int((gates["a"] != 0).sum()) == 3
+    assert gates["b"].nonzero().flatten().tolist() == [3, 4, 5]
+
+
 def test_budgets_by_site():
     """Each with its own multiplier."""
     guide = make()
