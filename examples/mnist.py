@@ -15,6 +15,7 @@ compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.p
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,8 +57,10 @@ class Options:
         out: folder for what this run writes.
         resume: continue from the checkpoint.
         checkpoint: the checkpoint's file, if not out/checkpoint.pt.
-        gate_learning_rate: Adam's step for the gates; the weights' is 0.001. 0.001 on MNIST (the paper's) and 0.01
-            on the digits, whose 200 epochs are only 3,000 steps, if not given.
+        batch_size: examples per step.
+        learning_rate: Adam's step for the weights.
+        gate_learning_rate: Adam's step for the gates; 0.001 on MNIST (the paper's) and 0.01 on the digits, whose 200
+            epochs are only 3,000 steps, if not given.
         weight_decay: coefficient w of the gated weights' expected squared norm, as w / 2 on the mean loss (Eq. 15, 17).
         target: largest fraction of the multiply-adds or the weights that the deterministic network may have at the end;
             lam is then 0 if not given.
@@ -86,6 +89,8 @@ class Options:
     out: Path = field(default=Path("runs/mnist"))
     resume: bool = False
     checkpoint: Path | None = None
+    batch_size: int = 100
+    learning_rate: float = 1e-3
     gate_learning_rate: float | None = None
     hold_out: int = 0
     weight_decay: float = 0.0
@@ -107,6 +112,10 @@ def main(options: Options) -> dict[str, Any]:
 def _run(options: Options, first: bool) -> dict[str, Any]:
     if options.epochs < 1:
         raise ValueError(f"Expected epochs of at least 1, but got {options.epochs}.")
+    if options.batch_size < 1:
+        raise ValueError(f"Expected batch_size of at least 1, but got {options.batch_size}.")
+    if not 0 < options.learning_rate < math.inf:
+        raise ValueError(f"Expected learning_rate to be finite and positive, but got {options.learning_rate}.")
     digits = options.data == "digits"
     if digits and options.data_dir is not None:
         raise ValueError("Expected data_dir with data='mnist' only; the digits are embedded.")
@@ -139,7 +148,9 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         family=options.family,
         family_options=keywords,
         estimator=options.estimator,
+        learning_rate=options.learning_rate,
         gate_learning_rate=gate_learning_rate,
+        batch_size=options.batch_size,
         weight_decay=options.weight_decay,
         target=options.target,
         target_of=options.target_of,
@@ -159,7 +170,8 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         "averages": [AVERAGE_POWER, TARGET_WEIGHT],
         "lam": list(lam),
         "prior_active_prob": options.prior_active_prob,
-        "gate_learning_rate": gate_learning_rate,
+        "batch_size": options.batch_size,
+        "learning_rates": [options.learning_rate, gate_learning_rate],
     }
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.checkpoint or options.out / "checkpoint.pt"

@@ -68,6 +68,8 @@ def test_kill_and_resume(tmp_path):
     ("options", "error", "message"),
     [
         ({"epochs": 0}, ValueError, "epochs of at least 1, but got 0"),
+        ({"batch_size": 0}, ValueError, "batch_size of at least 1, but got 0"),
+        ({"learning_rate": 0.0}, ValueError, "learning_rate to be finite and positive, but got 0.0"),
         ({"lam": (0.1, 0.2)}, ValueError, "lam with 1 or 3 entries, one per gate site, but got 2"),
         ({"lam": (-0.1,)}, ValueError, "lam.* to be finite and not negative"),
         ({"objective": "spike_slab", "lam": (0.1,)}, ValueError, "no lam and no weight_decay for"),
