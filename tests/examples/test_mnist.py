@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,8 +96,10 @@ def test_bad_options(options, error, message, tmp_path):
 def test_bad_checkpoints(tmp_path):
     """Of another run, and damaged: refused by name, and the one before is offered."""
     mnist.main(Options(epochs=2, out=tmp_path))
-    with pytest.raises(ValueError, match=r"objective.*free_energy"):
-        mnist.main(Options(objective="free_energy", epochs=2, out=tmp_path, resume=True))
+    for other in ({"objective": "free_energy"}, {"batch_size": 50}, {"learning_rate": 0.002}):
+        ((key, value),) = other.items()
+        with pytest.raises(ValueError, match=rf"{key}.*{value}"):
+            mnist.main(Options(**other, epochs=2, out=tmp_path, resume=True))
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:1000])
     previous = checkpoint.previous_path(path)
@@ -113,6 +116,13 @@ def test_checkpoint_of_other_averages(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"averages"):
         mnist.main(Options(epochs=2, out=tmp_path, resume=True))
+
+
+def test_batch_size_and_learning_rate_reach_the_training(tmp_path):
+    """Each gives another first epoch."""
+    others: list[dict[str, Any]] = [{}, {"batch_size": 50}, {"learning_rate": 2e-3}]
+    runs = [mnist.main(Options(epochs=1, out=tmp_path / str(i), **other)) for i, other in enumerate(others)]
+    assert len({run["history"][0]["loss"] for run in runs}) == 3
 
 
 def test_a_price_per_site(tmp_path):
