@@ -15,7 +15,6 @@ compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.p
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -112,10 +111,6 @@ def main(options: Options) -> dict[str, Any]:
 def _run(options: Options, first: bool) -> dict[str, Any]:
     if options.epochs < 1:
         raise ValueError(f"Expected epochs of at least 1, but got {options.epochs}.")
-    if options.batch_size < 1:
-        raise ValueError(f"Expected batch_size of at least 1, but got {options.batch_size}.")
-    if not 0 < options.learning_rate < math.inf:
-        raise ValueError(f"Expected learning_rate to be finite and positive, but got {options.learning_rate}.")
     digits = options.data == "digits"
     if digits and options.data_dir is not None:
         raise ValueError("Expected data_dir with data='mnist' only; the digits are embedded.")

@@ -72,7 +72,8 @@ class Run:
         device: where to train.
 
     Raises:
-        ValueError: ``lam`` has neither one entry nor one per gate site.
+        ValueError: ``batch_size`` or ``learning_rate`` is not positive, or ``lam`` has neither one entry nor one per
+            gate site.
     """
 
     def __init__(
@@ -98,6 +99,10 @@ class Run:
         seed: int = 1,
         device: str = "cpu",
     ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"Expected batch_size of at least 1, but got {batch_size}.")
+        if not 0 < learning_rate < math.inf:
+            raise ValueError(f"Expected learning_rate to be finite and positive, but got {learning_rate}.")
         torch.manual_seed(seed)
         self.device = torch.device(device)
         self.train_x, self.train_y, self.test_x, self.test_y = (
