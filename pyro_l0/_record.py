@@ -6,14 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyro
+import torch
+from pyro.distributions import Unit
 from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
-__all__ = ["Record", "Site", "sample", "sole_record"]
+__all__ = ["Record", "Site", "factor", "sample", "sole_record"]
 
 Site = Any  # a message of Pyro's
+
+# What all sites that are recorded without Pyro's messages have in common.
+_PLAIN: dict[str, Any] = {
+    "type": "sample",
+    "scale": 1.0,
+    "mask": None,
+    "cond_indep_stack": (),
+    "args": (),
+    "kwargs": {},
+}
+_NO_DATA = torch.empty(0)
 
 
 class Record(Messenger):
@@ -65,22 +78,20 @@ class Record(Messenger):
         if other is not None:
             value = other["value"]
         drawn: Tensor = fn() if value is None else value
-        site = {
-            "type": "sample",
-            "name": name,
-            "fn": fn,
-            "value": drawn,
-            "is_observed": False,
-            "scale": 1.0,
-            "mask": None,
-            "infer": {},
-            "cond_indep_stack": (),
-            "args": (),
-            "kwargs": {},
-        }
-        site.update(extra)
+        site = {**_PLAIN, "name": name, "fn": fn, "value": drawn, "is_observed": False, "infer": {}, **extra}
         self._keep(site)
         return drawn
+
+    def factor(self, name: str, log_factor: Tensor) -> None:
+        """:func:`factor` when no other handler is active.
+
+        Args:
+            name: the site.
+            log_factor: its log probability.
+        """
+        fn = Unit(log_factor, validate_args=False)
+        extra = {"is_observed": True, "infer": {}, "log_factor": log_factor}
+        self._keep({**_PLAIN, "name": name, "fn": fn, "value": _NO_DATA, **extra})
 
 
 def sole_record() -> Record | None:
@@ -110,3 +121,31 @@ def sample(name: str, fn: Any) -> Tensor:
             return again
     value: Tensor = pyro.sample(name, fn)
     return value
+
+
+def factor(name: str, log_factor: Tensor) -> None:
+    """Add a log probability to a model, such as a minibatch's log likelihood times the number of minibatches.
+
+    As ``pyro.factor`` in a model, whose check of the value makes the host wait for an accelerator in every step; and
+    by a shorter way for a loss of this library, where that makes no difference.
+
+    Args:
+        name: name of the site.
+        log_factor: log probability in nats, shape of the plates around it; outside of plates any, by its sum.
+
+    Raises:
+        TypeError: ``log_factor`` is not a tensor.
+
+    Example:
+        >>> from pyro_l0.infer import L0_ELBO
+        >>> L0_ELBO("l0").loss(lambda: factor("y", torch.tensor(-2.5)), lambda: None)
+        2.5
+    """
+    if not isinstance(log_factor, Tensor):
+        raise TypeError(f"Expected log_factor to be a tensor, but got {type(log_factor).__name__}.")
+    record = sole_record()
+    if record is not None:
+        record.factor(name, log_factor)
+        return
+    fn = Unit(log_factor, validate_args=False)
+    pyro.sample(name, fn, obs=fn.sample())

@@ -1,9 +1,19 @@
 """Objectives, guides and reparameterisation for models with gates."""
 
+from pyro_l0._record import factor
 from pyro_l0.infer.autoguide import ActiveRate, AutoGate, AutoSpikeSlab
 from pyro_l0.infer.constraint import SparsityTarget
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
 from pyro_l0.infer.reparam import RectifyReparam
 
-__all__ = ["L0_ELBO", "ActiveRate", "AutoGate", "AutoSpikeSlab", "Estimators", "RectifyReparam", "SparsityTarget"]
+__all__ = [
+    "L0_ELBO",
+    "ActiveRate",
+    "AutoGate",
+    "AutoSpikeSlab",
+    "Estimators",
+    "RectifyReparam",
+    "SparsityTarget",
+    "factor",
+]
