@@ -2,14 +2,16 @@
 
 The runs take their epochs in turn in one process: same loader, same batch size, same optimiser, averaged weights, one
 thread. Without gates the dense network has the plain loss. Prints the seconds of both and their ratio, so far and of
-the last epoch; after the first five epochs also the ratio of a third run, which has the gates and does not shrink, and
-of a fourth, which has no weight decay either. ``--epochs 200`` and the options of examples/mnist.py give a recipe.
+the last epoch. Before them it prints what a step with gates costs that does not shrink, with weight decay and without,
+as a ratio to a dense one: the median of rounds of ten steps of each in turn, so short that load which comes and goes
+falls on all of them. ``--epochs 200`` and the options of examples/mnist.py give a recipe.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import statistics
 import sys
 import time
@@ -26,7 +28,7 @@ from networks import build
 from pyro_l0.nn import fix_gates, gate_names, name_gates
 from training import Average, Run
 
-UNSHRUNK_EPOCHS = 5
+ROUNDS, STEPS = 60, 10  # of the runs that do not shrink
 
 
 class DenseRun:
@@ -70,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(1)
     images = load_mnist(options.data_dir)
 
-    def gated(weight_decay: float, shrink: bool) -> Run:
+    def gated(images: Images, weight_decay: float, shrink: bool) -> Run:
         return Run(
             images,
             options.network,
@@ -83,33 +85,46 @@ def main() -> None:
             seed=1,
         )
 
-    shrinking = gated(options.weight_decay, shrink=True)
-    runs: dict[str, Run | DenseRun] = {
-        "dense": DenseRun(images, options.network, options.batch_size, options.learning_rate, 1),
-        "shrinking": shrinking,
-        "gated": gated(options.weight_decay, shrink=False),
-        "gated, no weight decay": gated(0.0, shrink=False),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    def dense(images: Images) -> DenseRun:
+        return DenseRun(images, options.network, options.batch_size, options.learning_rate, 1)
+
+    num = STEPS * options.batch_size
+    few = dataclasses.replace(images, train_x=images.train_x[:num].clone(), train_y=images.train_y[:num].clone())
+    unshrunk: dict[str, Run | DenseRun] = {"dense": dense(few), "gated, no weight decay": gated(few, 0.0, shrink=False)}
+    if options.weight_decay:
+        unshrunk["gated"] = gated(few, options.weight_decay, shrink=False)
+    seconds = {name: [time_epoch(run) for _ in range(2)] for name, run in unshrunk.items()}
+    for _ in range(ROUNDS):
+        for name, run in unshrunk.items():
+            seconds[name].append(time_epoch(run))
+    of_dense = seconds.pop("dense")[2:]  # without the warm-up
+    print(f"dense: {1e3 * statistics.median(of_dense) / STEPS:.2f} ms a step", flush=True)
+    for name, values in seconds.items():
+        low, median, high = statistics.quantiles((x / y for x, y in zip(values[2:], of_dense, strict=True)), n=4)
+        step = 1e3 * statistics.median(values[2:]) / STEPS
+        quartiles = f"quartiles {low:.2f} and {high:.2f} of {ROUNDS} rounds"
+        print(f"{name}, without shrinking: {step:.2f} ms a step, {median:.2f} of a dense one ({quartiles})", flush=True)
+
+    shrinking, plain = gated(images, options.weight_decay, shrink=True), dense(images)
+    total, shrunk = 0.0, 0.0
     for epoch in range(options.epochs):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run.train_epoch()
-            seconds[name].append(time.perf_counter() - start)
-        dense, shrunk = seconds["dense"], seconds["shrinking"]
+        last, last_shrunk = time_epoch(plain), time_epoch(shrinking)
+        total, shrunk = total + last, shrunk + last_shrunk
         if epoch in (0, 4, 9, 19) or (epoch + 1) % 50 == 0 or epoch + 1 == options.epochs:
             measured = shrinking.measure()
             print(
-                f"epoch {epoch + 1:4d}: dense {sum(dense):8.1f} s, shrinking {sum(shrunk):8.1f} s, ratio "
-                f"{sum(shrunk) / sum(dense):5.2f}, this epoch {shrunk[-1] / dense[-1]:5.2f}; open "
+                f"epoch {epoch + 1:4d}: dense {total:8.1f} s, shrinking {shrunk:8.1f} s, ratio "
+                f"{shrunk / total:5.2f}, this epoch {last_shrunk / last:5.2f}; open "
                 f"{'-'.join(map(str, measured['architecture']))}, error {measured['test_error_percent']:.2f} %",
                 flush=True,
             )
-        if epoch == min(UNSHRUNK_EPOCHS, options.epochs) - 1:
-            for name in ("gated", "gated, no weight decay"):
-                ratio = statistics.median(x / y for x, y in zip(seconds[name], dense, strict=True))
-                print(f"{name}, without shrinking: {ratio:.2f} of a dense epoch (median of {epoch + 1})", flush=True)
-                del runs[name]
+
+
+def time_epoch(run: Run | DenseRun) -> float:
+    """Seconds of the next epoch."""
+    start = time.perf_counter()
+    run.train_epoch()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
