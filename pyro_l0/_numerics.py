@@ -344,7 +344,7 @@ def _draw_logits(
 
 
 def _split_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = flat.split_with_sizes([x.numel() for x in like])
+    pieces = flat.split([x.numel() for x in like])
     return [piece if x.dim() == 1 else piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
 
 

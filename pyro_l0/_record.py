@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyro
-import torch
 from pyro.distributions import Unit
 from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
@@ -26,7 +25,6 @@ _PLAIN: dict[str, Any] = {
     "args": (),
     "kwargs": {},
 }
-_NO_DATA = torch.empty(0)
 
 
 class Record(Messenger):
@@ -82,16 +80,15 @@ class Record(Messenger):
         self._keep(site)
         return drawn
 
-    def factor(self, name: str, log_factor: Tensor) -> None:
-        """:func:`factor` when no other handler is active.
+    def observe(self, name: str, fn: Any, value: Tensor) -> None:
+        """``pyro.sample(name, fn, obs=value)`` when no other handler is active.
 
         Args:
             name: the site.
-            log_factor: its log probability.
+            fn: its distribution.
+            value: what was observed.
         """
-        fn = Unit(log_factor, validate_args=False)
-        extra = {"is_observed": True, "infer": {}, "log_factor": log_factor}
-        self._keep({**_PLAIN, "name": name, "fn": fn, "value": _NO_DATA, **extra})
+        self._keep({**_PLAIN, "name": name, "fn": fn, "value": value, "is_observed": True, "infer": {}})
 
 
 def sole_record() -> Record | None:
@@ -137,15 +134,17 @@ def factor(name: str, log_factor: Tensor) -> None:
         TypeError: ``log_factor`` is not a tensor.
 
     Example:
+        >>> import torch
         >>> from pyro_l0.infer import L0_ELBO
         >>> L0_ELBO("l0").loss(lambda: factor("y", torch.tensor(-2.5)), lambda: None)
         2.5
     """
     if not isinstance(log_factor, Tensor):
         raise TypeError(f"Expected log_factor to be a tensor, but got {type(log_factor).__name__}.")
+    fn = Unit(log_factor, validate_args=False)
+    no_data = fn.sample()
     record = sole_record()
     if record is not None:
-        record.factor(name, log_factor)
-        return
-    fn = Unit(log_factor, validate_args=False)
-    pyro.sample(name, fn, obs=fn.sample())
+        record.observe(name, fn, no_data)
+    else:
+        pyro.sample(name, fn, obs=no_data)

@@ -6,7 +6,7 @@ import copy
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any, Literal, get_args
 
@@ -146,7 +146,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.slab = dict(slab or {})
         self.kl_scale = kl_scale
         self.weight_decay = _as_dict(weight_decay)
-        # A copy of its own class: that of square_norms weighs all sites' norms together.
+        # A copy of its own class: that of square_norms computes all sites' norms together.
         self.square_norm: dict[str, Callable[[], Tensor]] = (
             dict(square_norm or {}) if not isinstance(square_norm, dict) else copy.copy(square_norm)
         )
@@ -336,21 +336,22 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             norm = self._square_norm(name, active.shape)
             add("l2", _site_sum(name, 0.5 * decay * (norm * active), active, posterior))
 
-    def _expected_square_norm(self, posteriors: Mapping[str, Site], decays: Sequence[float], active: Tensor) -> Tensor:
-        """The expected squared norm of the weights of several sites' gates times the sites' decays, summed."""
-        scale: float | Tensor = decays[0]
-        if len(set(decays)) > 1:
-            sizes = tuple(site["value"].numel() for site in posteriors.values())
-            scale = _side_by_side(tuple(decays), sizes, active.dtype, active.device)
-        expected = getattr(self.square_norm, "expected", None)
-        if expected is not None and all(decays) and self.square_norm.keys() >= posteriors.keys():
-            total: Tensor = expected(list(posteriors), scale, active)
-            return total
-        norms = [
-            self._square_norm(name, site["value"].shape) if decay else torch.zeros_like(site["value"])
-            for (name, site), decay in zip(posteriors.items(), decays, strict=True)
-        ]
-        return torch.dot(scale * torch.cat([norm.flatten() for norm in norms]).to(active.dtype), active)
+    def _square_norms(self, posteriors: Mapping[str, Site], decays: Sequence[float], active: Tensor) -> Tensor:
+        """Half the squared norms of the weights of several sites' gates times their decays, side by side."""
+        together = getattr(self.square_norm, "together", None)
+        if together is not None and all(decays) and self.square_norm.keys() >= posteriors.keys():
+            norms: Tensor = together(list(posteriors))
+        else:
+            each = [
+                self._square_norm(name, site["value"].shape) if decay else torch.zeros_like(site["value"])
+                for (name, site), decay in zip(posteriors.items(), decays, strict=True)
+            ]
+            norms = torch.cat([norm.flatten() for norm in each])
+        norms = norms.to(active.dtype)
+        if len(set(decays)) == 1:
+            return decays[0] * norms
+        sizes = tuple(site["value"].numel() for site in posteriors.values())
+        return norms * _side_by_side(tuple(decays), sizes, active.dtype, active.device)
 
     def _square_norm(self, name: str, shape: torch.Size) -> Tensor:
         """The squared norms of the weights of a site's gates."""
@@ -386,7 +387,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if any(prices):
             add("l0", torch.dot(_side_by_side(tuple(prices), sizes, active.dtype, active.device), active))
         if any(decays):
-            add("l2", self._expected_square_norm(posteriors, decays, active))
+            add("l2", torch.dot(self._square_norms(posteriors, decays, active), active))
         return True
 
     def _add_kl(self, add: _Add, name: str, site: Site, posterior: Site) -> None:
@@ -444,11 +445,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         summed: Tensor = scale_and_mask(weighted, posterior["scale"], posterior["mask"]).sum()
         return summed
 
-    def _check_names(self, gates: Mapping[str, GateDistribution], model: dict[str, Site]) -> None:
+    def _check_names(self, gates: Collection[str], model: dict[str, Site]) -> None:
         for option in ("lam", "group_size", "weight_decay", "square_norm"):
             value = getattr(self, option)
-            if isinstance(value, dict) and not value.keys() <= gates.keys():
-                unknown = [name for name in value if name not in gates]
+            unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
+            if unknown:
                 raise ValueError(
                     f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}."
                 )
@@ -567,18 +568,15 @@ def _site_sum(name: str, value: Tensor, active: Tensor, site: Site) -> Tensor:
 
 
 def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
-    log_prob: Tensor | None = site.get("log_factor")
-    if log_prob is None:
-        log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
     if site["cond_indep_stack"] and is_validation_enabled():
         shaped: Any = {**site, "log_prob": log_prob}
         check_site_shape(shaped, sys.maxsize)
     scale, mask = site["scale"], site["mask"]
     if mask is None and not isinstance(scale, Tensor):
         # One number, not one per row; and no sum over one number.
-        total = log_prob.sum() if log_prob.dim() else log_prob
-        factor = sign * scale
-        return total if factor == 1.0 else -total if factor == -1.0 else total * factor
+        total: Tensor = (log_prob.sum() if log_prob.dim() else log_prob) * (sign * scale)
+        return total
     return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
 
 
@@ -621,7 +619,7 @@ def _check_pair(name: str, site: Site, posterior: Site | None) -> GateDistributi
             "in the guide."
         )
     for what in ("scale", "mask"):
-        if site[what] is not posterior[what] and not _agree(site[what], posterior[what]):
+        if not _agree(site[what], posterior[what]):
             raise ValueError(
                 f"The {what} of model and guide differ at site {name!r}: {site[what]} and {posterior[what]}."
             )
@@ -635,7 +633,7 @@ def _kind(fn: Any, gate: GateDistribution | None) -> str:
 def _agree(x: Any, y: Any) -> bool:
     """Whether two scales or masks are the same, as far as can be told without reading a device."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        if x.device.type != "cpu" or y.device.type != "cpu" or not is_validation_enabled():
+        if x is y or x.device.type != "cpu" or y.device.type != "cpu" or not is_validation_enabled():
             return True
         return x.shape == y.shape and torch.equal(x, y)
     if isinstance(x, Tensor) or isinstance(y, Tensor):

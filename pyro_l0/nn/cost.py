@@ -169,64 +169,36 @@ def _upstream(graph: GateGraph, name: str, through: set[Kind]) -> list[str]:
 class SquareNorms(dict[str, "_SquareNorm"]):
     """By gate site, a function that returns the squared norm of the weights that read each of its units."""
 
-    def expected(self, names: Sequence[str], scale: float | Tensor, active: Tensor) -> Tensor:
-        """The sum over the gates of several sites of ``scale`` times P(z != 0) times the norm, in one node if possible.
-
-        Args:
-            names: the sites.
-            scale: a number, or one for every gate, shape ``(n,)``.
-            active: P(z != 0) of the sites' gates side by side, shape ``(n,)``.
-        """
+    def together(self, names: Sequence[str]) -> Tensor:
+        """The norms of several sites side by side, shape ``(n,)``, as one node of the graph if possible."""
         norms = [self[name] for name in names]
         if all(len(norm.layers) == 1 and len(norm.layers[0][1]) == norm.size for norm in norms):
-            weights = [norm.layers[0][0].weight for norm in norms]
-            total: Tensor = _ExpectedSquareNorm.apply(scale, active, *weights)  # type: ignore[no-untyped-call]
-            return total
-        return torch.dot(scale * torch.cat([norm() for norm in norms]).to(active.dtype), active)
-
-
-def _columns(weight: Tensor) -> Tensor:
-    """Squared norms of columns, over all dimensions but the second."""
-    return weight.square().sum([0, *range(2, weight.dim())])
-
-
-def _along_columns(weight: Tensor, factor: Tensor) -> Tensor:
-    """Each column times a number."""
-    return weight * factor.to(weight.dtype).reshape((1, -1) + (1,) * (weight.dim() - 2))
-
-
-class _ExpectedSquareNorm(torch.autograd.Function):
-    """The sum of scale * active * squared norm of a column; its gradient passes once over the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, scale: float | Tensor, active: Tensor, *weights: Tensor) -> Tensor:
-        prices = scale * torch.cat([_columns(w) for w in weights]).to(active.dtype)
-        ctx.save_for_backward(prices, active, *weights)
-        ctx.scale = scale
-        return torch.dot(prices, active)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        prices, active, *weights = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a graph of this gradient is being built
-            prices = ctx.scale * torch.cat([_columns(w) for w in weights]).to(active.dtype)
-        of_norms = (grad * active).mul(2 * ctx.scale).split_with_sizes([w.shape[1] for w in weights])
-        of_weights = [_along_columns(w, x) for w, x in zip(weights, of_norms, strict=True)]
-        return None, grad * prices, *of_weights
+            return _squared_columns(*(norm.layers[0][0].weight for norm in norms))
+        return torch.cat([norm() for norm in norms])
 
 
 class _SquaredColumns(torch.autograd.Function):
-    """:func:`_columns`, whose gradient passes once over the weights."""
+    """Squared norms of columns, over all dimensions but the second, with one pass over the weights per gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return _columns(weight)
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        norms = [w.square().sum([dim for dim in range(w.dim()) if dim != 1]) for w in weights]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
-        return _along_columns(weight, 2 * grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        weights: tuple[Tensor, ...] = ctx.saved_tensors
+        pieces = (2 * grad).split([w.shape[1] for w in weights])
+        return tuple(
+            w * (piece if w.dim() == 2 else piece.reshape((1, -1) + (1,) * (w.dim() - 2)))
+            for w, piece in zip(weights, pieces, strict=True)
+        )
+
+
+def _squared_columns(*weights: Any) -> Tensor:
+    norms: Tensor = _SquaredColumns.apply(*weights)  # type: ignore[no-untyped-call]
+    return norms
 
 
 class _SquareNorm:
@@ -242,7 +214,7 @@ class _SquareNorm:
         for layer, units in self.layers:
             weight = layer.weight
             assert isinstance(weight, Tensor)
-            norms: Tensor = _SquaredColumns.apply(weight)  # type: ignore[no-untyped-call]
+            norms = _squared_columns(weight)
             if len(units) != self.size:
                 # One more place at the end for inputs that are constant.
                 norms = norms.new_zeros(self.size + 1).index_add(0, (units % (self.size + 1)).to(norms.device), norms)
