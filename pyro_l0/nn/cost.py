@@ -172,9 +172,17 @@ class SquareNorms(dict[str, "_SquareNorm"]):
     def together(self, names: Sequence[str]) -> Tensor:
         """The norms of several sites side by side, shape ``(n,)``, as one node of the graph if possible."""
         norms = [self[name] for name in names]
-        if all(len(norm.layers) == 1 and len(norm.layers[0][1]) == norm.size for norm in norms):
-            return _squared_columns(*(norm.layers[0][0].weight for norm in norms))
-        return torch.cat([norm() for norm in norms])
+        layers = list(dict.fromkeys(layer for norm in norms for layer, _ in norm.layers))
+        if not layers:
+            return torch.cat([norm() for norm in norms])
+        weights: list[Any] = [layer.weight for layer in layers]
+        columns = _squared_columns(*weights)
+        plain = all(len(norm.layers) == 1 and len(norm.layers[0][1]) == norm.size for norm in norms)
+        if plain and len(layers) == len(norms):
+            return columns
+        # A layer behind a flattening is read by the maps' gates and by those of its features, and is gone over once.
+        by_layer = dict(zip(layers, columns.split([w.shape[1] for w in weights]), strict=True))
+        return torch.cat([norm.of(by_layer) for norm in norms])
 
 
 class _SquaredColumns(torch.autograd.Function):
@@ -210,11 +218,13 @@ class _SquareNorm:
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
+        return self.of({layer: _squared_columns(layer.weight) for layer, _ in self.layers})
+
+    def of(self, columns: Mapping[nn.Module, Tensor]) -> Tensor:
+        """The same, from the squared norms of each layer's columns."""
         total: Tensor | None = None
         for layer, units in self.layers:
-            weight = layer.weight
-            assert isinstance(weight, Tensor)
-            norms = _squared_columns(weight)
+            norms = columns[layer]
             if len(units) != self.size:
                 # One more place at the end for inputs that are constant.
                 norms = norms.new_zeros(self.size + 1).index_add(0, (units % (self.size + 1)).to(norms.device), norms)

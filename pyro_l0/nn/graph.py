@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -190,7 +191,31 @@ class Units:
     def any(self) -> Units:
         """Probability that there is one unit at all, a scalar."""
         probs = self.probs()
-        return Units() if probs is None else Units({}, 1 - (1 - probs).prod())
+        if probs is None or not probs.dim():
+            return Units({}, probs)
+        return Units({}, 1 - _product(1 - probs))
+
+
+class _Product(torch.autograd.Function):
+    """Product over the last dimension; factors of 0 have their gradient without the host's counting them."""
+
+    @staticmethod
+    def forward(ctx: Any, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return factors.prod(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (factors,) = ctx.saved_tensors
+        one = torch.ones_like(factors[..., :1])
+        before = torch.cat([one, factors[..., :-1]], -1).cumprod(-1)
+        behind = torch.cat([one, factors[..., 1:].flip(-1)], -1).cumprod(-1).flip(-1)
+        return grad.unsqueeze(-1) * before * behind
+
+
+def _product(factors: Tensor) -> Tensor:
+    product: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
+    return product
 
 
 def either(parts: Iterable[Units]) -> Units:
@@ -285,11 +310,9 @@ class GateGraph:
             elif step.kind == "reshape":
                 probs = here.probs()
                 if probs is not None and step.source is not None and probs.dim():
-                    parent = self.steps[step.parents[0]]
-                    order = step.source.argsort(stable=True).to(probs.device)
-                    copies = torch.bincount(step.source, minlength=parent.size).tolist()
-                    none = [part.prod() for part in (1 - probs)[order].split(copies)]
-                    here = Units({}, 1 - torch.stack(none))
+                    copies = self._copies[name].to(probs.device)
+                    absent = torch.cat([1 - probs, probs.new_ones(1)]).index_select(0, copies.flatten())
+                    here = Units({}, 1 - _product(absent.view_as(copies)))
             elif step.kind == "expand":
                 probs = here.probs()
                 if probs is not None and probs.dim():
@@ -298,6 +321,19 @@ class GateGraph:
             for parent_name in step.parents:
                 uses[parent_name].append(here)
         return needed
+
+    @cached_property
+    def _copies(self) -> dict[str, Tensor]:
+        """By node that renames units, those that stem from each of its parent's; rows are filled up by their number."""
+        copies = {}
+        for name, step in self.steps.items():
+            if step.kind == "reshape" and step.source is not None:
+                counts = torch.bincount(step.source, minlength=self.steps[step.parents[0]].size)
+                order = step.source.argsort(stable=True)
+                stems = step.source[order]
+                copies[name] = stems.new_full((len(counts), int(counts.max())), len(order))
+                copies[name][stems, torch.arange(len(order)) - (counts.cumsum(0) - counts)[stems]] = order
+        return copies
 
 
 def _order_of_stems(source: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--gate-learning-rate", type=float, default=1e-3)
+    parser.add_argument("--target", type=float, help="largest fraction of the multiply-adds, beside lam")
+    parser.add_argument("--target-epochs", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,6 +83,8 @@ def main() -> None:
             learning_rate=options.learning_rate,
             gate_learning_rate=options.gate_learning_rate,
             batch_size=options.batch_size,
+            target=options.target,
+            target_epochs=options.target_epochs,
             shrink=shrink,
             seed=1,
         )

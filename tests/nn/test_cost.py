@@ -108,7 +108,9 @@ def test_square_norms_of_several_sites():
         nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Conv2d(2, 3, 2), nn.Flatten(), Gate(12), nn.Linear(12, 2)
     )
     flat = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), nn.Linear(18, 2))
-    for net, x in ((plain, torch.zeros(1, 3)), (maps, torch.zeros(1, 1, 4, 4)), (flat, torch.zeros(1, 1, 4, 4))):
+    both = nn.Sequential(*flat[:3], Gate(18), flat[3])  # one layer behind two sites
+    image = torch.zeros(1, 1, 4, 4)
+    for net, x in ((plain, torch.zeros(1, 3)), (maps, image), (flat, image), (both, image)):
         norms = square_norms(net, x)
         names = list(reversed(norms))
         together = norms.together(names)
@@ -123,6 +125,21 @@ def test_square_norms_of_several_sites():
             assert (one is None) == (other is None)
             if one is not None:
                 torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("num_zeros", [0, 1, 2, 3])
+def test_gradient_of_counts_where_gates_are_open_for_sure(num_zeros):
+    """Whether a unit is needed is a product of P(z = 0), which may be 0 at several places."""
+    dense = (nn.Linear(8, 3), Gate(3), nn.Linear(3, 2), nn.Linear(2, 2))
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), Gate(8), *dense)
+    cost = NetworkCost(net, torch.zeros(1, 1, 3, 3))
+    torch.manual_seed(3)
+    active = {name: torch.rand(size, dtype=torch.float64) for name, size in (("1", 2), ("3", 8), ("5", 3))}
+    for probs in active.values():
+        probs[:num_zeros] = 1.0
+        probs.requires_grad_()
+    sites = list(active)
+    torch.autograd.gradcheck(lambda *probs: cost.macs(dict(zip(sites, probs, strict=True))), tuple(active.values()))
 
 
 def test_the_network_is_left_as_it_was():
