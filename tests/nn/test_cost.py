@@ -130,7 +130,7 @@ def test_square_norms_of_several_sites():
 @pytest.mark.parametrize("num_zeros", [0, 1, 2, 3])
 def test_gradient_of_counts_where_gates_are_open_for_sure(num_zeros):
     """Whether a unit is needed is a product of P(z = 0), which may be 0 at several places."""
-    dense = (nn.Linear(8, 3), Gate(3), nn.Linear(3, 2), nn.Linear(2, 2))
+    dense = (nn.Linear(8, 3), Gate(3), nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     net = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), Gate(8), *dense)
     cost = NetworkCost(net, torch.zeros(1, 1, 3, 3))
     torch.manual_seed(3)
