@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.graph import GateGraph, Kind, Layer, read_network
+from pyro_l0.nn.graph import GateGraph, Kind, Layer, PerDevice, read_network
 
 __all__ = ["NetworkCost", "square_norms"]
 
@@ -215,6 +215,8 @@ class _SquareNorm:
     def __init__(self, size: int, layers: list[tuple[nn.Module, Tensor]]) -> None:
         self.size = size
         self.layers = layers
+        # One more place at the end for inputs that are constant.
+        self._places = [PerDevice(units % (size + 1)) for _, units in layers]
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
@@ -223,11 +225,9 @@ class _SquareNorm:
     def of(self, columns: Mapping[nn.Module, Tensor]) -> Tensor:
         """The same, from the squared norms of each layer's columns."""
         total: Tensor | None = None
-        for layer, units in self.layers:
+        for (layer, units), places in zip(self.layers, self._places, strict=True):
             norms = columns[layer]
             if len(units) != self.size:
-                # One more place at the end for inputs that are constant.
-                norms = norms.new_zeros(self.size + 1).index_add(0, (units % (self.size + 1)).to(norms.device), norms)
-                norms = norms[:-1]
+                norms = norms.new_zeros(self.size + 1).index_add(0, places.on(norms.device), norms)[:-1]
             total = norms if total is None else total + norms
         return torch.zeros(self.size) if total is None else total

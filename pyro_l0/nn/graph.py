@@ -27,6 +27,7 @@ __all__ = [
     "GateGraph",
     "Kind",
     "Layer",
+    "PerDevice",
     "Step",
     "Units",
     "dims_read",
@@ -156,6 +157,24 @@ class Step:
     source: Tensor | None = None
 
 
+class PerDevice:
+    """A constant of the network, moved to a device once: the host waits for what it moves.
+
+    Args:
+        value: on the CPU.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._moved = {value.device: value}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The same on a device."""
+        if device not in self._moved:
+            self._moved[device] = self._value.to(device)
+        return self._moved[device]
+
+
 @dataclass(frozen=True)
 class Units:
     """Probability of an event for each unit of a tensor, as a product over gate sites and of what is no gate's.
@@ -267,6 +286,7 @@ class GateGraph:
             active: P(z != 0) of every gate by site.
         """
         present: dict[str, Units] = {}
+        device = next((probs.device for probs in active.values()), None)
         targets = {node.name: str(node.target) for node in self.graph.nodes}
         for name, step in self.steps.items():
             parents = [present[parent] for parent in step.parents]
@@ -277,15 +297,14 @@ class GateGraph:
                 present[name] = parents[0].any()
             elif step.kind == "reshape":
                 probs = parents[0].probs()
-                renamed = probs is not None and probs.dim() > 0 and step.source is not None
-                present[name] = Units({}, probs[step.source] if renamed and probs is not None else probs)
+                if probs is not None and probs.dim():
+                    probs = probs[self._stems[name].on(probs.device)]
+                present[name] = Units({}, probs)
             elif step.kind == "expand":
                 probs = parents[0].probs()
-                assert step.source is not None
-                stems = step.source >= 0
-                probs = torch.ones(()) if probs is None else probs
-                each = probs[step.source.clamp(min=0).to(probs.device)] if probs.dim() else probs
-                present[name] = Units({}, each * stems.to(probs))
+                probs = torch.ones((), device=device) if probs is None else probs
+                each = probs[self._stems[name].on(probs.device)] if probs.dim() else probs
+                present[name] = Units({}, each * self._stemming[name].on(probs.device).to(probs.dtype))
             elif step.kind == "constant":
                 present[name] = Units({}, torch.zeros(()))
             elif step.kind == "add":
@@ -310,35 +329,52 @@ class GateGraph:
             elif step.kind == "reshape":
                 probs = here.probs()
                 if probs is not None and step.source is not None and probs.dim():
-                    copies = self._copies[name].to(probs.device)
+                    copies = self._copies[name].on(probs.device)
                     absent = torch.cat([1 - probs, probs.new_ones(1)]).index_select(0, copies.flatten())
                     here = Units({}, 1 - _product(absent.view_as(copies)))
             elif step.kind == "expand":
                 probs = here.probs()
                 if probs is not None and probs.dim():
-                    assert step.source is not None
-                    here = Units({}, probs[(step.source >= 0).to(probs.device)][_order_of_stems(step.source)])
+                    here = Units({}, probs[self._copies[name].on(probs.device)])
             for parent_name in step.parents:
                 uses[parent_name].append(here)
         return needed
 
     @cached_property
-    def _copies(self) -> dict[str, Tensor]:
-        """By node that renames units, those that stem from each of its parent's; rows are filled up by their number."""
+    def _sources(self) -> dict[str, Tensor]:
+        """By node that renames or expands units, the parent's unit that each stems from, -1 for none."""
+        return {
+            name: step.source
+            for name, step in self.steps.items()
+            if step.kind in ("reshape", "expand") and step.source is not None
+        }
+
+    @cached_property
+    def _stems(self) -> dict[str, PerDevice]:
+        return {name: PerDevice(source.clamp(min=0)) for name, source in self._sources.items()}
+
+    @cached_property
+    def _stemming(self) -> dict[str, PerDevice]:
+        return {name: PerDevice(source >= 0) for name, source in self._sources.items()}
+
+    @cached_property
+    def _copies(self) -> dict[str, PerDevice]:
+        """Those that stem from each of the parent's units.
+
+        An expansion has one of each; where units are renamed there is a row for each, filled up by the number of all.
+        """
         copies = {}
-        for name, step in self.steps.items():
-            if step.kind == "reshape" and step.source is not None:
-                counts = torch.bincount(step.source, minlength=self.steps[step.parents[0]].size)
-                order = step.source.argsort(stable=True)
-                stems = step.source[order]
-                copies[name] = stems.new_full((len(counts), int(counts.max())), len(order))
-                copies[name][stems, torch.arange(len(order)) - (counts.cumsum(0) - counts)[stems]] = order
+        for name, source in self._sources.items():
+            order = source.argsort(stable=True)
+            stems = source[order]
+            if self.steps[name].kind == "expand":
+                copies[name] = PerDevice(order[stems >= 0])
+                continue
+            counts = torch.bincount(source, minlength=self.steps[self.steps[name].parents[0]].size)
+            rows = stems.new_full((len(counts), int(counts.max())), len(order))
+            rows[stems, torch.arange(len(order)) - (counts.cumsum(0) - counts)[stems]] = order
+            copies[name] = PerDevice(rows)
         return copies
-
-
-def _order_of_stems(source: Tensor) -> Tensor:
-    """Order in which the units of an expansion that stem from its parent are the parent's units."""
-    return source[source >= 0].argsort()
 
 
 class _Tracer(fx.Tracer):

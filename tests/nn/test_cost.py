@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyro_l0.nn import Gate, NetworkCost, name_gates, square_norms
+from pyro_l0.compaction import plan, rewrite
+from pyro_l0.nn import Gate, NetworkCost, gate_names, name_gates, square_norms
 
 
 def mlp(sizes, gated=True):
@@ -140,6 +143,43 @@ def test_gradient_of_counts_where_gates_are_open_for_sure(num_zeros):
         probs.requires_grad_()
     sites = list(active)
     torch.autograd.gradcheck(lambda *probs: cost.macs(dict(zip(sites, probs, strict=True))), tuple(active.values()))
+
+
+class MovedTensors(TorchDispatchMode):
+    """Counts the operations that take tensors of several devices, or copy from one to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor) and x.dim()]
+        self.count += len({x.device for x in tensors}) > 1
+        return result
+
+
+@pytest.mark.parametrize("shrunk", [False, True])
+def test_a_count_moves_nothing_to_its_device_twice(shrunk):
+    """The host would wait for it in every step; the meta device stands for any but the CPU."""
+    if shrunk:
+        net = Residual()
+        gates = {"first": torch.tensor([0.0, 1.0, 1.0, 1.0]), "second": torch.tensor([1.0, 0.0, 1.0, 1.0])}
+        example = torch.zeros(1, 5)
+        net = rewrite(net, plan(net, gates, example, keep_gates=True), keep_gates=True)
+    else:
+        net = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), Gate(8), nn.Linear(8, 3))
+        example = torch.zeros(1, 1, 3, 3)
+    cost, norms = NetworkCost(net, example), square_norms(net, example)
+    net.to("meta")
+    active = {name: torch.rand(gate.size, device="meta", requires_grad=True) for name, gate in gate_names(net).items()}
+    counts = []
+    for _ in range(3):
+        with MovedTensors() as moved:
+            (cost.macs(active) + norms.together(list(norms)).sum()).backward()
+        counts.append(moved.count)
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
 
 
 def test_the_network_is_left_as_it_was():
