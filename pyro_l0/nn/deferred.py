@@ -1,10 +1,9 @@
 """A product with a gate that is carried out on the weights of the layer behind it, where that is cheaper.
 
-Inputs of a network need no gradient, so the first layer of a dense network does no backward product with its
-weights. Gates on the inputs would ask for one, though all that they need is the sum over the batch, which the
-gradient of the weights already holds: with W (x * z) = (W * z) x the gates cost a pass over the weights instead of
-a matrix product. In front of a convolution they cost a pass over the kernels and one over feature maps, which are many
-times as large, instead of three over these.
+With W (x * z) = (W * z) x a gate costs a pass over weights in place of several over features. The gradient of the gates
+is a sum that the gradient of the weights already holds. So a first layer needs no gradient of its inputs, as in a
+network without gates; a dense layer gains where a batch has more rows than it has outputs; and in front of a
+convolution kernels take the place of feature maps, which are many times as large.
 """
 
 from __future__ import annotations
@@ -15,93 +14,163 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["defer_product", "multiply_along"]
+__all__ = ["defer_product", "may_defer", "multiply_along"]
 
 
 _CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
 
 
 class _DeferredProduct(Tensor):
-    """The features ``plain`` times the gates ``factor``: the product itself for every use but a layer's behind it.
+    """The features ``plain`` times the gates ``factor``, computed at the first use that is not the layer's behind it.
 
-    It holds the product with its graph, so that what never asks a subclass (a custom function, reentrant
-    checkpointing, vmap) or changes it in place gets what it would get without a deferral.
+    Whoever asks a subclass comes through ``__torch_function__``, and whoever does not (a custom function, reentrant
+    checkpointing, vmap) through ``__torch_dispatch__``. Until then the memory, which is that of ``product``, has no
+    size.
     """
 
     plain: Tensor
     factor: Tensor
+    product: Tensor
 
-    def _value(self) -> Tensor | None:
-        """The product without its graph, None if it has been changed in place."""
+    def _pending(self) -> bool:
+        """Whether the product has not been computed. It could not be any more if its factors have changed."""
         kept = self.__dict__
-        product: Tensor = kept["product"]
-        return product.detach() if product._version == kept["version"] else None
+        if kept["product"].untyped_storage().nbytes():
+            return False
+        if (kept["plain"]._version, kept["factor"]._version) != kept["versions"]:
+            raise RuntimeError(
+                "Expected the units and the gates of a product to stay as they were until it was used, but one of "
+                "them has been changed in place; change a copy."
+            )
+        return True
+
+    def _compute(self) -> Tensor:
+        """The product without its graph."""
+        product: Tensor = self.__dict__["product"]
+        if self._pending():
+            product.untyped_storage().resize_(product.numel() * product.element_size())
+            with torch.no_grad():
+                # Not counted as a change of what has been saved for a gradient: there was nothing before.
+                torch.mul(self.plain, _along(self.plain, self.factor, self.__dict__["gated_dim"]), out=product.data)
+        return product
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]) else None
-        if first is not None and (func is F.linear or func in _CONVOLUTIONS):
-            value = first._value()
-            if value is not None and _is_convolution_over(first, func, args, kwargs):
-                weight = args[1]
-                scaled = weight * first.factor.to(weight.dtype).reshape((1, -1) + (1,) * (weight.dim() - 2))
-                return func(first.plain, scaled, *args[2:], **kwargs)
-            if value is not None and func is F.linear and first.__dict__["gated_dim"] == -1:
-                weight = args[1]
-                bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                if torch.is_autocast_enabled(value.device.type):
-                    return F.linear(first.plain, weight * first.factor.to(weight.dtype), bias)
-                return _GatedLinear.apply(  # type: ignore[no-untyped-call]
-                    value, first.plain, first.factor.to(weight.dtype), weight, bias
-                )
         with torch._C.DisableTorchFunctionSubclass():
+            is_layer = (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1
+            first = args[0] if is_layer and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]) else None
+            if first is not None and first._pending():
+                weight = args[1]
+                if _is_convolution_over(first, func, args, kwargs):
+                    scaled = weight * first.factor.to(weight.dtype).reshape((1, -1) + (1,) * (weight.dim() - 2))
+                    return func(first.plain, scaled, *args[2:], **kwargs)
+                if func is F.linear and _is_layer_over(first, weight):
+                    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                    factor = first.factor.to(weight.dtype)
+                    if torch.is_autocast_enabled(weight.device.type):
+                        return F.linear(first.plain, weight * factor, bias)
+                    return _GatedLinear.apply(first.plain, factor, weight, bias)  # type: ignore[no-untyped-call]
+                # No view of the product comes out of a layer, so that it need not share the memory.
+                product = multiply_along(first.plain, first.factor, first.__dict__["gated_dim"])
+                return func(product, *args[1:], **kwargs)
+            for x in args:
+                if type(x) is cls:
+                    x._compute()  # it may be asked for its memory
             return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = args
+        args, kwargs = tree_map_only(cls, cls._compute, args), tree_map_only(cls, cls._compute, kwargs or {})
+        out = func(*args, **kwargs)
+        # What changes its argument in place returns it.
+        return next((x for x in before if type(x) is cls and out is x.__dict__["product"]), out)
+
+
+class _Product(torch.autograd.Function):
+    """x * z without a value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(x, z)
+        ctx.dim = dim
+        product = torch.empty_like(x)
+        product.untyped_storage().resize_(0)
+        deferred: Any = torch.Tensor._make_subclass(_DeferredProduct, product)
+        deferred.__dict__.update(product=product, plain=x, factor=z, gated_dim=dim, versions=(x._version, z._version))
+        return deferred  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, z = ctx.saved_tensors
+        of_x = multiply_along(grad, z, ctx.dim) if ctx.needs_input_grad[0] else None
+        others = [dim for dim in range(x.dim()) if dim != ctx.dim % x.dim()]
+        return of_x, (grad * x).sum(others).to(z.dtype) if ctx.needs_input_grad[1] else None, None
 
 
 class _GatedLinear(torch.autograd.Function):
-    """W (x * z) + b without a gradient of x; the gates' gradient comes from that of the weights."""
+    """W (x * z) + b; the gates' gradient comes from that of the weights."""
 
     @staticmethod
-    def forward(ctx: Any, product: Tensor, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, z, weight)
-        return F.linear(product, weight, bias)
+        return F.linear(x, weight * z, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, z, weight = ctx.saved_tensors
+        of_x = grad @ (weight * z) if ctx.needs_input_grad[0] else None
         grad = grad.flatten(0, -2)
         of_product = grad.t() @ x.flatten(0, -2)  # gradient of weight * z
         of_z = (weight * of_product).sum(0)
         # In place, unless a graph of this gradient is being built: the matrix is large.
         of_weight = of_product * z if torch.is_grad_enabled() else of_product.mul_(z)
-        return None, None, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[4] else None
+        return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None
 
 
 def _is_convolution_over(x: _DeferredProduct, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call is a convolution, without groups, over the dimension of the gates."""
-    if x.__dict__["gated_dim"] != 1 or _CONVOLUTIONS.get(func) != x.plain.dim() or len(args) < 2:
+    if x.__dict__["gated_dim"] != 1 or _CONVOLUTIONS.get(func) != x.plain.dim():
         return False
     groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
     return bool(groups == 1)
 
 
+def _is_layer_over(x: _DeferredProduct, weight: Tensor) -> bool:
+    """Whether a dense layer over the gates has less to do with its weights scaled than with its inputs."""
+    if x.__dict__["gated_dim"] != -1 or weight.dim() != 2:
+        return False
+    return not x.plain.requires_grad or x.plain.numel() > weight.numel()
+
+
 def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
     """Multiply dimension ``dim`` of ``x`` by the last dimension of ``z``, in the type of ``x``."""
+    return x * _along(x, z, dim)
+
+
+def _along(x: Tensor, z: Tensor, dim: int) -> Tensor:
+    """``z`` in the type of ``x`` and in a shape whose last dimension stands at dimension ``dim`` of ``x``."""
     trailing = (x.dim() - dim if dim >= 0 else -dim) - 1
     if trailing:
         z = z.reshape(z.shape + (1,) * trailing)
-    return x * z.to(x.dtype)
+    return z.to(x.dtype)
 
 
 def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
     """``x * z`` for gates of the last dimension or of feature maps (1), which a layer behind may carry out its way."""
-    product = multiply_along(x, z, dim)
-    with torch._C.DisableTorchFunctionSubclass():
-        deferred = product.as_subclass(_DeferredProduct)
-        # The same memory and count of changes, without a subclass to ask.
-        deferred.__dict__.update(product=product, plain=x, factor=z, gated_dim=dim, version=product._version)
-    return deferred
+    product: Tensor = _Product.apply(x, z, dim)  # type: ignore[no-untyped-call]
+    return product
+
+
+def may_defer(x: Tensor, z: Tensor) -> bool:
+    """Whether a product can wait: of plain tensors, one gate per unit, outside of transforms and compilers."""
+    if z.dim() != 1 or not z.requires_grad or type(x) not in (Tensor, _DeferredProduct):
+        return False
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())

@@ -8,7 +8,6 @@ from types import FrameType
 from typing import Any
 
 import pyro
-import torch
 from pyro.infer.elbo import ELBOModule
 from pyro.poutine import runtime
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_l0._record import sample
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.nn.deferred import defer_product, multiply_along
+from pyro_l0.nn.deferred import defer_product, may_defer, multiply_along
 
 __all__ = ["Gate", "gate_names", "name_gates"]
 
@@ -84,10 +83,10 @@ class Gate(nn.Module):
         z = sample(self.site_name, self._site)
         if z.dim() > 1:
             _warn_inside_data(self.site_name)
-        if z.dim() == 1 and z.requires_grad and not torch.compiler.is_compiling():
-            if self.dim in (-1, x.dim() - 1) and x.dim() > 1 and not x.requires_grad:
+        if x.dim() > 1 and may_defer(x, z):
+            if self.dim in (-1, x.dim() - 1):
                 return defer_product(x, z)
-            if self.dim == 1 and x.dim() > 2:
+            if self.dim == 1:
                 return defer_product(x, z, 1)
         return multiply_along(x, z, self.dim)
 

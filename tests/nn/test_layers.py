@@ -1,5 +1,8 @@
 """The Gate layer, its site names, the deferred product, and fixed gates."""
 
+import io
+
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -7,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from pyro import poutine
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
@@ -79,12 +83,14 @@ def test_units_of_any_dimension(shape, dim):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_deferred_product_is_the_product(bias):
+@pytest.mark.parametrize(("needs_input_gradient", "outputs"), [(False, 3), (False, 7), (True, 3), (True, 7)])
+def test_deferred_product_is_the_product(bias, needs_input_gradient, outputs):
     """Value and gradients of a layer behind deferred gates, also twice differentiated."""
     torch.manual_seed(0)
-    x, z = torch.randn(5, 4, dtype=torch.float64), torch.rand(4, dtype=torch.float64, requires_grad=True)
-    layer = nn.Linear(4, 3, bias=bias).double()
-    leaves = [z, *layer.parameters()]
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=needs_input_gradient)
+    z = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    layer = nn.Linear(4, outputs, bias=bias).double()
+    leaves = [z, *layer.parameters(), *([x] if needs_input_gradient else [])]
 
     def gradients(y):
         first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
@@ -155,21 +161,101 @@ def test_deferred_product_with_other_consumers():
     torch.testing.assert_close(product + 1, x * z + 1)
     torch.testing.assert_close(torch.stack([product, product]), torch.stack([x * z, x * z]))
     torch.testing.assert_close(F.linear(input=product, weight=torch.ones(1, 4)), (x * z).sum(-1, keepdim=True))
+    torch.testing.assert_close(F.linear(defer_product(x, z), weight=torch.ones(1, 4)), (x * z).sum(-1, keepdim=True))
     assert product.shape == (5, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = nn.Linear(4, 3)(product)
     assert out.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = nn.Linear(4, 3)(defer_product(x, z))
+    assert out.dtype == torch.bfloat16
 
 
-def test_the_layer_defers_for_inputs_alone():
-    """Inputs without gradient; hidden units take the plain product."""
-    net = network()
-    guide = AutoGate(lambda x: net(x))
-    guide(torch.ones(2, 4))
-    trace = poutine.trace(guide).get_trace(torch.ones(2, 4))
-    with poutine.replay(trace=trace):
-        assert type(net[0](torch.ones(2, 4))) is not torch.Tensor
-        assert type(net[3](torch.ones(2, 3, requires_grad=True))) is torch.Tensor
+class Products(TorchDispatchMode):
+    """Records the shapes of all products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.out):
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "layer", "deferred"),
+    [((9, 4), nn.Linear(4, 3), True), ((2, 4), nn.Linear(4, 3), False), ((2, 4, 5, 5), nn.Conv2d(4, 3, 3), True)],
+    ids=["fewer outputs than rows", "more outputs than rows", "maps"],
+)
+def test_the_layer_behind_multiplies_its_weights_where_that_is_cheaper(shape, layer, deferred):
+    """Then no product has the shape of the features, forward or backward."""
+    gate, dims = Gate(4, dim=1), [dim for dim in range(len(shape)) if dim != 1]
+    z = torch.rand(4, requires_grad=True)
+    x = torch.rand(shape, requires_grad=True)
+    with poutine.condition(data={"gate": z}), Products() as products:
+        layer(gate(x)).sum().backward()
+    assert (shape in products.shapes) is not deferred
+    inner = torch.autograd.grad(layer(multiply_along(x, z, 1)).sum(), x)[0]
+    torch.testing.assert_close(x.grad, inner)
+    torch.testing.assert_close(z.grad, (inner / z.reshape(-1, *[1] * (len(shape) - 2)) * x).sum(dims).detach())
+
+
+def test_a_product_whose_factors_have_changed():
+    """It was not computed in time: an error, not another value."""
+    x, z = torch.rand(5, 4), torch.rand(4, requires_grad=True)
+    product = defer_product(x, z)
+    x.add_(1.0)
+    for use in (F.relu, nn.Linear(4, 3), torch.vmap(torch.sin)):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            use(product)
+    product = defer_product(x, z)
+    before = (x * z).detach()
+    torch.testing.assert_close(product.detach(), before)
+    x.add_(1.0)
+    torch.testing.assert_close(product.detach(), before)
+
+
+def test_a_product_that_is_asked_for_its_memory():
+    """Its address, arrays and files hold values."""
+    x, z = torch.rand(5, 4), torch.rand(4, requires_grad=True)
+    assert defer_product(x, z).data_ptr() != 0
+    np.testing.assert_array_equal(defer_product(x, z).detach().numpy(), (x * z).detach().numpy())
+    file = io.BytesIO()
+    torch.save(defer_product(x, z).detach(), file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file), (x * z).detach())
+
+
+def test_gradients_of_the_product_itself():
+    """A hook, a kept gradient, and a backward pass through several uses."""
+    torch.manual_seed(0)
+    x, z = torch.rand(5, 4, requires_grad=True), torch.rand(4, requires_grad=True)
+    layer, seen = nn.Linear(4, 3), []
+    product = defer_product(x, z)
+    product.retain_grad()
+    product.register_hook(seen.append)
+    (layer(product).sum() + product.square().sum()).backward()
+    expected = layer.weight.sum(0) + 2 * x * z
+    torch.testing.assert_close(product.grad, expected.detach())
+    torch.testing.assert_close(seen[0], expected.detach())
+    torch.testing.assert_close(z.grad, (expected * x).sum(0).detach())
+
+
+def test_the_layer_does_not_defer_inside_transforms():
+    """Their tensors are no plain ones."""
+    net = nn.Sequential(Gate(4), nn.Linear(4, 3))
+    name_gates(net)
+    x, z = torch.rand(6, 4), torch.rand(4, requires_grad=True)
+
+    def run(rows, gates):
+        with poutine.condition(data={"0": gates}):
+            return net(rows)
+
+    rows = torch.vmap(run, (0, None))(x.unsqueeze(1), z)
+    torch.testing.assert_close(rows.squeeze(1), net[1](x * z))
 
 
 def test_the_prior_moves_with_the_network():
@@ -268,7 +354,11 @@ def test_what_never_asks_a_subclass_gets_the_product():
     def checkpointed(h):
         return torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=True)
 
-    for use in (changed, Double.apply, checkpointed):
+    def changed_and_passed_on(h):
+        h.mul_(2)
+        return Double.apply(h)
+
+    for use in (changed, Double.apply, checkpointed, changed_and_passed_on):
         ours, plain = gradients(use(defer_product(x, z, 1))), gradients(use(x * factor))
         for one, other in zip(ours, plain, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
