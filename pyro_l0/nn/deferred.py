@@ -2,8 +2,8 @@
 
 With W (x * z) = (W * z) x a gate costs a pass over weights in place of several over features. The gradient of the gates
 is a sum that the gradient of the weights already holds. So a first layer needs no gradient of its inputs, as in a
-network without gates; a dense layer gains where a batch has more rows than it has outputs; and in front of a
-convolution kernels take the place of feature maps, which are many times as large.
+network without gates; and behind hidden units and feature maps weights and kernels take the place of features that are
+more, for a dense layer where a batch has more rows than the layer has outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _DeferredProduct(Tensor):
 
     Whoever asks a subclass comes through ``__torch_function__``, and whoever does not (a custom function, reentrant
     checkpointing, vmap) through ``__torch_dispatch__``. Until then the memory, which is that of ``product``, has no
-    size.
+    size, so that code which reads memory past both finds none.
     """
 
     plain: Tensor
@@ -37,7 +37,7 @@ class _DeferredProduct(Tensor):
     def _pending(self) -> bool:
         """Whether the product has not been computed. It could not be any more if its factors have changed."""
         kept = self.__dict__
-        if kept["product"].untyped_storage().nbytes():
+        if "plain" not in kept:
             return False
         if (kept["plain"]._version, kept["factor"]._version) != kept["versions"]:
             raise RuntimeError(
@@ -48,36 +48,42 @@ class _DeferredProduct(Tensor):
 
     def _compute(self) -> Tensor:
         """The product without its graph."""
-        product: Tensor = self.__dict__["product"]
+        kept = self.__dict__
+        product: Tensor = kept["product"]
         if self._pending():
+            plain, factor = kept.pop("plain"), kept.pop("factor")
             product.untyped_storage().resize_(product.numel() * product.element_size())
             with torch.no_grad():
                 # Not counted as a change of what has been saved for a gradient: there was nothing before.
-                torch.mul(self.plain, _along(self.plain, self.factor, self.__dict__["gated_dim"]), out=product.data)
+                torch.mul(plain, _along(plain, factor, kept["gated_dim"]), out=product.data)
         return product
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # another library's tensors know what to do with a plain one
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             is_layer = (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1
             first = args[0] if is_layer and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]) else None
             if first is not None and first._pending():
                 weight = args[1]
-                if _is_convolution_over(first, func, args, kwargs):
+                if not _is_cheaper(first, weight):
+                    # No view of the product comes out of a layer, so that it need not share the memory.
+                    product = multiply_along(first.plain, first.factor, first.__dict__["gated_dim"])
+                    return func(product, *args[1:], **kwargs)
+                gated_dim = first.__dict__["gated_dim"]
+                if gated_dim == 1 and _CONVOLUTIONS.get(func) == first.plain.dim():
                     scaled = weight * first.factor.to(weight.dtype).reshape((1, -1) + (1,) * (weight.dim() - 2))
                     return func(first.plain, scaled, *args[2:], **kwargs)
-                if func is F.linear and _is_layer_over(first, weight):
+                if gated_dim == -1 and func is F.linear and weight.dim() == 2:
                     bias = args[2] if len(args) > 2 else kwargs.get("bias")
                     factor = first.factor.to(weight.dtype)
                     if torch.is_autocast_enabled(weight.device.type):
                         return F.linear(first.plain, weight * factor, bias)
                     return _GatedLinear.apply(first.plain, factor, weight, bias)  # type: ignore[no-untyped-call]
-                # No view of the product comes out of a layer, so that it need not share the memory.
-                product = multiply_along(first.plain, first.factor, first.__dict__["gated_dim"])
-                return func(product, *args[1:], **kwargs)
             for x in args:
                 if type(x) is cls:
                     x._compute()  # it may be asked for its memory
@@ -135,19 +141,14 @@ class _GatedLinear(torch.autograd.Function):
         return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None
 
 
-def _is_convolution_over(x: _DeferredProduct, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is a convolution, without groups, over the dimension of the gates."""
-    if x.__dict__["gated_dim"] != 1 or _CONVOLUTIONS.get(func) != x.plain.dim():
-        return False
-    groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
-    return bool(groups == 1)
+def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
+    """Whether a layer has less to do with its weights scaled than with its inputs.
 
-
-def _is_layer_over(x: _DeferredProduct, weight: Tensor) -> bool:
-    """Whether a dense layer over the gates has less to do with its weights scaled than with its inputs."""
-    if x.__dict__["gated_dim"] != -1 or weight.dim() != 2:
-        return False
-    return not x.plain.requires_grad or x.plain.numel() > weight.numel()
+    Inputs without a gradient would get one for the gates alone. Weights without one would get one for them.
+    """
+    if weight.dim() < 2 or weight.shape[1] != x.factor.numel():
+        return False  # a convolution in groups, or an error that the layer tells
+    return not x.plain.requires_grad or (weight.requires_grad and x.plain.numel() > weight.numel())
 
 
 def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
@@ -170,7 +171,9 @@ def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
 
 
 def may_defer(x: Tensor, z: Tensor) -> bool:
-    """Whether a product can wait: of plain tensors, one gate per unit, outside of transforms and compilers."""
-    if z.dim() != 1 or not z.requires_grad or type(x) not in (Tensor, _DeferredProduct):
+    """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler."""
+    if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled():
+        return False
+    if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point():
         return False
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())

@@ -37,6 +37,10 @@ class Gate(nn.Module):
     Shape:
         Input and output have the same shape; dimension ``dim`` has ``size`` entries.
 
+    Note:
+        The layer behind may carry out the product on its weights. So a gradient with respect to the output itself is
+        there only if it was asked for (``retain_grad``, ``register_hook``) before the output was used.
+
     Raises:
         ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has
             another number of units.

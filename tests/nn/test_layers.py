@@ -187,8 +187,14 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("shape", "layer", "deferred"),
-    [((9, 4), nn.Linear(4, 3), True), ((2, 4), nn.Linear(4, 3), False), ((2, 4, 5, 5), nn.Conv2d(4, 3, 3), True)],
-    ids=["fewer outputs than rows", "more outputs than rows", "maps"],
+    [
+        ((9, 4), nn.Linear(4, 3), True),
+        ((2, 4), nn.Linear(4, 3), False),
+        ((9, 4), nn.Linear(4, 3).requires_grad_(False), False),
+        ((2, 4, 8, 8), nn.Conv2d(4, 3, 3), True),
+        ((2, 4, 3, 3), nn.Conv2d(4, 3, 3), False),
+    ],
+    ids=["fewer outputs than rows", "more outputs than rows", "frozen", "more features than kernels", "fewer features"],
 )
 def test_the_layer_behind_multiplies_its_weights_where_that_is_cheaper(shape, layer, deferred):
     """Then no product has the shape of the features, forward or backward."""
@@ -198,6 +204,7 @@ def test_the_layer_behind_multiplies_its_weights_where_that_is_cheaper(shape, la
     with poutine.condition(data={"gate": z}), Products() as products:
         layer(gate(x)).sum().backward()
     assert (shape in products.shapes) is not deferred
+    assert layer.weight.shape in products.shapes or not deferred
     inner = torch.autograd.grad(layer(multiply_along(x, z, 1)).sum(), x)[0]
     torch.testing.assert_close(x.grad, inner)
     torch.testing.assert_close(z.grad, (inner / z.reshape(-1, *[1] * (len(shape) - 2)) * x).sum(dims).detach())
@@ -216,6 +223,44 @@ def test_a_product_whose_factors_have_changed():
     torch.testing.assert_close(product.detach(), before)
     x.add_(1.0)
     torch.testing.assert_close(product.detach(), before)
+
+
+def test_no_product_waits_where_it_would_differ():
+    """Without gradients, which the layer behind would have; with complex features; and no value is kept twice."""
+    z = torch.rand(4, requires_grad=True)
+    gate, layer = Gate(4), nn.Linear(4, 3)
+    with poutine.condition(data={"gate": z}):
+        with torch.no_grad():
+            features = gate(torch.rand(5, 4, requires_grad=True))
+        assert not features.requires_grad
+        layer(features).sum().backward()
+        assert z.grad is None
+        assert type(gate(torch.rand(5, 4, dtype=torch.complex64))) is torch.Tensor
+    empty = defer_product(torch.rand(0, 4), z)
+    assert layer(empty).shape == (0, 3)
+    assert (empty + 1).shape == (0, 4)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(1, 3), nn.Linear(5, 3)])
+def test_a_layer_of_another_number_of_inputs(layer):
+    """Its own error."""
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        layer(defer_product(torch.rand(9, 4), torch.rand(4, requires_grad=True)))
+    convolution = nn.Conv2d(1, 3, 3)
+    with pytest.raises(RuntimeError, match="channels"):
+        convolution(defer_product(torch.rand(2, 4, 5, 5), torch.rand(4, requires_grad=True), 1))
+
+
+def test_weights_of_another_librarys_tensors():
+    """Are asked what to do."""
+
+    class Other(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "asked"
+
+    weight = torch.rand(3, 4).as_subclass(Other)
+    assert F.linear(defer_product(torch.rand(9, 4), torch.rand(4, requires_grad=True)), weight) == "asked"
 
 
 def test_a_product_that_is_asked_for_its_memory():
