@@ -78,7 +78,7 @@ class _DeferredProduct(Tensor):
                 if gated_dim == 1 and _CONVOLUTIONS.get(func) == first.plain.dim():
                     scaled = weight * first.factor.to(weight.dtype).reshape((1, -1) + (1,) * (weight.dim() - 2))
                     return func(first.plain, scaled, *args[2:], **kwargs)
-                if gated_dim == -1 and func is F.linear and weight.dim() == 2:
+                if gated_dim == -1 and func is F.linear:
                     bias = args[2] if len(args) > 2 else kwargs.get("bias")
                     factor = first.factor.to(weight.dtype)
                     if torch.is_autocast_enabled(weight.device.type):
