@@ -3,11 +3,13 @@
 With W (x * z) = (W * z) x a gate costs a pass over weights in place of several over features. The gradient of the gates
 is a sum that the gradient of the weights already holds. So a first layer needs no gradient of its inputs, as in a
 network without gates; and behind hidden units and feature maps weights and kernels take the place of features that are
-more, for a dense layer where a batch has more rows than the layer has outputs.
+more, for a dense layer where a batch has more rows than the layer has outputs. Gates in a row, also with a flattening
+in between, are one product.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,11 @@ __all__ = ["defer_product", "may_defer", "multiply_along"]
 
 
 _CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
+_FLATTENINGS = {torch.flatten, Tensor.flatten}
+# What can be told without the product.
+_DESCRIPTIONS: set[Any] = {Tensor.dim, Tensor.size, Tensor.is_floating_point} | {
+    getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")
+}
 
 
 class _DeferredProduct(Tensor):
@@ -37,6 +44,11 @@ class _DeferredProduct(Tensor):
     def _pending(self) -> bool:
         """Whether the product has not been computed. It could not be any more if its factors have changed."""
         kept = self.__dict__
+        if any(other._version != version for other, version in kept["views"]):
+            raise RuntimeError(
+                "Expected gated maps and the features that a flattening made of them to stay as they were, but the "
+                "others have been changed in place; change a copy."
+            )
         if "plain" not in kept:
             return False
         if (kept["plain"]._version, kept["factor"]._version) != kept["versions"]:
@@ -84,8 +96,10 @@ class _DeferredProduct(Tensor):
                     if torch.is_autocast_enabled(weight.device.type):
                         return F.linear(first.plain, weight * factor, bias)
                     return _GatedLinear.apply(first.plain, factor, weight, bias)  # type: ignore[no-untyped-call]
+            if func in _FLATTENINGS and args and (flat := _flatten(*args, **kwargs)) is not None:
+                return flat
             for x in args:
-                if type(x) is cls:
+                if type(x) is cls and func not in _DESCRIPTIONS:
                     x._compute()  # it may be asked for its memory
             return func(*args, **kwargs)
 
@@ -110,7 +124,9 @@ class _Product(torch.autograd.Function):
         product = torch.empty_like(x)
         product.untyped_storage().resize_(0)
         deferred: Any = torch.Tensor._make_subclass(_DeferredProduct, product)
-        deferred.__dict__.update(product=product, plain=x, factor=z, gated_dim=dim, versions=(x._version, z._version))
+        deferred.__dict__.update(
+            product=product, plain=x, factor=z, gated_dim=dim, versions=(x._version, z._version), views=[]
+        )
         return deferred  # type: ignore[no-any-return]
 
     @staticmethod
@@ -151,6 +167,23 @@ def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
     return not x.plain.requires_grad or (weight.requires_grad and x.plain.numel() > weight.numel())
 
 
+def _flatten(x: _DeferredProduct, start_dim: Any = 0, end_dim: Any = -1, **others: Any) -> Tensor | None:
+    """Gated feature maps as features, which wait on; None for any other flattening.
+
+    They have a memory of their own, so that a change in place of either must be the last use of both.
+    """
+    kept, last = x.__dict__, x.dim() - 1
+    if others or last < 2 or (kept["gated_dim"], start_dim) != (1, 1) or end_dim not in (-1, last):
+        return None
+    if not x._pending() or not may_defer(x, x.factor):
+        return None
+    factor = x.factor.unsqueeze(1).expand(-1, math.prod(x.shape[2:])).reshape(-1)
+    flat: Any = defer_product(x.plain.flatten(1), factor)
+    for one, other in ((x, flat), (flat, x)):
+        one.__dict__["views"].append((other.__dict__["product"], other.__dict__["product"]._version))
+    return flat  # type: ignore[no-any-return]
+
+
 def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
     """Multiply dimension ``dim`` of ``x`` by the last dimension of ``z``, in the type of ``x``."""
     return x * _along(x, z, dim)
@@ -165,7 +198,13 @@ def _along(x: Tensor, z: Tensor, dim: int) -> Tensor:
 
 
 def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
-    """``x * z`` for gates of the last dimension or of feature maps (1), which a layer behind may carry out its way."""
+    """``x * z`` for gates of the last dimension or of feature maps (1), which a layer behind may carry out its way.
+
+    Gates in a row, such as those of maps and of the features that a flattening makes of them, are one product.
+    """
+    if isinstance(x, _DeferredProduct) and x._pending() and x.__dict__["gated_dim"] % x.dim() == dim % x.dim():
+        z = x.factor * z
+        x = x.plain
     product: Tensor = _Product.apply(x, z, dim)  # type: ignore[no-untyped-call]
     return product
 

@@ -39,7 +39,8 @@ class Gate(nn.Module):
 
     Note:
         The layer behind may carry out the product on its weights. So a gradient with respect to the output itself is
-        there only if it was asked for (``retain_grad``, ``register_hook``) before the output was used.
+        there only if it was asked for (``retain_grad``, ``register_hook``) before the output was used; a flattening
+        and another gate are uses. Where flattened maps are used beside their features, neither may change in place.
 
     Raises:
         ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has

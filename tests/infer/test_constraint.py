@@ -56,6 +56,101 @@ def test_the_budget_falls_by_the_same_factor_in_every_step():
     assert values == pytest.approx([sum(steps[: k + 1]) for k in range(5)])
 
 
+@pytest.mark.parametrize(
+    ("budget", "opened", "priced"),
+    [
+        (20 / 22, (4, 6), "b"),  # 22 are open, and 18 of 20 would be 90 %
+        (19 / 22, (4, 6), "ab"),  # 18 of 19 are 95 %
+        (15 / 22, (3, 6), "ab"),  # 14 of 15 are 93 %
+        (13 / 22, (2, 6), "b"),  # 10 of 13; a closed gate of a has its price
+        (3 / 22, (1, 0), "ab"),  # nothing but the last gate of a is open
+    ],
+)
+def test_units_that_would_overshoot_have_no_price(budget, opened, priced):
+    """A gate of a costs four, one of b one. Those that are closed keep their price."""
+    guide = make()
+    with torch.no_grad():
+        for name, n in zip("ab", opened, strict=True):
+            guide.sites[name]["log_alpha"][n:] = -2.5
+    target = SparsityTarget(guide, budget, count, dual_rate=1.0, every=1)
+    target.ascend()
+    target.penalty().backward()
+    active = {name: gate.active_prob.detach() for name, gate in guide.posterior().items()}
+    price = target.multiplier / count(active)
+    for name, n in zip("ab", opened, strict=True):
+        slope = (4 if name == "a" else 1) * price * active[name] * (1 - active[name])
+        slope[:n] *= name in priced
+        torch.testing.assert_close(guide.sites[name]["log_alpha"].grad, slope)
+
+
+def exact_penalty(target, guide):
+    """mu times the log of the expected cost over the full one, of :func:`count`."""
+    active = {name: gate.active_prob for name, gate in guide.posterior().items()}
+    return (target.multiplier * torch.log(count(active) / target.total)).sum()
+
+
+@pytest.mark.parametrize("temperature", [2 / 3, 0.5])
+def test_between_two_looks_the_penalty_is_its_tangent(temperature):
+    """In P(z != 0), value and gradient; after a look it is the log again. Gates of one kind or of two."""
+
+    def other():
+        pyro.sample("a", HardConcrete(torch.zeros(2, 2, dtype=torch.float64)).to_event(2))
+        pyro.sample("b", HardConcrete(torch.zeros(6, dtype=torch.float64), temperature).to_event(1))
+
+    pyro.set_rng_seed(3)
+    guide = AutoGate(other, init_active_prob=0.6, init_jitter=0.5)
+    guide()
+    target = SparsityTarget(guide, 0.2, count, dual_rate=1.0, every=3)
+    parameters = list(guide.parameters())
+    for _ in range(3):
+        target.ascend()
+    with torch.no_grad():
+        value = target.penalty()
+    expected = exact_penalty(target, guide)
+    torch.testing.assert_close(value, expected.detach())
+    then = {name: gate.active_prob.detach() for name, gate in guide.posterior().items()}
+    count_then = count(then)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += torch.randn_like(parameter)
+    now = {name: gate.active_prob for name, gate in guide.posterior().items()}
+    tangent = expected.detach() + target.multiplier.sum() * (count(now) - count_then) / count_then
+    torch.testing.assert_close(target.penalty(), tangent)
+    for ours, slope in zip(
+        torch.autograd.grad(target.penalty(), parameters), torch.autograd.grad(tangent, parameters), strict=True
+    ):
+        torch.testing.assert_close(ours, slope)
+    for _ in range(3):
+        target.ascend()
+    torch.testing.assert_close(target.penalty(), exact_penalty(target, guide))
+
+
+def test_units_that_leave_between_two_looks():
+    """The penalty is that of the gates that are left."""
+    guide = make()
+    target = SparsityTarget(guide, 0.2, count, every=1)
+    target.ascend()
+    target.penalty()
+    guide.keep({"a": torch.tensor([0, 3]), "b": torch.arange(6)})
+    torch.testing.assert_close(target.penalty(), exact_penalty(target, guide))
+    guide.keep({"a": torch.arange(0), "b": torch.arange(0)})
+    assert target.penalty().item() == 0
+
+
+def test_the_penalty_in_inference_mode_and_another_type():
+    """Its value, and prices of which training goes on."""
+    guide = make()
+    target = SparsityTarget(guide, 0.2, count, every=1)
+    target.ascend()
+    with torch.inference_mode():
+        value = target.penalty().item()
+    assert value == pytest.approx(exact_penalty(target, guide).item())
+    guide.double()
+    target.penalty().backward()
+    assert all(parameter.grad is not None for parameter in guide.parameters())
+    assert target.penalty().dtype == torch.float64
+
+
 def test_gradient_goes_through_the_expected_cost():
     """mu over the expected cost, times the unit's cost times dP / d log alpha; the gates are open with 0.9."""
     guide = make()
@@ -158,14 +253,22 @@ def test_budgets_by_site():
 
 
 def test_state_goes_on():
-    """The multiplier, the step and what the warnings need."""
-    one, other = (SparsityTarget(make(), 0.2, count, warm_up=10, every=1) for _ in range(2))
+    """The multiplier, the step, the prices between two looks and what the warnings need."""
+    guide = make()
+    one, other = (SparsityTarget(guide, 0.2, count, warm_up=10, every=2) for _ in range(2))
+    other.load_state_dict(one.state_dict())
     for _ in range(3):
         one.ascend()
+    one.penalty()
     other.load_state_dict(one.state_dict())
+    with torch.no_grad():
+        guide.sites["a"]["log_alpha"] -= 0.5
+    assert torch.equal(one.penalty(), other.penalty())
+    assert one.penalty() != exact_penalty(one, guide)
     one.ascend()
     other.ascend()
     assert torch.equal(one.multiplier, other.multiplier)
+    assert torch.equal(one.penalty(), other.penalty())
     with pytest.raises(ValueError, match="the state of 2 constraints, but got 1"):
         SparsityTarget(make(), {"a": 0.5, "b": 0.5}).load_state_dict(one.state_dict())
 

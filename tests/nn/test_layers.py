@@ -153,6 +153,107 @@ def test_deferred_products_of_maps_nest_and_reach_other_consumers():
         assert layer(nested).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "flatten",
+    [
+        nn.Flatten(),
+        lambda x: x.flatten(1),
+        lambda x: torch.flatten(x, 1, -1),
+        lambda x: torch.flatten(input=x, start_dim=1),
+        lambda x: x.flatten(start_dim=1, end_dim=3),
+        lambda x: x.flatten(-3),
+        lambda x: x.reshape(len(x), 12),
+        lambda x: x.view(x.size(0), x.shape[1] * x.shape[2] * x.shape[3]),
+    ],
+)
+@pytest.mark.parametrize("rows", [2, 50, 0])
+def test_gates_of_maps_and_of_the_features_behind_a_flattening(flatten, rows):
+    """Values and gradients of two plain products, whether or not they become one."""
+    torch.manual_seed(0)
+    maps, features, layer = Gate(3, dim=1), Gate(12), nn.Linear(12, 4).double()
+    maps.site_name, features.site_name = "maps", "features"
+    x = torch.randn(rows, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    z = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    y = torch.rand(12, dtype=torch.float64, requires_grad=True)
+    with poutine.condition(data={"maps": z, "features": y}):
+        ours = layer(features(flatten(maps(x))))
+    plain = layer(flatten(x * z.view(3, 1, 1)) * y)
+    torch.testing.assert_close(ours, plain)
+    leaves = [x, z, y, layer.weight]
+    for one, other in zip(
+        torch.autograd.grad(ours.square().sum(), leaves), torch.autograd.grad(plain.square().sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_flattening_keeps_a_product_waiting():
+    """None has the shape of the maps; of the features, one for both gates."""
+    torch.manual_seed(0)
+    maps, features, layer = Gate(3, dim=1), Gate(12), nn.Linear(12, 4)
+    maps.site_name, features.site_name = "maps", "features"
+    x, z, y = torch.rand(2, 3, 2, 2, requires_grad=True), torch.rand(3, requires_grad=True), torch.rand(12)
+    with poutine.condition(data={"maps": z, "features": y.requires_grad_()}), Products() as products:
+        layer(features(maps(x).flatten(1)))
+    assert (2, 3, 2, 2) not in products.shapes
+    assert products.shapes.count((2, 12)) == 1
+
+
+@pytest.mark.parametrize("changed", ["maps", "features", "some features"])
+def test_a_change_in_place_on_one_side_of_a_flattening(changed):
+    """It is seen on the same side; the other may not be used any more, having a memory of its own."""
+    torch.manual_seed(0)
+    x, z = torch.randn(2, 3, 2, 2, requires_grad=True), torch.rand(3, requires_grad=True)
+
+    def change(maps, features):
+        if changed == "maps":
+            maps.add_(1)
+        elif changed == "features":
+            features.relu_()
+        else:
+            features[:, :5].mul_(2)
+        return maps if changed == "maps" else features
+
+    maps, plain = defer_product(x, z, 1), x * z.view(3, 1, 1)
+    features = maps.flatten(1)
+    ours, expected = change(maps, features), change(plain, plain.flatten(1))
+    torch.testing.assert_close(ours, expected)
+    for one, other in zip(
+        torch.autograd.grad(ours.square().sum(), [x, z]),
+        torch.autograd.grad(expected.square().sum(), [x, z]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    other_side = features if changed == "maps" else maps
+    for use in (torch.sin, torch.vmap(torch.sin), lambda t: t.flatten(1)):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            use(other_side)
+
+
+def test_flattenings_that_compute_the_product():
+    """Other dimensions, no gradients, and inside transforms; and the maps may be used beside their features."""
+    torch.manual_seed(0)
+    x, z = torch.randn(2, 3, 2, 2, requires_grad=True), torch.rand(3, requires_grad=True)
+    product, layer = x * z.view(3, 1, 1), nn.Linear(12, 4)
+    for dims in ((0,), (2,), (0, 1), (1, 2)):
+        torch.testing.assert_close(defer_product(x, z, 1).flatten(*dims), product.flatten(*dims))
+    with pytest.raises(TypeError, match="flatten"):
+        defer_product(x, z, 1).flatten(1, step=2)
+    maps = defer_product(x, z, 1)
+    with torch.no_grad():
+        flat = maps.flatten(1)
+    layer(flat).sum().backward()
+    assert x.grad is None
+    assert z.grad is None
+    torch.testing.assert_close(flat, product.detach().flatten(1))
+    maps = defer_product(x, z, 1)
+    torch.testing.assert_close(torch.vmap(lambda t: maps.flatten(1) + t)(torch.zeros(1))[0], product.flatten(1))
+    maps = defer_product(x, z, 1)
+    both = layer(maps.flatten(1)).sum() + maps.square().sum()
+    expected = layer(product.flatten(1)).sum() + product.square().sum()
+    for one, other in zip(torch.autograd.grad(both, [x, z]), torch.autograd.grad(expected, [x, z]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_deferred_product_with_other_consumers():
     """Any use but a linear layer's sees the plain product."""
     x, z = torch.randn(5, 4), torch.rand(4, requires_grad=True)
