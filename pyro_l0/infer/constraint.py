@@ -17,7 +17,9 @@ __all__ = ["SparsityTarget"]
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _WASTE = 0.95
 _FAR = 1.25  # times the budget
-_OVERSHOOT = 0.92  # of the budget; a unit has no price where the network without it would cost less
+# Of the budget; a unit has no price where the network without it would cost less. In a LeNet-5 of a tenth of its
+# multiply-adds the first maps, a sixth of the budget, lose theirs, and the second ones, a twentieth, always keep it.
+_OVERSHOOT = 0.92
 _PATIENCE = 50  # updates of a multiplier that grows without effect, before a warning
 
 
@@ -133,7 +135,7 @@ class SparsityTarget:
         if not gates:  # all have left
             return torch.zeros_like(self.multiplier[0])
         joint = concatenate(list(gates.values()))
-        active = _side_by_side([gate.active_prob for gate in gates.values()]) if joint is None else joint.active_prob
+        active = _flat([gate.active_prob for gate in gates.values()]) if joint is None else joint.active_prob
         if self._prices is None or len(self._prices) != len(active):  # units may have left since
             self._prices, self._rest = self._linearise(gates, active)
         return torch.dot(self._prices.to(active), active) + self._rest.to(active)
@@ -146,7 +148,7 @@ class SparsityTarget:
             value = (self.multiplier * torch.log(self._raw(_apart(active, shapes)) / self.total)).sum()
             (prices,) = torch.autograd.grad(value, active)
             if self._cost is not None:  # the gates of one site cost the same
-                is_open = _side_by_side([gate.test_gate != 0 for gate in gates.values()])
+                is_open = _flat([gate.test_gate != 0 for gate in gates.values()])
                 z = is_open.to(active).requires_grad_()
                 used = self._raw(_apart(z, shapes)) / self.total / self.budget
                 (saved,) = torch.autograd.grad(used.sum(), z)
@@ -287,10 +289,12 @@ class SparsityTarget:
         self._last = state["last"].to(self.multiplier).clone()
 
 
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All entries of several tensors, one tensor after the other."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def _apart(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The entries of each site in its shape."""
     pieces = flat.split([shape.numel() for shape in shapes.values()])
     return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
