@@ -7,6 +7,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
 from typing import Any, Literal, get_args
 
@@ -220,16 +221,17 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         kl_scale = self.kl_scale(self.step) if callable(self.kl_scale) else self.kl_scale
         particles = self.num_particles
         surrogate: Tensor | None = None
-        if self.estimator is not None and torch.is_grad_enabled():
-            evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs)
-            particles = len(evaluations)
-            for evaluation in evaluations:
-                for name, value in evaluation.parts.items():
-                    parts[name] = parts[name] + value if name in parts else value
-        else:
-            traces = self._get_traces(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
-            for model_sites, guide_sites in traces:
-                self._add_particle(parts, model_sites, guide_sites)
+        with self._norms_on_the_way():
+            if self.estimator is not None and torch.is_grad_enabled():
+                evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs)
+                particles = len(evaluations)
+                for evaluation in evaluations:
+                    for name, value in evaluation.parts.items():
+                        parts[name] = parts[name] + value if name in parts else value
+            else:
+                traces = self._get_traces(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
+                for model_sites, guide_sites in traces:
+                    self._add_particle(parts, model_sites, guide_sites)
         for name in parts:
             factor = (kl_scale if name.startswith("kl") else 1.0) / particles
             if factor != 1.0:
@@ -335,6 +337,16 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if decays:
             norm = self._square_norm(name, active.shape)
             add("l2", _site_sum(name, 0.5 * decay * (norm * active), active, posterior))
+
+    def _norms_on_the_way(self) -> AbstractContextManager[None]:
+        """A context in which a network's forward pass computes the norms that a weight decay asks for."""
+        during = getattr(self.square_norm, "during", None)
+        if during is None:
+            return nullcontext()
+        decays = self.weight_decay
+        names = [name for name in self.square_norm if not _is_zero(_by_site(decays, name, 0.0))]
+        context: AbstractContextManager[None] = during(names)
+        return context
 
     def _square_norms(self, posteriors: Mapping[str, Site], decays: Sequence[float], active: Tensor) -> Tensor:
         """Half the squared norms of the weights of several sites' gates times their decays, side by side."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.nn.deferred import leave_norms, left_norms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, Kind, Layer, PerDevice, read_network
 
@@ -169,44 +171,52 @@ def _upstream(graph: GateGraph, name: str, through: set[Kind]) -> list[str]:
 class SquareNorms(dict[str, "_SquareNorm"]):
     """By gate site, a function that returns the squared norm of the weights that read each of its units."""
 
+    def during(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """A context for the network's forward pass and the norms of some sites after it.
+
+        Dense layers that multiply their weights by gates compute the norms, and their part of the gradient, on the way.
+        """
+        weights: list[Any] = [layer.weight for name in names for layer, _ in self[name].layers]
+        return leave_norms(weights)
+
     def together(self, names: Sequence[str]) -> Tensor:
-        """The norms of several sites side by side, shape ``(n,)``, as one node of the graph if possible."""
+        """The norms of several sites side by side, shape ``(n,)``, with one pass over the weights."""
         norms = [self[name] for name in names]
         layers = list(dict.fromkeys(layer for norm in norms for layer, _ in norm.layers))
-        if not layers:
-            return torch.cat([norm() for norm in norms])
-        weights: list[Any] = [layer.weight for layer in layers]
-        columns = _squared_columns(*weights)
+        columns = _columns(layers)
         plain = all(len(norm.layers) == 1 and len(norm.layers[0][1]) == norm.size for norm in norms)
         if plain and len(layers) == len(norms):
-            return columns
+            return torch.cat(list(columns.values()))
         # A layer behind a flattening is read by the maps' gates and by those of its features, and is gone over once.
-        by_layer = dict(zip(layers, columns.split([w.shape[1] for w in weights]), strict=True))
-        return torch.cat([norm.of(by_layer) for norm in norms])
+        return torch.cat([norm.of(columns) for norm in norms])
+
+
+def _columns(layers: Sequence[nn.Module]) -> dict[nn.Module, Tensor]:
+    """The squared norms of each layer's columns: those that its forward pass has left, and all others in one node."""
+    weights: dict[nn.Module, Any] = {layer: layer.weight for layer in layers}
+    found = {layer: left_norms(weight) for layer, weight in weights.items()}
+    others = [layer for layer, norms in found.items() if norms is None]
+    if others:
+        columns = _SquaredColumns.apply(*(weights[layer] for layer in others))  # type: ignore[no-untyped-call]
+        found.update(zip(others, columns, strict=True))
+    return {layer: norms for layer, norms in found.items() if norms is not None}
 
 
 class _SquaredColumns(torch.autograd.Function):
     """Squared norms of columns, over all dimensions but the second, with one pass over the weights per gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*weights)
-        norms = [w.square().sum([dim for dim in range(w.dim()) if dim != 1]) for w in weights]
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+        return tuple(w.square().sum([dim for dim in range(w.dim()) if dim != 1]) for w in weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         weights: tuple[Tensor, ...] = ctx.saved_tensors
-        pieces = (2 * grad).split([w.shape[1] for w in weights])
         return tuple(
-            w * (piece if w.dim() == 2 else piece.reshape((1, -1) + (1,) * (w.dim() - 2)))
-            for w, piece in zip(weights, pieces, strict=True)
+            w * (2 * grad if w.dim() == 2 else (2 * grad).reshape((1, -1) + (1,) * (w.dim() - 2)))
+            for w, grad in zip(weights, grads, strict=True)
         )
-
-
-def _squared_columns(*weights: Any) -> Tensor:
-    norms: Tensor = _SquaredColumns.apply(*weights)  # type: ignore[no-untyped-call]
-    return norms
 
 
 class _SquareNorm:
@@ -220,7 +230,7 @@ class _SquareNorm:
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
-        return self.of({layer: _squared_columns(layer.weight) for layer, _ in self.layers})
+        return self.of(_columns([layer for layer, _ in self.layers]))
 
     def of(self, columns: Mapping[nn.Module, Tensor]) -> Tensor:
         """The same, from the squared norms of each layer's columns."""

@@ -10,7 +10,9 @@ in between, are one product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["defer_product", "may_defer", "multiply_along"]
+__all__ = ["defer_product", "leave_norms", "left_norms", "may_defer", "multiply_along"]
 
 
 _CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
@@ -95,7 +97,7 @@ class _DeferredProduct(Tensor):
                     factor = first.factor.to(weight.dtype)
                     if torch.is_autocast_enabled(weight.device.type):
                         return F.linear(first.plain, weight * factor, bias)
-                    return _GatedLinear.apply(first.plain, factor, weight, bias)  # type: ignore[no-untyped-call]
+                    return _gated_linear(first.plain, factor, weight, bias)
             if func in _FLATTENINGS and args and (flat := _flatten(*args, **kwargs)) is not None:
                 return flat
             for x in args:
@@ -138,23 +140,70 @@ class _Product(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """W (x * z) + b; the gates' gradient comes from that of the weights."""
+    """W (x * z) + b, and the squared norms of W's columns if they are asked for.
+
+    The gates' gradient comes from that of the weights. That of the norms is added while the weights are at hand, where
+    a node of its own would go over as many numbers again three times.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, with_norms: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(x, z, weight)
-        return F.linear(x, weight * z, bias)
+        ctx.set_materialize_grads(False)
+        scaled = weight * z
+        norms = weight.square().sum(0) if with_norms else None
+        return F.linear(x, scaled, bias), norms
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, of_norms: Tensor | None) -> tuple[Tensor | None, ...]:
         x, z, weight = ctx.saved_tensors
+        if grad is None:
+            return None, None, None if of_norms is None else weight * (2 * of_norms), None, None
         of_x = grad @ (weight * z) if ctx.needs_input_grad[0] else None
         grad = grad.flatten(0, -2)
         of_product = grad.t() @ x.flatten(0, -2)  # gradient of weight * z
         of_z = (weight * of_product).sum(0)
-        # In place, unless a graph of this gradient is being built: the matrix is large.
-        of_weight = of_product * z if torch.is_grad_enabled() else of_product.mul_(z)
-        return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None
+        if torch.is_grad_enabled():  # a graph of this gradient is being built
+            of_weight = of_product * z
+            if of_norms is not None:
+                of_weight = torch.addcmul(of_weight, weight, of_norms, value=2)
+        else:  # in place: the matrix is large
+            of_weight = of_product.mul_(z)
+            if of_norms is not None:
+                of_weight.addcmul_(weight, of_norms, value=2)
+        return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None, None
+
+
+# The weights whose norms are asked for, and the norms if a layer has computed them.
+_norms: ContextVar[dict[Tensor, Tensor | None] | None] = ContextVar("_norms", default=None)
+
+
+def _gated_linear(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found = _norms.get()
+    # Norms without a graph would be no use.
+    with_norms = found is not None and weight in found and found[weight] is None and torch.is_grad_enabled()
+    out, norms = _GatedLinear.apply(x, z, weight, bias, with_norms)  # type: ignore[no-untyped-call]
+    if found is not None and with_norms:
+        found[weight] = norms
+    return out  # type: ignore[no-any-return]
+
+
+@contextmanager
+def leave_norms(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, dense layers behind gates leave the squared norms of their weights' columns for :func:`left_norms`."""
+    token = _norms.set(dict.fromkeys(weights))
+    try:
+        yield
+    finally:
+        _norms.reset(token)
+
+
+def left_norms(weight: Tensor) -> Tensor | None:
+    """The norms that the layer of these weights has left, with their graph; None if it has not."""
+    found = _norms.get()
+    return None if found is None else found.get(weight)
 
 
 def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
