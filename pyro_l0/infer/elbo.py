@@ -351,9 +351,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     def _square_norms(self, posteriors: Mapping[str, Site], decays: Sequence[float], active: Tensor) -> Tensor:
         """Half the squared norms of the weights of several sites' gates times their decays, side by side."""
         together = getattr(self.square_norm, "together", None)
+        norms: Tensor | None = None
         if together is not None and all(decays) and self.square_norm.keys() >= posteriors.keys():
-            norms: Tensor = together(list(posteriors))
-        else:
+            norms = together(list(posteriors))
+        if norms is None:
             each = [
                 self._square_norm(name, site["value"].shape) if decay else torch.zeros_like(site["value"])
                 for (name, site), decay in zip(posteriors.items(), decays, strict=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.deferred import leave_norms, left_norms
+from pyro_l0.nn.deferred import record_norms, recorded_norms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, Kind, Layer, PerDevice, read_network
 
@@ -168,7 +168,7 @@ def _upstream(graph: GateGraph, name: str, through: set[Kind]) -> list[str]:
     return list(found)
 
 
-class SquareNorms(dict[str, "_SquareNorm"]):
+class SquareNorms(dict[str, Callable[[], Tensor]]):
     """By gate site, a function that returns the squared norm of the weights that read each of its units."""
 
     def during(self, names: Iterable[str]) -> AbstractContextManager[None]:
@@ -176,12 +176,19 @@ class SquareNorms(dict[str, "_SquareNorm"]):
 
         Dense layers that multiply their weights by gates compute the norms, and their part of the gradient, on the way.
         """
-        weights: list[Any] = [layer.weight for name in names for layer, _ in self[name].layers]
-        return leave_norms(weights)
+        layers = [layer for norm in map(self.get, names) if isinstance(norm, _SquareNorm) for layer, _ in norm.layers]
+        # Weights that a parametrisation computes at each access are others each time.
+        weights = [layer._parameters.get("weight") for layer in layers]
+        return record_norms(weight for weight in weights if weight is not None)
 
-    def together(self, names: Sequence[str]) -> Tensor:
-        """The norms of several sites side by side, shape ``(n,)``, with one pass over the weights."""
-        norms = [self[name] for name in names]
+    def together(self, names: Sequence[str]) -> Tensor | None:
+        """The norms of several sites side by side, shape ``(n,)``, going over no weights twice.
+
+        None if one of the functions has been replaced by another's.
+        """
+        norms = [norm for norm in map(self.get, names) if isinstance(norm, _SquareNorm)]
+        if len(norms) < len(names):
+            return None
         layers = list(dict.fromkeys(layer for norm in norms for layer, _ in norm.layers))
         columns = _columns(layers)
         plain = all(len(norm.layers) == 1 and len(norm.layers[0][1]) == norm.size for norm in norms)
@@ -192,14 +199,14 @@ class SquareNorms(dict[str, "_SquareNorm"]):
 
 
 def _columns(layers: Sequence[nn.Module]) -> dict[nn.Module, Tensor]:
-    """The squared norms of each layer's columns: those that its forward pass has left, and all others in one node."""
+    """The squared norms of each layer's columns: recorded ones, and all others in one node."""
     weights: dict[nn.Module, Any] = {layer: layer.weight for layer in layers}
-    found = {layer: left_norms(weight) for layer, weight in weights.items()}
-    others = [layer for layer, norms in found.items() if norms is None]
+    recorded = {layer: recorded_norms(weight) for layer, weight in weights.items()}
+    others = [layer for layer, norms in recorded.items() if norms is None]
     if others:
         columns = _SquaredColumns.apply(*(weights[layer] for layer in others))  # type: ignore[no-untyped-call]
-        found.update(zip(others, columns, strict=True))
-    return {layer: norms for layer, norms in found.items() if norms is not None}
+        recorded.update(zip(others, columns, strict=True))
+    return recorded  # type: ignore[return-value]  # there are none left without
 
 
 class _SquaredColumns(torch.autograd.Function):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["defer_product", "leave_norms", "left_norms", "may_defer", "multiply_along"]
+__all__ = ["defer_product", "may_defer", "multiply_along", "record_norms", "recorded_norms"]
 
 
 _CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
@@ -139,31 +139,39 @@ class _Product(torch.autograd.Function):
         return of_x, (grad * x).sum(others).to(z.dtype) if ctx.needs_input_grad[1] else None, None
 
 
-class _GatedLinear(torch.autograd.Function):
-    """W (x * z) + b, and the squared norms of W's columns if they are asked for.
+class _Graph:
+    """Whether the graph of some norms has been used up. It holds no tensor, whose graph would hold it in turn."""
 
-    The gates' gradient comes from that of the weights. That of the norms is added while the weights are at hand, where
-    a node of its own would go over as many numbers again three times.
+    used = False
+
+
+class _GatedLinear(torch.autograd.Function):
+    """W (x * z) + b for rows x, and the squared norms of W's columns if there is a mark for their graph.
+
+    The gates' gradient comes from that of the weights. That of the norms is added in place while the weights are at
+    hand, where a node of its own would write and read two more matrices of their size.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, with_norms: bool
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, graph: _Graph | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(x, z, weight)
         ctx.set_materialize_grads(False)
+        ctx.graph = graph
         scaled = weight * z
-        norms = weight.square().sum(0) if with_norms else None
+        norms = None if graph is None else weight.square().sum(0)
         return F.linear(x, scaled, bias), norms
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_norms: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.graph is not None:
+            ctx.graph.used = True
         x, z, weight = ctx.saved_tensors
         if grad is None:
             return None, None, None if of_norms is None else weight * (2 * of_norms), None, None
         of_x = grad @ (weight * z) if ctx.needs_input_grad[0] else None
-        grad = grad.flatten(0, -2)
-        of_product = grad.t() @ x.flatten(0, -2)  # gradient of weight * z
+        of_product = grad.t() @ x  # gradient of weight * z
         of_z = (weight * of_product).sum(0)
         if torch.is_grad_enabled():  # a graph of this gradient is being built
             of_weight = of_product * z
@@ -176,34 +184,47 @@ class _GatedLinear(torch.autograd.Function):
         return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None, None
 
 
-# The weights whose norms are asked for, and the norms if a layer has computed them.
-_norms: ContextVar[dict[Tensor, Tensor | None] | None] = ContextVar("_norms", default=None)
+# The weights whose norms are asked for, with those that a layer has computed.
+_recorded: ContextVar[dict[Tensor, tuple[Tensor, _Graph] | None] | None] = ContextVar("_recorded", default=None)
 
 
 def _gated_linear(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    found = _norms.get()
-    # Norms without a graph would be no use.
-    with_norms = found is not None and weight in found and found[weight] is None and torch.is_grad_enabled()
-    out, norms = _GatedLinear.apply(x, z, weight, bias, with_norms)  # type: ignore[no-untyped-call]
-    if found is not None and with_norms:
-        found[weight] = norms
-    return out  # type: ignore[no-any-return]
+    recorded = _recorded.get()
+    graph = _Graph() if recorded is not None and weight in recorded and _may_record(weight) else None
+    out, norms = _GatedLinear.apply(x.flatten(0, -2), z, weight, bias, graph)  # type: ignore[no-untyped-call]
+    if recorded is not None and graph is not None:
+        recorded[weight] = norms, graph
+    return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+
+
+def _may_record(weight: Tensor) -> bool:
+    """Whether a layer can compute norms that are of use, and are not there yet.
+
+    Without a graph they would have no gradient. A mode that watches operations, such as selective checkpointing, has
+    to see the same ones when a layer runs again for the gradient.
+    """
+    if not weight.requires_grad or not torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    return recorded_norms(weight) is None
 
 
 @contextmanager
-def leave_norms(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, dense layers behind gates leave the squared norms of their weights' columns for :func:`left_norms`."""
-    token = _norms.set(dict.fromkeys(weights))
+def record_norms(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, dense layers behind gates record the squared norms of these weights' columns on the way."""
+    token = _recorded.set(dict.fromkeys(weights))
     try:
         yield
     finally:
-        _norms.reset(token)
+        _recorded.reset(token)
 
 
-def left_norms(weight: Tensor) -> Tensor | None:
-    """The norms that the layer of these weights has left, with their graph; None if it has not."""
-    found = _norms.get()
-    return None if found is None else found.get(weight)
+def recorded_norms(weight: Tensor) -> Tensor | None:
+    """The norms that these weights' layer has recorded, with their graph; None if there are none of any use."""
+    if torch.compiler.is_compiling():  # a context variable can't be traced
+        return None
+    recorded = _recorded.get()
+    found = None if recorded is None else recorded.get(weight)
+    return None if found is None or found[1].used else found[0]
 
 
 def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
