@@ -221,8 +221,7 @@ class _SquaredColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         weights: tuple[Tensor, ...] = ctx.saved_tensors
         return tuple(
-            w * (2 * grad if w.dim() == 2 else (2 * grad).reshape((1, -1) + (1,) * (w.dim() - 2)))
-            for w, grad in zip(weights, grads, strict=True)
+            w * (2 * grad).reshape((1, -1) + (1,) * (w.dim() - 2)) for w, grad in zip(weights, grads, strict=True)
         )
 
 
