@@ -22,7 +22,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, fact
 from pyro_l0.infer.elbo import Objective
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import Gate, NetworkCost, name_gates, square_norms
-from tests.cases import FAMILIES
+from tests.cases import ATOMIC, FAMILIES
 
 NUM_DATA = 100
 ESTIMATORS: tuple[EstimatorName, ...] = ("score_function", "leave_one_out", "arm", "straight_through", "rebar")
@@ -106,7 +106,7 @@ def gated_step(
     train_on_meta(loss, (x, y), target)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.gate.__name__)
+@pytest.mark.parametrize("family", [*FAMILIES, *ATOMIC], ids=lambda family: family.gate.__name__)
 def test_every_family_and_objective_trains_without_reading_the_device(family: Any) -> None:
     for kind, objective in itertools.product((MLP, CONVOLUTIONS), ("l0", "free_energy")):
         gated_step(kind, objective, family.gate, "arm" if family.gate is BernoulliGate else None)
