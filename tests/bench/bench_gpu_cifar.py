@@ -154,8 +154,6 @@ def _train(run: Training, name: str, epochs: int, out: Path, deadline: float) ->
         run.load_state(state["run"])
         history = state["history"]
     while len(history) < epochs:
-        if time.monotonic() > deadline:
-            return None
         start = time.perf_counter()
         loss = run.train_epoch()
         seconds = time.perf_counter() - start
@@ -163,6 +161,8 @@ def _train(run: Training, name: str, epochs: int, out: Path, deadline: float) ->
         history.append({"loss": loss, "seconds": seconds, **measured})
         checkpoint.save(path, {"fingerprint": mark, "run": run.state(), "history": history})
         print(f"{name}: epoch {len(history)} of {epochs}, error {measured['test_error_percent']:.2f} %", flush=True)
+        if len(history) < epochs and time.monotonic() > deadline:
+            return None
     last = history[-1]
     seconds = sum(entry["seconds"] for entry in history) / epochs
     return {"epochs": epochs, "error": last["test_error_percent"], "macs": last["macs_left"], "seconds": seconds}
