@@ -22,9 +22,9 @@ MAY_IMPORT = {
 # Extras, which are imported where they are used.
 OPTIONAL = {
     "matplotlib.pyplot",
-    "safetensors.SafetensorError",
-    "safetensors.torch.load_file",
-    "safetensors.torch.save_file",
+    "safetensors.safe_open",
+    "safetensors.torch",
+    "safetensors.torch.save",
 }
 
 

@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from torch import nn
 
-from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.rewrite import rewrite
-from pyro_l0.compaction.storage import Compacted
+from pyro_l0.compaction.storage import Compacted, read
 
 __all__ = ["load_compacted"]
 
 
 def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
-    """Read what :meth:`Compacted.save` wrote.
+    """Read what :meth:`Compacted.save` wrote, and check it.
+
+    The SHA-256 in the file finds damage and changes; whoever changes a file on purpose can compute it anew, and then
+    it holds wrong numbers, but no code. A pair ``path.safetensors`` and ``path.json`` of an earlier version is read as
+    well, with a warning, because it has no checksum; saving it again makes it one file.
 
     Args:
-        network: the network that was compacted, as it was before any shrinking, with any weights; it is not changed.
+        network: the network that was compacted, as it was before any shrinking, with any weights, and of the type
+            (float32, ...) that was saved; it is not changed.
         path: as given to ``save``.
 
     Raises:
         TypeError: ``network`` is no module.
-        ValueError: the files are of another network, or are damaged.
-        ImportError: safetensors is not installed (``pip install pyro-l0[export]``).
+        FileNotFoundError: there is no such file.
+        ValueError: the file can't be read, is damaged, was changed, is of another program, of another network or
+            another type of numbers, or holds NaN or infinity; the message says which.
+        ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
-    try:
-        values = json.loads(Path(str(path) + ".json").read_text())
-        certificate = float(values["certificate"])
-        *before, found = [Plan.from_json(json.dumps(text)) for text in values["plans"]]
-        state = load_file(str(path) + ".safetensors")
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(f"Expected the files of a compacted network at {str(path)!r}, but got: {error}") from error
+    content = read(path)
+    *before, found = content.plans
     try:
         for earlier in before:
             network = rewrite(network, earlier, keep_gates=True)
         small = rewrite(network, found)
-        small.load_state_dict(state)
-    except (RuntimeError, KeyError, IndexError, ValueError) as error:
+        for name, value in small.state_dict().items():
+            got = content.state.get(name, value).dtype
+            if got != value.dtype:
+                raise ValueError(
+                    f"its tensor {name!r} is {got}, the network's {value.dtype}; load it into network.to({got})"
+                )
+        small.load_state_dict(dict(content.state))
+    except Exception as error:  # a plan of another network breaks the rewriting in many ways
         raise ValueError(
-            f"Expected the files at {str(path)!r} to be of this network, but they do not fit: {error}"
+            f"Expected the file at {str(path)!r} to be of this network, but it does not fit: {error}"
         ) from error
-    return Compacted(small, found, certificate, tuple(before))
+    return Compacted(small, found, content.certificate, tuple(before))
