@@ -48,6 +48,6 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
         small.load_state_dict(dict(content.state))
     except Exception as error:  # a plan of another network breaks the rewriting in many ways
         raise ValueError(
-            f"Expected the file at {str(path)!r} to be of this network, but it does not fit: {error}"
+            f"Expected the file '{path}.safetensors' to be of this network, but it does not fit: {error}"
         ) from error
     return Compacted(small, found, content.certificate, tuple(before))
