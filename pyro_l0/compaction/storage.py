@@ -143,6 +143,7 @@ def _open(file: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise _refusal(file, "it is a folder or another thing than a file")
+        file.open("rb").close()  # safetensors calls a file that it may not open one that is not there
         with safe_open(str(file), "pt") as stored:
             return stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except (FileNotFoundError, MemoryError):

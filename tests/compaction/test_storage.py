@@ -159,6 +159,18 @@ def test_what_is_no_file_of_ours_is_refused_by_what_it_is(tmp_path):
         outputs(path)
 
 
+def test_a_file_that_may_not_be_opened_is_not_called_missing(saved, monkeypatch):
+    """safetensors itself says that there is no such file. Root may open all, hence the stand-in."""
+    path, _, _ = saved
+
+    def forbidden(self, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(ValueError, match=r"net\.safetensors', but it can't be read: .*Permission denied"):
+        outputs(path)
+
+
 def test_numbers_of_another_type_are_refused(saved):
     """They were converted without a word."""
     path, _, expected = saved
