@@ -61,7 +61,7 @@ def test_pickling_a_guide(copied):
 def test_pickling_a_guide_before_its_first_call(copied):
     """Says what to do, at the copy's first call."""
     guide = new()
-    with pytest.raises(ValueError, match="This AutoSpikeSlab was copied .* call a guide once"):
+    with pytest.raises(ValueError, match=r"This AutoSpikeSlab was copied .* call a guide once"):
         copied(guide)()
     assert sorted(guide()) == ["a.z", "w"]
 

@@ -171,9 +171,10 @@ def test_beside_another_guide_of_a_list():
         guide()
         assert guide[0].posterior()["z"].active_prob.tolist() == pytest.approx([0.5] * 3)
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), L0_ELBO("free_energy"))
-        for _ in range(10):
+        for _ in range(30):
             svi.step()
-        assert guide[0].posterior()["z"].active_prob[0] > 0.6
+        active = guide[0].posterior()["z"].active_prob
+        assert active[0] > active[1:].max() + 0.1
 
 
 def test_a_network_of_pyro_module_goes_on():
@@ -220,7 +221,9 @@ def test_stored_parameters_are_loaded(tmp_path, use):
     guide()
     assert_same(([], fitted(guide)), ([], trained))
     store.load(path)
-    with pytest.raises(ValueError, match=r"sites\$\$\$w.loc' in the parameter store of shape \(3,\), but got \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"sites\$\$\$z.log_alpha' in the parameter store of shape \(3,\), but got \(4,\)"
+    ):
         AutoSpikeSlab(regression(3), slab={"w": "z"})()
 
 
