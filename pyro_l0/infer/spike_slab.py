@@ -141,6 +141,9 @@ def _transform_to_support(name: str, fn: Any) -> Transform | None:
             support = support.base_constraint
         if isinstance(support, type(constraints.real)):
             return None
+        above = isinstance(support, constraints.greater_than | constraints.greater_than_eq)
+        if above and isinstance(support.lower_bound, float | int) and support.lower_bound == 0:
+            return ExpTransform()  # torch's own for positive numbers adds 0, which makes another distribution of it
         transform: Transform = biject_to(support)
         if transform.domain.event_dim == 0 and not support.is_discrete:
             return transform
