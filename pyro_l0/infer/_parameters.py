@@ -11,13 +11,15 @@ from typing import Any
 import pyro
 import torch
 from pyro.poutine import runtime
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["OptimiserWatch", "put_into_store", "state_parameter"]
+__all__ = ["Displaced", "OptimiserWatch", "put_into_store", "state_parameter"]
 
 _of_this_process = WeakTensorKeyDictionary()
 _PATIENCE = 5  # losses, each followed by a step of an optimiser of something else
@@ -70,6 +72,42 @@ def state_parameter(name: str, parameter: nn.Parameter) -> None:
     """
     if parameter.requires_grad:
         _param(parameter, constraint=constraints.real, name=name)
+
+
+class Displaced(Messenger):
+    """Notice parameters of a model's networks in whose places the parameter store has others, which SVI would step.
+
+    ``pyro.module`` gives a new network's parameters the names of an earlier one's, whose entries stay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[str, weakref.ref[Tensor]] = {}
+
+    def _postprocess_message(self, msg: Any) -> None:
+        own = msg["args"][1] if msg["type"] == "param" and len(msg["args"]) > 1 else None
+        if isinstance(own, nn.Parameter) and msg["value"] is not own:
+            self._found[msg["name"]] = weakref.ref(own)
+
+    def is_over(self) -> bool:
+        """Look at what happened since the last call, at every loss; whether there is nothing more to look at.
+
+        Warns:
+            UserWarning: within SVI, such parameters are in use: they have gradients.
+        """
+        if not any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
+            return not self._found
+        parameters = {name: own() for name, own in self._found.items()}
+        used = [name for name, own in parameters.items() if own is not None and own.grad is not None]
+        if used:
+            warnings.warn(
+                f"SVI does not train {used[0]!r} of the model, nor {len(used) - 1} other parameters: the parameter "
+                "store has others of these names, of an earlier network or a file. Call pyro.clear_param_store() "
+                "before training a new network, or pyro.module(..., update_module_params=True) to go on from the "
+                "store.",
+                stacklevel=2,
+            )
+        return True
 
 
 class OptimiserWatch:

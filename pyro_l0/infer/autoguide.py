@@ -21,7 +21,7 @@ from torch.distributions import Transform, constraints, transform_to
 from pyro_l0._record import Record, sole_record
 from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, find_gate
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.infer._parameters import OptimiserWatch, put_into_store, state_parameter
+from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
 from pyro_l0.infer._prior import DrawsElsewhere, drawn_options, same
 
 __all__ = ["ActiveRate", "AutoGate"]
@@ -106,14 +106,14 @@ class AutoGate(AutoGuide):
         self._groups: list[list[str]] | None = None
         self._kept: dict[str, Any] = {}
         self._names: tuple[str, list[tuple[str, dict[str, Any], str]]] | None = None
-        self._watch: OptimiserWatch | None = None
+        self._watches: list[OptimiserWatch | Displaced] = []
         # Plain modules, one per site: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
 
     def __getstate__(self) -> dict[str, Any]:
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
-        state.update(_model=(None,), master=None, _kept={}, _names=None, _watch=None)
+        state.update(_model=(None,), master=None, _kept={}, _names=None, _watches=[])
         if self.prototype_trace is not None:  # of which the plans tell what is needed
             state["prototype_trace"] = Trace()
         for parameter in self.parameters():  # a weak reference, which SVI has asked for
@@ -145,8 +145,8 @@ class AutoGate(AutoGuide):
                 f"This {type(self).__name__} was copied or loaded from a guide that had not been called, and has no "
                 "model; call a guide once with the model's arguments before copying or pickling it."
             )
-        model, elsewhere = self._model, DrawsElsewhere()
-        self._model = (elsewhere(self.model),)
+        model, elsewhere, displaced = self._model, DrawsElsewhere(), Displaced()
+        self._model = (displaced(elsewhere(self.model)),)
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
@@ -164,10 +164,8 @@ class AutoGate(AutoGuide):
         if not used:
             self._groups = self._find_groups()
         sites: Any = self._modules["sites"]
-        self._watch = OptimiserWatch(
-            f"{type(self).__name__} (gate sites {', '.join(map(repr, self._gate_plans()))})",
-            lambda: list(sites.parameters()),
-        )
+        what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._gate_plans()))})"
+        self._watches = [displaced, OptimiserWatch(what, lambda: list(sites.parameters()))]
         with self._pyro_context:
             self._enter_store()
 
@@ -292,8 +290,8 @@ class AutoGate(AutoGuide):
         """Sample every site of this guide; takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        if self._watch is not None and torch.is_grad_enabled() and self._watch.is_over():
-            self._watch = None
+        elif self._watches and torch.is_grad_enabled():
+            self._watches = [watch for watch in self._watches if not watch.is_over()]
         self._enter_store()
         record = sole_record()
         if record is not None and self._groups is not None:

@@ -197,6 +197,41 @@ def test_a_network_of_pyro_module_goes_on():
         assert (seen[-1] - seen[-2]).abs().max() > 0.05
 
 
+def test_a_network_of_pyro_module_that_is_made_anew():
+    """SVI trains what the store has; one warning names the parameter and the remedies, which work."""
+    x = torch.randn(20, 3)
+
+    def run(trained, **options):
+        net = nn.Linear(3, 1)
+        before = net.weight.detach().clone()
+
+        def model():
+            pyro.module("net", net, **options)
+            z = pyro.sample("z", HardConcrete.from_active_prob(0.5).expand([3]).to_event(1))
+            pyro.sample("y", dist.Normal(net(x * z)[:, 0], 0.5).to_event(1), obs=x[:, 0])
+
+        guide = AutoGate(model)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), L0_ELBO("free_energy"))
+        for _ in range(5):
+            svi.step()
+        assert torch.equal(net.weight, before) is not trained
+        return model
+
+    run(True)
+    with pytest.warns(UserWarning, match=r"SVI does not train 'net\$\$\$weight' of the model, nor 1 other") as seen:
+        model = run(False)
+    assert len(seen) == 1
+    run(True, update_module_params=True)
+    guide = AutoGate(model)  # which is trained by its own parameters' optimiser
+    guide()
+    optimiser = torch.optim.Adam(guide.parameters())
+    for _ in range(3):
+        L0_ELBO("free_energy").differentiable_loss(model, guide).backward()
+        optimiser.step()
+    pyro.clear_param_store()
+    run(True)
+
+
 @pytest.mark.parametrize("use", ["svi", "elbo", "median"])
 def test_stored_parameters_are_loaded(tmp_path, use):
     """Pyro's way: the store is saved, cleared as in a new process, loaded, and a new guide has the trained values."""
