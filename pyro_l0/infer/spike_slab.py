@@ -42,7 +42,9 @@ class AutoSpikeSlab(AutoGate):
             positive.
 
     Example:
+        >>> import pyro
         >>> import pyro.distributions as dist
+        >>> from pyro_l0 import HardConcrete
         >>> def model():
         ...     with pyro.plate("weights", 2):
         ...         z = pyro.sample("z", HardConcrete.from_active_prob(0.1))
