@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["Displaced", "OptimiserWatch", "put_into_store", "state_parameter"]
@@ -121,24 +122,27 @@ class OptimiserWatch:
         parameters: returns the guide's parameters.
     """
 
+    _open: ClassVar[weakref.WeakSet[OptimiserWatch]] = weakref.WeakSet()
+    _hook: ClassVar[RemovableHandle | None] = None
+
     def __init__(self, what: str, parameters: Callable[[], Sequence[Tensor]]) -> None:
         self._what = what
         self._parameters = parameters
         self._stepped = False
         self._losses = 0
-        after = weakref.WeakMethod(self._after_step)
+        self._open.add(self)
+        if OptimiserWatch._hook is None:
+            OptimiserWatch._hook = register_optimizer_step_post_hook(self._after_any_step)
 
-        def hook(optimiser: Optimizer, args: Any, kwargs: Any) -> None:
-            method = after()
-            if method is not None:
-                method(optimiser)
-
-        self._end = weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
+    @classmethod
+    def _after_any_step(cls, optimiser: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in list(cls._open):
+            watch._after_step(optimiser)
 
     def _after_step(self, optimiser: Optimizer) -> None:
         parameters = self._parameters()
         if _holds(optimiser, parameters):
-            self._end()
+            self._open.discard(self)
         elif any(x.grad is not None for x in parameters):
             self._stepped = True
 
@@ -152,7 +156,7 @@ class OptimiserWatch:
             self._stepped = False
             self._losses += 1
             if self._losses == _PATIENCE:
-                self._end()
+                self._open.discard(self)
                 parameters = self._parameters()
                 if not any(issubclass(type(x), Optimizer) and _holds(x, parameters) for x in gc.get_objects()):
                     warnings.warn(
@@ -161,7 +165,10 @@ class OptimiserWatch:
                         "arguments before making an optimiser of its parameters.",
                         stacklevel=2,
                     )
-        return not self._end.alive
+        if not self._open and OptimiserWatch._hook is not None:  # not in the hook, while torch goes through them
+            OptimiserWatch._hook.remove()
+            OptimiserWatch._hook = None
+        return self not in self._open
 
 
 def _holds(optimiser: Optimizer, parameters: Sequence[Tensor]) -> bool:

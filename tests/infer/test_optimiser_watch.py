@@ -4,6 +4,7 @@ import copy
 import gc
 from collections import OrderedDict
 from functools import partial
+from weakref import WeakSet
 
 import pyro
 import pyro.distributions as dist
@@ -17,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from pyro_l0 import HardConcrete
 from pyro_l0.diagnostics import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer._parameters import OptimiserWatch
 
 
 class Model(nn.Module):
@@ -54,13 +56,15 @@ def train(loss, *optimisers, steps=8, micro_batches=1, clear=None):
 def hooks():
     """How many guides are waiting for an optimiser."""
     gc.collect()
-    return len(torch_optimizer._global_optimizer_post_hooks)
+    return len(OptimiserWatch._open)
 
 
 @pytest.fixture(autouse=True)
 def no_other_guide(monkeypatch):
-    """Without the guides of other tests."""
+    """Without the guides of other tests; torch's hooks are left as they were."""
     monkeypatch.setattr(torch_optimizer, "_global_optimizer_post_hooks", OrderedDict())
+    monkeypatch.setattr(OptimiserWatch, "_open", WeakSet())
+    monkeypatch.setattr(OptimiserWatch, "_hook", None)
 
 
 @pytest.mark.parametrize("clear_all", [False, True])
@@ -145,6 +149,20 @@ def test_pyros_optimisers(optimiser):
     for _ in range(8):
         svi.step(X)
     assert hooks() == 0
+
+
+def test_several_guides_of_one_optimiser():
+    """All are found at one step, and torch is left without a hook at the next losses."""
+    models = [Model() for _ in range(3)]
+    losses = [L0_ELBO("free_energy")(model, AutoGate(model)) for model in models]
+    for loss in losses:
+        loss(X)
+    assert (hooks(), len(torch_optimizer._global_optimizer_post_hooks)) == (3, 1)
+    optimiser = torch.optim.Adam([x for loss in losses for x in loss.parameters()])
+    train(lambda x: sum(loss(x) for loss in losses), optimiser, steps=1)
+    assert hooks() == 0
+    train(lambda x: sum(loss(x) for loss in losses), optimiser, steps=1)
+    assert len(torch_optimizer._global_optimizer_post_hooks) == 0
 
 
 def test_a_guide_that_is_gone_leaves_no_hook():
