@@ -1,5 +1,7 @@
 """Sphinx settings: Markdown pages that run their code, furo, warnings as errors in CI."""
 
+import os
+
 from pyro_l0 import __version__
 
 project = "pyro_l0"
@@ -29,3 +31,5 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+# Pyro's progress bars look for widgets in a notebook, and would warn on each page that there are none.
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
