@@ -104,7 +104,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         >>> import pyro
         >>> from pyro_l0 import HardConcrete
         >>> def model():
-        ...     pyro.sample("z", HardConcrete.fromactive_prob(0.1))
+        ...     pyro.sample("z", HardConcrete.from_active_prob(0.1))
         >>> def guide():
         ...     pyro.sample("z", HardConcrete(torch.tensor(2.0)))
         >>> round(L0_ELBO("l0", lam=0.5).loss(model, guide), 4)  # 0.5 * P(z != 0)
