@@ -87,8 +87,11 @@ def _refuse_to_transform(support: constraints.Constraint) -> Any:
 
 def _transform_to_start(support: constraints.Constraint) -> Any:
     """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
-    if sys._getframe(2).f_globals.get("__name__") == "pyro.infer.autoguide.initialization":
-        return transform_to(constraints.unit_interval)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "pyro.infer.autoguide.initialization":
+            return transform_to(constraints.unit_interval)
+        frame = frame.f_back  # type: ignore[assignment]
     return _refuse_to_transform(support)
 
 

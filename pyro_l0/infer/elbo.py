@@ -239,9 +239,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         """The loss, looked at where that is cheap or due, and how it came about."""
         outcome = self._terms(model, guide, args, kwargs)
         loss = _total(outcome.parts)
-        if torch.is_grad_enabled():
+        if loss.requires_grad:  # it is trained
             self._watch.loss(self.step, loss, outcome.parts, outcome.explain)
             self._watch.gates(self.step, outcome.runs[0].guide)
+        if torch.is_grad_enabled():
             self.step += 1
         return loss, outcome
 
@@ -317,7 +318,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         for run in runs:
             apart = {name: {**site, "joint": None} for name, site in run.guide.items()}
             self._add_particle(note, Run(run.model, apart))
-            for name in dict.fromkeys(entry.site for entry in bad):
+            # An estimator's surrogate is no term of its own: then any site may be the cause.
+            for name in dict.fromkeys(entry.site for entry in bad) or run.model:
                 causes += [cause for sites in run for cause in (bad_values(sites[name]) if name in sites else [])]
         for option in ("lam", "group_size", "weight_decay", "kl_scale"):
             value = getattr(self, option)

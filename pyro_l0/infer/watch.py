@@ -151,6 +151,5 @@ def sentences(terms: Sequence[BadTerm], causes: Sequence[str]) -> str:
     """Terms that are not finite, and where they may come from."""
     named = ", ".join(f"{bad.term} of site {bad.site!r} is {bad.value}" for bad in terms)
     return (
-        ". ".join([named or "no term by itself", *dict.fromkeys(cause[0].upper() + cause[1:] for cause in causes)])
-        + "."
+        f"{named or 'every term is finite by itself'}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
     )
