@@ -72,7 +72,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     one is registered and by the pathwise sample otherwise.
 
     Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
-    returns the loss, with a torch optimiser. The loss is a tensor and is not read back from the device.
+    returns the loss, with a torch optimiser. The loss is a tensor and is not read back from an accelerator, but for a
+    look at every hundredth step: at the losses since the last one, and whether all gates of a site have closed, of which
+    a warning tells once. In main memory every loss that is trained is looked at. One that is not finite raises.
 
     Args:
         objective: which loss.
@@ -80,7 +82,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             or a dict of these by site (other sites are free). The paper's :math:`\lambda / N` on the mean loss is
             ``lam`` :math:`= \lambda` here.
         group_size: weights that a gate switches, :math:`|g|` of Eq. 16, in the same forms; 1 if not given.
-        slab: for ``"spike_slab"``, the gate site of each slab site. The gate's shape broadcasts against the slab's.
+        slab: for ``"spike_slab"``, the gate site of each slab site. A gate without event dimensions switches a whole
+            event of its slab (in the same plates), as a group of weights; gates with as many event dimensions switch
+            its elements, and broadcast. The KL of a slab that has no registered one (Student-t, Cauchy, half-normal
+            priors) is sampled at the slab's draw, which is unbiased; P(z != 0) stays analytic.
         kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
             losses taken so far with a gradient, kept in the attribute ``step``.
         weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
@@ -97,8 +102,13 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     Raises:
         ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a
-            site that is not a gate, a gate has no gate as posterior or the other way round, shapes, scales or masks
-            of model and guide differ, or a latent variable is not reparameterised. Each names the site.
+            site that is not a gate or has another shape, a gate has no gate as posterior or the other way round,
+            shapes, scales or masks of model and guide differ, a latent variable is not reparameterised, gates fit
+            their slab in no way or in several, the minibatch is empty, the loss is not finite, or the model is given
+            data or returns a loss but has no likelihood. Each names the site, the term or the argument.
+
+    Warns:
+        UserWarning: all gates of a site have closed; once for each site.
 
     Example:
         >>> import pyro

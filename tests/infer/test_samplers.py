@@ -84,20 +84,30 @@ def exact():
 
 
 def test_samples_are_completed_with_gates_and_what_follows():
-    """Against sums over the posterior; grouped by chain too."""
+    """Independent draws of the posterior, by resampling the prior's, against sums over it."""
     reparameterised = poutine.reparam(regression, {"z": RectifyReparam()})
     pyro.set_rng_seed(1)
-    mcmc = MCMC(NUTS(reparameterised, max_tree_depth=5), num_samples=1000, warmup_steps=200, disable_progbar=True)
-    mcmc.run()
-    samples = complete_samples(reparameterised, mcmc.get_samples())
-    assert list(samples) == ["w", "z_base", "z", "effect"] or list(samples) == ["z_base", "w", "z", "effect"]
+    gate, many, draws = HardConcrete(torch.tensor(-0.5), 0.5), 50_000, 500
+    base, w = gate.base_distribution().sample((many,)), torch.randn(many)
+    log_likelihood = dist.Normal(gate.rectify(base) * w, 0.5).log_prob(Y)
+    chosen = torch.distributions.Categorical(logits=log_likelihood).sample((draws,))
+    samples = complete_samples(reparameterised, {"z_base": base[chosen], "w": w[chosen]})
+    assert list(samples) == ["z_base", "w", "z", "effect"]
     torch.testing.assert_close(samples["effect"], samples["z"] * samples["w"])
     active, effect = exact()
-    # The draws of NUTS are as good as 300 independent ones or better here; five standard errors.
-    assert abs((samples["z"] != 0).float().mean() - active) < 5 * math.sqrt(active * (1 - active) / 300)
-    assert abs(samples["effect"].mean() - effect) < 5 * samples["effect"].std() / math.sqrt(300)
+    assert abs((samples["z"] != 0).float().mean() - active) < 5 * math.sqrt(active * (1 - active) / draws)
+    assert abs(samples["effect"].mean() - effect) < 5 * samples["effect"].std() / math.sqrt(draws)
+
+
+def test_samples_of_a_run_by_chain():
+    """As a sampler returns them, in one row of draws or in one per chain."""
+    reparameterised = poutine.reparam(regression, {"z": RectifyReparam()})
+    mcmc = MCMC(NUTS(reparameterised, max_tree_depth=2), num_samples=6, warmup_steps=3, disable_progbar=True)
+    mcmc.run()
+    flat = complete_samples(reparameterised, mcmc.get_samples())
     grouped = complete_samples(reparameterised, mcmc.get_samples(group_by_chain=True))
-    torch.testing.assert_close(grouped["effect"], samples["effect"][None])
+    assert flat["effect"].shape == (6,)
+    assert all(torch.equal(grouped[name][0], x) for name, x in flat.items())
 
 
 def test_samples_of_gates_of_any_shape():
