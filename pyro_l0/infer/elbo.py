@@ -73,8 +73,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
     returns the loss, with a torch optimiser. The loss is a tensor and is not read back from an accelerator, but for a
-    look at every hundredth step: at the losses since the last one, and whether all gates of a site have closed, of which
-    a warning tells once. In main memory every loss that is trained is looked at. One that is not finite raises.
+    look at every hundredth step: at the losses since the last look, and at whether all gates of a site have closed. In
+    main memory every loss that is trained is looked at. One that is not finite raises.
 
     Args:
         objective: which loss.
