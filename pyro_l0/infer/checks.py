@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def check_kl_scale(value: Any, step: int) -> None:
             raise ValueError(f"Expected kl_scale({step}) to be one number, but got a shape of {tuple(value.shape)}.")
         if value.device.type != "cpu":
             return
+    elif not isinstance(value, Real):
+        raise TypeError(f"Expected kl_scale({step}) to be a number or a tensor, but got {type(value).__name__}.")
     if not 0 <= value < math.inf:
         raise ValueError(f"Expected kl_scale({step}) to be finite and not negative, but got {float(value)}.")
 
@@ -138,9 +141,10 @@ def refuse_without_likelihood(
     A model that takes no data, has no parameters and returns no more than its draws may be there for its prior's sake.
     """
     found = None
-    for _, x in _tensors("", returned):
-        if not any(x is site["value"] for site in sites.values()):
-            found = f"returns a tensor of shape {tuple(x.shape)}; what a model returns is no part of the loss"
+    for _, x in _leaves("", returned):
+        if x is not None and not any(x is site["value"] for site in sites.values()):
+            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            found = f"returns {what}; what a model returns is no part of the loss"
     if found is None and any(True for _ in _tensors("", [args, kwargs])):
         found = "is given data"
     if found is None and isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):
@@ -158,8 +162,12 @@ def refuse_without_likelihood(
 
 def check_arguments(program: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Refuse a minibatch without examples: every tensor among the arguments is empty."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if given and not any(x.numel() for x in given):
+    empty = False
+    for _, x in _tensors("", [args, kwargs]):
+        if x.numel():
+            return
+        empty = True
+    if empty:
         raise ValueError(f"Expected at least one example, but {'; '.join(odd_arguments(program, args, kwargs))}.")
 
 
@@ -190,11 +198,15 @@ def _by_name(program: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, A
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors in nested lists, tuples and dicts, with their places."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
+    return ((place, x) for place, x in _leaves(name, value) if isinstance(x, Tensor))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
         for key, entry in value.items():
-            yield from _tensors(f"{name}[{key!r}]" if name else str(key), entry)
+            yield from _leaves(f"{name}[{key!r}]" if name else str(key), entry)
     elif isinstance(value, list | tuple):
         for i, entry in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", entry)
+            yield from _leaves(f"{name}[{i}]", entry)
+    else:
+        yield name, value

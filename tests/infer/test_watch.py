@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -102,6 +103,7 @@ def simple(guide_logits=0.0, prior_logits=0.0):
         ({"kl_scale": lambda step: math.nan if step == 1 else 1.0}, (), r"kl_scale\(1\) to be finite.*got nan"),
         ({"kl_scale": lambda step: torch.tensor(math.inf * step)}, (), r"kl_scale\(\d\) to be finite"),
         ({"kl_scale": lambda step: torch.ones(2)}, (), r"kl_scale\(0\) to be one number, but got a shape of \(2,\)"),
+        ({"kl_scale": lambda step: None}, (), r"kl_scale\(0\) to be a number or a tensor, but got NoneType"),
         ({}, (math.inf, 0.0), r"nan at step 0: every term is finite by itself; logits of BernoulliGate at 'z'"),
         ({}, (0.0, math.inf), r"at step 0: kl_gate of site 'z' is inf; logits of BernoulliGate at 'z'"),
     ],
@@ -115,7 +117,7 @@ def test_other_terms_that_are_not_finite(options, logits, message):
         for _ in range(2):
             elbo.differentiable_loss(model, guide)
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         two_steps()
 
 
@@ -192,7 +194,13 @@ def test_an_empty_minibatch(kind):
             with pyro.plate("data", 20, subsample=index) if kind == "subsample" else pyro.plate("data", len(x)):
                 pyro.sample("y", dist.Normal(x @ z, 1.0), obs=y)
 
+    def program_of_batches(batch):
+        program(**batch)
+
     nothing = torch.arange(0)
+    batch = {"index": nothing, "x": X[:0], "y": Y[:0]}
+    with pytest.raises(ValueError, match=r"argument \"batch\['x'\]\" is empty, of shape \(0, 3\)"):
+        L0_ELBO("l0").differentiable_loss(program_of_batches, AutoGate(program_of_batches), batch)
     with pytest.raises(ValueError, match=r"at least one example, but.*argument 'x' is empty, of shape \(0, 3\)"):
         L0_ELBO("l0").differentiable_loss(program, AutoGate(program), nothing, X[:0], Y[:0])
 
@@ -221,8 +229,8 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(
     "returns",
-    [lambda x: x, lambda x: (x, None), lambda x: {"loss": x}, lambda x: None],
-    ids=["tensor", "tuple", "dict", "nothing"],
+    [lambda x: x, lambda x: (x, None), lambda x: {"loss": x}, lambda x: None, lambda x: SimpleNamespace(loss=x)],
+    ids=["tensor", "tuple", "dict", "nothing", "object"],
 )
 def test_a_model_that_returns_its_loss(returns):
     """It has no likelihood, and only the price of its gates would be trained."""
@@ -242,3 +250,29 @@ def test_a_function_that_returns_its_loss():
 
     with pytest.raises(ValueError, match=r"returns a tensor of shape \(\)"):
         L0_ELBO("l0").differentiable_loss(program, AutoGate(program))
+
+
+def test_a_prior_may_be_looked_at():
+    """Without data and parameters, returning no more than its draws, a model may be there for its prior's sake."""
+
+    def program():
+        return pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1))
+
+    assert L0_ELBO("l0", lam=1.0).differentiable_loss(program, AutoGate(program)).requires_grad
+
+
+def test_nothing_is_read_on_meta():
+    """A step on a device without values."""
+
+    def program(x):
+        z = pyro.sample("z", HardConcrete(torch.zeros(3, device="meta"), validate_args=False).to_event(1))
+        factor("y", -(x @ z).sum())
+
+    log_alpha = torch.zeros(3, device="meta", requires_grad=True)
+    posterior = HardConcrete(log_alpha, validate_args=False).to_event(1)
+    elbo = L0_ELBO(lam=0.1)
+    for _ in range(2 * watch.EVERY):
+        elbo.differentiable_loss(
+            program, lambda x: pyro.sample("z", posterior), torch.zeros(2, 3, device="meta")
+        ).backward()
+    assert log_alpha.grad.device.type == "meta"
