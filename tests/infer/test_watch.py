@@ -270,8 +270,8 @@ def test_nothing_is_read_on_meta():
 
     log_alpha = torch.zeros(3, device="meta", requires_grad=True)
     posterior = HardConcrete(log_alpha, validate_args=False).to_event(1)
-    elbo = L0_ELBO(lam=0.1)
-    for _ in range(2 * watch.EVERY):
+    elbo = L0_ELBO("l0", lam=0.1)
+    for _ in range(watch.EVERY + 1):
         elbo.differentiable_loss(
             program, lambda x: pyro.sample("z", posterior), torch.zeros(2, 3, device="meta")
         ).backward()
