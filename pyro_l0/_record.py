@@ -10,9 +10,10 @@ from pyro.distributions import Unit
 from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["Record", "Site", "factor", "sample", "sole_record"]
+__all__ = ["Record", "Site", "factor", "is_deterministic", "is_likelihood", "sample", "sole_record"]
 
 Site = Any  # a message of Pyro's
 
@@ -89,6 +90,21 @@ class Record(Messenger):
             value: what was observed.
         """
         self._keep({**_PLAIN, "name": name, "fn": fn, "value": value, "is_observed": True, "infer": {}})
+
+
+def is_deterministic(site: Site) -> bool:
+    """Whether a recorded site holds a value that follows from others: ``pyro.deterministic``, or reparameterised."""
+    return bool(site["is_observed"]) and getattr(site["fn"], "_mask", None) is False
+
+
+def is_likelihood(site: Site) -> bool:
+    """Whether a recorded site scores data: it is observed, or a factor."""
+    return (
+        site["type"] == "sample"
+        and bool(site["is_observed"])
+        and not is_deterministic(site)
+        and not site_is_subsample(site)
+    )
 
 
 def sole_record() -> Record | None:

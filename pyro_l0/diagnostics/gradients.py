@@ -174,8 +174,7 @@ def exact_gradient(
         joint = (joint.unsqueeze(-1) + log_mass).flatten()
     expected = (torch.exp(joint) * torch.stack(costs).to(joint)).sum()
     analytic = elbo.evaluate(model, record.sites, {}, args, {}).parts
-    kl_scale = elbo.kl_scale(elbo.step) if callable(elbo.kl_scale) else elbo.kl_scale
-    for name, factor in (("l0", 1.0), ("l2", 1.0), ("kl_gate", kl_scale)):
+    for name, factor in (("l0", 1.0), ("l2", 1.0), ("kl_gate", elbo.kl_scale_now())):
         if name in analytic:
             expected = expected + factor * analytic[name]
     locations = _locations(guide)
@@ -253,10 +252,18 @@ def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
 
 
 def _locations(guide: AutoGate) -> list[Tensor]:
-    """The location parameter of each gate site."""
+    """The location parameter of each gate site: what its posterior's location is computed from."""
     name = next(iter(guide.family.learned))
-    sites: Any = guide.sites
-    return [sites[site.replace(".", "/")][name] for site in guide.posterior()]
+    return [_leaf(getattr(gate, name)) for gate in guide.posterior().values()]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """The parameter behind a transform of one."""
+    node: Any = x.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = next(parent for parent, _ in node.next_functions if parent is not None)
+    leaf: Tensor = x if node is None else node.variable
+    return leaf
 
 
 def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

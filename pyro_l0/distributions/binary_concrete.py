@@ -60,6 +60,7 @@ class BinaryConcrete(GateDistribution):
     }
     learned: ClassVar[dict[str, constraints.Constraint]] = {"log_alpha": constraints.real}
     atoms = ()
+    support = constraints.unit_interval  # no mass at its ends, so that a smooth transform will do
 
     def __init__(self, log_alpha: Number, temperature: Number = 2 / 3, validate_args: bool | None = None) -> None:
         (self.log_alpha,), (self._temperature,) = as_parameters({"temperature": temperature}, log_alpha=log_alpha)

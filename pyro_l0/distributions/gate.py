@@ -13,7 +13,7 @@ import torch
 from pyro.distributions import Independent
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution, biject_to, constraints, transform_to
 from torch.types import _size
 
 from pyro_l0 import _numerics as numerics
@@ -54,6 +54,51 @@ class _Bounded(constraints.Constraint):
         return "finite"
 
 
+class _GateSupport(constraints.interval):
+    """The unit interval with its ends, which carry mass: no smooth transform of the real line reaches them."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, 1.0)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        return "Interval(lower_bound=0.0, upper_bound=1.0)"
+
+
+def _refuse_to_transform(support: constraints.Constraint) -> Any:
+    """What samplers and guides of continuous variables ask of a support.
+
+    They hand over the support alone, so the site's name and gate are looked up where they went through the sites.
+    """
+    where, frame = "a gate site", sys._getframe(1)
+    while frame is not None:
+        here = frame.f_locals
+        site: Any = here.get("site", here.get("node", {"name": here.get("name"), "fn": here.get("prior")}))
+        gate = find_gate(site.get("fn")) if isinstance(site, dict) else None
+        if gate is not None:
+            where = f"gate site {site['name']!r}, a {type(gate).__name__}"
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ValueError(
+        f"Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got {where}, "
+        "which is exactly 0 or 1 with positive probability. Reparameterise each gate, as in pyro.poutine.reparam("
+        "model, {'z': pyro_l0.infer.RectifyReparam()}), or use pyro_l0.infer.AutoGate with L0_ELBO."
+    )
+
+
+def _transform_to_start(support: constraints.Constraint) -> Any:
+    """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "pyro.infer.autoguide.initialization":
+            return transform_to(constraints.unit_interval)
+        frame = frame.f_back  # type: ignore[assignment]
+    return _refuse_to_transform(support)
+
+
+biject_to.register(_GateSupport, _refuse_to_transform)
+transform_to.register(_GateSupport, _transform_to_start)
+
+
 def bounded(lower: float = -math.inf, upper: float = math.inf) -> constraints.Constraint:
     """The constraint of finite reals above ``lower`` and below ``upper``; torch's own admit infinities."""
     return _Bounded(lower, upper)
@@ -73,7 +118,7 @@ class GateDistribution(TorchDistribution):
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
     """
 
-    support = constraints.unit_interval
+    support: constraints.Constraint = _GateSupport()
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]

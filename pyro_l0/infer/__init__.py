@@ -5,7 +5,7 @@ from pyro_l0.infer.autoguide import ActiveRate, AutoGate
 from pyro_l0.infer.constraint import SparsityTarget
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
-from pyro_l0.infer.reparam import RectifyReparam
+from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.spike_slab import AutoSpikeSlab
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "Estimators",
     "RectifyReparam",
     "SparsityTarget",
+    "complete_samples",
     "factor",
 ]

@@ -5,37 +5,55 @@ from __future__ import annotations
 import copy
 import math
 import operator
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, reduce
-from typing import Any, Literal, get_args
+from functools import lru_cache, partial, reduce
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from pyro.distributions import Delta
-from pyro.distributions.torch_distribution import MaskedDistribution
-from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.distributions.util import scale_and_mask
 from pyro.infer.elbo import ELBO
-from pyro.infer.util import is_validation_enabled, torch_item
+from pyro.infer.util import torch_item
 from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
-from pyro.util import check_site_shape, warn_if_nan
 from torch import Tensor
-from torch.distributions import Independent, kl_divergence
+from torch.distributions import kl_divergence
 
-from pyro_l0._record import Record, Site
+from pyro_l0._record import Record, Site, is_likelihood
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, find_gate
+from pyro_l0.infer.checks import (
+    check_arguments,
+    check_auxiliary,
+    check_coefficient,
+    check_kl_scale,
+    check_pair,
+    check_shape,
+    number_of_bad,
+    odd_arguments,
+    refuse_without_likelihood,
+)
 from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation
+from pyro_l0.infer.slabs import slab_kl
+from pyro_l0.infer.terms import active_prob, base, log_prob_sum, other_kl, site_sum
+from pyro_l0.infer.watch import BadTerm, Run, Watch, bad_values, sentences
 
 __all__ = ["L0_ELBO", "Coefficient", "Objective"]
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
 
-_Add = Callable[[str, Tensor], None]
+_Add = Callable[[str, str, Tensor], None]  # term, site, value
 
 _TERMS = ("nll", "l0", "l2", "kl_gate", "kl_slab", "kl_other")
+
+
+class _Outcome(NamedTuple):
+    """The terms of a loss, the runs they are from, and what to say if they are not finite."""
+
+    parts: dict[str, Tensor]
+    runs: list[Run]
+    explain: Callable[[], str]
 
 
 class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
@@ -54,7 +72,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     one is registered and by the pathwise sample otherwise.
 
     Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
-    returns the loss, with a torch optimiser. The loss is a tensor and is not read back from the device.
+    returns the loss, with a torch optimiser. The loss is a tensor and is not read back from an accelerator, but for a
+    look at every hundredth step: at the losses since the last look, and at whether all gates of a site have closed. In
+    main memory every loss that is trained is looked at. One that is not finite raises.
 
     Args:
         objective: which loss.
@@ -62,7 +82,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             or a dict of these by site (other sites are free). The paper's :math:`\lambda / N` on the mean loss is
             ``lam`` :math:`= \lambda` here.
         group_size: weights that a gate switches, :math:`|g|` of Eq. 16, in the same forms; 1 if not given.
-        slab: for ``"spike_slab"``, the gate site of each slab site. The gate's shape broadcasts against the slab's.
+        slab: for ``"spike_slab"``, the gate site of each slab site. A gate without event dimensions switches a whole
+            event of its slab (in the same plates), as a group of weights; gates with as many event dimensions switch
+            its elements, and broadcast. The KL of a slab that has no registered one (Student-t, Cauchy, half-normal
+            priors) is sampled at the slab's draw, which is unbiased; P(z != 0) stays analytic.
         kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
             losses taken so far with a gradient, kept in the attribute ``step``.
         weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
@@ -79,8 +102,13 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     Raises:
         ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a
-            site that is not a gate, a gate has no gate as posterior or the other way round, shapes, scales or masks
-            of model and guide differ, or a latent variable is not reparameterised. Each names the site.
+            site that is not a gate or has another shape, a gate has no gate as posterior or the other way round,
+            shapes, scales or masks of model and guide differ, a latent variable is not reparameterised, gates fit
+            their slab in no way or in several, the minibatch is empty, the loss is not finite, or the model is given
+            data or returns a loss but has no likelihood. Each names the site, the term or the argument.
+
+    Warns:
+        UserWarning: all gates of a site have closed; once for each site.
 
     Example:
         >>> import pyro
@@ -116,9 +144,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if isinstance(num_particles, bool) or not isinstance(num_particles, int) or num_particles < 1:
             raise ValueError(f"Expected num_particles of at least 1, but got {num_particles!r}.")
         for name, value in (("lam", lam), ("group_size", group_size), ("weight_decay", weight_decay)):
-            _check_coefficient(name, value)
+            check_coefficient(name, value)
         if not callable(kl_scale):
-            _check_coefficient("kl_scale", kl_scale)
+            check_coefficient("kl_scale", kl_scale)
         if estimator is not None and estimator not in get_args(EstimatorName):
             raise ValueError(f"Expected estimator to be one of {get_args(EstimatorName)}, but got {estimator!r}.")
         if estimator == "leave_one_out" and num_particles < 2:
@@ -153,6 +181,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         )
         self.estimator = None if estimator is None else Estimators(estimator)
         self.step = 0
+        self._watch = Watch()
 
     # ------------------------------------------------------------ Pyro's interface
 
@@ -160,24 +189,24 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """The loss with its graph, shape ``()``; advances ``step`` unless gradients are off."""
-        loss = _total(self._terms(model, guide, args, kwargs))
-        if torch.is_grad_enabled():
-            self.step += 1
-        return loss
+        return self._step(model, guide, args, kwargs)[0]
 
     def loss(self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
         """The loss as a number, without gradients; ``step`` stays."""
         with torch.no_grad():
-            loss: float = torch_item(_total(self._terms(model, guide, args, kwargs)))
-        return loss
+            outcome = self._terms(model, guide, args, kwargs)
+            value = float(torch_item(_total(outcome.parts)))
+        self._watch.value(self.step, value, outcome.explain)
+        return value
 
     def loss_and_grads(self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
         """The loss as a number, after adding its gradients to the parameters' ``.grad``."""
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        step = self.step
+        loss, outcome = self._step(model, guide, args, kwargs)
         if loss.requires_grad:
             loss.backward()
         value = float(torch_item(loss))
-        warn_if_nan(loss, "loss")
+        self._watch.value(step, value, outcome.explain)
         return value
 
     def terms(
@@ -191,7 +220,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             the objective does not have is 0).
         """
         with torch.no_grad():
-            parts = self._terms(model, guide, args, kwargs)
+            parts = self._terms(model, guide, args, kwargs).parts
         return {name: torch.as_tensor(parts.get(name, 0.0)) for name in _TERMS}
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,19 +240,64 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     def _get_trace(
         self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[dict[str, Site], dict[str, Site]]:
-        guide_sites = _run(guide, args, kwargs)
-        return _run(model, args, kwargs, guide_sites), guide_sites
+        guide_sites = self._run(guide, args, kwargs)
+        return self._run(model, args, kwargs, guide_sites), guide_sites
+
+    def _step(
+        self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Tensor, _Outcome]:
+        """The loss, looked at where that is cheap or due, and how it came about."""
+        outcome = self._terms(model, guide, args, kwargs)
+        loss = _total(outcome.parts)
+        if loss.requires_grad:  # it is trained
+            self._watch.loss(self.step, loss, outcome.parts, outcome.explain)
+            self._watch.gates(self.step, outcome.runs[0].guide)
+        if torch.is_grad_enabled():
+            self.step += 1
+        return loss, outcome
+
+    def _run(
+        self, program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, Site] | None = None
+    ) -> dict[str, Site]:
+        """The sample sites of a guide, or of a model with the guide's values, by name and in their order."""
+        record = Record(values)
+        try:
+            with record:
+                returned = program(*args, **kwargs)
+        except (ValueError, RuntimeError, ZeroDivisionError) as error:
+            seen = Trace()
+            for name, site in record.sites.items():
+                seen.add_node(name, **site)
+            error.add_note(seen.format_shapes())
+            odd = odd_arguments(program, args, kwargs)
+            if not odd:
+                raise
+            what = "guide" if values is None else "likelihood (nll) of the model"
+            raise ValueError(f"The {what} failed at step {self.step}, where {'; '.join(odd)}: {error}") from error
+        if values is not None and not any(map(is_likelihood, record.sites.values())):
+            refuse_without_likelihood(program, record.sites, returned, args, kwargs)
+        return record.sites
 
     # ------------------------------------------------------------ the terms
 
-    def _terms(self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Tensor]:
+    def kl_scale_now(self) -> float:
+        """The factor on every KL at the present step."""
+        if not callable(self.kl_scale):
+            return self.kl_scale
+        value = self.kl_scale(self.step)
+        check_kl_scale(value, self.step)
+        return value
+
+    def _terms(self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any) -> _Outcome:
+        check_arguments(model, args, kwargs)
         parts: dict[str, Tensor] = {}
-        kl_scale = self.kl_scale(self.step) if callable(self.kl_scale) else self.kl_scale
+        runs: list[Run] = []
+        kl_scale = self.kl_scale_now()
         particles = self.num_particles
         surrogate: Tensor | None = None
         with self._norms_on_the_way():
             if self.estimator is not None and torch.is_grad_enabled():
-                evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs)
+                evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs, runs)
                 particles = len(evaluations)
                 for evaluation in evaluations:
                     for name, value in evaluation.parts.items():
@@ -231,14 +305,37 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             else:
                 traces = self._get_traces(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
                 for model_sites, guide_sites in traces:
-                    self._add_particle(parts, model_sites, guide_sites)
+                    runs.append(Run(model_sites, guide_sites))
+                    self._add_particle(_adder(parts), runs[-1])
         for name in parts:
             factor = (kl_scale if name.startswith("kl") else 1.0) / particles
             if factor != 1.0:
                 parts[name] = parts[name] * factor
         if surrogate is not None:
             parts["nll"] = parts["nll"] + surrogate if "nll" in parts else surrogate
-        return parts
+        return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
+
+    @torch.no_grad()
+    def _explain(self, runs: Sequence[Run], model: Callable[..., Any], args: Any, kwargs: Any) -> str:
+        """Which terms of some runs are not finite, and where that may come from."""
+        bad: list[BadTerm] = []
+        causes: list[str] = odd_arguments(model, args, kwargs)
+
+        def note(term: str, name: str, value: Tensor) -> None:
+            if number_of_bad(value):
+                bad.append(BadTerm(term, name, float(value)))
+
+        for run in runs:
+            apart = {name: {**site, "joint": None} for name, site in run.guide.items()}
+            self._add_particle(note, Run(run.model, apart))
+            # An estimator's surrogate is no term of its own: then any site may be the cause.
+            for name in dict.fromkeys(entry.site for entry in bad) or run.model:
+                causes += [cause for sites in run for cause in (bad_values(sites[name]) if name in sites else [])]
+        for option in ("lam", "group_size", "weight_decay", "kl_scale"):
+            value = getattr(self, option)
+            entries = value.items() if isinstance(value, dict) else [("", value)]
+            causes += [f"{option} is not finite" for _, x in entries if not callable(x) and number_of_bad(x)]
+        return sentences(bad, causes)
 
     def _estimate(
         self,
@@ -247,15 +344,18 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         guide: Callable[..., Any],
         args: Any,
         kwargs: Any,
+        runs: list[Run],
     ) -> Estimate:
         """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
-        sites = _run(guide, args, kwargs)
+        sites = self._run(guide, args, kwargs)
         gates = {name: gate for name, gate in _gates_of(sites).items() if isinstance(gate, BernoulliGate)}
         if not gates:
             raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
 
         def evaluate(values: dict[str, Tensor]) -> Evaluation:
-            return self.evaluate(model, sites, values, args, kwargs)
+            evaluation, run = self._evaluate(model, sites, values, args, kwargs)
+            runs.append(run)
+            return evaluation
 
         return estimator(evaluate, gates, self.num_particles)
 
@@ -271,27 +371,35 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
         """
-        kl_scale = self.kl_scale(self.step) if callable(self.kl_scale) else self.kl_scale
+        return self._evaluate(model, sites, values, args, kwargs)[0]
+
+    def _evaluate(
+        self, model: Callable[..., Any], sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> tuple[Evaluation, Run]:
+        kl_scale = self.kl_scale_now()
         drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in sites.items()}
         parts: dict[str, Tensor] = {}
-        self._add_particle(parts, _run(model, args, kwargs, drawn), drawn)
+        run = Run(self._run(model, args, kwargs, drawn), drawn)
+        self._add_particle(_adder(parts), run)
         factors = {"nll": 1.0, "kl_other": kl_scale, "kl_slab": kl_scale}
         terms = [parts[name] * factor for name, factor in factors.items() if name in parts]
-        return Evaluation(parts, reduce(operator.add, terms) if terms else torch.zeros(()))
+        return Evaluation(parts, reduce(operator.add, terms) if terms else torch.zeros(())), run
 
-    def _add_particle(self, parts: dict[str, Tensor], model: dict[str, Site], guide: dict[str, Site]) -> None:
-        def add(name: str, value: Tensor) -> None:
-            parts[name] = parts[name] + value if name in parts else value
-
+    def _add_particle(self, add: _Add, run: Run) -> None:
+        """Hand out every term of one run."""
+        model, guide = run
         gates: dict[str, GateDistribution] = {}
         for name, site in model.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
             if site["is_observed"]:
-                add("nll", _log_prob_sum(site, -1.0))
+                try:
+                    add("nll", name, log_prob_sum(site, -1.0))
+                except ValueError as error:
+                    raise ValueError(f"The nll of site {name!r} failed at step {self.step}: {error}") from error
                 continue
             posterior = guide.get(name)
-            gate = _check_pair(name, site, posterior)
+            gate = check_pair(name, site, posterior)
             assert posterior is not None
             if gate is not None:
                 if self.estimator is None and not gate.has_rsample and torch.is_grad_enabled():
@@ -306,14 +414,16 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                     )
                 gates[name] = gate
             elif name in self.slab:
-                if self.slab[name] in guide:
-                    add("kl_slab", self._slab_kl(name, site, posterior, guide[self.slab[name]]))
+                gate_name = self.slab[name]
+                if gate_name in guide and gate_name in model:
+                    kl = slab_kl(name, site, posterior, gate_name, guide[gate_name], model[gate_name])
+                    add("kl_slab", name, kl)
             else:
-                add("kl_other", _other_kl(name, site, posterior))
+                add("kl_other", name, other_kl(name, site, posterior))
         for name, site in guide.items():
             if site["type"] == "sample" and name not in model and not site_is_subsample(site):
-                _check_auxiliary(name, site)
-                add("kl_other", _log_prob_sum(site))
+                check_auxiliary(name, site)
+                add("kl_other", name, log_prob_sum(site))
         self._check_names(gates, model)
         for joint, names in _jointly_drawn(guide, gates):
             posteriors = {name: guide[name] for name in names}
@@ -331,12 +441,15 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         free, decays = _is_zero(price), not _is_zero(decay)
         if free and not decays:
             return
-        active = _active_prob(posterior["fn"])
+        active = active_prob(posterior["fn"])
+        size = _by_site(self.group_size, name, 1.0)
+        for option, value in (("lam", price), ("group_size", size), ("weight_decay", decay)):
+            check_shape(option, value, name, active)
         if not free:
-            add("l0", _site_sum(name, price * _by_site(self.group_size, name, 1.0) * active, active, posterior))
+            add("l0", name, site_sum(price * size * active, posterior))
         if decays:
             norm = self._square_norm(name, active.shape)
-            add("l2", _site_sum(name, 0.5 * decay * (norm * active), active, posterior))
+            add("l2", name, site_sum(0.5 * decay * (norm * active), posterior))
 
     def _norms_on_the_way(self) -> AbstractContextManager[None]:
         """A context in which a network's forward pass computes the norms that a weight decay asks for."""
@@ -398,9 +511,13 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         active = joint.active_prob
         sizes = tuple(site["value"].numel() for site in posteriors.values())
         if any(prices):
-            add("l0", torch.dot(_side_by_side(tuple(prices), sizes, active.dtype, active.device), active))
+            add(
+                "l0",
+                ", ".join(posteriors),
+                torch.dot(_side_by_side(tuple(prices), sizes, active.dtype, active.device), active),
+            )
         if any(decays):
-            add("l2", torch.dot(self._square_norms(posteriors, decays, active), active))
+            add("l2", ", ".join(posteriors), torch.dot(self._square_norms(posteriors, decays, active), active))
         return True
 
     def _add_kl(self, add: _Add, name: str, site: Site, posterior: Site) -> None:
@@ -417,46 +534,19 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             raise ValueError(
                 f"Expected a KL of shape {tuple(fn.batch_shape)} at gate site {name!r}, but got {tuple(kl.shape)}."
             )
-        add("kl_gate", scale_and_mask(kl, posterior["scale"], posterior["mask"]).sum())
+        add("kl_gate", name, scale_and_mask(kl, posterior["scale"], posterior["mask"]).sum())
 
     def _add_joint_kl(self, add: _Add, joint: JointDraw | None, sites: Sequence[Site]) -> bool:
         """The KL of all gates of a joint draw; False, and nothing done, if their priors are no joint gate."""
         if joint is None:
             return False
-        priors = [_base(site["fn"]) for site in sites]
+        priors = [base(site["fn"]) for site in sites]
         prior = concatenate(priors) if all(isinstance(fn, GateDistribution) for fn in priors) else None
         posterior = concatenate(joint.gates)
         if prior is None or posterior is None or type(prior) is not type(posterior):
             return False
-        add("kl_gate", kl_divergence(posterior, prior).sum())
+        add("kl_gate", ", ".join(site["name"] for site in sites), kl_divergence(posterior, prior).sum())
         return True
-
-    def _slab_kl(self, name: str, site: Site, posterior: Site, gate_site: Site) -> Tensor:
-        gate_name = self.slab[name]
-        gate = find_gate(gate_site["fn"])
-        if gate is None:
-            raise ValueError(
-                f"Expected a gate at site {gate_name!r} for slab site {name!r}, but got {gate_site['fn']}."
-            )
-        q, p = posterior["fn"], site["fn"]
-        event_dim = q.event_dim
-        try:
-            kl = kl_divergence(_base(q), _base(p))
-        except NotImplementedError as error:
-            raise ValueError(f"No KL is registered for slab site {name!r} with posterior {q} and prior {p}.") from error
-        active = _active_prob(gate_site["fn"])
-        try:
-            weighted = kl * active
-        except RuntimeError:
-            weighted = None
-        if weighted is None or weighted.shape != kl.shape:
-            raise ValueError(
-                f"Expected gates at site {gate_name!r} that broadcast against slab site {name!r} of shape "
-                f"{tuple(kl.shape)}, but got {tuple(active.shape)}."
-            )
-        weighted = sum_rightmost(weighted, event_dim - _base(q).event_dim)
-        summed: Tensor = scale_and_mask(weighted, posterior["scale"], posterior["mask"]).sum()
-        return summed
 
     def _check_names(self, gates: Collection[str], model: dict[str, Site]) -> None:
         for option in ("lam", "group_size", "weight_decay", "square_norm"):
@@ -475,38 +565,19 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                 )
 
 
-def _run(program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, Site] | None = None) -> dict[str, Site]:
-    """The sample sites of a model or a guide by name, in their order."""
-    record = Record(values)
-    try:
-        with record:
-            program(*args, **kwargs)
-    except (ValueError, RuntimeError) as error:
-        seen = Trace()
-        for name, site in record.sites.items():
-            seen.add_node(name, **site)
-        error.add_note(seen.format_shapes())
-        raise
-    return record.sites
+def _adder(parts: dict[str, Tensor]) -> _Add:
+    """What sums terms over sites and particles."""
+
+    def add(term: str, name: str, value: Tensor) -> None:
+        parts[term] = parts[term] + value if term in parts else value
+
+    return add
 
 
 def _gates_of(sites: Mapping[str, Site]) -> dict[str, GateDistribution]:
     """The gates among the sites of a run."""
     found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
     return {name: gate for name, gate in found.items() if gate is not None}
-
-
-def _check_coefficient(name: str, value: Any) -> None:
-    """Refuse a coefficient that is negative or not finite."""
-    if value is None:
-        return
-    for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
-        where = f"{name}[{key!r}]" if key else name
-        if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
-            raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
-        number = torch.as_tensor(entry)
-        if not bool((torch.isfinite(number) & (number >= 0)).all()):
-            raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
 
 
 def _by_site(value: Any, name: str, default: float) -> Any:
@@ -545,119 +616,3 @@ def _side_by_side(
 ) -> Tensor:
     """Each value as often as its size says, in one vector."""
     return torch.cat([torch.full((n,), x, dtype=dtype, device=device) for x, n in zip(values, sizes, strict=True)])
-
-
-def _base(fn: Any) -> Any:
-    while isinstance(fn, Independent):
-        fn = fn.base_dist
-    return fn
-
-
-def _active_prob(fn: Any) -> Tensor:
-    """P(z != 0) of every gate of a site, 0 where a masked distribution masks it."""
-    if isinstance(fn, GateDistribution):
-        return fn.active_prob
-    active = _active_prob(fn.base_dist)
-    if isinstance(fn, MaskedDistribution):
-        mask = fn._mask
-        if isinstance(mask, Tensor):
-            mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
-        return active * mask
-    return active
-
-
-def _site_sum(name: str, value: Tensor, active: Tensor, site: Site) -> Tensor:
-    """Sum a per-gate term under its site's scale and mask."""
-    if value.shape != active.shape:
-        raise ValueError(
-            f"Expected coefficients that broadcast against gate site {name!r} of shape {tuple(active.shape)}, "
-            f"but their product has shape {tuple(value.shape)}."
-        )
-    scale, mask = site["scale"], site["mask"]
-    if mask is not None or isinstance(scale, Tensor):
-        value = sum_rightmost(value, site["fn"].event_dim)
-    total: Tensor = scale_and_mask(value, scale, mask).sum()
-    return total
-
-
-def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
-    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-    if site["cond_indep_stack"] and is_validation_enabled():
-        shaped: Any = {**site, "log_prob": log_prob}
-        check_site_shape(shaped, sys.maxsize)
-    scale, mask = site["scale"], site["mask"]
-    if mask is None and not isinstance(scale, Tensor):
-        # One number, not one per row; and no sum over one number.
-        total: Tensor = (log_prob.sum() if log_prob.dim() else log_prob) * (sign * scale)
-        return total
-    return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
-
-
-def _other_kl(name: str, site: Site, posterior: Site) -> Tensor:
-    """KL of a latent variable that is no gate: in closed form if registered, else by the pathwise sample."""
-    q = posterior["fn"]
-    if not getattr(q, "has_rsample", False):
-        raise ValueError(
-            f"Expected a reparameterised posterior at latent site {name!r}, whose gradient goes through its sample, "
-            f"but got {q}."
-        )
-    # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
-    if not isinstance(_base(q), Delta):
-        try:
-            kl = kl_divergence(q, site["fn"])
-            total: Tensor = scale_and_mask(kl, posterior["scale"], posterior["mask"]).sum()
-            return total
-        except NotImplementedError:
-            pass
-    return _log_prob_sum(posterior) - _log_prob_sum(site)
-
-
-def _check_pair(name: str, site: Site, posterior: Site | None) -> GateDistribution | None:
-    """The posterior gate of a latent site, None for another latent; raises where model and guide disagree."""
-    prior_gate = find_gate(site["fn"])
-    kind = "Gate" if prior_gate is not None else "Latent"
-    if posterior is None or posterior["type"] != "sample":
-        raise ValueError(f"{kind} site {name!r} of the model has no posterior in the guide.")
-    q, p = posterior["fn"], site["fn"]
-    gate = find_gate(q)
-    if (gate is None) != (prior_gate is None):
-        raise ValueError(
-            f"Site {name!r} is {_kind(p, prior_gate)} in the model but {_kind(q, gate)} in the guide; its KL "
-            "would have to be sampled, which gives a biased gradient."
-        )
-    if (q.batch_shape, q.event_shape) != (p.batch_shape, p.event_shape):
-        raise ValueError(
-            f"Shapes of model and guide differ at site {name!r}: batch {tuple(p.batch_shape)} and event "
-            f"{tuple(p.event_shape)} in the model, batch {tuple(q.batch_shape)} and event {tuple(q.event_shape)} "
-            "in the guide."
-        )
-    for what in ("scale", "mask"):
-        if not _agree(site[what], posterior[what]):
-            raise ValueError(
-                f"The {what} of model and guide differ at site {name!r}: {site[what]} and {posterior[what]}."
-            )
-    return gate
-
-
-def _kind(fn: Any, gate: GateDistribution | None) -> str:
-    return f"{'no gate' if gate is None else 'a gate'} ({fn})"
-
-
-def _agree(x: Any, y: Any) -> bool:
-    """Whether two scales or masks are the same, as far as can be told without reading a device."""
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        if x is y or x.device.type != "cpu" or y.device.type != "cpu" or not is_validation_enabled():
-            return True
-        return x.shape == y.shape and torch.equal(x, y)
-    if isinstance(x, Tensor) or isinstance(y, Tensor):
-        return x is not None and y is not None and not isinstance(x, bool) and not isinstance(y, bool)
-    return bool(x == y)
-
-
-def _check_auxiliary(name: str, site: Site) -> None:
-    if find_gate(site["fn"]) is not None:
-        raise ValueError(f"Gate site {name!r} of the guide is not in the model.")
-    if not (site["infer"].get("is_auxiliary") or site["is_observed"]):
-        raise ValueError(
-            f"Site {name!r} of the guide is not in the model; mark it infer={{'is_auxiliary': True}} if that is meant."
-        )

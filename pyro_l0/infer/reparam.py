@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
+import torch
+from pyro import poutine
 from pyro.distributions import Delta, MaskedDistribution
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
 from torch.distributions import Independent
 
+from pyro_l0._record import Site, is_deterministic
 from pyro_l0.distributions.gate import GateDistribution, find_gate
 
-__all__ = ["RectifyReparam"]
+__all__ = ["RectifyReparam", "complete_samples"]
 
 
 def _with_base(fn: Any, gate: GateDistribution) -> Any:
@@ -31,6 +37,7 @@ class RectifyReparam(Reparam):
 
     NUTS, AutoNormal and Trace_ELBO then see a continuous latent variable on the real line. An ELBO of the
     reparameterised model is an upper bound on the free energy of the gate: it charges the tails inside the atoms.
+    Samplers return draws of ``{name}_base``; :func:`complete_samples` adds the gates.
 
     Raises:
         TypeError: the site is not a gate.
@@ -56,3 +63,82 @@ class RectifyReparam(Reparam):
         value = gate.rectify(pyro.sample(f"{name}_base", _with_base(fn, gate)))
         delta = Delta(value, event_dim=fn.event_dim, validate_args=False).mask(False)
         return {"fn": delta, "value": value, "is_observed": True}
+
+
+@torch.no_grad()
+def complete_samples(
+    model: Callable[..., Any], samples: Mapping[str, Tensor], *args: Any, **kwargs: Any
+) -> dict[str, Tensor]:
+    """Samples of a model's latent variables together with what follows from them: gates and ``pyro.deterministic``.
+
+    Runs the model once per draw, at the draw's values.
+
+    Args:
+        model: the model that was sampled, with its reparameterisation.
+        samples: draws by site, such as ``mcmc.get_samples()``; with any number of dimensions in front, so also
+            ``mcmc.get_samples(group_by_chain=True)``.
+        *args: the model's arguments.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        The samples, and in their order in the model the values of every deterministic site, with the same dimensions
+        in front.
+
+    Raises:
+        ValueError: the samples lack a latent site of the model, have one that it lacks, or differ in their dimensions.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import MCMC, NUTS
+        >>> from pyro_l0 import HardConcrete
+        >>> def regression():
+        ...     z = pyro.sample("z", HardConcrete(0.0))
+        ...     effect = pyro.deterministic("effect", 2.0 * z)
+        ...     pyro.sample("y", dist.Normal(effect, 1.0), obs=torch.tensor(1.5))
+        >>> model = poutine.reparam(regression, {"z": RectifyReparam()})
+        >>> mcmc = MCMC(NUTS(model), num_samples=20, warmup_steps=20, disable_progbar=True)
+        >>> mcmc.run()
+        >>> {name: tuple(x.shape) for name, x in complete_samples(model, mcmc.get_samples()).items()}
+        {'z_base': (20,), 'z': (20,), 'effect': (20,)}
+    """
+    sites = _sites(model, args, kwargs)
+    lead = _dimensions_in_front(sites, samples)
+    latent = {name: x.reshape(-1, *x.shape[len(lead) :]) for name, x in samples.items() if name in sites}
+    latent = {name: x for name, x in latent.items() if not is_deterministic(sites[name])}
+    found: dict[str, list[Tensor]] = {name: [] for name, site in sites.items() if is_deterministic(site)}
+    for i in range(lead.numel()):
+        run = _sites(poutine.condition(model, {name: x[i] for name, x in latent.items()}), args, kwargs)
+        for name, values in found.items():
+            values.append(run[name]["value"])
+    return {**samples, **{name: torch.stack(x).reshape(lead + x[0].shape) for name, x in found.items()}}
+
+
+def _sites(model: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Site]:
+    """The sample sites of one run."""
+    nodes: dict[str, Site] = poutine.trace(model).get_trace(*args, **kwargs).nodes
+    return {name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)}
+
+
+def _dimensions_in_front(sites: Mapping[str, Site], samples: Mapping[str, Tensor]) -> torch.Size:
+    """The dimensions of the draws."""
+    missing = [name for name, site in sites.items() if not site["is_observed"] and name not in samples]
+    unknown = [name for name in samples if name not in sites]
+    if missing or unknown:
+        raise ValueError(
+            f"Expected samples of every latent site of the model that was sampled, but got {sorted(samples)}: "
+            f"{missing} are missing and {unknown} are not in the model. Pass the model with its reparameterisation; "
+            "sites that a sampler sums out are drawn by pyro.infer.infer_discrete."
+        )
+    leads = set()
+    for name, x in samples.items():
+        shape = sites[name]["value"].shape
+        split = x.dim() - len(shape)
+        if split < 1 or x.shape[split:] != shape:
+            raise ValueError(
+                f"Expected samples of site {name!r} of shape {tuple(shape)} behind the draws' dimensions, but got "
+                f"{tuple(x.shape)}."
+            )
+        leads.add(x.shape[:split])
+    if len(leads) != 1:
+        raise ValueError(f"Expected as many draws of every site, but got {sorted(map(tuple, leads))}.")
+    return leads.pop()

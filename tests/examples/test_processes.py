@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,19 +41,48 @@ with process_group("cpu") as first:
 
 
 def torchrun(*arguments, cwd):
+    """What two processes print; a failure shows what each of them printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    # No look-up of this machine's name, which may be slow or lead nowhere: all that is needed is on the loopback.
+    environment["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    logs = cwd / f"logs-{time.monotonic_ns()}"
+    launch = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--redirects", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, "--log-dir", str(logs), *arguments]
+    with (cwd / "launcher").open("w+") as launcher:
+        try:
+            code = subprocess.run(
+                command, cwd=cwd, env=environment, stdout=launcher, stderr=launcher, timeout=240, check=False
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            code = str(error)
+        launcher.seek(0)
+        printed = {"the launcher": launcher.read()}
+    for path in sorted(logs.rglob("std*.log")):
+        printed[f"process {path.parent.name}, {path.stem}"] = path.read_text()
+    if code != 0:
+        pytest.fail(f"torchrun: {code}\n" + "\n".join(f"--- {name}\n{text[-4000:]}" for name, text in printed.items()))
+    return "".join(text for name, text in printed.items() if name.endswith("stdout"))
+
+
+def test_a_failure_shows_what_both_processes_printed(tmp_path):
+    """The outputs and the errors of each, not the launcher's summary alone."""
+    script = "import os, sys\nprint('out of', os.environ['RANK'])\nsys.exit(f'error of {os.environ[\"RANK\"]}')"
+    (tmp_path / "script.py").write_text(script)
+    with pytest.raises(pytest.fail.Exception) as caught:
+        torchrun("script.py", cwd=tmp_path)
+    assert "--- process 0, stdout" in caught.value.msg
+    assert "--- process 1, stdout" in caught.value.msg
+    assert "out of" in caught.value.msg  # the launcher may stop the slower one before it prints
+    assert "error of" in caught.value.msg
 
 
 def test_two_processes_agree(tmp_path):
     """Parameters and averages equal to the last bit, across shrinkings; accuracy as that of one process."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    out = json.loads(torchrun("script.py", cwd=tmp_path).strip().splitlines()[-1])
-    assert out["equal"]
-    assert not out["same_noise"]
+    printed = torchrun("script.py", cwd=tmp_path)
+    out = json.loads(printed.strip().splitlines()[-1])
+    assert out["equal"], printed
+    assert not out["same_noise"], printed
     single = mnist.Run(mnist.load_digits(), gate_learning_rate=0.03, lam=(0.1,), shrink=True, seed=1)
     for _ in range(30):
         single.train_epoch()

@@ -1,0 +1,212 @@
+"""What an objective refuses of a model, its guide and its own options."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from pyro.infer.util import is_validation_enabled
+from torch import Tensor, nn
+
+from pyro_l0._record import Site
+from pyro_l0.distributions.gate import GateDistribution, find_gate
+
+__all__ = [
+    "check_arguments",
+    "check_auxiliary",
+    "check_coefficient",
+    "check_kl_scale",
+    "check_pair",
+    "check_shape",
+    "number_of_bad",
+    "odd_arguments",
+    "refuse_without_likelihood",
+]
+
+
+# ------------------------------------------------------------ options
+
+
+def check_coefficient(name: str, value: Any) -> None:
+    """Refuse a coefficient that is negative or not finite."""
+    if value is None:
+        return
+    for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
+        where = f"{name}[{key!r}]" if key else name
+        if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
+            raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
+        number = torch.as_tensor(entry)
+        if not bool((torch.isfinite(number) & (number >= 0)).all()):
+            raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
+
+
+def check_kl_scale(value: Any, step: int) -> None:
+    """Refuse what a schedule of the KL's factor returns, as far as can be told without reading a device."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            raise ValueError(f"Expected kl_scale({step}) to be one number, but got a shape of {tuple(value.shape)}.")
+        if value.device.type != "cpu":
+            return
+    elif not isinstance(value, Real):
+        raise TypeError(f"Expected kl_scale({step}) to be a number or a tensor, but got {type(value).__name__}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"Expected kl_scale({step}) to be finite and not negative, but got {float(value)}.")
+
+
+def check_shape(option: str, value: Any, name: str, gates: Tensor) -> None:
+    """Refuse a coefficient that has more than a number per gate.
+
+    Args:
+        option: its name.
+        value: a number, or a tensor that should broadcast against the gates.
+        name: gate site.
+        gates: a tensor of the gates' shape.
+    """
+    if isinstance(value, Tensor) and value.dim():
+        try:
+            fits = torch.broadcast_shapes(value.shape, gates.shape) == gates.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"Expected {option} to broadcast against gate site {name!r} of shape {tuple(gates.shape)}, but got "
+                f"shape {tuple(value.shape)}; give a dict by site if it is meant for another one."
+            )
+
+
+# ------------------------------------------------------------ model and guide
+
+
+def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistribution | None:
+    """The posterior gate of a latent site, None for another latent; raises where model and guide disagree."""
+    prior_gate = find_gate(site["fn"])
+    kind = "Gate" if prior_gate is not None else "Latent"
+    if posterior is None or posterior["type"] != "sample":
+        raise ValueError(f"{kind} site {name!r} of the model has no posterior in the guide.")
+    q, p = posterior["fn"], site["fn"]
+    gate = find_gate(q)
+    if (gate is None) != (prior_gate is None):
+        raise ValueError(
+            f"Site {name!r} is {_kind(p, prior_gate)} in the model but {_kind(q, gate)} in the guide; its KL "
+            "would have to be sampled, which gives a biased gradient."
+        )
+    if (q.batch_shape, q.event_shape) != (p.batch_shape, p.event_shape):
+        raise ValueError(
+            f"Shapes of model and guide differ at site {name!r}: batch {tuple(p.batch_shape)} and event "
+            f"{tuple(p.event_shape)} in the model, batch {tuple(q.batch_shape)} and event {tuple(q.event_shape)} "
+            "in the guide."
+        )
+    for what in ("scale", "mask"):
+        if not _agree(site[what], posterior[what]):
+            raise ValueError(
+                f"The {what} of model and guide differ at site {name!r}: {site[what]} and {posterior[what]}."
+            )
+    return gate
+
+
+def _kind(fn: Any, gate: GateDistribution | None) -> str:
+    return f"{'no gate' if gate is None else 'a gate'} ({fn})"
+
+
+def _agree(x: Any, y: Any) -> bool:
+    """Whether two scales or masks are the same, as far as can be told without reading a device."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        if x is y or x.device.type != "cpu" or y.device.type != "cpu" or not is_validation_enabled():
+            return True
+        return x.shape == y.shape and torch.equal(x, y)
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return x is not None and y is not None and not isinstance(x, bool) and not isinstance(y, bool)
+    return bool(x == y)
+
+
+def check_auxiliary(name: str, site: Site) -> None:
+    """Refuse a site of the guide alone, unless it is marked."""
+    if find_gate(site["fn"]) is not None:
+        raise ValueError(f"Gate site {name!r} of the guide is not in the model.")
+    if not (site["infer"].get("is_auxiliary") or site["is_observed"]):
+        raise ValueError(
+            f"Site {name!r} of the guide is not in the model; mark it infer={{'is_auxiliary': True}} if that is meant."
+        )
+
+
+def refuse_without_likelihood(
+    model: Callable[..., Any], sites: Mapping[str, Site], returned: Any, args: Any, kwargs: Any
+) -> None:
+    """Refuse a model without a likelihood that looks as if it had one: its loss would be the price of its gates alone.
+
+    A model that takes no data, has no parameters and returns no more than its draws may be there for its prior's sake.
+    """
+    found = None
+    for _, x in _leaves("", returned):
+        if x is not None and not any(x is site["value"] for site in sites.values()):
+            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            found = f"returns {what}; what a model returns is no part of the loss"
+    if found is None and any(True for _ in _tensors("", [args, kwargs])):
+        found = "is given data"
+    if found is None and isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):
+        found = "has parameters to train"
+    if found is not None:
+        raise ValueError(
+            f"Expected a likelihood, but the model has no observed site and no factor, and {found}. The gates' price "
+            "alone would be trained, which closes them all. State a likelihood by pyro.sample('y', distribution, "
+            "obs=y), or a loss in nats, summed over the data, by pyro_l0.infer.factor('y', -loss) or pyro.factor."
+        )
+
+
+# ------------------------------------------------------------ arguments
+
+
+def check_arguments(program: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Refuse a minibatch without examples: every tensor among the arguments is empty."""
+    empty = False
+    for _, x in _tensors("", [args, kwargs]):
+        if x.numel():
+            return
+        empty = True
+    if empty:
+        raise ValueError(f"Expected at least one example, but {'; '.join(odd_arguments(program, args, kwargs))}.")
+
+
+def odd_arguments(program: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
+    """What is suspicious of a program's arguments, with their names; reads them."""
+    found = []
+    for name, x in _tensors("", _by_name(program, args, kwargs)):
+        bad = number_of_bad(x)
+        if not x.numel():
+            found.append(f"argument {name!r} is empty, of shape {tuple(x.shape)}")
+        elif bad:
+            found.append(f"argument {name!r} holds {bad} of {x.numel()} values that are not finite")
+    return found
+
+
+def number_of_bad(x: Any) -> int:
+    """How many of a tensor's or a number's values are not finite; reads them."""
+    return int((~torch.isfinite(torch.as_tensor(x))).sum())
+
+
+def _by_name(program: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    function = program.forward if isinstance(program, nn.Module) else program
+    try:
+        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested lists, tuples and dicts, with their places."""
+    return ((place, x) for place, x in _leaves(name, value) if isinstance(x, Tensor))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _leaves(f"{name}[{key!r}]" if name else str(key), entry)
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            yield from _leaves(f"{name}[{i}]", entry)
+    else:
+        yield name, value

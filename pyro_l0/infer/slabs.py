@@ -1,0 +1,105 @@
+"""The KL of a slab, weighted by the gates that switch it."""
+
+from __future__ import annotations
+
+from pyro.distributions.util import scale_and_mask, sum_rightmost
+from torch import Tensor
+
+from pyro_l0._record import Site
+from pyro_l0.distributions.gate import find_gate
+from pyro_l0.infer.terms import active_prob, base, kl_or_sample
+
+__all__ = ["slab_kl"]
+
+_Shape = tuple[int, ...]
+
+
+def slab_kl(name: str, site: Site, posterior: Site, gate_name: str, gates: Site, plates_of_gates: Site) -> Tensor:
+    r"""The term :math:`\sum P(z \neq 0)\, KL(q(w) \| p(w))` of Eq. 20.
+
+    Batch dimensions of gates and slab belong together. A gate without event dimensions switches a whole event: its KL
+    is summed over the event first. With as many event dimensions on both sides, gates switch elements, and one of size
+    1 is shared. With fewer, the gates lie along the event's first or last dimensions, whichever they fit.
+
+    Args:
+        name: slab site.
+        site: the slab in the model.
+        posterior: the slab in the guide.
+        gate_name: gate site.
+        gates: the gates in the guide.
+        plates_of_gates: the gates in the model, whose plates tell which dimensions belong together.
+
+    Raises:
+        ValueError: the gates fit the slab in no way or in several, or switch parts of a slab that is joint.
+    """
+    if find_gate(gates["fn"]) is None:
+        raise ValueError(f"Expected a gate at site {gate_name!r} for slab site {name!r}, but got {gates['fn']}.")
+    q, p = posterior["fn"], site["fn"]
+    # Elements have KLs of their own where both sides are products of them.
+    inner, inner_prior = base(q), base(p)
+    if inner.event_dim != inner_prior.event_dim:
+        inner, inner_prior = q, p
+    joint: int = inner.event_dim
+    places = _places(name, gate_name, site, gates, plates_of_gates)
+    split = len(places) - joint
+    if any(size > 1 for size in places[split:]):
+        raise ValueError(
+            f"Expected one gate at site {gate_name!r} for every event of slab site {name!r}, whose joint distribution "
+            f"{inner} has no KL by element, but got gates of shape {places} against {tuple(q.shape())}."
+        )
+    kl = kl_or_sample(name, inner, inner_prior, posterior["value"])
+    weighted = sum_rightmost(kl * active_prob(gates["fn"]).reshape(places[:split]), q.event_dim - joint)
+    total: Tensor = scale_and_mask(weighted, posterior["scale"], posterior["mask"]).sum()
+    return total
+
+
+def _places(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates: Site) -> _Shape:
+    """The gates' shape with a dimension of size 1 wherever they are shared, one for each dimension of the slab."""
+    batch, event = tuple(gates["fn"].batch_shape), tuple(gates["fn"].event_shape)
+    slab_batch, slab_event = tuple(slab["fn"].batch_shape), tuple(slab["fn"].event_shape)
+    whole, slab_whole = batch + event, slab_batch + slab_event
+    found: list[_Shape] = []
+    if len(event) <= len(slab_event) and _fits(batch, slab_batch):
+        rows = (1,) * (len(slab_batch) - len(batch)) + batch
+        found = [rows + along for along in _padded(event, slab_event)]
+        if len(event) < len(slab_event) and _other_plates(plates_of_gates, slab, batch):
+            found += _padded(whole, slab_whole)[:1]
+    found = list(dict.fromkeys(found or _padded(whole, slab_whole)))
+    shapes = f"batch {batch} and event {event} against batch {slab_batch} and event {slab_event}"
+    if not found:
+        raise ValueError(
+            f"Expected gates at site {gate_name!r} that broadcast against slab site {name!r} of shape {slab_whole}, "
+            f"but got {whole} ({shapes}). Draw one gate per event in the slab's plates, or give the gates as many "
+            "event dimensions as the slab has, of size 1 where a gate is shared."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"Expected gates at site {gate_name!r} that fit slab site {name!r} in one way, but got {shapes}, which may "
+            f"mean {found[0]} or {found[1]}. Draw both in the same plates, or give the gates as many event dimensions "
+            f"as the slab has, of size 1 where a gate is shared, such as .expand({list(found[1])}).to_event("
+            f"{len(slab_event)})."
+        )
+    return found[0]
+
+
+def _padded(shape: _Shape, to: _Shape) -> list[_Shape]:
+    """A shape among the last and among the first dimensions of another, where it fits."""
+    ones = (1,) * (len(to) - len(shape))
+    return [padded for padded in (ones + shape, shape + ones) if _fits(padded, to)]
+
+
+def _fits(shape: _Shape, to: _Shape) -> bool:
+    """Whether a shape broadcasts to another."""
+    aligned = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, larger) for size, larger in aligned)
+
+
+def _other_plates(gates: Site, slab: Site, batch: _Shape) -> bool:
+    """Whether gates vary over a plate where the slab has another one."""
+    plates = {frame.dim: frame.name for frame in slab["cond_indep_stack"] if frame.vectorized}
+    own = {frame.dim: frame.name for frame in gates["cond_indep_stack"] if frame.vectorized}
+    return any(size > 1 and d in own and d in plates and own[d] != plates[d] for d, size in _from_the_right(batch))
+
+
+def _from_the_right(shape: _Shape) -> list[tuple[int, int]]:
+    return [(-i, size) for i, size in enumerate(reversed(shape), 1)]

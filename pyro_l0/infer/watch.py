@@ -1,0 +1,155 @@
+"""Looks at a training from time to time: losses that are not finite, sites whose gates have all closed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0._record import Site
+from pyro_l0.distributions.gate import find_gate
+from pyro_l0.infer.checks import number_of_bad
+
+__all__ = ["EVERY", "BadTerm", "Run", "Watch", "bad_values", "sentences"]
+
+EVERY = 100  # steps between two looks where a look makes the host wait for a device
+_CLOSED = 0.01  # P(z != 0) above the least that the family can reach
+
+Explain = Callable[[], str]
+
+
+class Run(NamedTuple):
+    """The recorded sites of one run of a model and its guide."""
+
+    model: dict[str, Site]
+    guide: dict[str, Site]
+
+
+class BadTerm(NamedTuple):
+    """A term that is not finite."""
+
+    term: str
+    site: str
+    value: float
+
+
+class Watch:
+    """What a training has shown so far.
+
+    In main memory every loss is looked at. On an accelerator that would make the host wait in every step: there the
+    terms of the last steps are kept, and every hundredth step looks at all of them at once.
+    """
+
+    def __init__(self) -> None:
+        self._unread: list[tuple[int, dict[str, Tensor]]] = []
+        self._closed: set[str] = set()
+
+    def loss(self, step: int, loss: Tensor, parts: Mapping[str, Tensor], explain: Explain) -> None:
+        """Look at the loss of a step, now or later.
+
+        Args:
+            step: its number.
+            loss: shape ``()``.
+            parts: its terms.
+            explain: what to say of the step's terms if one of them is not finite.
+
+        Raises:
+            ValueError: a loss was not finite.
+        """
+        if loss.device.type == "cpu":
+            return self.value(step, loss.item(), explain)
+        if loss.device.type == "meta":
+            return
+        self._unread.append((step, {name: part.detach() for name, part in parts.items()}))
+        if len(self._unread) >= EVERY:
+            self.look(explain)
+
+    def value(self, step: int, value: float, explain: Explain) -> None:
+        """Look at a loss that was read.
+
+        Raises:
+            ValueError: it, or one before it, was not finite.
+        """
+        if not math.isfinite(value):
+            self.look(explain)
+            raise ValueError(f"The loss is {value} at step {step}: {explain()}")
+
+    def look(self, explain: Explain) -> None:
+        """Look at the steps that were not looked at.
+
+        Raises:
+            ValueError: a loss was not finite.
+        """
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        values = torch.stack([part.float() for _, parts in unread for part in parts.values()]).tolist()
+        names = [(step, name) for step, parts in unread for name in parts]
+        for (step, name), value in zip(names, values, strict=True):
+            if not math.isfinite(value):
+                last = unread[-1][0]
+                raise ValueError(f"{name} is {value} at step {step}; at the look at step {last}: {explain()}")
+
+    def gates(self, step: int, guide: Mapping[str, Site]) -> None:
+        """Warn once for a site whose gates have all closed; looks every hundredth step.
+
+        Warns:
+            UserWarning: every test gate of a site is 0, and P(z != 0) is as good as its least value.
+        """
+        if step % EVERY:
+            return
+        sites = [
+            (name, gate)
+            for name, site in guide.items()
+            if site["type"] == "sample" and name not in self._closed and not _subsampled(site)
+            if (gate := find_gate(site["fn"])) is not None and gate.batch_shape.numel()
+        ]
+        if (
+            not sites
+            or sites[0][1]._like.device.type == "meta"
+            or (step == 0 and sites[0][1]._like.device.type != "cpu")
+        ):
+            return
+        with torch.no_grad():
+            excess = torch.stack([(g.active_prob - g.least_active_prob + g.test_gate).max().float() for _, g in sites])
+        for (name, _), most in zip(sites, excess.tolist(), strict=True):
+            if most < _CLOSED:
+                self._closed.add(name)
+                warnings.warn(
+                    f"All gates of site {name!r} are closed at step {step}: P(z != 0) is at most {most:.2g}, where the "
+                    "likelihood hardly sees them. Lower their price lam (or the prior's demands), slow their learning "
+                    "rate or start them further open, unless the site is meant to go.",
+                    stacklevel=4,
+                )
+
+
+def _subsampled(site: Site) -> bool:
+    return any(frame.full_size not in (None, frame.size) for frame in site["cond_indep_stack"])
+
+
+def bad_values(site: Site) -> list[str]:
+    """What of a recorded site is not finite: its value if it was observed, the parameters of its distribution."""
+    found = []
+    if site["is_observed"] and (bad := number_of_bad(site["value"])):
+        found.append(f"what is observed at {site['name']!r} holds {bad} values that are not finite")
+    fn: Any = site["fn"]
+    while fn is not None:
+        for parameter in fn.arg_constraints:
+            # Not a property that is computed from another parameter.
+            value = fn.__dict__.get(parameter, fn.__dict__.get(f"_{parameter}"))
+            if value is not None and (bad := number_of_bad(value)):
+                found.append(f"{parameter} of {type(fn).__name__} at {site['name']!r} holds {bad} that are not finite")
+        fn = getattr(fn, "base_dist", None)
+    return found
+
+
+def sentences(terms: Sequence[BadTerm], causes: Sequence[str]) -> str:
+    """Terms that are not finite, and where they may come from."""
+    named = ", ".join(f"{bad.term} of site {bad.site!r} is {bad.value}" for bad in terms)
+    return (
+        f"{named or 'every term is finite by itself'}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
+    )
