@@ -7,24 +7,33 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = ["certify", "compare_training", "hooks", "tolerance_of"]
+__all__ = ["certify", "check_values", "compare_training", "hooks", "tolerance_of"]
 
 _SEED = 0
 _ROWS = 4  # BatchNorm in training needs more than one
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
     """The largest relative difference between two networks of one type that rounding explains."""
-    return _TOLERANCES[dtype]
+    return _TOLERANCES[dtype if dtype.is_floating_point else torch.get_default_dtype()]
+
+
+def check_values(network: nn.Module, example_input: Tensor) -> None:
+    """Refuse what outputs can't be compared on: parameters without values, an example without entries."""
+    if any(parameter.is_meta for parameter in network.parameters()):
+        raise ValueError("Expected a network with values, but its parameters are on the device meta.")
+    if not example_input.numel():
+        raise ValueError(f"Expected an example_input with entries, but got shape {tuple(example_input.shape)}.")
 
 
 @torch.no_grad()
 def certify(reference: nn.Module, small: nn.Module, example_input: Tensor) -> float:
     """The largest difference of two networks' outputs, relative to the largest absolute output of the same batch.
 
-    On the example and on normal random inputs of its size. Where all outputs of a batch are 0, it is relative to the
+    On the example and on random inputs of its size. Where all outputs of a batch are 0, it is relative to the
     largest of the other batches; if those are 0 as well, outputs that differ are infinitely far apart.
 
     Returns:
@@ -49,9 +58,7 @@ def hooks(network: nn.Module) -> list[str]:
     found = []
     for path, module in network.named_modules():
         where = f"module {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
-        for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
-            if getattr(module, f"_{kind}"):
-                found.append(f"{kind.replace('_', ' ')} of {where}")
+        found += [f"{kind.replace('_', ' ')} of {where}" for kind in _HOOKS if getattr(module, f"_{kind}")]
     for name, parameter in network.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             found.append(f"hooks of parameter {name!r}")
@@ -69,7 +76,8 @@ def compare_training(reference: nn.Module, rewritten: nn.Module, example_input: 
         rewritten: the same, read off its operations.
         example_input: one batch, for shape and type.
     """
-    x = _noise((_ROWS, *example_input.shape[1:]), example_input).requires_grad_()
+    x = _noise((_ROWS, *example_input.shape[1:]), example_input)
+    x.requires_grad_(x.is_floating_point())
     devices = [x.device] if x.is_cuda else []
     results = []
     for network in (reference, rewritten):
@@ -80,12 +88,13 @@ def compare_training(reference: nn.Module, rewritten: nn.Module, example_input: 
             if custom:
                 return f"the backward function of {custom[0]!r}"
             names = {name: p for name, p in network.named_parameters() if p.requires_grad}
-            results.append((y.detach(), _gradients(y, {"its input": x, **names})))
+            inputs = {"its input": x} if x.requires_grad else {}
+            results.append((y.detach(), _gradients(y, {**names, **inputs})))
     (expected, gradients), (got, others) = results
-    tolerance = tolerance_of(x.dtype)
+    tolerance = tolerance_of(got.dtype)
     if expected.shape != got.shape or not _largest(got - expected) <= tolerance * _largest(expected):
         return "its output in training mode"
-    largest = max(map(_largest, gradients.values()))
+    largest = max(map(_largest, gradients.values()), default=0.0)
     for name, gradient in gradients.items():
         other = others.get(name, torch.zeros_like(gradient))
         if not _largest(other - gradient) <= tolerance * largest:
@@ -94,8 +103,11 @@ def compare_training(reference: nn.Module, rewritten: nn.Module, example_input: 
 
 
 def _noise(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Normal random numbers, or entries of a tensor of integers in random order."""
     generator = torch.Generator().manual_seed(_SEED)
-    return torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+    if like.is_floating_point():
+        return torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+    return like.flatten()[torch.randint(like.numel(), shape, generator=generator).to(like.device)]
 
 
 def _largest(x: Tensor) -> float:
@@ -115,7 +127,8 @@ def _gradients(y: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _custom_functions(y: Tensor) -> list[str]:
     """The custom autograd functions in a tensor's graph."""
-    frontier, seen, found = [y.grad_fn], set(), []
+    found: list[str] = []
+    frontier, seen = [y.grad_fn], set()
     while frontier:
         node = frontier.pop()
         if node is None or node in seen:

@@ -289,8 +289,8 @@ def _reads_the_size(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     return isinstance(module, _LAYERS) and _pads_zeros(module)
 
 
-def _any(padding: int | tuple[int, ...]) -> bool:
-    return any(padding) if isinstance(padding, tuple) else padding > 0
+def _any(padding: Any) -> bool:
+    return any(padding) if isinstance(padding, tuple) else bool(padding)
 
 
 def _on_constants(node: fx.Node, modules: Mapping[str, nn.Module], x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from pyro_l0.compaction.comparison import certify, hooks, tolerance_of
+from pyro_l0.compaction.comparison import certify, check_values, hooks, tolerance_of
 from pyro_l0.compaction.plan import Plan, along, analyse, plan_graph
 from pyro_l0.nn.fixed import FixedGate, check_gates, fix_gates
 from pyro_l0.nn.gate import Gate
@@ -137,20 +137,20 @@ def compact(
     """
     graph = read_network(network, example_input)
     check_gates(network, gates)
-    _check_values(network, example_input)
+    check_values(network, example_input)
     like = next(network.parameters(), example_input)
     gates = {site: gate.to(like.device) for site, gate in gates.items()}
     found = plan_graph(graph, gates, example_input.shape, keep_gates=False)
     small = rewrite_graph(graph, found, like, keep_gates=False)
     certificate = certify(fix_gates(network, gates).eval(), small, example_input)
-    tolerance = tolerance_of(example_input.dtype) if tolerance is None else tolerance
+    tolerance = tolerance_of(like.dtype) if tolerance is None else tolerance
     if not certificate <= tolerance:
         lost = hooks(network)
         raise CompactionError(
-            f"The compacted network differs from the network with fixed gates by {certificate:.2e} of its largest output, "
-            f"more than the tolerance of {tolerance:.0e}. "
+            f"The compacted network differs from the network with fixed gates by {certificate:.2e} of its largest "
+            f"output, more than the tolerance of {tolerance:.0e}. "
             + (
-                f"It has no {', '.join(lost)}; take them off, or write them as modules of the network."
+                f"It lacks the {', '.join(lost)}; take them off, or write what they do as modules of the network."
                 if lost
                 else "If that is rounding, compact in float64 (network, gates and example_input) or raise tolerance; "
                 "otherwise the network's code does what its operations do not show."
@@ -158,24 +158,11 @@ def compact(
         )
     if graph.left_out:
         warnings.warn(
-            f"The compacted network is the network in evaluation mode, without {', '.join(graph.left_out)}; it can't be "
-            "trained further as the network was.",
+            f"The compacted network is the network in evaluation mode, without {', '.join(graph.left_out)}; it can't "
+            "be trained further as the network was.",
             stacklevel=2,
         )
     return Compacted(small, found, certificate, tuple(before))
-
-
-def _check_values(network: nn.Module, example_input: Tensor) -> None:
-    """Refuse what outputs can't be compared on."""
-    if any(parameter.is_meta for parameter in network.parameters()):
-        raise ValueError("Expected a network with values, but its parameters are on the device meta.")
-    if not example_input.is_floating_point():
-        raise ValueError(
-            f"Expected example_input of a floating-point type, but got {example_input.dtype}; convert inputs before "
-            "they reach the network, such as by x.float()."
-        )
-    if not example_input.numel():
-        raise ValueError(f"Expected an example_input with entries, but got shape {tuple(example_input.shape)}.")
 
 
 def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.GraphModule:
@@ -287,9 +274,9 @@ class _Rewriter:
         value = self.constants[name].index_select(dim, torch.tensor(units))
         if name in self.plan.maps:
             return value
-        for place in range(1, value.dim()):
-            if place != dim:
-                value = value.narrow(place, 0, 1)
+        for other in range(1, value.dim()):
+            if other != dim:
+                value = value.narrow(other, 0, 1)
         return value
 
     def _true(self, name: str, user: str) -> fx.Node:
@@ -356,7 +343,9 @@ class _Rewriter:
         bias = None if module.bias is None else module.bias.detach().cpu()[rows]
         spread: Tensor | None = None
         if len(columns) < layer.in_units and offset != "none":
-            spread = copy.deepcopy(module).cpu().eval()(self.constants[parent]).index_select(step.dim, torch.tensor(rows))
+            spread = (
+                copy.deepcopy(module).cpu().eval()(self.constants[parent]).index_select(step.dim, torch.tensor(rows))
+            )
             if offset == "vector":
                 bias = spread.movedim(step.dim, 0).flatten(1)[:, 0]  # the same at every place
             elif bias is not None:

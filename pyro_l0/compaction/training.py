@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from pyro_l0.compaction.comparison import compare_training, hooks
+from pyro_l0.compaction.comparison import check_values, compare_training, hooks
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
 from pyro_l0.nn.cost import square_norms
@@ -378,30 +378,30 @@ def _check_hooks(network: nn.Module) -> None:
     found = hooks(network)
     if found:
         raise ValueError(
-            f"Expected a network without hooks, which shrinking would lose, but it has {', '.join(found)}; take them off, "
-            "put them on the module that holds the network, or train without Shrinker and compact at the end."
+            f"Expected a network without hooks, which shrinking would lose, but it has {', '.join(found)}; take them "
+            "off, put them on the module that holds the network, or train without Shrinker and compact at the end."
         )
 
 
 def _check_rewriting(network: nn.Module, example_input: Tensor) -> None:
     """Refuse a network that would train otherwise once it is rewritten from its operations."""
-    _check_hooks(network)
     graph = read_network(network, example_input)
+    _check_hooks(network)
+    check_values(network, example_input)
     lost: str | None = ", ".join(graph.left_out)
     if not lost:
-        gates = {site: torch.ones(gate.size) for site, gate in gate_names(network).items()}
         like = next(network.parameters(), example_input)
-        gates = {site: gate.to(like) for site, gate in gates.items()}
+        gates = {site: torch.ones(gate.size).to(like) for site, gate in gate_names(network).items()}
         with torch.random.fork_rng([]):  # layers draw weights when they are made
             found = plan_graph(graph, gates, example_input.shape, keep_gates=True)
             small = rewrite_graph(graph, found, like, keep_gates=True)
         lost = compare_training(fix_gates(network, gates), fix_gates(small, gates), example_input)
     if lost:
         raise ValueError(
-            "Expected a network that is all in the operations on its input, because shrinking writes it anew from these, "
-            f"but that would lose or change {lost}. Code under `if self.training`, no_grad blocks, custom backward "
-            "functions and changes of buffers do not belong into it: leave the part out of the network and call it "
-            "before or behind it, or train without Shrinker and compact at the end."
+            "Expected a network that is all in the operations on its input, because shrinking writes it anew from "
+            f"these, but that would lose or change {lost}. Code under `if self.training`, no_grad blocks, custom "
+            "backward functions and updates of buffers do not belong into it: leave the part out of the network and "
+            "call it before or behind it, or train without Shrinker and compact at the end."
         )
 
 

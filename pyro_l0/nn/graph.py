@@ -434,8 +434,8 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
         if len(_tensors(node)) == 1 and isinstance(node.args[0], fx.Node):
             return "output"
         raise ValueError(
-            f"Expected a network that returns one tensor, but got {_described(node.args[0])} {place(node)}; wrap it in a "
-            "module whose forward returns the tensor that counts."
+            f"Expected a network that returns one tensor, but got {_described(node.args[0])} {place(node)}; wrap it in "
+            "a module whose forward returns the tensor that counts."
         )
     if _shape(node) is None and node.op != "call_module" and node.target in _SHAPES:
         return "shape"
@@ -443,8 +443,8 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
         module = modules[str(node.target)]
         if isinstance(module, FixedGate):
             raise ValueError(
-                f"Expected a network with Gate layers, but {node.target!r} is a FixedGate: the gates of this network are "
-                "fixed already. Pass the network as it was before fix_gates or compact."
+                f"Expected a network with Gate layers, but {node.target!r} is a FixedGate: the gates of this network "
+                "are fixed already. Pass the network as it was before fix_gates or compact."
             )
         if isinstance(module, Gate):
             return "gate"
@@ -452,7 +452,9 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
             return "layer"
         if isinstance(module, _Convolution):
             if module.groups != 1:
-                raise ValueError(f"Expected convolutions with groups=1, but {node.target!r} has {module.groups}.{_REMEDY}")
+                raise ValueError(
+                    f"Expected convolutions with groups=1, but {node.target!r} has {module.groups}.{_REMEDY}"
+                )
             return "layer"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise ValueError(f"Expected running statistics in {node.target!r}, but it has none.{_REMEDY}")
@@ -464,7 +466,11 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
             return "expand" if isinstance(module, Expand) else "constant"
         what = f"module {node.target!r} ({type(module).__name__})"
     elif node.op == "get_attr":
-        made = "a tensor made" if "_constant" in str(node.target) else f"parameter or buffer {node.target!r}, used directly"
+        made = (
+            "a tensor made"
+            if "_constant" in str(node.target)
+            else f"parameter or buffer {node.target!r}, used directly"
+        )
         what = f"{made} {place(node)}"
     else:
         inputs = _tensors(node)
@@ -477,13 +483,12 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
         ):
             if any(0 in dims_read(arg) for arg in node.all_input_nodes if _shape(arg) is None):
                 raise ValueError(
-                    f"Expected {node.name!r} {place(node)} not to depend on the size of the batch; let it depend on the "
-                    "sizes of one example."
+                    f"Expected {node.name!r} {place(node)} not to depend on the size of the batch; let it depend on "
+                    "the sizes of one example."
                 )
             return "unitwise"
-        what = f"{node.op.removeprefix('call_')} {operation(node, modules)!r} {place(node)}"
-        if len(inputs) > 1:
-            what += f" of {len(inputs)} tensors"
+        of = f" of {len(inputs)} tensors" if len(inputs) > 1 else ""
+        what = f"{node.op.removeprefix('call_')} {operation(node, modules)!r}{of} {place(node)}"
     raise ValueError(
         f"Expected dense layers, convolutions, gates, unitwise operations, pooling, flattening and sums, "
         f"but got {what}.{_REMEDY}"
@@ -493,7 +498,7 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
 def _described(output: Any) -> str:
     """What a network returns, if that is not one tensor of its own making."""
     if isinstance(output, (tuple, list, dict)):
-        return f"a {type(output).__name__} of {len(output)}"
+        return f"a {type(output).__name__.removeprefix('immutable_')} of {len(output)}"
     return "what is no tensor"
 
 
@@ -528,8 +533,8 @@ def _check_in_place(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
         changed = _tensors(node)[0]
         if any(order[user] > order[node] for user in changed.users):
             raise ValueError(
-                f"Expected {node.name!r} {place(node)} not to change {changed.name!r} in place, which is used again; take "
-                "the operation that does not work in place."
+                f"Expected {node.name!r} {place(node)} not to change {changed.name!r} in place, which is used again; "
+                "take the operation that does not work in place."
             )
 
 
@@ -612,7 +617,7 @@ def _step(
     shape = _shape(inputs[0] if kind == "output" else node)
     assert shape is not None
     dim = dims.get(node.name, 1)
-    if node.target in (torch.mean, "mean"):
+    if node.op != "call_module" and node.target in (torch.mean, "mean"):
         _check_mean(node, steps[parents[0]])
     for parent in inputs:
         if kind in ("unitwise", "add") and steps[parent.name].size and steps[parent.name].dim != dim:
@@ -662,8 +667,8 @@ def _step(
             )
     elif kind in ("unitwise", "add") and any(steps[parent].size != size for parent in parents):
         raise ValueError(
-            f"Expected {node.name!r} {place(node)} to keep units apart, but it takes {', '.join(map(repr, parents))} with "
-            f"{' and '.join(str(steps[parent].size) for parent in parents)} units to {size}."
+            f"Expected {node.name!r} {place(node)} to keep units apart, but it takes {', '.join(map(repr, parents))} "
+            f"with {' and '.join(str(steps[parent].size) for parent in parents)} units to {size}."
         )
     return Step(kind, parents, dim, size)
 

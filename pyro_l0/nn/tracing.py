@@ -23,11 +23,12 @@ _TORCH = str(Path(torch.__file__).parent)
 _LEAVES = (Gate, FixedGate, Select, Shift, Sized, Expand, Constant)
 # By a part of what Python or torch says: what the code does in plain words, and what to write instead.
 _CAUSES = {
+    "_Mode": ("hands self.training to a function of torch's core", "use F.dropout or a module such as nn.Dropout"),
+    "iterated": ("iterates over a tensor or unpacks one", "take its parts by index, such as x[:, 0] or x.shape[0]"),
     "control flow": (
         "branches on the values of a tensor (if, while, assert, and, or)",
         "use torch.where, or decide before the network is called",
     ),
-    "iterated": ("iterates over a tensor or unpacks one", "take its parts by index, such as x[:, 0] or x.shape[0]"),
     "'len' is not supported": ("takes len() of a tensor", "write x.shape[0]"),
     "not installed as a submodule": (
         "calls a module that is none of its submodules",
@@ -93,7 +94,7 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     """The operations of a network in evaluation mode, and what of its code they leave out.
 
     A node's ``meta`` has its ``"shape"`` if it is a tensor and its ``"value"`` if it is none, its ``"place"`` in the
-    network in words, and for a function whose argument is the ``training`` of a module that module's path as ``"mode"``.
+    network in words, and for dropout whose argument is the ``training`` of a module that module's path as ``"mode"``.
 
     Args:
         network: a network of one input; it is not changed.
@@ -105,7 +106,7 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     """
     _check(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
-    # On a copy, which code that changes modules may change. Its gates pass their input on, instead of asking for a draw.
+    # On a copy, which the code may change. Its gates pass their input on, instead of asking Pyro for a sample.
     gates: dict[int, Any] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
     try:
         shadow = copy.deepcopy(network, gates)
@@ -117,7 +118,7 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
         ) from error
     asked: dict[str, None] = {}
     for path, module in shadow.named_modules():
-        module.training = _Mode(path, asked)  # type: ignore[assignment]
+        module.training = _Mode(path, asked)
     before = {name: (id(buffer), buffer._version) for name, buffer in shadow.named_buffers()}
     tracer = _Tracer()
     try:
@@ -133,7 +134,7 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
         _note_mode(node, asked)
     _run(fx.GraphModule(shadow, graph), example_input, next(network.parameters(), None))
     left_out = [f"what depends on `self.training` {_place(path, modules[path])}" for path in asked]
-    return graph, (*left_out, *(f"the change of buffer {name!r}" for name in changed))
+    return graph, (*left_out, *(f"updates of buffer {name!r}" for name in changed))
 
 
 def operation(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
@@ -166,8 +167,9 @@ def _check(network: nn.Module, example_input: Tensor) -> None:
         raise ValueError(f"Expected parameters of known shapes, but {lazy[0]!r} is lazy; call the network once before.")
     parameters = inspect.signature(network.forward).parameters.values()
     if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters] != [True]:
+        taken = ", ".join(map(str, parameters))
         raise ValueError(
-            f"Expected a network of one input, but forward of {_name(network)} takes ({', '.join(map(str, parameters))}); "
+            f"Expected a network of one input, but forward of {_name(network)} takes ({taken}); "
             "wrap it in a module whose forward takes one tensor and fills in the others."
         )
     if not isinstance(example_input, Tensor):
@@ -200,13 +202,14 @@ def _run(network: fx.GraphModule, example_input: Tensor, like: Tensor | None) ->
         with torch.no_grad():
             shapes.run(example_input.clone())
     except Exception as error:
-        of = ""
+        of, remedy = "", ""
         if like is not None and like.dtype != example_input.dtype:
             of = f" of dtype {like.dtype}, as the network's parameters,"
+            remedy = f"; convert it by .to({like.dtype})"
         raise ValueError(
             f"Expected an example_input that the network takes,{of} but got one of shape {tuple(example_input.shape)} "
             f"and dtype {example_input.dtype}, at which {shapes.node.name!r} {place(shapes.node)} fails: "
-            f"{_first_line(error)}"
+            f"{_first_line(error)}{remedy}"
         ) from error
 
 
@@ -221,7 +224,11 @@ def _why(error: Exception, where: str) -> str:
     cause, remedy = known or (f"raises {said}", "use operations of torch that need no values")
     users = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
     frame = users[-1]
-    line = "" if frame.filename == __file__ else f" (line {frame.lineno} of {Path(frame.filename).name}: {frame.line})"
+    line = (
+        ""
+        if frame.filename == __file__
+        else f" (line {frame.lineno} of {Path(frame.filename).name}: {(frame.line or '')[:80]})"
+    )
     return (
         f"Expected a network whose operations can be read off without data, but code {where}{line} {cause}. "
         f"Instead, {remedy}; or leave this part out of the network, and call it before or behind it."
