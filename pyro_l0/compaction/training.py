@@ -391,7 +391,7 @@ def _check_rewriting(network: nn.Module, example_input: Tensor) -> None:
     lost: str | None = ", ".join(graph.left_out)
     if not lost:
         like = next(network.parameters(), example_input)
-        gates = {site: torch.ones(gate.size).to(like) for site, gate in gate_names(network).items()}
+        gates = {site: torch.linspace(0.5, 1.0, gate.size).to(like) for site, gate in gate_names(network).items()}
         with torch.random.fork_rng([]):  # layers draw weights when they are made
             found = plan_graph(graph, gates, example_input.shape, keep_gates=True)
             small = rewrite_graph(graph, found, like, keep_gates=True)

@@ -36,7 +36,7 @@ _CAUSES = {
     ),
     "Proxy": (
         "hands a tensor or its size to code that is not torch's (int, float, range, math, NumPy, assignment to "
-        "entries, a custom function's context)",
+        "entries)",
         "use operations of torch on whole tensors",
     ),
 }
