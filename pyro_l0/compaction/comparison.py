@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,13 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCES[dtype if dtype.is_floating_point else torch.get_default_dtype()]
 
 
-def check_values(network: nn.Module, example_input: Tensor) -> None:
-    """Refuse what outputs can't be compared on: parameters without values, an example without entries."""
+def check_values(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor) -> None:
+    """Refuse what outputs can't be compared on: parameters or gates without values, an example without entries."""
     if any(parameter.is_meta for parameter in network.parameters()):
         raise ValueError("Expected a network with values, but its parameters are on the device meta.")
+    without = [site for site, value in gates.items() if getattr(value, "is_meta", False)]
+    if without:
+        raise ValueError(f"Expected gates[{without[0]!r}] with values, but it is on the device meta.")
     if not example_input.numel():
         raise ValueError(f"Expected an example_input with entries, but got shape {tuple(example_input.shape)}.")
 
@@ -54,15 +59,21 @@ def certify(reference: nn.Module, small: nn.Module, example_input: Tensor) -> fl
 
 
 def hooks(network: nn.Module) -> list[str]:
-    """The hooks in a network that a rewriting loses, in words."""
+    """The hooks in a network that a rewriting loses, in words; the layers of this library have their own again."""
     found = []
     for path, module in network.named_modules():
         where = f"module {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
-        found += [f"{kind.replace('_', ' ')} of {where}" for kind in _HOOKS if getattr(module, f"_{kind}")]
+        for kind in _HOOKS:
+            foreign = [hook for hook in getattr(module, f"_{kind}").values() if not _is_ours(hook)]
+            found += [f"{kind.replace('_', ' ')} of {where}"] * bool(foreign)
     for name, parameter in network.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             found.append(f"hooks of parameter {name!r}")
     return found
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(f"{__name__.partition('.')[0]}.")
 
 
 def compare_training(reference: nn.Module, rewritten: nn.Module, example_input: Tensor) -> str | None:

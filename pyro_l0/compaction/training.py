@@ -387,7 +387,7 @@ def _check_rewriting(network: nn.Module, example_input: Tensor) -> None:
     """Refuse a network that would train otherwise once it is rewritten from its operations."""
     graph = read_network(network, example_input)
     _check_hooks(network)
-    check_values(network, example_input)
+    check_values(network, {}, example_input)
     lost: str | None = ", ".join(graph.left_out)
     if not lost:
         like = next(network.parameters(), example_input)

@@ -223,25 +223,17 @@ def test_gates_that_are_fixed_already_are_named():
 
 
 @pytest.mark.parametrize(
-    ("gates", "error", "message"),
+    ("gates", "message"),
     [
-        ({}, ValueError, r"no value for 'hidden'"),
-        ({"hiden": torch.ones(4)}, ValueError, "no layer for 'hiden'; did you mean 'hidden' by 'hiden'"),
-        ({"net.hidden": torch.ones(4)}, ValueError, r"has \['hidden'\].*no layer for 'net.hidden'; name_gates"),
-        ({"hidden": torch.ones(4), "other": torch.ones(2)}, ValueError, r"has \['hidden'\].*no layer for 'other'\."),
-        ({"hidden": torch.ones(3)}, ValueError, r"gates\['hidden'\] of shape \(4,\), but got \(3,\)"),
-        ({"hidden": torch.tensor([0.0, 1.0, torch.nan, 1.0])}, ValueError, r"gates\['hidden'\] in \[0, 1\]"),
-        ({"hidden": torch.tensor([0.0, 1.0, 1.1, 1.0])}, ValueError, r"gates\['hidden'\] in \[0, 1\]"),
-        ({"hidden": torch.ones(4, device="meta")}, TypeError, r"gates\['hidden'\] .* but got a tensor on .* meta"),
-        ({"hidden": [1.0, 0.0, 1.0, 1.0]}, TypeError, r"gates\['hidden'\] to be a tensor with values, but got list"),
-        ([torch.ones(4)], TypeError, r"gates as values by site, as of guide.test_gates\(\), but got list"),
+        ({}, "no value for 'hidden'"),
+        ({"hidden": torch.ones(4), "other": torch.ones(2)}, r"has \['hidden'\].*no layer for 'other'"),
+        ({"hidden": torch.ones(3)}, r"gates\['hidden'\] of shape \(4,\), but got \(3,\)"),
+        ({"hidden": torch.tensor([0.0, 1.0, torch.nan, 1.0])}, r"gates\['hidden'\] in \[0, 1\]"),
+        ({"hidden": torch.ones(4, device="meta")}, r"gates\['hidden'\] with values, but it is on the device meta"),
     ],
 )
-def test_wrong_gates_are_named(gates, error, message):
-    net = Net(lambda net, x: net.b(net.hidden(net.a(x))), gate=nn.Identity(), hidden=Gate(4))
-    refused(net, VECTORS, message, gates, error)
-    with pytest.raises(error, match=message):
-        fix_gates(net, gates)
+def test_wrong_gates_are_named(gates, message):
+    refused(Net(lambda net, x: net.b(net.hidden(net.a(x))), gate=nn.Identity(), hidden=Gate(4)), VECTORS, message, gates)
 
 
 # ------------------------------------------------------------ what is taken is right
