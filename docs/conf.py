@@ -1,14 +1,11 @@
 """Sphinx settings: Markdown pages that run their code, furo, warnings as errors in CI."""
 
-import tomllib
-from pathlib import Path
-
-_project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+from pyro_l0 import __version__
 
 project = "pyro_l0"
 author = "The pyro_l0 developers"
 project_copyright = f"2026, {author}"
-release = _project["version"]
+release = __version__
 version = release
 
 extensions = [

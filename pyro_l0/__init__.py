@@ -1,5 +1,8 @@
 """Random variables that can be exactly zero: gates for Pyro, from the distribution to a pruned network."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from pyro_l0.distributions import (
     BernoulliGate,
     ExponentialGate,
@@ -11,6 +14,14 @@ from pyro_l0.distributions import (
     RectifiedNormal,
 )
 
+if TYPE_CHECKING:
+    from pyro_l0 import compaction as compaction
+    from pyro_l0 import diagnostics as diagnostics
+    from pyro_l0 import infer as infer
+    from pyro_l0 import nn as nn
+
+__version__ = "0.1.0"
+
 __all__ = [
     "BernoulliGate",
     "ExponentialGate",
@@ -21,3 +32,17 @@ __all__ = [
     "PowerLawGate",
     "RectifiedNormal",
 ]
+
+# Parts that are imported when they are first used, so that ``import pyro_l0`` stays quick. They are not in ``__all__``,
+# because a star would put this ``nn`` in the place of torch's.
+_PARTS = ("compaction", "diagnostics", "infer", "nn")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in _PARTS:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_PARTS})

@@ -22,15 +22,16 @@ MAY_IMPORT = {
 # Extras, which are imported where they are used.
 OPTIONAL = {
     "matplotlib.pyplot",
-    "safetensors.SafetensorError",
-    "safetensors.torch.load_file",
-    "safetensors.torch.save_file",
+    "safetensors.safe_open",
+    "safetensors.torch",
+    "safetensors.torch.save",
 }
 
 
 def imports(path):
     """Absolute names imported by a file, and those that are imported inside a function."""
     tree = ast.parse(path.read_text())
+    outside = {*tree.body, *(node for block in tree.body if isinstance(block, ast.If) for node in block.body)}
     top, nested = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -40,7 +41,7 @@ def imports(path):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
         else:
             continue
-        (top if node in tree.body else nested).update(names)
+        (top if node in outside else nested).update(names)
     return top, nested
 
 

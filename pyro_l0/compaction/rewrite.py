@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,13 +14,14 @@ from torch.nn.utils import parametrize
 
 from pyro_l0.compaction.comparison import certify, check_values, hooks, tolerance_of
 from pyro_l0.compaction.plan import Plan, along, analyse, plan_graph
+from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.fixed import FixedGate, check_gates, fix_gates
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import GateGraph, dims_read, is_homogeneous, read_network
 from pyro_l0.nn.pieces import Constant, Expand, Select, Shift, Sized
 from pyro_l0.nn.tracing import place
 
-__all__ = ["Compacted", "CompactionError", "compact", "load_compacted", "rewrite", "rewrite_graph"]
+__all__ = ["CompactionError", "compact", "rewrite", "rewrite_graph"]
 
 _DROPOUT: dict[Any, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
 _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -31,74 +29,6 @@ _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 class CompactionError(RuntimeError):
     """A compacted network that does not compute what the network with fixed gates computes."""
-
-
-@dataclass(frozen=True)
-class Compacted:
-    """A small plain network and where it comes from.
-
-    Attributes:
-        network: plain torch, without gates; it computes what the network with fixed gates computes.
-        plan: which units stayed.
-        certificate: largest difference between the two on random inputs and on the example, relative to the largest
-            output if that is above 1.
-        before: the plans by which the network had shrunk before, if it did.
-    """
-
-    network: nn.Module
-    plan: Plan
-    certificate: float
-    before: tuple[Plan, ...] = ()
-
-    def save(self, path: str | Path) -> None:
-        """Write ``path.safetensors`` (the tensors) and ``path.json`` (the plan); no pickle is involved.
-
-        Raises:
-            ImportError: safetensors is not installed (``pip install pyro-l0[export]``).
-        """
-        from safetensors.torch import save_file
-
-        state = {name: value.contiguous() for name, value in self.network.state_dict().items()}
-        save_file(state, str(path) + ".safetensors")
-        plans = [json.loads(found.to_json()) for found in (*self.before, self.plan)]
-        text = json.dumps({"certificate": self.certificate, "plans": plans})
-        Path(str(path) + ".json").write_text(text)
-
-
-def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
-    """Read what :meth:`Compacted.save` wrote.
-
-    Args:
-        network: the network that was compacted, as it was before any shrinking, with any weights; it is not changed.
-        path: as given to ``save``.
-
-    Raises:
-        TypeError: ``network`` is no module.
-        ValueError: the files are of another network, or are damaged.
-        ImportError: safetensors is not installed (``pip install pyro-l0[export]``).
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
-    try:
-        values = json.loads(Path(str(path) + ".json").read_text())
-        certificate = float(values["certificate"])
-        *before, found = [Plan.from_json(json.dumps(text)) for text in values["plans"]]
-        state = load_file(str(path) + ".safetensors")
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(f"Expected the files of a compacted network at {str(path)!r}, but got: {error}") from error
-    try:
-        for earlier in before:
-            network = rewrite(network, earlier, keep_gates=True)
-        small = rewrite(network, found)
-        small.load_state_dict(state)
-    except (RuntimeError, KeyError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"Expected the files at {str(path)!r} to be of this network, but they do not fit: {error}"
-        ) from error
-    return Compacted(small, found, certificate, tuple(before))
 
 
 def compact(

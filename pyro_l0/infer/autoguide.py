@@ -1,4 +1,4 @@
-"""Mean-field guides over gates, and over gates together with Gaussian slabs."""
+"""A mean-field guide over gates."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro.distributions import Independent, Normal
+from pyro import poutine
+from pyro.distributions import Independent
 from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
+from pyro.params.param_store import param_with_module_name
+from pyro.poutine import Trace, runtime
 from torch import Tensor, nn
-from torch.distributions import constraints, transform_to
+from torch.distributions import Transform, constraints, transform_to
 
 from pyro_l0._record import Record, sole_record
 from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, find_gate
 from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
+from pyro_l0.infer._prior import DrawsElsewhere, drawn_options, same
 
-__all__ = ["ActiveRate", "AutoGate", "AutoSpikeSlab"]
+__all__ = ["ActiveRate", "AutoGate"]
 
 
 class ActiveRate(NamedTuple):
@@ -34,15 +39,16 @@ class ActiveRate(NamedTuple):
     overall: Tensor
 
 
-_Parameters = Any  # a ParameterDict, or a mapping of subsampled tensors
+Parameters = Any  # a ParameterDict, or a mapping of subsampled tensors
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What the guide knows of one site after it has seen the model."""
 
     event_dim: int
     plates: tuple[str, ...]
     template: GateDistribution | None
+    transform: Transform | None  # of a slab
 
 
 class AutoGate(AutoGuide):
@@ -96,19 +102,36 @@ class AutoGate(AutoGuide):
         self.init_active_prob = init_active_prob
         self.init_jitter = init_jitter
         self.family_options = dict(family_options or {})
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[str, Plan] = {}
         self._groups: list[list[str]] | None = None
         self._kept: dict[str, Any] = {}
+        self._names: tuple[str, list[tuple[str, dict[str, Any], str]]] | None = None
+        self._watches: list[OptimiserWatch | Displaced] = []
         # Plain modules, one per site: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
 
     def __getstate__(self) -> dict[str, Any]:
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
-        state["_model"] = (None,)
-        state["master"] = None
-        state["_kept"] = {}
+        state.update(_model=(None,), master=None, _kept={}, _names=None, _watches=[])
+        if self.prototype_trace is not None:  # of which the plans tell what is needed
+            state["prototype_trace"] = Trace()
+        for parameter in self.parameters():  # a weak reference, which SVI has asked for
+            parameter.__dict__.pop("unconstrained", None)
         return state
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Load a state before the first call, too, which finds the parameters here and keeps them."""
+        if self.prototype_trace is None:
+            sites: Any = self._modules["sites"]
+            for name, value in state_dict.items():
+                key, _, parameter = name.removeprefix(f"{prefix}sites.").rpartition(".")
+                if name.startswith(f"{prefix}sites.") and key and "." not in key:
+                    if key not in sites:
+                        sites[key] = nn.ParameterDict()
+                    if parameter not in sites[key]:
+                        sites[key][parameter] = nn.Parameter(torch.empty_like(value))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ------------------------------------------------------------ set-up
 
@@ -117,10 +140,38 @@ class AutoGate(AutoGuide):
         return bool(prototype_hide_fn(msg)) or find_gate(msg["fn"]) is None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
-        prototype: Any = self.prototype_trace
-        sites = dict(prototype.iter_stochastic_nodes())
-        gates = {name: site for name, site in sites.items() if find_gate(site["fn"]) is not None}
+        if self.model is None:
+            raise ValueError(
+                f"This {type(self).__name__} was copied or loaded from a guide that had not been called, and has no "
+                "model; call a guide once with the model's arguments before copying or pickling it."
+            )
+        model, elsewhere, displaced = self._model, DrawsElsewhere(), Displaced()
+        self._model = (displaced(elsewhere(self.model)),)
+        try:
+            super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self._model = model
+            # None until all is well: the next call meets the same error, not half a guide.
+            prototype: Any = self.prototype_trace
+            self.prototype_trace = None
+        self._check_sites(prototype)
+        self._make_parameters(prototype, self._inherited(prototype, elsewhere.found, args, kwargs))
+        self.prototype_trace = prototype
+        # The guide's own sites have no use for the plates of the data.
+        used = {plate for plan in self._plans.values() for plate in plan.plates}
+        self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
+        prototype.detach_()
+        if not used:
+            self._groups = self._find_groups()
+        sites: Any = self._modules["sites"]
+        what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._gate_plans()))})"
+        self._watches = [displaced, OptimiserWatch(what, lambda: list(sites.parameters()))]
+        with self._pyro_context:
+            self._enter_store()
+
+    def _check_sites(self, prototype: Any) -> None:
+        """Refuse a model that does not have the sites that the guide was told of."""
+        gates = [name for name, site in prototype.iter_stochastic_nodes() if find_gate(site["fn"]) is not None]
         if not gates:
             raise ValueError("AutoGate found no gate site in the model.")
         if isinstance(self.init_active_prob, Mapping):
@@ -130,24 +181,69 @@ class AutoGate(AutoGuide):
                     f"Expected init_active_prob by gate site, one of {sorted(gates)}, "
                     f"but got {', '.join(map(repr, unknown))}."
                 )
-        for name, site in sites.items():
-            template = self._first_gate(name, site) if name in gates else None
+
+    def _make_parameters(self, prototype: Any, inherited: Mapping[str, Mapping[str, Any]]) -> None:
+        """A plan and the learned parameters of each site; those of a state that was loaded before keep their values."""
+        modules: Any = self._modules["sites"]
+        plans, made = {}, {}
+        for name, site in prototype.iter_stochastic_nodes():
+            is_gate = find_gate(site["fn"]) is not None
+            template = self._first_gate(name, site, inherited.get(name, {})) if is_gate else None
             plates = tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
-            self._plans[name] = _Plan(site["fn"].event_dim, plates, template)
+            plan = Plan(site["fn"].event_dim, plates, template, None if is_gate else self._transform(name, site))
             shape = _full_shape(site)
             if template is not None and not _expands(template.batch_shape, shape):
                 raise ValueError(
                     f"Expected the parameters that {self.family.__name__} does not learn to broadcast to the shape "
                     f"{tuple(shape)} of gate site {name!r}, but got {tuple(template.batch_shape)}; set family_options."
                 )
-            learned = self._init_other(name, site, shape) if template is None else self._init_gate(template, shape)
-            self.sites[_key(name)] = nn.ParameterDict(learned)
-        # The guide's own sites have no use for the plates of the data.
-        used = {plate for plan in self._plans.values() for plate in plan.plates}
-        self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
-        prototype.detach_()
-        if not used:
-            self._groups = self._find_groups()
+            plans[name] = plan
+            made[site_key(name)] = (
+                self._init_other(name, site, shape, plan) if template is None else self._init_gate(template, shape)
+            )
+        loaded = {f"{key}.{name}": tuple(x.shape) for key, values in modules.items() for name, x in values.items()}
+        expected = {f"{key}.{name}": tuple(x.shape) for key, values in made.items() for name, x in values.items()}
+        if loaded and loaded != expected:
+            raise ValueError(
+                f"Expected the state that was loaded before the first call to have the parameters {expected}, "
+                f"but got {loaded}."
+            )
+        for key, learned in made.items():
+            if not loaded:
+                modules[key] = nn.ParameterDict(learned)
+            for name, parameter in learned.items() if loaded else ():
+                modules[key][name].data = modules[key][name].data.to(parameter)  # where the model is
+        self._plans = plans
+
+    def _inherited(self, prototype: Any, draws: bool, args: Any, kwargs: Any) -> dict[str, dict[str, Any]]:
+        """The options that posterior gates take over from their priors: those that no latent variable changes.
+
+        Args:
+            prototype: trace of a run of the model.
+            draws: whether the model drew other things than gates before a gate.
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+        """
+        options = self._prior_options(prototype)
+        if not draws:
+            return options
+        usual = self.family.from_active_prob(0.5).fixed_options
+        special = {
+            name: {key: value for key, value in fixed.items() if not same(value, usual[key])}
+            for name, fixed in options.items()
+        }
+        hide_fn: Any = self._prototype_hide_fn
+        trace = poutine.block(poutine.trace(poutine.block(self.model, hide_fn)).get_trace)
+        drawn = drawn_options(special, lambda: self._prior_options(trace(*args, **kwargs)))
+        return {
+            name: {key: value for key, value in fixed.items() if (name, key) not in drawn}
+            for name, fixed in options.items()
+        }
+
+    def _prior_options(self, trace: Any) -> dict[str, dict[str, Any]]:
+        """The parameters of priors of this guide's family that a guide does not learn."""
+        priors = {name: find_gate(site["fn"]) for name, site in trace.iter_stochastic_nodes()}
+        return {name: prior.fixed_options for name, prior in priors.items() if type(prior) is self.family}
 
     def _find_groups(self) -> list[list[str]]:
         """Put the gates together that can be drawn jointly."""
@@ -162,11 +258,8 @@ class AutoGate(AutoGuide):
                 groups.append([name])
         return groups
 
-    def _first_gate(self, name: str, site: dict[str, Any]) -> GateDistribution:
+    def _first_gate(self, name: str, site: dict[str, Any], inherited: Mapping[str, Any]) -> GateDistribution:
         """The gate that a site starts from, shape ``()``; it keeps the parameters that are not learned."""
-        prior = find_gate(site["fn"])
-        assert prior is not None
-        inherited = prior.fixed_options if type(prior) is self.family else {}
         options = {
             key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
             for key, value in {**inherited, **self.family_options}.items()
@@ -185,7 +278,10 @@ class AutoGate(AutoGuide):
             learned[key] = nn.Parameter(unconstrained)
         return learned
 
-    def _init_other(self, name: str, site: dict[str, Any], shape: torch.Size) -> dict[str, nn.Parameter]:
+    def _transform(self, name: str, site: dict[str, Any]) -> Transform | None:
+        return None
+
+    def _init_other(self, name: str, site: dict[str, Any], shape: torch.Size, plan: Plan) -> dict[str, nn.Parameter]:
         raise AssertionError(f"AutoGate hides every site but gates, yet saw {name!r}.")
 
     # ------------------------------------------------------------ the guide
@@ -194,39 +290,70 @@ class AutoGate(AutoGuide):
         """Sample every site of this guide; takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
+        elif self._watches and torch.is_grad_enabled():
+            self._watches = [watch for watch in self._watches if not watch.is_over()]
+        self._enter_store()
         record = sole_record()
         if record is not None and self._groups is not None:
             return self._draw_jointly(record, self._groups)
+        self._state_parameters()
         plates = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
-        sites = self.sites  # once: under Pyro every access is a pyro.module statement
+        sites: Any = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
         values: dict[str, Tensor] = {}
         for name, plan in self._plans.items():
             with ExitStack() as stack:
                 for plate in plan.plates:
                     stack.enter_context(plates[plate])
-                parameters: _Parameters = sites[_key(name)]._parameters
+                parameters: Parameters = sites[site_key(name)]._parameters
                 if plan.plates:  # each parameter is full-sized, and a subsampled plate picks its rows
                     parameters = {key: pyro.subsample(x, event_dim=plan.event_dim) for key, x in parameters.items()}
                 fn = self._distribution(plan, parameters)
                 values[name] = pyro.sample(name, fn.to_event(plan.event_dim) if plan.event_dim else fn)
         return values
 
+    def _enter_store(self) -> None:
+        """See to it that Pyro's parameter store has this guide's parameters."""
+        if not pyro.settings.get("module_local_params"):
+            entries = pyro.get_param_store()._params
+            for name, parameters, key in self._full_names():
+                if entries.get(name) is not parameters[key]:
+                    put_into_store(name, parameters[key])
+
+    def _state_parameters(self) -> None:
+        """Let handlers such as SVI's know of the parameters."""
+        if runtime.am_i_wrapped():
+            for name, parameters, key in self._full_names():
+                state_parameter(name, parameters[key])
+
+    def _full_names(self) -> list[tuple[str, dict[str, Any], str]]:
+        """Names of the parameters in the store, as ``pyro.module`` would make them, and where they are."""
+        if self._names is None or self._names[0] != self._pyro_name:
+            prefix = self._pyro_get_fullname("sites")
+            modules: Any = self._modules["sites"]._modules  # type: ignore[union-attr]
+            names = [
+                (param_with_module_name(prefix, f"{site}.{key}"), module._parameters, key)
+                for site, module in modules.items()
+                for key in module._parameters
+            ]
+            self._names = self._pyro_name, names
+        return self._names[1]
+
     def _draw_jointly(self, record: Record, groups: list[list[str]]) -> dict[str, Tensor]:
         """Sample every site for a loss that looks at the sites alone: gates of one kind in one draw."""
         sites: Any = self._modules["sites"]._modules  # type: ignore[union-attr]
         values: dict[str, Tensor] = {}
         for names in groups:
-            fns = [self._fn(name, sites[_key(name)]._parameters) for name in names]
+            fns = [self._fn(name, sites[site_key(name)]._parameters) for name in names]
             gates = [fn.base_dist if type(fn) is Independent else fn for fn in fns]
             joint = gates[0].draw_jointly(gates)
             for name, fn, draw in zip(names, fns, joint.draws, strict=True):
                 values[name] = record.sample(name, fn, draw, joint=joint)
         for name, plan in self._plans.items():
             if plan.template is None:
-                values[name] = record.sample(name, self._fn(name, sites[_key(name)]._parameters))
+                values[name] = record.sample(name, self._fn(name, sites[site_key(name)]._parameters))
         return values
 
-    def _fn(self, name: str, parameters: _Parameters) -> Any:
+    def _fn(self, name: str, parameters: Parameters) -> Any:
         """The distribution of a site, kept from step to step if it holds the parameters themselves."""
         fn = self._kept.get(name)
         if fn is not None:
@@ -240,10 +367,10 @@ class AutoGate(AutoGuide):
             self._kept[name] = fn
         return fn
 
-    def _distribution(self, plan: _Plan, parameters: _Parameters) -> Any:
+    def _distribution(self, plan: Plan, parameters: Parameters) -> Any:
         return self._gate(plan, parameters)
 
-    def _gate(self, plan: _Plan, parameters: _Parameters) -> GateDistribution:
+    def _gate(self, plan: Plan, parameters: Parameters) -> GateDistribution:
         assert plan.template is not None
         values = {
             key: parameters[key] if constraint is constraints.real else transform_to(constraint)(parameters[key])
@@ -253,15 +380,18 @@ class AutoGate(AutoGuide):
 
     # ------------------------------------------------------------ summaries
 
-    def _gate_plans(self) -> dict[str, _Plan]:
+    def _gate_plans(self) -> dict[str, Plan]:
         if not self._plans and self.prototype_trace is None:
             raise ValueError("The guide has not seen the model yet; call it once with the model's arguments.")
         return self._plans
 
     def posterior(self) -> dict[str, GateDistribution]:
-        """The posterior gates by site, of the full size of subsampled plates; differentiable."""
+        """The posterior gates by site, of the full size of subsampled plates.
+
+        They are live: their parameters are the guide's own, so that they are differentiable and change with training.
+        """
         sites = self.sites
-        return {name: self._gate(plan, sites[_key(name)]) for name, plan in self._gate_plans().items()}
+        return {name: self._gate(plan, sites[site_key(name)]) for name, plan in self._gate_plans().items()}
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some gate sites, as when they leave the network.
@@ -278,7 +408,7 @@ class AutoGate(AutoGuide):
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
         for name, index in units.items():
             plan = self._plans.get(name)
-            parameters: _Parameters = self.sites[_key(name)] if plan is not None else {}
+            parameters: Parameters = self.sites[site_key(name)] if plan is not None else {}
             if plan is None or plan.template is None or plan.plates or any(x.dim() != 1 for x in parameters.values()):
                 raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
             size = next(iter(parameters.values())).numel()
@@ -289,8 +419,9 @@ class AutoGate(AutoGuide):
                 if new is not None:
                     parameters[key] = new
             if not len(index):
-                del self._plans[name], self.sites[_key(name)]
+                del self._plans[name], self.sites[site_key(name)]
         self._kept = {}
+        self._names = None
         self._groups = self._find_groups() if self._groups is not None else None
         return replaced
 
@@ -310,7 +441,7 @@ class AutoGate(AutoGuide):
             raise ValueError(f"Expected a gate site, one of {sorted(self._gate_plans())}, but got {name!r}.")
         closed = self.family.closed(**plan.template.fixed_options)
         for key, constraint in self.family.learned.items():
-            parameter = self.sites[_key(name)]._parameters[key]
+            parameter = self.sites[site_key(name)]._parameters[key]
             assert parameter is not None
             value = transform_to(constraint).inv(getattr(closed, key)).to(parameter).expand_as(parameter).reshape(-1)
             here = places.to(parameter.device)
@@ -330,100 +461,14 @@ class AutoGate(AutoGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior median of every gate, by site; takes the model's arguments."""
+        """Posterior median of every gate, by site; a copy. Takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        return {name: gate.median for name, gate in self.posterior().items()}
-
-
-class AutoSpikeSlab(AutoGate):
-    """Gates and Gaussian slabs in one mean-field guide, made for ``L0_ELBO("spike_slab", slab=...)``.
-
-    Args:
-        model: a Pyro model.
-        slab: the gate site of each slab site, as given to the ELBO. Slab sites are real-valued.
-        init_scale: standard deviation of the slabs at the start.
-        init_loc: mean of each slab at the start, by site; the prior's mean plus a hundredth of its standard
-            deviation times normal noise where not given.
-        **options: those of :class:`AutoGate`.
-
-    Raises:
-        ValueError: ``slab`` names a site that the model does not have, or ``init_scale`` is not positive.
-
-    Example:
-        >>> import pyro.distributions as dist
-        >>> def model():
-        ...     with pyro.plate("weights", 2):
-        ...         z = pyro.sample("z", HardConcrete.from_active_prob(0.1))
-        ...         return z * pyro.sample("w", dist.Normal(0.0, 1.0))
-        >>> guide = AutoSpikeSlab(model, slab={"w": "z"})
-        >>> sorted(guide())
-        ['w', 'z']
-        >>> guide.slabs()["w"].scale.detach()
-        tensor([0.1000, 0.1000])
-    """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        slab: Mapping[str, str],
-        init_scale: float = 0.1,
-        init_loc: Mapping[str, Tensor] | None = None,
-        **options: Any,
-    ) -> None:
-        if not 0 < init_scale < math.inf:
-            raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
-        super().__init__(model, **options)
-        self.slab = dict(slab)
-        self.init_scale = init_scale
-        self.init_loc = dict(init_loc or {})
-
-    def _prototype_hide_fn(self, msg: dict[str, Any]) -> bool:  # type: ignore[override]
-        return bool(prototype_hide_fn(msg)) or (find_gate(msg["fn"]) is None and msg["name"] not in self.slab)
-
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
-        for slab, gate in self.slab.items():
-            for name in (slab, gate):
-                if name not in self._plans:
-                    raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
-
-    def _init_other(self, name: str, site: dict[str, Any], shape: torch.Size) -> dict[str, nn.Parameter]:
-        value = site["value"].detach()
-        loc = self.init_loc.get(name)
-        if loc is None:
-            fn = site["fn"]
-            loc = (fn.mean + 0.01 * fn.stddev * torch.randn_like(value)).detach()
-            loc = loc if loc.shape == shape else loc.mean() + torch.zeros(shape).to(loc)
-        if loc.shape != shape:
-            raise ValueError(f"Expected init_loc[{name!r}] of shape {tuple(shape)}, but got {tuple(loc.shape)}.")
-        log_scale = torch.full_like(loc, math.log(self.init_scale))
-        return {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
-
-    def _distribution(self, plan: _Plan, parameters: _Parameters) -> Any:
-        return _slab(parameters) if plan.template is None else self._gate(plan, parameters)
-
-    def _gate_plans(self) -> dict[str, _Plan]:
-        return {name: plan for name, plan in super()._gate_plans().items() if name not in self.slab}
-
-    def slabs(self) -> dict[str, Normal]:
-        """The posterior slabs by site; differentiable."""
-        sites = self.sites
-        return {name: _slab(sites[_key(name)]) for name in super()._gate_plans() if name in self.slab}
-
-    @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior median of every gate and slab, by site; takes the model's arguments."""
-        gates = super().median(*args, **kwargs)
-        return gates | {name: slab.mean for name, slab in self.slabs().items()}
-
-
-def _slab(parameters: _Parameters) -> Normal:
-    return Normal(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
+        return {name: gate.median.clone() for name, gate in self.posterior().items()}
 
 
 @lru_cache(maxsize=1024)
-def _key(name: str) -> str:
+def site_key(name: str) -> str:
     """A site's name as a key of a module dict, which may hold no dots and no names of its own attributes."""
     key = name.replace("/", "//").replace(".", "/")
     return f"/{key}" if hasattr(_NO_SITES, key) else key

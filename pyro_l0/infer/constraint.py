@@ -136,6 +136,7 @@ class SparsityTarget:
             return torch.zeros_like(self.multiplier[0])
         joint = concatenate(list(gates.values()))
         active = _flat([gate.active_prob for gate in gates.values()]) if joint is None else joint.active_prob
+        self._follow(active.device)
         if self._prices is None or len(self._prices) != len(active):  # units may have left since
             self._prices, self._rest = self._linearise(gates, active)
         return torch.dot(self._prices.to(active), active) + self._rest.to(active)
@@ -160,7 +161,18 @@ class SparsityTarget:
     @torch.no_grad()
     def fraction(self) -> Tensor:
         """Cost of the deterministic network as a fraction of the full one's, shape ``(k,)``."""
-        return self._raw({name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}) / self.total
+        gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
+        for gate in gates.values():
+            self._follow(gate.device)
+        return self._raw(gates) / self.total
+
+    def _follow(self, device: torch.device) -> None:
+        """Move this target's tensors to where the guide's gates have moved."""
+        if self.multiplier.device == device:
+            return
+        for name in ("budget", "multiplier", "total", "_rest", "_last"):
+            setattr(self, name, getattr(self, name).to(device))
+        self._prices = None if self._prices is None else self._prices.to(device)
 
     @torch.no_grad()
     def ascend(self) -> None:

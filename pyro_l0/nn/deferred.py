@@ -95,7 +95,7 @@ class _DeferredProduct(Tensor):
                 if gated_dim == -1 and func is F.linear:
                     bias = args[2] if len(args) > 2 else kwargs.get("bias")
                     factor = first.factor.to(weight.dtype)
-                    if torch.is_autocast_enabled(weight.device.type):
+                    if _is_autocast_on(weight.device.type):
                         return F.linear(first.plain, weight * factor, bias)
                     return _gated_linear(first.plain, factor, weight, bias)
             if func in _FLATTENINGS and args and (flat := _flatten(*args, **kwargs)) is not None:
@@ -182,6 +182,11 @@ class _GatedLinear(torch.autograd.Function):
             if of_norms is not None:
                 of_weight.addcmul_(weight, of_norms, value=2)
         return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None, None
+
+
+def _is_autocast_on(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; torch refuses the question for those that have none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 # The weights whose norms are asked for, with those that a layer has computed.

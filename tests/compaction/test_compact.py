@@ -196,7 +196,7 @@ def test_saved_networks_come_back(tmp_path):
     net, gates, x = example()
     result = compact(net, gates, x)
     result.save(tmp_path / "small")
-    assert {path.name for path in tmp_path.iterdir()} == {"small.json", "small.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"small.safetensors"}
     loaded = load_compacted(example(seed=9)[0], tmp_path / "small")
     assert torch.equal(loaded.network(x), result.network(x))
     assert (loaded.plan, loaded.certificate) == (result.plan, result.certificate)
@@ -209,8 +209,8 @@ def test_files_of_another_network_are_refused(tmp_path):
     compact(net, gates, x).save(tmp_path / "small")
     with pytest.raises(ValueError, match="to be of this network"):
         load_compacted(nn.Sequential(nn.Linear(2, 3), Gate(3)), tmp_path / "small")
-    (tmp_path / "small.json").write_text("{")
-    with pytest.raises(ValueError, match=r"files of a compacted network at .*small"):
+    (tmp_path / "small.safetensors").write_text("{")
+    with pytest.raises(ValueError, match=r"file of a compacted network at .*small"):
         load_compacted(net, tmp_path / "small")
     with pytest.raises(ValueError, match=r"Expected the JSON of a compaction plan, but got '\{\}'"):
         Plan.from_json("{}")

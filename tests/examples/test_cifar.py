@@ -158,7 +158,7 @@ def test_training_and_resuming(folder, shrink):
             del entry["seconds"]
     assert resumed == straight
     written = {path.name for path in (folder / "straight").iterdir()}
-    assert {"metrics.json", "training.png", "checkpoint.pt", "pruned.json", "pruned.safetensors"} <= written
+    assert {"metrics.json", "training.png", "checkpoint.pt", "pruned.safetensors"} <= written
     assert json.loads((folder / "straight" / "metrics.json").read_text())["certificate"] < 1e-4
     net = wide_resnet(10, 1)
     name_gates(net, prefix="net.")

@@ -1,0 +1,176 @@
+"""A guide's parameters as SVI, optimisers and files see them: in Pyro's parameter store, and held by an optimiser."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pyro
+import torch
+from pyro.poutine import runtime
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor, nn
+from torch.distributions import constraints
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Displaced", "OptimiserWatch", "put_into_store", "state_parameter"]
+
+_of_this_process = WeakTensorKeyDictionary()
+_PATIENCE = 5  # losses, each followed by a step of an optimiser of something else
+
+
+def put_into_store(name: str, parameter: nn.Parameter) -> None:
+    """Make a guide's parameter the one that Pyro's parameter store has under a name.
+
+    A value that was loaded or assigned is taken over, as Pyro's own modules do. A parameter that another guide of this
+    process left is not: the new guide starts anew, and what is stepped is what its loss depends on.
+
+    Args:
+        name: full name of the parameter.
+        parameter: the guide's.
+
+    Raises:
+        ValueError: the value that was loaded has another shape.
+    """
+    store = pyro.get_param_store()
+    entry = store._params.get(name)
+    if entry is parameter:
+        return
+    if entry is not None and entry not in _of_this_process:
+        if entry.shape != parameter.shape:
+            raise ValueError(
+                f"Expected {name!r} in the parameter store of shape {tuple(parameter.shape)}, but got "
+                f"{tuple(entry.shape)}; call pyro.clear_param_store() or load the parameters of this model."
+            )
+        with torch.no_grad():
+            parameter.copy_(entry)
+    _of_this_process[parameter] = True
+    # What replaced parameters were called stays known: the optimisers of guides in turn save their states by name.
+    store._params[name] = parameter
+    store._param_to_name[parameter] = name
+    store._constraints[name] = constraints.real
+
+
+@runtime.effectful(type="param")
+def _param(parameter: nn.Parameter, **_: Any) -> Tensor:
+    parameter.unconstrained = weakref.ref(parameter)  # type: ignore[attr-defined]  # which SVI asks for
+    return parameter
+
+
+def state_parameter(name: str, parameter: nn.Parameter) -> None:
+    """``pyro.param(name)`` for handlers such as SVI's, whether or not the store is in use.
+
+    Args:
+        name: full name of the parameter.
+        parameter: the guide's.
+    """
+    if parameter.requires_grad:
+        _param(parameter, constraint=constraints.real, name=name)
+
+
+class Displaced(Messenger):
+    """Notice parameters of a model's networks in whose places the parameter store has others, which SVI would step.
+
+    ``pyro.module`` gives a new network's parameters the names of an earlier one's, whose entries stay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[str, weakref.ref[Tensor]] = {}
+
+    def _postprocess_message(self, msg: Any) -> None:
+        own = msg["args"][1] if msg["type"] == "param" and len(msg["args"]) > 1 else None
+        if isinstance(own, nn.Parameter) and msg["value"] is not own:
+            self._found[msg["name"]] = weakref.ref(own)
+
+    def is_over(self) -> bool:
+        """Look at what happened since the last call, at every loss; whether there is nothing more to look at.
+
+        Warns:
+            UserWarning: within SVI, such parameters are in use: they have gradients.
+        """
+        if not any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
+            return not self._found
+        parameters = {name: own() for name, own in self._found.items()}
+        used = [name for name, own in parameters.items() if own is not None and own.grad is not None]
+        if used:
+            warnings.warn(
+                f"SVI does not train {used[0]!r} of the model, nor {len(used) - 1} other parameters: the parameter "
+                "store has others of these names, of an earlier network or a file. Call pyro.clear_param_store() "
+                "before training a new network, or pyro.module(..., update_module_params=True) to go on from the "
+                "store.",
+                stacklevel=2,
+            )
+        return True
+
+
+class OptimiserWatch:
+    """Tell once whether some optimiser holds a guide's parameters, by the first steps that optimisers take.
+
+    An optimiser that was made before the guide's first call holds none of them, and nothing else would tell: the loss
+    falls, since the network is trained. Steps are what tells this from losses whose gradients are accumulated.
+
+    Args:
+        what: the guide, for the warning.
+        parameters: returns the guide's parameters.
+    """
+
+    _open: ClassVar[weakref.WeakSet[OptimiserWatch]] = weakref.WeakSet()
+    _hook: ClassVar[RemovableHandle | None] = None
+
+    def __init__(self, what: str, parameters: Callable[[], Sequence[Tensor]]) -> None:
+        self._what = what
+        self._parameters = parameters
+        self._stepped = False
+        self._losses = 0
+        self._open.add(self)
+        if OptimiserWatch._hook is None:
+            OptimiserWatch._hook = register_optimizer_step_post_hook(self._after_any_step)
+
+    @classmethod
+    def _after_any_step(cls, optimiser: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in list(cls._open):
+            watch._after_step(optimiser)
+
+    def _after_step(self, optimiser: Optimizer) -> None:
+        parameters = self._parameters()
+        if _holds(optimiser, parameters):
+            self._open.discard(self)
+        elif any(x.grad is not None for x in parameters):
+            self._stepped = True
+
+    def is_over(self) -> bool:
+        """Look at what happened since the last call, at every loss; whether there is nothing more to look at.
+
+        Warns:
+            UserWarning: other parameters are trained, while this guide's have gradients and no optimiser holds them.
+        """
+        if self._stepped:
+            self._stepped = False
+            self._losses += 1
+            if self._losses == _PATIENCE:
+                self._open.discard(self)
+                parameters = self._parameters()
+                if not any(issubclass(type(x), Optimizer) and _holds(x, parameters) for x in gc.get_objects()):
+                    warnings.warn(
+                        f"The parameters of {self._what} have gradients, but no optimiser holds them: the gates do not "
+                        "move. A guide makes its parameters at its first call; call it once with the model's "
+                        "arguments before making an optimiser of its parameters.",
+                        stacklevel=2,
+                    )
+        if not self._open and OptimiserWatch._hook is not None:  # not in the hook, while torch goes through them
+            OptimiserWatch._hook.remove()
+            OptimiserWatch._hook = None
+        return self not in self._open
+
+
+def _holds(optimiser: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    ours = {id(x) for x in parameters}
+    return any(id(x) in ours for group in optimiser.param_groups for x in group["params"])

@@ -1,0 +1,312 @@
+"""The file of a compacted network: whole at every moment, and refused by name when it is anything else."""
+
+import errno
+import json
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_l0.compaction import Compacted, compact, load_compacted, storage
+from pyro_l0.nn import Gate
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+X = torch.linspace(-1, 1, 72).reshape(2, 1, 6, 6)
+
+
+class Net(nn.Module):
+    """Convolutions with a residual sum, gated maps and gated features."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.maps = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), Gate(4, dim=1)
+        self.branch = nn.Conv2d(4, 4, 3, padding=1)
+        self.features, self.head = Gate(144), nn.Linear(144, 5)
+
+    def forward(self, x):
+        y = self.maps(self.norm(self.stem(x)).relu())
+        return self.head(self.features((y + self.branch(y).tanh()).flatten(1)))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return Net().eval()
+
+
+def compacted(seed=0):
+    """A compacted network; with another seed one of the same shapes and other numbers."""
+    net = network(seed)
+    features = (torch.arange(144) % 3 > 0).float()
+    return compact(net, {"maps": torch.tensor([1.0, 0.0, 0.5, 1.0]), "features": features}, X)
+
+
+def outputs(path):
+    return load_compacted(network(), path).network(X)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A saved network: where, its bytes, and its outputs."""
+    result = compacted()
+    result.save(tmp_path / "net")
+    return tmp_path / "net", (tmp_path / "net.safetensors").read_bytes(), result.network(X)
+
+
+KILLED = """
+import os, random, signal, sys, time
+from tests.compaction.test_storage import compacted, outputs, torch
+torch.set_num_threads(1)
+random.seed(0)
+path, saves = sys.argv[1] + "/net", [compacted(seed) for seed in (0, 1)]
+known = [saved.network(torch.linspace(-1, 1, 72).reshape(2, 1, 6, 6)) for saved in saves]
+saves[0].save(path)
+for _ in range(int(sys.argv[2])):
+    child = os.fork()
+    while not child:
+        for saved in saves:
+            saved.save(path)
+    time.sleep(random.uniform(0.0, 0.04))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    found = outputs(path)
+    assert any(torch.equal(found, expected) for expected in known)
+print("whole")
+"""
+
+
+def test_a_killed_save_leaves_the_old_file_or_the_new_one(tmp_path):
+    """Kill -9 at random moments of a process that saves two networks by turns."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), "12"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.stdout == "whole\n", run.stderr
+
+
+def test_no_flipped_byte_loads_with_other_outputs(saved):
+    """Anywhere in the header, and at 200 places of the tensors; the message names the file."""
+    path, content, expected = saved
+    header = 8 + int.from_bytes(content[:8], "little")
+    generator = random.Random(0)
+    places = [*range(0, header, 5), *(generator.randrange(header, len(content)) for _ in range(200))]
+    net, messages = network(), []
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= generator.randrange(1, 256)
+        Path(f"{path}.safetensors").write_bytes(damaged)
+        try:
+            assert torch.equal(load_compacted(net, path).network(X), expected)  # another white space
+        except ValueError as error:
+            messages.append(str(error))
+    assert len(messages) >= len(places) - 8
+    assert all(f"file of a compacted network at '{path}.safetensors', but it" in message for message in messages)
+
+
+def test_files_that_are_cut_or_longer_are_refused(saved):
+    """An empty one among them."""
+    path, content, _ = saved
+    for wrong in (b"", content[:7], content[:200], content[:-1], content[1:], content + b"\0", content * 2):
+        Path(f"{path}.safetensors").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"at '.*net.safetensors', but it is damaged or no safetensors file"):
+            outputs(path)
+
+
+def test_swapped_tensors_are_refused(saved):
+    """Tensors of one save under the header of another, and an edited plan."""
+    path, content, _ = saved
+    header = 8 + int.from_bytes(content[:8], "little")
+    compacted(1).save(path)
+    other = Path(f"{path}.safetensors").read_bytes()
+    assert other[:8] == content[:8]
+    for wrong in (content[:header] + other[header:], content.replace(b"0.5", b"0.6", 1)):
+        assert wrong != content
+        Path(f"{path}.safetensors").write_bytes(wrong)
+        with pytest.raises(ValueError, match="its SHA-256 is another one than it was when saved"):
+            outputs(path)
+
+
+def test_what_is_no_file_of_ours_is_refused_by_what_it_is(tmp_path):
+    """Another program's, a folder, text, one that is not there, one that can't be read."""
+    path = tmp_path / "net"
+    with pytest.raises(FileNotFoundError, match=r"net\.safetensors"):
+        outputs(path)
+    file = tmp_path / "net.safetensors"
+    file.mkdir()
+    with pytest.raises(ValueError, match=r"net\.safetensors', but it is a folder"):
+        outputs(path)
+    file.rmdir()
+    file.write_text("weights")
+    with pytest.raises(ValueError, match=r"net\.safetensors', but it is damaged or no safetensors file"):
+        outputs(path)
+    for metadata in (None, {"format": "pt"}):
+        safetensors.save_file(network().state_dict(), file, metadata)
+        with pytest.raises(ValueError, match=r"net\.safetensors', but it is a safetensors file of another program"):
+            outputs(path)
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(ValueError, match=r"net\.safetensors', but it can't be read: .*symbolic links"):
+        outputs(path)
+
+
+def test_a_file_that_may_not_be_opened_is_not_called_missing(saved, monkeypatch):
+    """safetensors itself says that there is no such file. Root may open all, hence the stand-in."""
+    path, _, _ = saved
+
+    def forbidden(self, mode):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(ValueError, match=r"net\.safetensors', but it can't be read: .*Permission denied"):
+        outputs(path)
+
+
+def test_numbers_of_another_type_are_refused(saved):
+    """They were converted without a word."""
+    path, _, expected = saved
+    with pytest.raises(ValueError, match=r"is torch.float32, the network's torch.float64; .*to\(torch.float32\)"):
+        load_compacted(network().double(), path)
+    with pytest.raises(ValueError, match="to be of this network"):
+        load_compacted(nn.Sequential(nn.Linear(2, 3), Gate(3)), path)
+    assert torch.equal(outputs(path), expected)
+
+
+def test_numbers_that_are_not_finite_are_neither_saved_nor_loaded(saved, monkeypatch):
+    """The tensor is named, and the old file stays."""
+    path, content, _ = saved
+    result = compacted(1)
+    with torch.no_grad():
+        result.network.get_submodule("head").weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"at '.*net', but its tensor 'head.weight' holds NaN or infinity"):
+        result.save(path)
+    with pytest.raises(ValueError, match="but its certificate is nan"):
+        Compacted(compacted(1).network, result.plan, float("nan")).save(path)
+    assert Path(f"{path}.safetensors").read_bytes() == content
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Content, "not_finite", lambda self: None)
+        result.save(path)
+    with pytest.raises(ValueError, match=r"net\.safetensors', but its tensor 'head.weight' holds NaN or infinity"):
+        outputs(path)
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_save_that_fails_leaves_the_old_file_alone(saved, monkeypatch, step):
+    """A full disk, say; nothing temporary stays."""
+    path, content, _ = saved
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, full)
+        with pytest.raises(OSError, match="No space left"):
+            compacted(1).save(path)
+    assert [file.name for file in path.parent.iterdir()] == ["net.safetensors"]
+    assert Path(f"{path}.safetensors").read_bytes() == content
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """And then the folder that names it."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def record_fsync(descriptor):
+        calls.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    def record_replace(*names):
+        calls.append("rename")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    compacted().save(tmp_path / "net")
+    assert calls == ["file", "rename", "folder"]
+
+
+def test_a_folder_in_the_files_place_is_named(tmp_path):
+    """Before anything is written."""
+    (tmp_path / "net.safetensors").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"got a folder: .*net\.safetensors"):
+        compacted().save(tmp_path / "net")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_links_are_replaced_and_not_followed(tmp_path):
+    """What a link points to stays as it is, a folder too."""
+    (tmp_path / "precious").write_text("mine")
+    for target in ("precious", "missing", "."):
+        (tmp_path / "net.safetensors").unlink(missing_ok=True)
+        (tmp_path / "net.safetensors").symlink_to(target)
+        compacted().save(tmp_path / "net")
+        assert not (tmp_path / "net.safetensors").is_symlink()
+        assert {file.name for file in tmp_path.iterdir()} == {"precious", "net.safetensors"}
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_new_file_has_the_permissions_of_the_old_one(tmp_path):
+    """And those that the umask leaves where there is none."""
+    before = os.umask(0o027)
+    try:
+        compacted().save(tmp_path / "net")
+        assert (tmp_path / "net.safetensors").stat().st_mode & 0o777 == 0o640
+        (tmp_path / "net.safetensors").chmod(0o604)
+        compacted(1).save(tmp_path / "net")
+        assert (tmp_path / "net.safetensors").stat().st_mode & 0o777 == 0o604
+    finally:
+        os.umask(before)
+
+
+def test_of_saves_at_the_same_time_one_wins(tmp_path):
+    """Wholly, whichever it is."""
+    results = [compacted(seed) for seed in range(3)]
+    threads = [
+        threading.Thread(target=lambda result=result: [result.save(tmp_path / "net") for _ in range(10)])
+        for result in results
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [file.name for file in tmp_path.iterdir()] == ["net.safetensors"]
+    assert any(torch.equal(outputs(tmp_path / "net"), result.network(X)) for result in results)
+
+
+def test_pairs_of_earlier_versions_load_with_a_warning(tmp_path):
+    """They have no checksum; saved again they are one file."""
+    result, path = compacted(), tmp_path / "net"
+    safetensors.save_file(dict(result.network.state_dict()), f"{path}.safetensors")
+    values = {"certificate": result.certificate, "plans": [json.loads(result.plan.to_json())]}
+    Path(f"{path}.json").write_text(json.dumps(values))
+    with pytest.warns(UserWarning, match=r"net\.safetensors' and 'net\.json' were saved by an earlier version"):
+        loaded = load_compacted(network(1), path)
+    assert torch.equal(loaded.network(X), result.network(X))
+    for wrong in ("{", "[" * 100_000, json.dumps(values | {"plans": []}), json.dumps(values | {"certificate": None})):
+        Path(f"{path}.json").write_text(wrong)
+        with (
+            pytest.warns(UserWarning, match="earlier version"),
+            pytest.raises(ValueError, match=r"net\.safetensors', but its plan can't be read"),
+        ):
+            outputs(path)
+    loaded.save(path)
+    assert torch.equal(outputs(path), result.network(X))
+
+
+def test_the_extra_is_named_where_it_is_missing(saved, monkeypatch):
+    """By saving and by loading."""
+    path, content, _ = saved
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (lambda: compacted(1).save(path), lambda: outputs(path)):
+        with pytest.raises(ImportError, match=r"pip install 'pyro-l0\[export\]'"):
+            call()
+    assert Path(f"{path}.safetensors").read_bytes() == content

@@ -1,0 +1,290 @@
+"""Guides beside other guides of one process, in Pyro's parameter store and in files."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.nn import PyroModule
+from torch import nn
+
+from pyro_l0 import HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+
+STEPS = 12
+
+
+def regression(size):
+    """A model of a given number of features and its data."""
+    x = torch.randn(30, size, generator=torch.Generator().manual_seed(size))
+    y = 2 * x[:, 0]
+
+    def model():
+        with pyro.plate("features", size):
+            z = pyro.sample("z", HardConcrete.from_active_prob(0.2))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ (z * w), 0.5), obs=y)
+
+    return model
+
+
+def gates_alone(size):
+    """As ``regression``, with weights of one, and no plate: the gates are drawn jointly."""
+    x = torch.randn(30, size, generator=torch.Generator().manual_seed(size))
+
+    def model():
+        z = pyro.sample("z", HardConcrete.from_active_prob(0.2).expand([size]).to_event(1))
+        pyro.sample("y", dist.Normal(x @ z, 0.5).to_event(1), obs=x[:, 0])
+
+    return model
+
+
+ELBO = {AutoGate: lambda: L0_ELBO("free_energy"), AutoSpikeSlab: lambda: L0_ELBO("spike_slab", slab={"w": "z"})}
+
+
+def by_svi(size, seed, wrap=lambda guide: guide):
+    pyro.set_rng_seed(seed)
+    model = regression(size)
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, init_active_prob=0.5)
+    wrapped = wrap(guide)
+    svi = SVI(model, wrapped, pyro.optim.Adam({"lr": 0.05}), ELBO[AutoSpikeSlab]())
+    losses = [svi.step() for _ in range(STEPS)]
+    return losses, fitted(guide)
+
+
+def by_torch(size, seed):
+    pyro.set_rng_seed(seed)
+    model = gates_alone(size)
+    guide = AutoGate(model, init_active_prob=0.5)
+    guide()
+    loss = ELBO[AutoGate]()(model, guide)
+    optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
+    losses = []
+    for _ in range(STEPS):
+        optimiser.zero_grad()
+        losses.append(loss())
+        losses[-1].backward()
+        optimiser.step()
+    return [x.item() for x in losses], fitted(guide)
+
+
+def in_a_module(guide):
+    class Wrapper(PyroModule):
+        def __init__(self):
+            super().__init__("wrapper")
+            self.inner = guide
+
+        def forward(self):
+            return self.inner()
+
+    return Wrapper()
+
+
+def in_a_list(guide):
+    guides = AutoGuideList(guide.model)
+    guides.append(guide)
+    return guides
+
+
+def fitted(guide):
+    return {name: x.detach().clone() for name, x in guide.state_dict().items()}
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(x, other[1][name]) for name, x in one[1].items())
+
+
+RUNS = {
+    "svi": lambda: by_svi(4, 1),
+    "svi, other seed": lambda: by_svi(4, 2),
+    "svi, other shape": lambda: by_svi(3, 1),
+    "torch": lambda: by_torch(4, 1),
+    "list": lambda: by_svi(4, 1, in_a_list),
+    "module": lambda: by_svi(4, 1, in_a_module),
+}
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_second_guide_in_one_process_is_trained_as_alone(local):
+    """Losses and fits, one after the other in both orders, are those of an empty store; to the bit."""
+    with pyro.settings.context(module_local_params=local):
+        alone = {}
+        for name, run in RUNS.items():
+            pyro.clear_param_store()
+            alone[name] = run()
+            moved = alone[name][1]["sites.z.log_alpha"]
+            assert (moved - moved.mean()).abs().max() > 0.1
+        pyro.clear_param_store()
+        for name in [*RUNS, *reversed(RUNS)]:
+            assert_same(RUNS[name](), alone[name])
+
+
+def test_two_guides_trained_in_turn():
+    """Each is stepped by its own optimiser, and each optimiser saves the states of its own parameters by name."""
+    starts, runs = [], []
+    for size in (3, 3, 5):
+        model = regression(size)
+        guide = AutoSpikeSlab(model, slab={"w": "z"})
+        optimiser = pyro.optim.Adam({"lr": 0.05})
+        runs.append((guide, SVI(model, guide, optimiser, ELBO[AutoSpikeSlab]()), optimiser))
+    for step in range(6):
+        for guide, svi, _ in runs:
+            svi.step()
+            if step == 0:
+                starts.append(fitted(guide))
+    for (guide, _, optimiser), start in zip(runs, starts, strict=True):
+        assert all((x - start[name]).abs().max() > 0.1 for name, x in fitted(guide).items())
+        state = optimiser.get_state()
+        assert sorted(state) == [f"AutoSpikeSlab.sites$$${x}" for x in ("w.loc", "w.log_scale", "z.log_alpha")]
+        assert all(entry["state"][0]["step"] == 6 for entry in state.values())
+
+
+def test_same_guide_with_a_new_svi():
+    """A notebook's cell that makes the SVI and its optimiser anew goes on with the guide."""
+    model = regression(4)
+    guide = AutoSpikeSlab(model, slab={"w": "z"})
+    before = []
+    for _ in range(2):
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ELBO[AutoSpikeSlab]())
+        for _ in range(3):
+            svi.step()
+        before.append(fitted(guide)["sites.z.log_alpha"])
+    assert (before[1] - before[0]).abs().max() > 0.05
+
+
+def test_beside_another_guide_of_a_list():
+    """AutoNormal goes on from the store, as is Pyro's way; the gates start anew and are trained."""
+
+    def model():
+        bias = pyro.sample("bias", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", HardConcrete.from_active_prob(0.2).expand([3]).to_event(1))
+        pyro.sample("y", dist.Normal(z + bias, 0.2).to_event(1), obs=torch.tensor([1.0, 0.0, 0.0]))
+
+    for _ in range(2):
+        guide = AutoGuideList(model)
+        guide.append(AutoGate(pyro.poutine.block(model, hide=["bias"]), init_active_prob=0.5, init_jitter=0.0))
+        guide.append(AutoNormal(pyro.poutine.block(model, expose=["bias"])))
+        guide()
+        assert guide[0].posterior()["z"].active_prob.tolist() == pytest.approx([0.5] * 3)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), L0_ELBO("free_energy"))
+        for _ in range(30):
+            svi.step()
+        active = guide[0].posterior()["z"].active_prob
+        assert active[0] > active[1:].max() + 0.1
+
+
+def test_a_network_of_pyro_module_goes_on():
+    """With a new guide and optimiser the network in the model is still trained."""
+    net = nn.Linear(3, 1)
+    x = torch.randn(20, 3)
+
+    def model():
+        pyro.module("net", net)
+        z = pyro.sample("z", HardConcrete.from_active_prob(0.5).expand([3]).to_event(1))
+        pyro.sample("y", dist.Normal(net(x * z)[:, 0], 0.5).to_event(1), obs=x[:, 0])
+
+    seen = [net.weight.detach().clone()]
+    for _ in range(2):
+        guide = AutoGate(model)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), L0_ELBO("free_energy"))
+        losses = [svi.step() for _ in range(10)]
+        assert losses[-1] < losses[0]
+        seen.append(net.weight.detach().clone())
+        assert (seen[-1] - seen[-2]).abs().max() > 0.05
+
+
+def test_a_network_of_pyro_module_that_is_made_anew():
+    """SVI trains what the store has; one warning names the parameter and the remedies, which work."""
+    x = torch.randn(20, 3)
+
+    def run(trained, **options):
+        net = nn.Linear(3, 1)
+        before = net.weight.detach().clone()
+
+        def model():
+            pyro.module("net", net, **options)
+            z = pyro.sample("z", HardConcrete.from_active_prob(0.5).expand([3]).to_event(1))
+            pyro.sample("y", dist.Normal(net(x * z)[:, 0], 0.5).to_event(1), obs=x[:, 0])
+
+        guide = AutoGate(model)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), L0_ELBO("free_energy"))
+        for _ in range(5):
+            svi.step()
+        assert torch.equal(net.weight, before) is not trained
+        return model
+
+    run(True)
+    with pytest.warns(UserWarning, match=r"SVI does not train 'net\$\$\$weight' of the model, nor 1 other") as seen:
+        model = run(False)
+    assert len(seen) == 1
+    run(True, update_module_params=True)
+    guide = AutoGate(model)  # which is trained by its own parameters' optimiser
+    guide()
+    optimiser = torch.optim.Adam(guide.parameters())
+    for _ in range(3):
+        L0_ELBO("free_energy").differentiable_loss(model, guide).backward()
+        optimiser.step()
+    pyro.clear_param_store()
+    run(True)
+
+
+@pytest.mark.parametrize("use", ["svi", "elbo", "median"])
+def test_stored_parameters_are_loaded(tmp_path, use):
+    """Pyro's way: the store is saved, cleared as in a new process, loaded, and a new guide has the trained values."""
+    _, trained = by_svi(4, 1)
+    store, path = pyro.get_param_store(), str(tmp_path / "store")
+    store.save(path)
+    store.clear()
+    store.load(path)
+    model = regression(4)
+    guide = AutoSpikeSlab(model, slab={"w": "z"})
+    if use == "median":
+        guide.median()
+    elif use == "svi":
+        SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), ELBO[AutoSpikeSlab]()).step()
+    else:
+        ELBO[AutoSpikeSlab]()(model, guide)()
+    assert_same(([], fitted(guide)), ([], trained))
+    # A guide that has been called takes over what is loaded later, and one of another model refuses it.
+    store.load(path)
+    with torch.no_grad():
+        guide.sites["w"]["loc"].add_(1.0)
+    guide()
+    assert_same(([], fitted(guide)), ([], trained))
+    store.load(path)
+    with pytest.raises(
+        ValueError, match=r"sites\$\$\$z.log_alpha' in the parameter store of shape \(3,\), but got \(4,\)"
+    ):
+        AutoSpikeSlab(regression(3), slab={"w": "z"})()
+
+
+def test_optimiser_arguments_by_name_and_optimisers_in_files(tmp_path):
+    """Names as pyro.module makes them; the moments of a loaded optimiser reach their parameters."""
+    names = set()
+
+    def arguments(name):
+        names.add(name)
+        return {"lr": 0.0 if name.endswith("log_scale") else 0.05}
+
+    path = str(tmp_path / "optimiser")
+    for i in range(2):
+        model = regression(4)
+        guide = AutoSpikeSlab(model, slab={"w": "z"})
+        optimiser = pyro.optim.Adam(arguments)
+        if i:
+            optimiser.load(path)
+        svi = SVI(model, guide, optimiser, ELBO[AutoSpikeSlab]())
+        for _ in range(3):
+            svi.step()
+        optimiser.save(path)
+    assert names == {f"AutoSpikeSlab.sites.{x}" for x in ("w.loc", "w.log_scale", "z.log_alpha")}
+    assert torch.equal(guide.slabs()["w"].scale, torch.tensor([0.1]).log().exp().expand(4))
+    assert {entry["state"][0]["step"].item() for entry in optimiser.get_state().values()} == {6}
+    modules = set()
+    by_module = pyro.optim.Adam(lambda module, name: modules.add((module, name)) or {"lr": 0.1})
+    SVI(model, guide, by_module, ELBO[AutoSpikeSlab]()).step()
+    assert ("AutoSpikeSlab.sites", "z.log_alpha") in modules
