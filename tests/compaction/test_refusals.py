@@ -233,7 +233,9 @@ def test_gates_that_are_fixed_already_are_named():
     ],
 )
 def test_wrong_gates_are_named(gates, message):
-    refused(Net(lambda net, x: net.b(net.hidden(net.a(x))), gate=nn.Identity(), hidden=Gate(4)), VECTORS, message, gates)
+    refused(
+        Net(lambda net, x: net.b(net.hidden(net.a(x))), gate=nn.Identity(), hidden=Gate(4)), VECTORS, message, gates
+    )
 
 
 # ------------------------------------------------------------ what is taken is right
