@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
+from pyro_l0.nn import Gate, fix_gates, gate_names
+from pyro_l0.nn.graph import read_network
 
 VECTORS, SEQUENCES, IMAGES = (
     torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 6), (2, 7, 6), (2, 3, 8, 8))
@@ -32,10 +33,10 @@ def images(function):
 
 
 def refused(net, x, message, gates=None, error=ValueError):
-    """By compaction and, if it is about the network or the example, by the count."""
+    """By compaction and, if it is about the network or the example, wherever a network is read."""
     if gates is None:
         with pytest.raises(error, match=message):
-            NetworkCost(net, x)
+            read_network(net, x)
         gates = {name: torch.ones(gate.size) for name, gate in gate_names(net).items()}
     with pytest.raises(error, match=message):
         compact(net, gates, x)
