@@ -10,16 +10,19 @@ from functools import reduce
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pyro_l0.nn.fixed import check_gates
-from pyro_l0.nn.graph import GateGraph, read_network
+from pyro_l0.nn.graph import GateGraph, operation, read_network
 from pyro_l0.nn.pieces import Constant, Expand
 
 __all__ = ["Analysis", "Plan", "along", "analyse", "is_uniform", "plan", "plan_graph"]
 
 Offset = Literal["none", "vector", "map"]
 _FORMAT = 1
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_AVERAGES = (F.avg_pool1d, F.avg_pool2d)
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,13 @@ class Analysis:
         varies: by node, which units depend on the input.
         constants: by node, one example's tensor, shape ``(1, ...)``, right at the units that do not; others are 0.
         offsets: as in :class:`Plan`.
+        sized: whether constants are what they are for inputs of the example's size alone.
     """
 
     varies: dict[str, Tensor]
     constants: dict[str, Tensor]
     offsets: dict[str, Offset]
+    sized: bool
 
 
 def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor, keep_gates: bool = False) -> Plan:
@@ -108,8 +113,9 @@ def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor,
         >>> plan(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).kept["_0"]
         (0, 2)
     """
+    graph = read_network(network, example_input)
     check_gates(network, gates)
-    return plan_graph(read_network(network, example_input), gates, example_input.shape, keep_gates)
+    return plan_graph(graph, gates, example_input.shape, keep_gates)
 
 
 def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch.Size, keep_gates: bool) -> Plan:
@@ -179,6 +185,7 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor], keep_gates: bool = Fa
     varies: dict[str, Tensor] = {}
     constants: dict[str, Tensor] = {}
     offsets: dict[str, Offset] = {}
+    sized = False
     like = next((p for module in graph.modules.values() for p in module.parameters()), torch.zeros(()))
     for node in graph.graph.nodes:
         name = node.name
@@ -199,6 +206,9 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor], keep_gates: bool = Fa
             continue
         parent = step.parents[0]
         before, value = varies[parent], constants[parent]
+        sized = sized or (
+            step.kind in ("layer", "unitwise") and bool(value.any()) and _reads_the_size(node, graph.modules)
+        )
         if step.kind == "gate":
             gate = gates[graph.site(name)].to(value)
             if keep_gates:
@@ -228,7 +238,8 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor], keep_gates: bool = Fa
             value = _on_constants(node, graph.modules, value)
         varies[name] = before
         constants[name] = value.masked_fill(along(before, value.dim(), step.dim), 0.0)
-    return Analysis(varies, constants, offsets)
+        sized = sized or not is_uniform(constants[name], step.dim)
+    return Analysis(varies, constants, offsets, sized)
 
 
 def along(value: Tensor, rank: int, dim: int) -> Tensor:
@@ -249,19 +260,37 @@ def _layer_on_constants(graph: GateGraph, name: str, constants: Tensor) -> tuple
     step = graph.steps[name]
     layer = step.layer
     assert layer is not None
-    module: Any = copy.deepcopy(graph.modules[layer.path]).cpu()
+    module: Any = copy.deepcopy(graph.modules[layer.path]).cpu().eval()
     value: Tensor = module(constants)
     parent = graph.steps[step.parents[0]]
     if not bool(constants.any()):
         return ("none" if module.bias is None else "vector"), value
-    padded = not isinstance(module, nn.Linear) and module.padding_mode == "zeros" and _has_padding(module)
-    return ("map" if padded or not is_uniform(constants, parent.dim) else "vector"), value
+    return ("map" if _pads_zeros(module) or not is_uniform(constants, parent.dim) else "vector"), value
 
 
-def _has_padding(module: nn.Conv2d) -> bool:
+def _pads_zeros(module: Any) -> bool:
+    """Whether a layer takes zeros for what is beyond the border."""
+    if isinstance(module, nn.Linear) or module.padding_mode != "zeros":
+        return False
     if isinstance(module.padding, str):
         return module.padding == "same" and any(size > 1 for size in module.kernel_size)
-    return any(size > 0 for size in module.padding)
+    return _any(module.padding)
+
+
+def _reads_the_size(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether an operation makes of a constant what depends on the size of its input: by padding, or as an argument."""
+    if node.op != "call_module":
+        if node.target in _AVERAGES:
+            return _any(node.kwargs.get("padding", (*node.args, 0, 0, 0, 0)[3]))
+        return "pool" not in operation(node, modules) and any(arg.meta["shape"] is None for arg in node.all_input_nodes)
+    module: Any = modules[str(node.target)]
+    if isinstance(module, (nn.AvgPool1d, nn.AvgPool2d)):
+        return _any(module.padding)
+    return isinstance(module, _LAYERS) and _pads_zeros(module)
+
+
+def _any(padding: Any) -> bool:
+    return any(padding) if isinstance(padding, tuple) else bool(padding)
 
 
 def _on_constants(node: fx.Node, modules: Mapping[str, nn.Module], x: Tensor) -> Tensor:

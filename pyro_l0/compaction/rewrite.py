@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
-from pyro_l0.compaction.plan import Plan, along, analyse, plan
+from pyro_l0.compaction.comparison import certify, check_values, hooks, tolerance_of
+from pyro_l0.compaction.plan import Plan, along, analyse, plan_graph
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.nn.fixed import FixedGate, fix_gates
+from pyro_l0.nn.fixed import FixedGate, check_gates, fix_gates
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import GateGraph, dims_read, is_homogeneous, read_network
-from pyro_l0.nn.pieces import Constant, Expand, Select, Shift
+from pyro_l0.nn.pieces import Constant, Expand, Select, Shift, Sized
+from pyro_l0.nn.tracing import place
 
 __all__ = ["CompactionError", "compact", "rewrite", "rewrite_graph"]
 
-_SEED = 0
 _DROPOUT: dict[Any, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
 _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -41,8 +44,11 @@ def compact(
         network: a network of dense layers, convolutions, gates and what stands between them; it is not changed. The
             result is in evaluation mode.
         gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
-        example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only.
-        tolerance: largest difference that is accepted; 1e-5 in float32 and 1e-10 in float64 if not given.
+        example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only, and
+            refuses others.
+        tolerance: largest difference that is accepted, relative to the largest absolute output of the same batch; if
+            not given, 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and 5e-2 in bfloat16. Outputs that are all 0
+            are compared relative to those on the other batches (the example and two random ones).
         before: the plans by which the network has shrunk while it trained (:attr:`Shrinker.plans`), so that what is
             saved can be loaded into the network as it was at the start.
 
@@ -50,36 +56,44 @@ def compact(
         ValueError: a gate has no value or a wrong one, or the network holds an operation that can't be followed.
         CompactionError: the two networks differ by more than the tolerance.
 
+    Warns:
+        UserWarning: code of the network that runs in training mode alone is left out.
+
     Example:
         >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
         >>> compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).network.get_submodule("0")
         Linear(in_features=2, out_features=2, bias=True)
     """
-    found = plan(network, gates, example_input)
-    small = rewrite(network, found)
-    certificate = _certify(fix_gates(network, gates).eval(), small, example_input)
-    if tolerance is None:
-        tolerance = 1e-10 if example_input.dtype == torch.float64 else 1e-5
+    graph = read_network(network, example_input)
+    if isinstance(gates, Mapping):
+        check_values(network, gates, example_input)
+    check_gates(network, gates)
+    like = next(network.parameters(), example_input)
+    gates = {site: gate.to(like.device) for site, gate in gates.items()}
+    found = plan_graph(graph, gates, example_input.shape, keep_gates=False)
+    small = rewrite_graph(graph, found, like, keep_gates=False)
+    certificate = certify(fix_gates(network, gates).eval(), small, example_input)
+    tolerance = tolerance_of(like.dtype) if tolerance is None else tolerance
     if not certificate <= tolerance:
+        lost = hooks(network)
         raise CompactionError(
-            f"The compacted network differs from the network with fixed gates by {certificate:.2e}, "
-            f"more than the tolerance of {tolerance:.0e}."
+            f"The compacted network differs from the network with fixed gates by {certificate:.2e} of its largest "
+            f"output, more than the tolerance of {tolerance:.0e}. "
+            + (
+                f"It lacks the {', '.join(lost)}; take them off, or write what they do as modules of the network."
+                if lost
+                else "If that is rounding, compact in float64 (network, gates and example_input) or raise tolerance; "
+                "otherwise the network's code does what its operations do not show."
+            )
+        )
+    if graph.left_out:
+        warnings.warn(
+            f"The compacted network is the network in evaluation mode, without {', '.join(graph.left_out)}; it can't "
+            "be trained further as the network was.",
+            stacklevel=2,
         )
     return Compacted(small, found, certificate, tuple(before))
-
-
-@torch.no_grad()
-def _certify(reference: nn.Module, small: nn.Module, example_input: Tensor) -> float:
-    generator = torch.Generator().manual_seed(_SEED)
-    noise = torch.randn(example_input.shape, generator=generator, dtype=example_input.dtype).to(example_input.device)
-    worst = 0.0
-    for x in (example_input, noise, 3 * noise.flip(0)):
-        expected, got = reference(x.clone()), small(x.clone())
-        scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-        difference = float((got - expected).abs().max()) / scale if expected.numel() else 0.0
-        worst = max(worst, difference) if difference == difference else float("nan")
-    return worst
 
 
 def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.GraphModule:
@@ -124,7 +138,8 @@ class _Rewriter:
         self.like = like
         gates = {site: torch.tensor(value, dtype=like.dtype) for site, value in plan.gates.items()}
         self.gates = gates
-        self.constants = analyse(graph, gates, keep_gates).constants
+        found = analyse(graph, gates, keep_gates)
+        self.constants, self.sized = found.constants, found.sized
         self.nodes = {node.name: node for node in graph.graph.nodes}
         self.graph = fx.Graph()
         self.modules: dict[str, nn.Module] = {}
@@ -144,14 +159,27 @@ class _Rewriter:
                 self.input = self.values[name] = self.graph.placeholder(name)
                 self.scales[name] = None
                 if len(self.plan.kept[name]) < step.size and self.plan.kept[name]:
-                    self._add(name, f"select_{name}", Select(self.plan.kept[name], step.dim), self.input)
+                    self._add(name, f"select_{name}", Select(self.plan.kept[name], step.dim, step.size), self.input)
             elif self.plan.kept[name]:
                 getattr(self, "_sum" if step.kind == "add" else f"_{step.kind}")(name)
+        if self.sized:
+            self._check_size()
         network = fx.GraphModule(self.modules, self.graph, class_name="CompactedNetwork")
         network.graph.eliminate_dead_code()
         network.recompile()
         network.delete_all_unused_submodules()
         return network.to(self.like.device).eval()
+
+    def _check_size(self) -> None:
+        """Let the network refuse inputs of another size than the example's."""
+        name = self.input.name
+        step, x = self.old.steps[name], self.values[name]
+        size = list(self.nodes[name].meta["shape"])
+        if x is not self.input:  # some of its units are selected
+            size[step.dim] = len(self._units(name))
+        with self.graph.inserting_after(x):
+            sized = self._call(f"sized_{name}", Sized(size[1:]), x)
+        x.replace_all_uses_with(sized, delete_user_cb=lambda user: user is not sized)
 
     # ------------------------------------------------------------ helpers
 
@@ -177,9 +205,9 @@ class _Rewriter:
         value = self.constants[name].index_select(dim, torch.tensor(units))
         if name in self.plan.maps:
             return value
-        for place in range(1, value.dim()):
-            if place != dim:
-                value = value.narrow(place, 0, 1)
+        for other in range(1, value.dim()):
+            if other != dim:
+                value = value.narrow(other, 0, 1)
         return value
 
     def _true(self, name: str, user: str) -> fx.Node:
@@ -194,11 +222,12 @@ class _Rewriter:
         have, step = self._units(name), self.old.steps[name]
         if not have:
             value = self.constants[name].index_select(step.dim, torch.tensor(units))
+            self.sized = self.sized or value.dim() > 2
             return self._call(f"constant_{name}_{user}", Constant(value), self.input)
         x = self._true(name, user)
         inner = [unit for unit in have if unit in set(units)]
         if len(inner) < len(have):
-            x = self._call(f"select_{name}_{user}", Select(self._places(inner, have), step.dim), x)
+            x = self._call(f"select_{name}_{user}", Select(self._places(inner, have), step.dim, len(have)), x)
         if len(inner) < len(units):
             places = self._places(inner, units)
             x = self._call(f"expand_{name}_{user}", Expand(places, self._constant(name, units), step.dim), x)
@@ -210,7 +239,7 @@ class _Rewriter:
         x, scale = self.values[name], self.scales[name]
         if tuple(units) != have:
             places = self._places(units, have)
-            x = self._call(f"select_{name}_{user}", Select(places, self.old.steps[name].dim), x)
+            x = self._call(f"select_{name}_{user}", Select(places, self.old.steps[name].dim, len(have)), x)
             scale = None if scale is None else scale[places]
         return x, scale
 
@@ -239,11 +268,15 @@ class _Rewriter:
         columns = list(self._units(parent))
         module = cast("nn.Linear | nn.Conv2d", self.old.modules[layer.path])
         offset = self.plan.offsets[name]
+        # A copy: a parametrisation may change what it keeps when it is asked for weights in training mode.
+        module = copy.deepcopy(module).eval() if parametrize.is_parametrized(module) else module
         weight = module.weight.detach().cpu()[rows][:, columns]
         bias = None if module.bias is None else module.bias.detach().cpu()[rows]
         spread: Tensor | None = None
         if len(columns) < layer.in_units and offset != "none":
-            spread = copy.deepcopy(module).cpu()(self.constants[parent]).index_select(step.dim, torch.tensor(rows))
+            spread = (
+                copy.deepcopy(module).cpu().eval()(self.constants[parent]).index_select(step.dim, torch.tensor(rows))
+            )
             if offset == "vector":
                 bias = spread.movedim(step.dim, 0).flatten(1)[:, 0]  # the same at every place
             elif bias is not None:
@@ -262,6 +295,9 @@ class _Rewriter:
         parent, units = step.parents[0], self._units(name)
         x, scale = self._scaled(parent, units, name)
         module = self.old.modules[str(node.target)] if node.op == "call_module" else None
+        if isinstance(module, Sized):  # there will be another
+            self.values[name], self.scales[name], self.sized = x, scale, True
+            return
         if isinstance(module, Shift):
             x = x if scale is None else self._call(f"scale_{parent}_{name}", FixedGate(scale, step.dim), x)
             value = module.value.cpu()
@@ -278,10 +314,16 @@ class _Rewriter:
         self.scales[name] = scale
         if module is not None:
             self._add(name, str(node.target), copy.deepcopy(module), x)
-        elif self.keep_gates and node.target in _DROPOUT:
-            # Traced as it is evaluated, where it does nothing; as a module it follows the network's mode.
-            p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-            self._add(name, f"dropout_{name}", _DROPOUT[node.target](cast(float, p)), x)
+        elif "mode" in node.meta:
+            # Traced as it is evaluated, where it does nothing; as a module it follows the mode of the one it is in.
+            owner = node.meta["mode"]
+            dropout = _DROPOUT[node.target](cast(float, node.kwargs["p"]))
+            self._add(name, f"{owner}.dropout_{name}" if owner else f"dropout_{name}", dropout, x)
+        elif node.target in _DROPOUT and node.kwargs["training"]:
+            raise ValueError(
+                f"Expected dropout that is off in evaluation mode, but {name!r} {place(node)} is on in both; pass it "
+                "training=self.training, or leave it out of the network."
+            )
         else:
             self.values[name] = self._copy(node, {parent: x})
 
@@ -317,7 +359,7 @@ class _Rewriter:
             raise ValueError(f"Expected reshapes of pruned units to flatten them, but {name!r} does not.")
         if held != units:
             places = self._places(units, held)
-            y = self._call(f"select_{name}", Select(places, step.dim), y)
+            y = self._call(f"select_{name}", Select(places, step.dim, len(held)), y)
             scale = None if scale is None else scale[places]
         self.values[name], self.scales[name] = y, scale
 

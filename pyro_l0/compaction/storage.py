@@ -34,7 +34,7 @@ class Compacted:
         network: plain torch, without gates; it computes what the network with fixed gates computes.
         plan: which units stayed.
         certificate: largest difference between the two on random inputs and on the example, relative to the largest
-            output if that is above 1.
+            output on each.
         before: the plans by which the network had shrunk before, if it did.
     """
 

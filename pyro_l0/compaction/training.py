@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from pyro_l0.compaction.comparison import check_values, compare_training, hooks
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
 from pyro_l0.nn.cost import square_norms
-from pyro_l0.nn.fixed import check_gates
+from pyro_l0.nn.fixed import check_gates, fix_gates
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, read_network
 from pyro_l0.nn.pieces import Select
@@ -85,7 +86,14 @@ class Shrinker:
 
     Raises:
         ValueError: ``threshold`` is not in (0, 1) or ``patience`` is not positive, the guide lacks a gate of the
-            network, or layers are parametrised or share weights.
+            network, layers are parametrised or share weights, or the network would train otherwise once it is written
+            anew from the operations on its input: it has hooks, code under ``if self.training``, ``no_grad`` blocks
+            or custom backward functions. Outputs and gradients are compared in training mode, under one seed.
+
+    Note:
+        A shrinking replaces parameters. The optimiser's are exchanged; a list that was read before is stale, so that
+        ``clip_grad_norm_(parameters)`` would clip nothing. Read it in every step, as in
+        ``clip_grad_norm_(model.parameters(), 1.0)``, or when :meth:`step` was True.
 
     Example:
         >>> import pyro
@@ -135,6 +143,7 @@ class Shrinker:
                 f"Expected the guide to hold the network's gates, but it has none for {sorted(missing)}; call it once "
                 "with the model's arguments, and name the gates as the model does."
             )
+        _check_rewriting(network, example_input)
         self._sizes = {site: gate.size for site, gate in gates.items()}
         self._kept = {site: torch.arange(gate.size) for site, gate in gates.items()}
         self._streaks = {site: torch.zeros(gate.size, dtype=torch.long) for site, gate in gates.items()}
@@ -166,7 +175,10 @@ class Shrinker:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Look at the gates, and shrink if some are closed for good; True if the network was replaced."""
+        """Look at the gates, and shrink if some are closed for good; True if the network was replaced.
+
+        Then take ``parameters()`` anew: a list from before holds tensors that are no longer trained.
+        """
         posterior = self.main.guide.posterior()
         for site, gate in posterior.items():
             if site not in self._streaks:  # a gate elsewhere
@@ -192,6 +204,7 @@ class Shrinker:
             )
             return False
         self._check_state()
+        _check_hooks(network)
         self._carry_out(found, graph)
         return True
 
@@ -277,12 +290,14 @@ class Shrinker:
             small = rewrite_graph(graph, found, next(old.parameters()), keep_gates=True)
         modes = {path: module.training for path, module in old.named_modules()}
         for path, module in small.named_modules():
-            module.training = modes.get(path, old.training)
+            module.training = modes.get(path, modes.get(path.rpartition(".")[0], old.training))
         replaced: _Replaced = {} if graph is None else _layer_slices(graph, found, small)
         parent, _, name = replica.path.rpartition(".")
         setattr(replica.holder.get_submodule(parent), name, small)
         for parameter, (new, index) in replica.guide.keep(units).items():
             replaced[parameter] = new, (index,)
+        for parameter in replaced:  # in a list that is stale now, whose norm of gradients should be seen to be wrong
+            parameter.grad = None
         return replaced
 
 
@@ -356,6 +371,38 @@ def _check_trainable(network: nn.Module) -> None:
                 raise ValueError(
                     f"Expected layers with weights of their own, but {path!r} and {owners[id(parameter)]!r} share some."
                 )
+
+
+def _check_hooks(network: nn.Module) -> None:
+    """Refuse hooks, which the rewritten network would not have."""
+    found = hooks(network)
+    if found:
+        raise ValueError(
+            f"Expected a network without hooks, which shrinking would lose, but it has {', '.join(found)}; take them "
+            "off, put them on the module that holds the network, or train without Shrinker and compact at the end."
+        )
+
+
+def _check_rewriting(network: nn.Module, example_input: Tensor) -> None:
+    """Refuse a network that would train otherwise once it is rewritten from its operations."""
+    graph = read_network(network, example_input)
+    _check_hooks(network)
+    check_values(network, {}, example_input)
+    lost: str | None = ", ".join(graph.left_out)
+    if not lost:
+        like = next(network.parameters(), example_input)
+        gates = {site: torch.linspace(0.5, 1.0, gate.size).to(like) for site, gate in gate_names(network).items()}
+        with torch.random.fork_rng([]):  # layers draw weights when they are made
+            found = plan_graph(graph, gates, example_input.shape, keep_gates=True)
+            small = rewrite_graph(graph, found, like, keep_gates=True)
+        lost = compare_training(fix_gates(network, gates), fix_gates(small, gates), example_input)
+    if lost:
+        raise ValueError(
+            "Expected a network that is all in the operations on its input, because shrinking writes it anew from "
+            f"these, but that would lose or change {lost}. Code under `if self.training`, no_grad blocks, custom "
+            "backward functions and updates of buffers do not belong into it: leave the part out of the network and "
+            "call it before or behind it, or train without Shrinker and compact at the end."
+        )
 
 
 def _same(select: Select, other: Select | None) -> bool:

@@ -8,7 +8,6 @@ these is refused by name, because a wrong count is worse than none.
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -20,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, gate_names
-from pyro_l0.nn.pieces import Constant, Expand, Select, Shift
+from pyro_l0.nn.pieces import Constant, Expand, Select, Shift, Sized
+from pyro_l0.nn.tracing import operation, place, trace
 
 __all__ = [
     "GateGraph",
@@ -40,6 +41,9 @@ __all__ = [
 Kind = Literal["input", "layer", "gate", "unitwise", "reshape", "expand", "constant", "add", "output", "shape"]
 
 _Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_REMEDY = (
+    " Make a network of what is before or behind it, and read that one; the model calls both and what is between them."
+)
 # f(s x) = s f(x) for s > 0, so that a gate between 0 and 1 may wait for the next layer's weights.
 _HOMOGENEOUS_MODULES = (
     nn.ReLU,
@@ -54,6 +58,7 @@ _HOMOGENEOUS_MODULES = (
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
     nn.AdaptiveMaxPool2d,
+    Sized,
 )
 _UNITWISE_MODULES = (
     *_HOMOGENEOUS_MODULES,
@@ -264,12 +269,14 @@ class GateGraph:
         modules: the modules of its nodes by path.
         sites: site name of each gate by path.
         steps: what each node does, by name and in order.
+        left_out: what of the network's code is no operation of the graph, in words: what it does in training alone.
     """
 
     graph: fx.Graph
     modules: dict[str, nn.Module]
     sites: dict[str, str]
     steps: dict[str, Step]
+    left_out: tuple[str, ...] = ()
 
     def layers(self) -> dict[str, Layer]:
         """The layers by node name."""
@@ -377,56 +384,20 @@ class GateGraph:
         return copies
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (Gate, Select, Shift, Expand, Constant)) or super().is_leaf_module(
-            m, module_qualified_name
-        )
-
-
-class _Shapes(fx.Interpreter):
-    """Notes the shapes of tensors, and the values of what is none, such as sizes."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        is_tensor = isinstance(result, Tensor)
-        n.meta.update(shape=result.shape if is_tensor else None, value=None if is_tensor else result)
-        return result
-
-
 def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     """Trace a network of dense layers, convolutions and gates.
 
     Args:
-        network: the network; it is not changed.
+        network: the network; it is not changed. It is read as it is in evaluation mode.
         example_input: one batch, for the shapes.
 
     Raises:
         ValueError: the network holds a layer or an operation whose units can't be followed, or gates that do not sit
-            on the units of their tensor.
+            on the units of their tensor, or its code can't be read off without data.
+        TypeError: ``network`` is no module or ``example_input`` no tensor.
     """
-    # Traced as it is evaluated: a functional dropout keeps the mode of its trace.
-    training = [module for module in network.modules() if module.training]
-    try:
-        graph = _Tracer().trace(network.eval())
-    finally:
-        for module in training:
-            module.training = True
+    graph, left_out = trace(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
-    # Shapes alone are wanted: on a copy, whose gates pass their input on instead of asking Pyro for a sample.
-    gates: dict[int, Any] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
-    shadow = fx.GraphModule(copy.deepcopy(network, gates).eval(), graph)
-    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
-    if len(inputs) != 1:
-        raise ValueError(f"Expected a network of one input, but it takes {', '.join(inputs)}.")
-    try:
-        with torch.no_grad():
-            _Shapes(shadow).run(example_input.clone())
-    except RuntimeError as error:
-        raise ValueError(
-            f"Expected an example_input that the network takes, but got one of shape {tuple(example_input.shape)}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
     kinds = {node.name: _kind(node, modules) for node in graph.nodes}
     _check_single_use(graph, modules)
     _check_in_place(graph, modules)
@@ -436,7 +407,7 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     steps: dict[str, Step] = {}
     for node in graph.nodes:
         steps[node.name] = _step(node, kinds, modules, dims, steps)
-    return GateGraph(graph, modules, sites, steps)
+    return GateGraph(graph, modules, sites, steps, left_out)
 
 
 def is_homogeneous(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
@@ -444,13 +415,6 @@ def is_homogeneous(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if node.op == "call_module":
         return isinstance(modules[str(node.target)], _HOMOGENEOUS_MODULES)
     return node.target in (_HOMOGENEOUS_FUNCTIONS if node.op == "call_function" else _HOMOGENEOUS_METHODS)
-
-
-def operation(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
-    """The name of what a node does: a module's class, a function or a method."""
-    if node.op == "call_module":
-        return type(modules[str(node.target)]).__name__
-    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
 
 
 def _shape(node: fx.Node) -> torch.Size | None:
@@ -469,21 +433,31 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
     if node.op == "output":
         if len(_tensors(node)) == 1 and isinstance(node.args[0], fx.Node):
             return "output"
-        raise ValueError("Expected a network that returns one tensor.")
-    if _shape(node) is None and (node.target in _SHAPES):
+        raise ValueError(
+            f"Expected a network that returns one tensor, but got {_described(node.args[0])} {place(node)}; wrap it in "
+            "a module whose forward returns the tensor that counts."
+        )
+    if _shape(node) is None and node.op != "call_module" and node.target in _SHAPES:
         return "shape"
     if node.op == "call_module":
         module = modules[str(node.target)]
+        if isinstance(module, FixedGate):
+            raise ValueError(
+                f"Expected a network with Gate layers, but {node.target!r} is a FixedGate: the gates of this network "
+                "are fixed already. Pass the network as it was before fix_gates or compact."
+            )
         if isinstance(module, Gate):
             return "gate"
         if isinstance(module, nn.Linear):
             return "layer"
         if isinstance(module, _Convolution):
             if module.groups != 1:
-                raise ValueError(f"Expected convolutions with groups=1, but {node.target!r} has {module.groups}.")
+                raise ValueError(
+                    f"Expected convolutions with groups=1, but {node.target!r} has {module.groups}.{_REMEDY}"
+                )
             return "layer"
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            raise ValueError(f"Expected running statistics in {node.target!r}, but it has none.")
+            raise ValueError(f"Expected running statistics in {node.target!r}, but it has none.{_REMEDY}")
         if isinstance(module, _UNITWISE_MODULES):
             return "unitwise"
         if isinstance(module, (nn.Flatten, nn.Unflatten, Select)):
@@ -491,6 +465,13 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
         if isinstance(module, (Expand, Constant)):
             return "expand" if isinstance(module, Expand) else "constant"
         what = f"module {node.target!r} ({type(module).__name__})"
+    elif node.op == "get_attr":
+        made = (
+            "a tensor made"
+            if "_constant" in str(node.target)
+            else f"parameter or buffer {node.target!r}, used directly"
+        )
+        what = f"{made} {place(node)}"
     else:
         inputs = _tensors(node)
         if len(inputs) == 2 and node.target in _ADDITIONS and node.kwargs.get("alpha", 1) == 1:
@@ -501,13 +482,24 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
             _UNITWISE_FUNCTIONS if node.op == "call_function" else _UNITWISE_METHODS
         ):
             if any(0 in dims_read(arg) for arg in node.all_input_nodes if _shape(arg) is None):
-                raise ValueError(f"Expected {node.name!r} not to depend on the size of the batch.")
+                raise ValueError(
+                    f"Expected {node.name!r} {place(node)} not to depend on the size of the batch; let it depend on "
+                    "the sizes of one example."
+                )
             return "unitwise"
-        what = f"{node.op.removeprefix('call_')} {operation(node, modules)!r}"
+        of = f" of {len(inputs)} tensors" if len(inputs) > 1 else ""
+        what = f"{node.op.removeprefix('call_')} {operation(node, modules)!r}{of} {place(node)}"
     raise ValueError(
         f"Expected dense layers, convolutions, gates, unitwise operations, pooling, flattening and sums, "
-        f"but got {what}."
+        f"but got {what}.{_REMEDY}"
     )
+
+
+def _described(output: Any) -> str:
+    """What a network returns, if that is not one tensor of its own making."""
+    if isinstance(output, (tuple, list, dict)):
+        return f"a {type(output).__name__.removeprefix('immutable_')} of {len(output)}"
+    return "what is no tensor"
 
 
 def _check_single_use(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
@@ -518,7 +510,10 @@ def _check_single_use(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None
         if module is None or isinstance(module, Gate) or not (norm or any(True for _ in module.parameters())):
             continue
         if id(module) in seen:
-            raise ValueError(f"Expected every layer to be called once, but {node.target!r} is called again.")
+            raise ValueError(
+                f"Expected every layer to be called once, but {node.target!r} is called again; make it two layers, or "
+                "leave what they belong to out of the network."
+            )
         seen.add(id(module))
 
 
@@ -537,7 +532,10 @@ def _check_in_place(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
             continue
         changed = _tensors(node)[0]
         if any(order[user] > order[node] for user in changed.users):
-            raise ValueError(f"Expected {node.name!r} not to change {changed.name!r} in place, which is used again.")
+            raise ValueError(
+                f"Expected {node.name!r} {place(node)} not to change {changed.name!r} in place, which is used again; "
+                "take the operation that does not work in place."
+            )
 
 
 def dims_read(node: fx.Node) -> set[int]:
@@ -569,7 +567,7 @@ def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping
         if dims.setdefault(node.name, dim) != dim:
             raise ValueError(
                 f"Expected {why!r} to act on dimension {dims[node.name]}, which holds the units of a tensor of shape "
-                f"{tuple(shape)}, but got {dim}."
+                f"{tuple(shape)}, but got {dim} {place(node)}."
             )
 
     for node in graph.nodes:
@@ -619,13 +617,19 @@ def _step(
     shape = _shape(inputs[0] if kind == "output" else node)
     assert shape is not None
     dim = dims.get(node.name, 1)
+    if node.op != "call_module" and node.target in (torch.mean, "mean"):
+        _check_mean(node, steps[parents[0]])
     for parent in inputs:
         if kind in ("unitwise", "add") and steps[parent.name].size and steps[parent.name].dim != dim:
             raise ValueError(
-                f"Expected units in dimension {steps[parent.name].dim} throughout, but {node.name!r} has them in {dim}."
+                f"Expected units in dimension {steps[parent.name].dim} throughout, but {node.name!r} {place(node)} has "
+                f"them in {dim}; let layers and gates around it act on one dimension."
             )
     if len(shape) <= dim:
-        raise ValueError(f"Expected a batch of units at {node.name!r}, but got shape {tuple(shape)}.")
+        raise ValueError(
+            f"Expected a batch of units at {node.name!r} {place(node)}, with the batch in dimension 0 and the units in "
+            f"{dim}, but got shape {tuple(shape)}."
+        )
     size = shape[dim]
     if kind == "layer":
         module = modules[str(node.target)]
@@ -649,7 +653,8 @@ def _step(
     before = _shape(inputs[0]) if kind == "reshape" else None
     if before is not None and before[0] != shape[0]:
         raise ValueError(
-            f"Expected reshapes to keep the batch in front, but {node.name!r} takes {tuple(before)} to {tuple(shape)}."
+            f"Expected reshapes to keep the batch in front, but {node.name!r} takes {tuple(before)} to {tuple(shape)} "
+            f"{place(node)}; write x.flatten(1), or x.shape[0] in the place of -1."
         )
     if kind == "reshape":
         return Step(kind, parents, dim, size, source=_source(inputs[0], shape, dim, steps))
@@ -661,10 +666,32 @@ def _step(
                 f"Expected one gate per unit of {parents[0]!r}, which has {size}, but {node.target!r} has {gate.size}."
             )
     elif kind in ("unitwise", "add") and any(steps[parent].size != size for parent in parents):
-        raise ValueError(f"Expected {node.name!r} to keep units apart, but it takes {parents} to {size} units.")
-    if node.target in (torch.mean, "mean") and dim in _mean_dims(node, len(_shape(inputs[0]) or ())):
-        raise ValueError(f"Expected {node.name!r} to keep units apart, but it averages over dimension {dim}.")
+        raise ValueError(
+            f"Expected {node.name!r} {place(node)} to keep units apart, but it takes {', '.join(map(repr, parents))} "
+            f"with {' and '.join(str(steps[parent].size) for parent in parents)} units to {size}."
+        )
     return Step(kind, parents, dim, size)
+
+
+def _check_mean(node: fx.Node, parent: Step) -> None:
+    """Refuse a mean that mixes units, or after which they stand in another dimension."""
+    before, after = _shape(_tensors(node)[0]), _shape(node)
+    assert before is not None
+    assert after is not None
+    over = _mean_dims(node, len(before))
+    message = f"Expected {operation(node, {})!r} {place(node)} to keep units apart and where they are"
+    for dim, what in ((0, "the batch"), (parent.dim, f"its {parent.size} units")):
+        if dim in over:
+            raise ValueError(
+                f"{message}, but it averages over dimension {dim} of a tensor of shape {tuple(before)}, which holds "
+                f"{what}; average over other dimensions, or leave this part out of the network."
+            )
+    if len(after) < len(before) and min(over) < parent.dim:
+        raise ValueError(
+            f"{message}, but it averages over dimension {min(over)} of a tensor of shape {tuple(before)}, in front of "
+            f"the {parent.size} units in dimension {parent.dim}; put the units in dimension 1, as convolutions have "
+            "them, or leave this part out of the network."
+        )
 
 
 def _mean_dims(node: fx.Node, rank: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Constant", "Expand", "Select", "Shift"]
+__all__ = ["Constant", "Expand", "Select", "Shift", "Sized"]
 
 
 class Select(nn.Module):
@@ -16,17 +16,27 @@ class Select(nn.Module):
     Args:
         units: which, in order.
         dim: dimension of the units.
+        size: number of units that there are.
+
+    Raises:
+        ValueError: the input has another number of units.
     """
 
     index: Tensor
 
-    def __init__(self, units: Sequence[int], dim: int) -> None:
+    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
         super().__init__()
         self.dim = dim
+        self.size = size
         self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         """The selected units."""
+        if x.shape[self.dim] != self.size:
+            raise ValueError(
+                f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "
+                f"tensor of shape {tuple(x.shape)}."
+            )
         return x.index_select(self.dim, self.index)
 
 
@@ -92,3 +102,28 @@ class Constant(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """One copy per example of ``x``."""
         return self.value.expand(x.shape[0], *self.value.shape[1:])
+
+
+class Sized(nn.Module):
+    """Hand on what has the size of the example that constants of a network were computed at, and refuse the rest.
+
+    Args:
+        size: shape of one example.
+
+    Raises:
+        ValueError: the input has another size.
+    """
+
+    def __init__(self, size: Sequence[int]) -> None:
+        super().__init__()
+        self.size = tuple(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same."""
+        if tuple(x.shape[1:]) != self.size:
+            raise ValueError(
+                f"Expected inputs of size {self.size}, as those that this network was compacted with (constants of "
+                f"units that left depend on it), but got {tuple(x.shape[1:])}; compact the whole network with an "
+                "example_input of that size."
+            )
+        return x

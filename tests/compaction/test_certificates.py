@@ -1,0 +1,223 @@
+"""Certificates relative to the output, inputs of another size, and dropout that stays dropout."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.compaction import CompactionError, compact
+from pyro_l0.nn import Gate, fix_gates, gate_names
+
+GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
+
+
+class Net(nn.Module):
+    """Layers by name and a function of them."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def dense(*middle, function=None):
+    if function is None:
+        return nn.Sequential(nn.Linear(6, 4), *middle, Gate(4), nn.Linear(4, 2))
+    return Net(function, a=nn.Linear(6, 4), g=Gate(4), b=nn.Linear(4, 2))
+
+
+def spoiled(net, scale):
+    """Its last layer computes more than its weights say, so that a rewriting differs by 29 %."""
+    with torch.no_grad():
+        for parameter in net[-1].parameters():
+            parameter.mul_(scale)
+    weight, bias = (parameter.detach() for parameter in net[-1].parameters())
+    net[-1].forward = lambda x: 1.29 * F.linear(x, weight, bias)
+    return net
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-6, 1.0, 1e6])
+def test_the_certificate_is_relative_to_the_output(scale):
+    """An error of 29 % is one, however small the outputs are."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 6)
+    net = dense(nn.ReLU())
+    with pytest.raises(CompactionError, match=r"by \d\.\d\de-01 of its largest output"):
+        compact(spoiled(net, scale), {"2": GATE}, x)
+    del net[-1].forward
+    assert compact(net, {"2": GATE}, x).certificate < 1e-6  # float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_tolerance_is_that_of_the_type(dtype):
+    """Rounding passes, an error of 29 % does not."""
+    torch.manual_seed(1)
+    x = torch.randn(5, 6, dtype=dtype)
+    net = dense(nn.ReLU()).to(dtype)
+    assert compact(net, {"2": torch.tensor([1.0, 0.0, 0.3, 0.7], dtype=dtype)}, x).certificate < 0.05
+    with pytest.raises(CompactionError):
+        compact(spoiled(net, 1.0), {"2": GATE.to(dtype)}, x)
+
+
+def test_outputs_that_are_all_zero():
+    """Equal ones are certified; others are infinitely far apart, or far from what is output elsewhere."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(6, 4, bias=False), Gate(4), nn.Linear(4, 2, bias=False))
+    assert compact(net, {"1": torch.zeros(4)}, torch.randn(5, 6)).certificate == 0.0
+    assert compact(net, {"1": GATE}, torch.zeros(5, 6)).certificate < 1e-6
+    net[2].forward = lambda x: x.new_zeros(len(x), 2)
+    with pytest.raises(CompactionError, match="by inf"):
+        compact(net, {"1": GATE}, torch.randn(5, 6))
+
+
+def test_outputs_that_are_not_finite_are_refused():
+    net = dense()
+    nn.init.constant_(net[2].bias, math.nan)
+    with pytest.raises(CompactionError, match="by nan"):
+        compact(net, {"1": GATE}, torch.ones(2, 6))
+
+
+# ------------------------------------------------------------ inputs of another size
+
+
+def shifted(*layers):
+    """Closed maps that BatchNorm shifts, in front of other layers."""
+    net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), Gate(3, dim=1), nn.BatchNorm2d(3), *layers).eval()
+    nn.init.ones_(net[2].bias)
+    return net
+
+
+HEAD = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+MAPS = {
+    "padded convolution": lambda: shifted(nn.ReLU(), nn.Conv2d(3, 3, 3, padding=1), *HEAD),
+    "padded pooling, averaged": lambda: shifted(nn.AvgPool2d(3, 1, 1), *HEAD),
+    "size as an argument": lambda: shifted(Net(lambda _, x: x / x.shape[2]), *HEAD),
+    "maps as the output": lambda: nn.Sequential(Gate(1, dim=1), nn.Conv2d(1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("size", [8, 2, 1])
+@pytest.mark.parametrize("kind", MAPS)
+def test_inputs_of_another_size_are_refused(kind, size):
+    """By name, where constants depend on it; of the same size in batches of any number."""
+    torch.manual_seed(3)
+    net = MAPS[kind]()
+    if kind == "maps as the output":
+        size += 2
+    gates = {name: torch.tensor([0.0, 1.0, 0.3][: gate.size]) for name, gate in gate_names(net).items()}
+    small, fixed = compact(net, gates, torch.randn(2, 1, size, size)).network, fix_gates(net, gates).eval()
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, 1, size, size)
+        torch.testing.assert_close(small(x), fixed(x), rtol=1e-5, atol=1e-6)
+    for other in {1, 2, 8, 9} - {size}:
+        with pytest.raises(ValueError, match=rf"inputs of size \(1, {size}, {size}\).*got \(1, {other}, {other}\)"):
+            small(torch.randn(2, 1, other, other))
+
+
+def test_networks_without_such_constants_take_every_size():
+    torch.manual_seed(4)
+    net = shifted(nn.ReLU(), nn.Conv2d(3, 3, 3), *HEAD)
+    gates = {"1": torch.tensor([0.0, 1.0, 0.3])}
+    small, fixed = compact(net, gates, torch.randn(2, 1, 8, 8)).network, fix_gates(net, gates).eval()
+    for size in (6, 8, 13):
+        x = torch.randn(3, 1, size, size)
+        torch.testing.assert_close(small(x), fixed(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(5, 5), (4, 6)])
+def test_larger_images_are_not_read_in_part(size):
+    """The features behind a flattening are selected by place."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), Gate(12), nn.Linear(12, 2))
+    gates = {"2": torch.tensor([1.0, 1.0, 0.0]), "4": (torch.arange(12) % 2).float()}
+    small = compact(net, gates, torch.randn(2, 1, 4, 4)).network
+    assert small(torch.randn(3, 1, 4, 4)).shape == (3, 2)
+    with pytest.raises(ValueError, match="Expected 8 units in dimension 1, of which 4 are read"):
+        small(torch.randn(2, 1, *size))
+
+
+# ------------------------------------------------------------ dropout
+
+
+DROPOUTS = {
+    "keywords": lambda net, h: F.dropout(h, p=0.4, training=net.training),
+    "places": lambda net, h: F.dropout(h, 0.4, net.training),
+    "attribute": lambda net, h: F.dropout(h, net.p, training=net.training, inplace=True),
+}
+
+
+def dropped(kind):
+    net = dense(function=lambda net, x: net.b(DROPOUTS[kind](net, net.g(torch.relu(net.a(x))))))
+    net.p = 0.4
+    return net
+
+
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_functional_dropout_stays_in_the_compacted_network(kind):
+    """On in training mode with its probability, off in evaluation mode."""
+    torch.manual_seed(6)
+    net, x = dropped(kind), torch.randn(5, 6)
+    small = compact(net, {"g": torch.ones(4)}, x).network
+    fixed = fix_gates(net, {"g": torch.ones(4)})
+    torch.testing.assert_close(small(x), fixed.eval()(x))
+    outputs = []
+    for network in (small.train(), fixed.train()):
+        torch.manual_seed(7)
+        outputs.append(network(x))
+    torch.testing.assert_close(*outputs)
+    assert not torch.equal(small(x), small(x))
+    (dropout,) = (module for module in small.modules() if isinstance(module, nn.Dropout))
+    assert dropout.p == 0.4
+
+
+def test_functional_dropout_of_maps_stays():
+    torch.manual_seed(8)
+    net = Net(
+        lambda net, x: net.b(F.dropout2d(net.g(net.a(x)), 0.3, net.training)),
+        a=nn.Conv2d(1, 4, 3),
+        g=Gate(4, dim=1),
+        b=nn.Conv2d(4, 2, 1),
+    )
+    small = compact(net, {"g": GATE}, torch.randn(2, 1, 5, 5)).network
+    assert [module.p for module in small.modules() if isinstance(module, nn.Dropout2d)] == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda net, x: net.b(F.dropout(net.g(net.a(x)), 0.5)), "'dropout' in forward of Net is on in both"),
+        (lambda net, x: net.b(F.alpha_dropout(net.g(net.a(x)), 0.5, net.training)), "'alpha_dropout' in forward"),
+        (lambda net, x: net.b(torch.dropout(net.g(net.a(x)), 0.5, net.training)), "hands self.training to a function"),
+    ],
+)
+def test_other_dropout_is_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        compact(dense(function=function), {"g": GATE}, torch.randn(5, 6))
+
+
+class DropPath(nn.Module):
+    """A branch per example, in training."""
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        return x * (torch.rand(x.shape[0], 1) > 0.5)
+
+
+def test_code_of_training_that_is_left_out_is_named():
+    """The result is the network in evaluation mode, and says what it lacks."""
+    torch.manual_seed(9)
+    net, x = dense(nn.Sequential(nn.ReLU(), DropPath())), torch.randn(5, 6)
+    with pytest.warns(UserWarning, match=r"without what depends on `self.training` in module '1.1' \(DropPath\)"):
+        small = compact(net, {"2": GATE}, x).network
+    torch.testing.assert_close(small(x), fix_gates(net, {"2": GATE}).eval()(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compact(dense(nn.ReLU(), nn.Dropout(0.5)), {"3": GATE}, x)
