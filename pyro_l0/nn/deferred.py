@@ -256,6 +256,9 @@ def _flatten(x: _DeferredProduct, start_dim: Any = 0, end_dim: Any = -1, **other
 
 def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
     """Multiply dimension ``dim`` of ``x`` by the last dimension of ``z``, in the type of ``x``."""
+    if type(x) is Tensor and x.is_nested:  # torch's transformers make them of padded batches, and don't broadcast them
+        each = [multiply_along(example, z, dim - 1 if dim > 0 else dim) for example in x.unbind()]
+        return torch.nested.as_nested_tensor(each)
     return x * _along(x, z, dim)
 
 
@@ -283,6 +286,6 @@ def may_defer(x: Tensor, z: Tensor) -> bool:
     """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler."""
     if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled():
         return False
-    if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point():
+    if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point() or (type(x) is Tensor and x.is_nested):
         return False
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
