@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyro_l0.nn.recompute import may_be_in_block
+
 __all__ = ["defer_product", "may_defer", "multiply_along", "record_norms", "recorded_norms"]
 
 
@@ -82,7 +84,7 @@ class _DeferredProduct(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             is_layer = (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1
             first = args[0] if is_layer and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]) else None
-            if first is not None and first._pending():
+            if first is not None and first._pending() and not may_be_in_block():
                 weight = args[1]
                 if not _is_cheaper(first, weight):
                     # No view of the product comes out of a layer, so that it need not share the memory.
@@ -283,9 +285,12 @@ def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
 
 
 def may_defer(x: Tensor, z: Tensor) -> bool:
-    """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler."""
+    """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler.
+
+    And not in a block that runs again for its gradient, when the product may not be waiting any more.
+    """
     if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled():
         return False
     if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point() or (type(x) is Tensor and x.is_nested):
         return False
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or may_be_in_block())

@@ -230,9 +230,10 @@ def keep_being_called(module: nn.Module, inputs: Any) -> None:
 
 def _tell_without_posterior(gate: Gate, name: str, out: Tensor) -> None:
     """Warn of a draw from the prior where a value from the posterior was meant."""
-    if gate.training and not out.requires_grad:
+    is_compiling = torch.compiler.is_compiling()  # which allows neither for the stack nor for hooks
+    if gate.training and (is_compiling or not out.requires_grad):
         return
-    network = _root_on_stack(gate)
+    network = gate if is_compiling else _root_on_stack(gate)
     if not gate.training:
         _warn_once(
             network,

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = ["draw_in_block", "may_be_in_block", "refuse_reentrant"]
 
@@ -25,6 +26,7 @@ __all__ = ["draw_in_block", "may_be_in_block", "refuse_reentrant"]
 _top_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
 )
+_REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def refuse_reentrant(name: str) -> None:
     Raises:
         RuntimeError: it is.
     """
-    if any(frame.f_code.co_name in ("forward", "backward") for frame in _frames_of_checkpoints()):
+    if any(frame.f_code in _REENTRANT for frame in _frames_of_checkpoints()):
         raise RuntimeError(
             f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which has gradients for "
             "the arguments of a block alone and not for its gates; pass use_reentrant=False."
