@@ -46,7 +46,7 @@ class Gate(nn.Module):
         and another gate are uses. Where flattened maps are used beside their features, neither may change in place.
 
         Where no guide, loss or other handler of Pyro's gives the gates a value, they are drawn from the prior. That
-        is warned of, once in a network, in eval mode and when a gradient passes: use
+        is warned of, once in a network, in eval mode and when gradients pass repeatedly: use
         :func:`~pyro_l0.nn.fix_gates`. Exporting such draws is refused. Blocks of ``torch.utils.checkpoint`` take
         ``use_reentrant=False``.
 
@@ -84,7 +84,8 @@ class Gate(nn.Module):
         self.dim = dim
         self.prior = prior.expand((size,))
         self.site_name: str | None = None
-        self.is_reported = False  # that it draws from the prior
+        self.is_reported = False  # that it draws from the prior where it should not
+        self.prior_gradients = 0  # how many passed such draws
         self.register_forward_pre_hook(keep_being_called)
         self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
 
@@ -242,14 +243,16 @@ def _tell_without_posterior(gate: Gate, name: str, out: Tensor) -> None:
         )
     else:
 
-        def warn(gradient: Tensor) -> None:
-            _warn_once(
-                network,
-                f"A gradient passes gate {name!r}, whose values are random draws of the prior and which nothing "
-                "trains; train the network by L0_ELBO with the guide AutoGate, or fix its gates by fix_gates.",
-            )
+        def count(gradient: Tensor) -> None:
+            gate.prior_gradients += 1
+            if gate.prior_gradients > 1:  # a single one trains nothing yet
+                _warn_once(
+                    network,
+                    f"Gradients pass gate {name!r}, whose values are random draws of the prior and which nothing "
+                    "trains; train the network by L0_ELBO with the guide AutoGate, or fix its gates by fix_gates.",
+                )
 
-        out.register_hook(warn)
+        out.register_hook(count)
 
 
 def _warn_once(network: nn.Module, message: str) -> None:
@@ -264,7 +267,7 @@ def _warn_once(network: nn.Module, message: str) -> None:
 def _is_exporting() -> bool:
     compiler = torch.compiler
     is_exporting = getattr(compiler, "is_exporting", lambda: False)  # new in torch 2.7
-    if torch.jit.is_tracing() or is_exporting():
+    if torch._C._get_tracing_state() is not None or is_exporting():
         return True
     return compiler.is_compiling() and not compiler.is_dynamo_compiling()
 
@@ -274,8 +277,8 @@ def _no_export(gate: Gate) -> RuntimeError:
     if name is None and not torch.compiler.is_dynamo_compiling():
         name = _path_on_stack(gate)
     return RuntimeError(
-        f"Expected a network without random gates, but gate {name!r}, {gate}, would be exported as a draw of its prior; "
-        "export fix_gates(network, guide.test_gates()), or the network of compact."
+        f"Expected a network without random gates, but gate {name!r}, {gate}, would be exported as a draw of its "
+        "prior; export fix_gates(network, guide.test_gates()), or the network of compact."
     )
 
 

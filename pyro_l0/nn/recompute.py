@@ -112,8 +112,8 @@ def refuse_reentrant(name: str) -> None:
     """
     if any(frame.f_code in _REENTRANT for frame in _frames_of_checkpoints()):
         raise RuntimeError(
-            f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which has gradients for "
-            "the arguments of a block alone and not for its gates; pass use_reentrant=False."
+            f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which gives a gradient "
+            "to the arguments of a block alone and not to its gates; pass use_reentrant=False."
         )
 
 
