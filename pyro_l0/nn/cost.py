@@ -83,7 +83,7 @@ class NetworkCost:
         unread = [name for name, size in self._group_sizes.items() if not size]
         if unread:
             raise ValueError(
-                f"Expected layers that read the units of gate {' and '.join(map(repr, unread))}, but there are none on the "
+                f"Expected layers that read the units of {' and '.join(map(repr, unread))}, but there are none on the "
                 "way to the network's output, so that the group size would be 0 and the gate free of charge; take it "
                 "out, or give L0_ELBO a group_size of your own, such as that of filter_sizes."
             )

@@ -277,7 +277,7 @@ def _no_export(gate: Gate) -> RuntimeError:
     if name is None and not torch.compiler.is_dynamo_compiling():
         name = _path_on_stack(gate)
     return RuntimeError(
-        f"Expected a network without random gates, but gate {name!r}, {gate}, would be exported as a draw of its "
+        f"Expected a network without random gates, but gate {name!r}, Gate({gate.extra_repr()}), would be exported as a draw of its "
         "prior; export fix_gates(network, guide.test_gates()), or the network of compact."
     )
 
