@@ -84,6 +84,7 @@ class _DeferredProduct(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             is_layer = (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1
             first = args[0] if is_layer and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]) else None
+            # A block that runs again for its gradient may find that the product does not wait any more.
             if first is not None and first._pending() and not may_be_in_block():
                 weight = args[1]
                 if not _is_cheaper(first, weight):
@@ -100,8 +101,10 @@ class _DeferredProduct(Tensor):
                     if torch.is_autocast_enabled(weight.device.type):
                         return F.linear(first.plain, weight * factor, bias)
                     return _gated_linear(first.plain, factor, weight, bias)
-            if func in _FLATTENINGS and args and (flat := _flatten(*args, **kwargs)) is not None:
-                return flat
+            if func in _FLATTENINGS and args and not may_be_in_block():
+                flat = _flatten(*args, **kwargs)
+                if flat is not None:
+                    return flat
             for x in args:
                 if type(x) is cls and func not in _DESCRIPTIONS:
                     x._compute()  # it may be asked for its memory
@@ -285,12 +288,9 @@ def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
 
 
 def may_defer(x: Tensor, z: Tensor) -> bool:
-    """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler.
-
-    And not in a block that runs again for its gradient, when the product may not be waiting any more.
-    """
+    """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler."""
     if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled():
         return False
     if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point() or (type(x) is Tensor and x.is_nested):
         return False
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or may_be_in_block())
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())

@@ -99,26 +99,22 @@ class Gate(nn.Module):
         name = self.site_name
         if name is None:
             name = self.site_name = _path_on_stack(self)
-        z, is_new = self._value(name, x.device)
-        out = self._product(x, z)
-        if is_alone and is_new and not self.is_reported:
-            _tell_without_posterior(self, name, out)
-        return out
-
-    def _value(self, name: str, device: torch.device) -> tuple[Tensor, bool]:
-        """The gates, and whether they are a new draw."""
-        if may_be_in_block():
-            z, is_new = draw_in_block(self, name, device, lambda: sample(name, self._site))
+        in_block = may_be_in_block()
+        if in_block:
+            z, is_new = draw_in_block(self, name, x.device, lambda: sample(name, self._site))
         else:
             z, is_new = sample(name, self._site), True
         if z.requires_grad and not torch.is_grad_enabled():
             refuse_reentrant(name)
         if z.dim() > 1:
             _warn_inside_data(name)
-        return z, is_new
+        out = self._product(x, z, not in_block)
+        if is_alone and is_new and not self.is_reported:
+            _tell_without_posterior(self, name, out)
+        return out
 
-    def _product(self, x: Tensor, z: Tensor) -> Tensor:
-        if x.dim() > 1 and may_defer(x, z):
+    def _product(self, x: Tensor, z: Tensor, may_wait: bool) -> Tensor:
+        if may_wait and x.dim() > 1 and may_defer(x, z):
             if self.dim in (-1, x.dim() - 1):
                 return defer_product(x, z)
             if self.dim == 1:
@@ -277,8 +273,8 @@ def _no_export(gate: Gate) -> RuntimeError:
     if name is None and not torch.compiler.is_dynamo_compiling():
         name = _path_on_stack(gate)
     return RuntimeError(
-        f"Expected a network without random gates, but gate {name!r}, Gate({gate.extra_repr()}), would be exported as a draw of its "
-        "prior; export fix_gates(network, guide.test_gates()), or the network of compact."
+        f"Expected a network without random gates, but gate {name!r}, Gate({gate.extra_repr()}), would be "
+        "exported as a draw of its prior; export fix_gates(network, guide.test_gates()), or the network of compact."
     )
 
 
