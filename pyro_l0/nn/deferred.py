@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pyro_l0.nn.recompute import may_be_in_block
+
 __all__ = ["defer_product", "may_defer", "multiply_along", "record_norms", "recorded_norms"]
 
 
@@ -82,7 +84,8 @@ class _DeferredProduct(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             is_layer = (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1
             first = args[0] if is_layer and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]) else None
-            if first is not None and first._pending():
+            # A block that runs again for its gradient may find that the product does not wait any more.
+            if first is not None and first._pending() and not may_be_in_block():
                 weight = args[1]
                 if not _is_cheaper(first, weight):
                     # No view of the product comes out of a layer, so that it need not share the memory.
@@ -98,8 +101,10 @@ class _DeferredProduct(Tensor):
                     if _is_autocast_on(weight.device.type):
                         return F.linear(first.plain, weight * factor, bias)
                     return _gated_linear(first.plain, factor, weight, bias)
-            if func in _FLATTENINGS and args and (flat := _flatten(*args, **kwargs)) is not None:
-                return flat
+            if func in _FLATTENINGS and args and not may_be_in_block():
+                flat = _flatten(*args, **kwargs)
+                if flat is not None:
+                    return flat
             for x in args:
                 if type(x) is cls and func not in _DESCRIPTIONS:
                     x._compute()  # it may be asked for its memory
@@ -261,6 +266,9 @@ def _flatten(x: _DeferredProduct, start_dim: Any = 0, end_dim: Any = -1, **other
 
 def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
     """Multiply dimension ``dim`` of ``x`` by the last dimension of ``z``, in the type of ``x``."""
+    if type(x) is Tensor and x.is_nested:  # torch's transformers make them of padded batches, and don't broadcast them
+        each = [multiply_along(example, z, dim - 1 if dim > 0 else dim) for example in x.unbind()]
+        return torch.nested.as_nested_tensor(each)
     return x * _along(x, z, dim)
 
 
@@ -288,6 +296,6 @@ def may_defer(x: Tensor, z: Tensor) -> bool:
     """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler."""
     if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled():
         return False
-    if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point():
+    if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point() or (type(x) is Tensor and x.is_nested):
         return False
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())

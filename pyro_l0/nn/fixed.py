@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.deferred import multiply_along
-from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.gate import Gate, check_units, gate_names, keep_being_called
 
 __all__ = ["FixedGate", "check_gates", "fix_gates"]
 
@@ -20,17 +21,29 @@ class FixedGate(nn.Module):
     Args:
         value: the gates, shape ``(size,)``; a buffer of the module.
         dim: dimension of the input that holds the units.
+
+    Raises:
+        ValueError: a shape does not fit, as for :class:`Gate`.
+        TypeError: the input is no tensor of a floating or complex type.
     """
 
     value: Tensor
 
     def __init__(self, value: Tensor, dim: int = -1) -> None:
         super().__init__()
+        if value.dim() != 1 or dim == 0:
+            raise ValueError(
+                f"Expected one value per unit, shape (size,), and not the batch's dimension 0, but got a value of "
+                f"shape {tuple(value.shape)} for dimension {dim}."
+            )
         self.dim = dim
+        self.register_forward_pre_hook(keep_being_called)
         self.register_buffer("value", value.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply dimension ``dim`` of ``x`` by the gates."""
+        if torch._C._get_tracing_state() is None:  # the sizes in a trace are no numbers
+            check_units(x, len(self.value), self.dim, self)
         return multiply_along(x, self.value, self.dim)
 
     def extra_repr(self) -> str:
@@ -48,6 +61,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     Raises:
         ValueError: a gate of the network has no value, a name is not a gate of the network, a shape does not fit,
             or a value is outside [0, 1] or not a number.
+        TypeError: ``gates`` is no mapping of tensors.
 
     Example:
         >>> from pyro_l0.nn import Gate
@@ -65,21 +79,34 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
 def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Gate]:
     """The gates of a network by site, after their values were checked; raises as :func:`fix_gates`."""
     layers = gate_names(network)
+    if not isinstance(gates, Mapping):
+        raise TypeError(f"Expected gates by site name, such as guide.test_gates(), but got a {type(gates).__name__}.")
     for what, names in (("no value", layers.keys() - gates.keys()), ("no layer", gates.keys() - layers.keys())):
         if names:
             raise ValueError(
                 f"Expected one value per gate of the network, which has {sorted(layers)}, "
-                f"but there is {what} for {', '.join(map(repr, sorted(names)))}."
+                f"but there is {what} for {', '.join(map(repr, sorted(names)))}{_why(network, layers, gates)}."
             )
     for name, layer in layers.items():
-        value = gates[name]
-        if value.shape != (layer.size,):
-            why = (
-                " (a gate per example, as of a network that is called inside the data plate?)"
-                if value.dim() > 1
-                else ""
-            )
-            raise ValueError(f"Expected gates[{name!r}] of shape ({layer.size},), but got {tuple(value.shape)}{why}.")
-        if not bool(((value >= 0) & (value <= 1)).all()):
-            raise ValueError(f"Expected gates[{name!r}] in [0, 1], but got {value}.")
+        _check_value(name, layer, gates[name])
     return layers
+
+
+def _check_value(name: str, layer: Gate, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"Expected gates[{name!r}] to be a tensor, but got a {type(value).__name__}.")
+    if value.shape != (layer.size,):
+        why = " (a gate per example, as of a network that is called inside the data plate?)" if value.dim() > 1 else ""
+        raise ValueError(f"Expected gates[{name!r}] of shape ({layer.size},), but got {tuple(value.shape)}{why}.")
+    if not bool(((value >= 0) & (value <= 1)).all()):
+        raise ValueError(f"Expected gates[{name!r}] in [0, 1], but got {value}.")
+
+
+def _why(network: nn.Module, layers: Mapping[str, Gate], gates: Mapping[str, Tensor]) -> str:
+    """What may have led to values of other names."""
+    if any(isinstance(module, FixedGate) for module in network.modules()):
+        return " (gates of this network have been fixed before)"
+    ends = [(name, layer) for name in gates for layer in layers if name != layer]
+    if any(one.endswith(f".{other}") or other.endswith(f".{one}") for one, other in ends):
+        return " (the paths start at different modules; name_gates(network, prefix=...) gives the gates their names)"
+    return ""

@@ -8,8 +8,10 @@ from types import FrameType
 from typing import Any
 
 import pyro
+import torch
 from pyro.infer.elbo import ELBOModule
 from pyro.poutine import runtime
+from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,8 +19,9 @@ from pyro_l0._record import sample
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.nn.deferred import defer_product, may_defer, multiply_along
+from pyro_l0.nn.recompute import draw_in_block, may_be_in_block, refuse_reentrant
 
-__all__ = ["Gate", "gate_names", "name_gates"]
+__all__ = ["Gate", "check_units", "gate_names", "keep_being_called", "name_gates"]
 
 
 class Gate(nn.Module):
@@ -42,9 +45,16 @@ class Gate(nn.Module):
         there only if it was asked for (``retain_grad``, ``register_hook``) before the output was used; a flattening
         and another gate are uses. Where flattened maps are used beside their features, neither may change in place.
 
+        Where no guide, loss or other handler of Pyro's gives the gates a value, they are drawn from the prior. That
+        is warned of, once in a network, in eval mode and when gradients pass repeatedly: use
+        :func:`~pyro_l0.nn.fix_gates`. Exporting such draws is refused. Blocks of ``torch.utils.checkpoint`` take
+        ``use_reentrant=False``.
+
     Raises:
         ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has
             another number of units.
+        TypeError: the input is no tensor of a floating or complex type.
+        RuntimeError: the layer is exported, or called in a reentrant checkpoint.
 
     Example:
         >>> import torch
@@ -74,26 +84,45 @@ class Gate(nn.Module):
         self.dim = dim
         self.prior = prior.expand((size,))
         self.site_name: str | None = None
+        self.is_reported = False  # that it draws from the prior where it should not
+        self.prior_gradients = 0  # how many passed such draws
+        self.register_forward_pre_hook(keep_being_called)
         self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply dimension ``dim`` of ``x`` by one sample of the gates."""
-        if x.dim() <= (self.dim if self.dim >= 0 else -self.dim - 1) or x.shape[self.dim] != self.size:
-            raise ValueError(
-                f"Expected {self.size} units in dimension {self.dim} at gate {self.site_name or self!r}, "
-                f"but got an input of shape {tuple(x.shape)}."
-            )
-        if self.site_name is None:
-            self.site_name = _path_on_stack(self)
-        z = sample(self.site_name, self._site)
+        check_units(x, self.size, self.dim, self.site_name or self)
+        # Plates neither give values nor keep them, as every other handler may.
+        is_alone = all(isinstance(handler, IndepMessenger) for handler in runtime._PYRO_STACK)
+        if is_alone and _is_exporting():
+            raise _no_export(self)
+        name = self.site_name
+        if name is None:
+            name = self.site_name = _path_on_stack(self)
+        in_block = may_be_in_block()
+        if in_block:
+            z, is_new = draw_in_block(self, name, x.device, lambda: sample(name, self._site))
+        else:
+            z, is_new = sample(name, self._site), True
+        if z.requires_grad and not torch.is_grad_enabled():
+            refuse_reentrant(name)
         if z.dim() > 1:
-            _warn_inside_data(self.site_name)
-        if x.dim() > 1 and may_defer(x, z):
+            _warn_inside_data(name)
+        out = self._product(x, z, not in_block)
+        if is_alone and is_new and not self.is_reported:
+            _tell_without_posterior(self, name, out)
+        return out
+
+    def _product(self, x: Tensor, z: Tensor, may_wait: bool) -> Tensor:
+        if may_wait and x.dim() > 1 and may_defer(x, z):
             if self.dim in (-1, x.dim() - 1):
                 return defer_product(x, z)
             if self.dim == 1:
                 return defer_product(x, z, 1)
         return multiply_along(x, z, self.dim)
+
+    def __prepare_scriptable__(self) -> Gate:  # what torch.jit.script asks for
+        raise _no_export(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Gate:
         # The prior moves with the network, though it is no parameter of it.
@@ -160,8 +189,104 @@ def _warn_inside_data(name: str) -> None:
             )
 
 
+def check_units(x: Any, size: int, dim: int, name: object) -> None:
+    """Refuse what gates can't multiply.
+
+    Args:
+        x: the input of a layer of gates.
+        size: number of gates.
+        dim: dimension of the units.
+        name: of the layer, for the message.
+
+    Raises:
+        ValueError: the input has another number of units.
+        TypeError: it is no tensor, or of a type that does not hold fractions.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
+            "nn.MultiheadAttention returns, hand on the entry that is to be gated."
+        )
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(
+            f"Expected units of a floating type at gate {name}, but got {x.dtype}, which would round gates to 0; "
+            "convert them, by images.float() / 255 for example."
+        )
+    if type(x) is Tensor and x.is_nested:
+        for example in x.unbind():
+            check_units(example, size, dim - 1 if dim > 0 else dim, name)
+    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or x.shape[dim] != size:
+        raise ValueError(
+            f"Expected {size} units in dimension {dim} at gate {name}, but got an input of shape {tuple(x.shape)}."
+        )
+
+
+def keep_being_called(module: nn.Module, inputs: Any) -> None:
+    """A hook that does nothing: torch's fused transformer layers pass by modules that have none."""
+
+
+def _tell_without_posterior(gate: Gate, name: str, out: Tensor) -> None:
+    """Warn of a draw from the prior where a value from the posterior was meant."""
+    is_compiling = torch.compiler.is_compiling()  # which allows neither for the stack nor for hooks
+    if gate.training and (is_compiling or not out.requires_grad):
+        return
+    network = gate if is_compiling else _root_on_stack(gate)
+    if not gate.training:
+        _warn_once(
+            network,
+            f"Gate {name!r} is called in eval mode outside of a guide's or a loss's run, so that its values are random "
+            "draws of the prior; evaluate fix_gates(network, guide.test_gates()), or the network of compact.",
+        )
+    else:
+
+        def count(gradient: Tensor) -> None:
+            gate.prior_gradients += 1
+            if gate.prior_gradients > 1:  # a single one trains nothing yet
+                _warn_once(
+                    network,
+                    f"Gradients pass gate {name!r}, whose values are random draws of the prior and which nothing "
+                    "trains; train the network by L0_ELBO with the guide AutoGate, or fix its gates by fix_gates.",
+                )
+
+        out.register_hook(count)
+
+
+def _warn_once(network: nn.Module, message: str) -> None:
+    """Warn, unless that was done for one of the network's gates."""
+    gates = [module for module in network.modules() if isinstance(module, Gate)]
+    if not any(gate.is_reported for gate in gates):
+        warnings.warn(message, stacklevel=2)
+    for gate in gates:
+        gate.is_reported = True
+
+
+def _is_exporting() -> bool:
+    compiler = torch.compiler
+    is_exporting = getattr(compiler, "is_exporting", lambda: False)  # new in torch 2.7
+    if torch._C._get_tracing_state() is not None or is_exporting():
+        return True
+    return compiler.is_compiling() and not compiler.is_dynamo_compiling()
+
+
+def _no_export(gate: Gate) -> RuntimeError:
+    name = gate.site_name
+    if name is None and not torch.compiler.is_dynamo_compiling():
+        name = _path_on_stack(gate)
+    return RuntimeError(
+        f"Expected a network without random gates, but gate {name!r}, Gate({gate.extra_repr()}), would be "
+        "exported as a draw of its prior; export fix_gates(network, guide.test_gates()), or the network of compact."
+    )
+
+
 def _path_on_stack(gate: Gate) -> str:
-    """Path of a gate in the outermost module that is being called and contains it.
+    """Path of a gate in the outermost module that is being called and contains it."""
+    root = _root_on_stack(gate)
+    path = next(path for path, module in root.named_modules() if module is gate)
+    return _without_wrappers(root, path) or "gate"
+
+
+def _root_on_stack(gate: Gate) -> nn.Module:
+    """The outermost module that is being called and contains a gate.
 
     A module does not know its parents. The callers do, and they are looked up once in a gate's life.
     """
@@ -174,16 +299,15 @@ def _path_on_stack(gate: Gate) -> str:
         if isinstance(owner, nn.Module) and owner is not root and any(m is gate for m in owner.modules()):
             root = owner
         frame = frame.f_back
-    path = next(path for path, module in root.named_modules() if module is gate)
-    return _without_wrappers(root, path) or "gate"
+    return root
 
 
 def _without_wrappers(root: nn.Module, path: str) -> str:
-    """A module path without the names that data parallelism and ``torch.compile`` put in between."""
+    """A module path without the names that data parallelism, ``torch.compile`` and ``torch.export`` put in between."""
     names = []
     module = root
     for name in path.split(".") if path else []:
-        if not (isinstance(module, DistributedDataParallel) or name == "_orig_mod"):
+        if not (isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_export_root")):
             names.append(name)
         module = getattr(module, name)
     return ".".join(names)

@@ -36,6 +36,7 @@ __all__ = [
     "is_homogeneous",
     "operation",
     "read_network",
+    "units_held",
 ]
 
 Kind = Literal["input", "layer", "gate", "unitwise", "reshape", "expand", "constant", "add", "output", "shape"]
@@ -702,12 +703,24 @@ def _mean_dims(node: fx.Node, rank: int) -> list[int]:
     return [entry % rank for entry in entries]
 
 
+def units_held(before: torch.Size, parent: Step, shape: torch.Size, dim: int) -> Tensor:
+    """The units of the parent that each unit of a reshaped tensor holds, one row for each.
+
+    Args:
+        before: shape of the parent's tensor.
+        parent: the parent.
+        shape: shape of the reshaped tensor.
+        dim: dimension of its units.
+    """
+    view = [1] * len(before)
+    view[parent.dim] = parent.size
+    ids = torch.arange(parent.size).view(view).expand(before).reshape(shape)
+    return ids.movedim(dim, 0).reshape(shape[dim], -1)
+
+
 def _source(parent: fx.Node, shape: torch.Size, dim: int, steps: Mapping[str, Step]) -> Tensor | None:
     """The unit of the parent that each unit of a reshaped tensor holds, None if some unit holds several."""
     before = _shape(parent)
     assert before is not None
-    step = steps[parent.name]
-    view = [1] * len(before)
-    view[step.dim] = step.size
-    ids = torch.arange(step.size).view(view).expand(before).reshape(shape).movedim(dim, 0).reshape(shape[dim], -1)
+    ids = units_held(before, steps[parent.name], shape, dim)
     return ids[:, 0].clone() if bool((ids == ids[:, :1]).all()) else None

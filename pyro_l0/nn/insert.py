@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from pyro_l0._record import Record
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import read_network
 
@@ -28,7 +32,9 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
         gates: by module path, the gate for the module's output. A path of modules inside each other is allowed.
 
     Raises:
-        ValueError: a path is not a module of the network.
+        ValueError: a path is not a module of the network, or the gate could not act behind this module at this place
+            alone: the module is called at several places or at none (as far as ``torch.fx`` can trace the network), is
+            passed by by the module that holds it, or returns more than a tensor.
         TypeError: a value is not a gate.
 
     Example:
@@ -41,17 +47,105 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
           )
         )
     """
-    modules = dict(network.named_modules())
+    modules = dict(network.named_modules(remove_duplicate=False))
     for path, gate in gates.items():
         if not path or path not in modules:
-            raise ValueError(f"Expected paths of modules of the network, but got {path!r}.")
+            close = get_close_matches(path, [name for name in modules if name], n=3) or list(
+                dict(network.named_children())
+            )
+            raise ValueError(
+                f"Expected paths of modules of the network, but got {path!r}; there are {', '.join(map(repr, close))}."
+            )
         if not isinstance(gate, Gate):
             raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
+        _check_place(network, modules, path)
     new = copy.deepcopy(network)
     # Inner modules first: a module that has moved into a Sequential is no longer at its path.
     for path in sorted(gates, key=lambda path: -path.count(".")):
-        _replace(new, path, nn.Sequential(new.get_submodule(path), gates[path]))
+        parent, _, name = path.rpartition(".")
+        setattr(new.get_submodule(parent), name, _Gated(path, new.get_submodule(path), gates[path]))
+    for module in new.modules():
+        # Whether to pack a padded batch it asks of the weights of its first layer, which has none behind a gate.
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(inner, _Gated) for inner in module.modules()):
+            module.use_nested_tensor = False
     return new
+
+
+class _Gated(nn.Sequential):
+    """A module and the gate behind it, which describes itself as the module does; its weights are not to be had."""
+
+    def __init__(self, path: str, module: nn.Module, gate: Gate) -> None:
+        super().__init__(module, gate)
+        self.path = path
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The module's output times the gates."""
+        gated: Tensor = self[1](self[0](*args, **kwargs))
+        return gated
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("0")
+            if module is None:
+                raise
+            value = getattr(module, name)
+        if not isinstance(value, (Tensor, nn.Module)):
+            return value
+        raise AttributeError(
+            f"Expected the module at {self.path!r} to be called, which has a gate behind it, but its {name!r} is read; "
+            "put the gate where its input is called, or write it into the network's forward."
+        )
+
+    def _get_name(self) -> str:
+        return "Sequential"
+
+
+def _check_place(network: nn.Module, modules: Mapping[str, nn.Module], path: str) -> None:
+    """Refuse a place where a gate would act elsewhere too, or not at all."""
+    module, parent = modules[path], modules[path.rpartition(".")[0]]
+    if isinstance(parent, nn.MultiheadAttention):
+        raise ValueError(
+            f"Expected modules that are called, but nn.MultiheadAttention reads the weights of {path!r} and does not "
+            "call it; put the gate behind the attention, on the first entry of what it returns."
+        )
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        raise ValueError(
+            f"Expected modules that return a tensor, but {path!r} ({type(module).__name__}) returns a tuple; "
+            "write a Gate for its first entry into the network's forward."
+        )
+    names = [name for name, other in modules.items() if other is module]
+    places = names if len(names) > 1 else _places(network, module)
+    if places is not None and len(places) != 1:
+        found = f"it is called at {' and at '.join(map(repr, places))}" if places else "it is never called"
+        raise ValueError(
+            f"Expected {path!r} to be called at one place, which a gate behind it then acts on, but {found}; "
+            "make a module for every place, or write the Gate into the network's forward."
+        )
+
+
+def _places(network: nn.Module, module: nn.Module) -> list[str] | None:
+    """Where a network calls a module, each described by what it is behind; None if the network can't be traced."""
+    try:
+        graph = _CallTracer(module).trace(network)
+    except Exception:  # whatever the user's code raises when it is given no numbers
+        return None
+    modules = dict(network.named_modules())
+    calls = [node for node in graph.nodes if node.op == "call_module" and modules[str(node.target)] is module]
+    return [f"{call.name} behind {', '.join(str(node) for node in call.all_input_nodes)}" for call in calls]
+
+
+class _CallTracer(fx.Tracer):
+    """Looks into the modules around one, and into no others."""
+
+    def __init__(self, sought: nn.Module) -> None:
+        super().__init__()
+        self._sought = sought
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module does not contain the one that is sought."""
+        return m is self._sought or all(inner is not self._sought for inner in m.modules())
 
 
 def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, dict[str, float]]:
@@ -82,20 +176,25 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
         for path, module in network.named_modules(remove_duplicate=False)
         if isinstance(module, _DROPOUT) and module.p > 0
     }
-    shapes: dict[nn.Module, set[tuple[int, int]]] = {module: set() for module in paths.values()}
+    shapes: dict[nn.Module, list[tuple[int, int]]] = {module: [] for module in paths.values()}
     dims = _dims_by_module(network, example_input)
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rank = inputs[0].dim()
         dim = dims.get(module, 1 if isinstance(module, _MAPS) or rank > 3 else -1)
         dim = -1 if dim == rank - 1 else dim
-        shapes[module].add((inputs[0].shape[dim], dim))
+        shapes[module].append((inputs[0].shape[dim], dim))
 
     handles = [module.register_forward_pre_hook(note) for module in shapes]
     training = [module for module in network.modules() if module.training]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Record():  # of gates that are there already
             network.eval()(example_input)
+    except RuntimeError as error:
+        raise ValueError(
+            f"Expected an example_input that the network takes, but got one of shape {tuple(example_input.shape)} and "
+            f"type {example_input.dtype}: {str(error).splitlines()[0]}"
+        ) from error
     finally:
         for module in training:
             module.training = True
@@ -105,10 +204,16 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
     for path, module in paths.items():
         if module.p >= 1:
             raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {module.p}.")
-        if len(shapes[module]) != 1:
-            found = sorted(size for size, _ in shapes[module])
+        if len(set(shapes[module])) != 1:
+            found = sorted({size for size, _ in shapes[module]})
             raise ValueError(f"Expected {path!r} to be called on one number of units, but it was called on {found}.")
-        ((size, dim),) = shapes[module]
+        if len(shapes[module]) > 1 and id(module) not in made:
+            warnings.warn(
+                f"Dropout layer {path!r} is called {len(shapes[module])} times, and the gate in its place acts alike "
+                "each time; make a layer for every place if their units are to be pruned apart.",
+                stacklevel=2,
+            )
+        size, dim = shapes[module][0]
         made.setdefault(id(module), Gate(size, dim))
     new = copy.deepcopy(network, dict(made))
     gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, Gate)}
@@ -123,8 +228,3 @@ def _dims_by_module(network: nn.Module, example_input: Tensor) -> dict[nn.Module
         return {}
     modules = {node.name: graph.modules[node.target] for node in graph.graph.nodes if node.op == "call_module"}
     return {module: graph.steps[name].dim for name, module in modules.items()}
-
-
-def _replace(network: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(network.get_submodule(parent), name, module)

@@ -1,0 +1,184 @@
+"""Gates that torch's fused layers would pass by, and places where a gate can't act or would act elsewhere too."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from torch import nn
+
+from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_dropout, gate_names, insert_gates
+
+# torch says so of the packed batches that it makes.
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+
+class OwnGate(Gate):
+    """A user's."""
+
+
+def layer(gate=None, **options):
+    torch.manual_seed(0)
+    new = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
+    if gate is not None:
+        new.dropout1 = gate(8)
+    return new
+
+
+def encoder(one):
+    return nn.TransformerEncoder(one, 2)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["plain", "padded"])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: gate_dropout(layer(**options), torch.randn(2, 5, 8))[0],
+        lambda **options: gate_dropout(encoder(layer(**options)), torch.randn(2, 5, 8))[0],
+        lambda **options: insert_gates(encoder(layer(**options)), {"layers.0.linear1": Gate(16)}),
+        lambda **options: insert_gates(encoder(layer(**options)), {"layers.1.norm2": Gate(8)}),
+        lambda **options: layer(Gate, **options),
+        lambda **options: encoder(layer(OwnGate, **options)),
+        lambda **options: copy.deepcopy(layer(Gate, **options)),
+        lambda **options: pickle.loads(pickle.dumps(encoder(layer(Gate, **options)))),
+    ],
+    ids=["dropout", "encoder", "insert", "norm", "by hand", "subclass", "copy", "pickle"],
+)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_gates_in_fused_transformer_layers_act_in_eval(make, norm_first, padding, context):
+    """Given by a handler, or fixed: as in a network that computes every operation by itself."""
+    torch.manual_seed(1)
+    network, x = make(norm_first=norm_first).eval(), torch.randn(2, 5, 8)
+    gates = gate_names(network)
+    options = {} if padding is None else {"src_key_padding_mask": padding}
+    outputs = []
+    for value in (0.0, 0.5, 1.0):
+        values = {name: torch.full((gate.size,), value) for name, gate in gates.items()}
+        with context(), poutine.condition(data=values):
+            outputs.append(network(x, **options))
+        fixed = fix_gates(network, values).eval()
+        with context():
+            torch.testing.assert_close(fixed(x, **options), outputs[-1])
+        slow = fixed(x.clone().requires_grad_(), **options)  # gradients take the plain path
+        shown = slice(None) if padding is None else ~padding
+        torch.testing.assert_close(outputs[-1][shown], slow.detach()[shown], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "message"),
+    [
+        (lambda: layer(), "self_attn.out_proj", "nn.MultiheadAttention reads the weights of 'self_attn.out_proj'"),
+        (lambda: layer(), "self_attn", r"'self_attn' \(MultiheadAttention\) returns a tuple"),
+        (lambda: nn.ModuleDict({"rnn": nn.GRU(3, 4)}), "rnn", r"'rnn' \(GRU\) returns a tuple"),
+    ],
+)
+def test_gates_behind_what_is_not_called_or_returns_more_are_refused(make, path, message):
+    """By the path, with another place."""
+    with pytest.raises(ValueError, match=message):
+        insert_gates(make(), {path: Gate(8)})
+
+
+def test_weights_that_are_read_past_a_gate_are_refused():
+    """What a module says of itself, its gated place says too."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.past = nn.Linear(3, 4), nn.Linear(4, 2), True
+
+        def forward(self, x):
+            assert self.a.out_features == 4
+            if self.past:
+                return self.b(F.linear(x, self.a.weight) + 0 * self.a(x))
+            return self.b(self.a(x))
+
+    network = insert_gates(Net(), {"a": Gate(4)})
+    network.past = False
+    with poutine.trace():
+        network(torch.randn(2, 3))
+        network.past = True
+        with pytest.raises(AttributeError, match=r"the module at 'a' to be called, .* but its 'weight' is read"):
+            network(torch.randn(2, 3))
+    with pytest.raises(AttributeError, match="no attribute 'weights'"):
+        _ = network.a.weights
+
+
+class Twice(nn.Module):
+    """One activation, one block and one layer at several places; an input of several parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.act, self.same, self.unused = nn.ReLU(), nn.Tanh(), nn.ReLU()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), self.same)] * 2)
+        self.scale = nn.Bilinear(4, 4, 4)
+
+    def forward(self, batch):
+        h = self.act(self.first(batch["x"]))
+        h = self.act(self.second(h))
+        h = self.block(self.block(h))
+        for block in self.blocks:
+            h = block(h)
+        return self.last(self.scale(h, h))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("act", r"'act' to be called at one place.*'act behind first' and at 'act_1 behind second'"),
+        ("block", r"'block behind act_1' and at 'block_1 behind block'"),
+        ("block.0", r"'block.0' to be called at one place.*'block_0 behind act_1' and at 'block_2 behind block_1'"),
+        ("blocks.0.0", r"'blocks.0.0' and at 'blocks.1.0'"),
+        ("blocks.1", r"'blocks.0' and at 'blocks.1'"),
+        ("unused", "'unused' to be called at one place.*it is never called"),
+        ("blocks", "'blocks' to be called at one place.*it is never called"),
+    ],
+)
+def test_a_gate_behind_a_module_that_is_called_twice_is_refused(path, message):
+    """Naming every place; also where it is none."""
+    with pytest.raises(ValueError, match=message):
+        insert_gates(Twice(), {path: Gate(4)})
+
+
+def test_a_gate_behind_a_module_that_is_called_once():
+    """Of several inputs, in a network of a dictionary; and in one that can't be traced, which is not looked through."""
+    batch = {"x": torch.randn(2, 3)}
+    network = Twice().eval()
+    gated = insert_gates(network, {"scale": Gate(4), "first": Gate(4)})
+    ones = {"scale.1": torch.ones(4), "first.1": torch.ones(4)}
+    torch.testing.assert_close(fix_gates(gated, ones)(batch), network(batch))
+    assert isinstance(fix_gates(gated, ones).scale[1], FixedGate)
+
+    class Untraceable(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if bool(x.sum() > 0) else x
+
+    gated = insert_gates(Untraceable(nn.Linear(3, 4), nn.ReLU()), {"0": Gate(4)})
+    assert list(gate_names(gated)) == ["0.1"]
+
+
+def test_one_dropout_layer_at_several_places():
+    """One gate acts on all: a warning with the number, and none of gates that are there already."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.drop, self.gate = nn.Linear(3, 4), nn.Linear(4, 4), nn.Dropout(0.2), Gate(4)
+
+        def forward(self, x):
+            return self.drop(self.b(self.drop(self.gate(self.a(x)))))
+
+    with pytest.warns(UserWarning, match="'drop' is called 2 times") as found:
+        network, rates = gate_dropout(Net(), torch.randn(2, 3))
+    assert len(found) == 1
+    assert rates == {"drop": 0.8}
+    assert list(gate_names(network)) == ["drop", "gate"]

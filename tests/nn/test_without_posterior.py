@@ -1,0 +1,215 @@
+"""Gates that nothing gives a value: warnings, exports; and inputs and names that they refuse."""
+
+import io
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from pyro.infer import SVI, Predictive
+from torch import nn
+
+from pyro_l0.compaction import compact
+from pyro_l0.diagnostics import measure_gradient
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.nn import FixedGate, Gate, NetworkCost, fix_gates, gate_dropout, insert_gates, name_gates
+
+X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+GATES = {"2": torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0]), "5": torch.tensor([0.0, 1.0, 1.0])}
+
+
+def network():
+    return nn.Sequential(
+        *(nn.Linear(4, 5), nn.ReLU(), Gate(5), nn.Linear(5, 3), nn.Tanh(), Gate(3), nn.Linear(3, 3)),
+    )
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, y=None):
+        logits = self.net(x)
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+def test_a_network_in_eval_mode_without_a_posterior_warns_once():
+    """For all gates of a network, with the remedy; for another network again."""
+
+    def run(net):
+        net(X)
+        with torch.no_grad(), pyro.plate("rows", 6, dim=-2):
+            net(X)
+
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"Gate '2' is called in eval mode .*fix_gates\(network") as found:
+            run(network().eval())
+        assert len(found) == 1
+
+
+def test_training_gates_by_a_loss_of_torchs_warns_once():
+    """A user's loop without a guide; a single gradient is none."""
+    net = network()
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train(steps):
+        for _ in range(steps):
+            optimiser.zero_grad()
+            F.cross_entropy(net(X), Y).backward()
+            optimiser.step()
+
+    net(X)
+    train(1)
+    with pytest.warns(
+        UserWarning, match="Gradients pass gate '5'.* nothing trains; .*L0_ELBO with the guide AutoGate"
+    ) as found:
+        train(3)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_gates_with_a_posterior_do_not_warn(mode):
+    """Under objectives, guides, Pyro's handlers and what reads networks, in both modes. Warnings are errors here."""
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    model = Model().train(mode)
+    guide = AutoGate(model)
+    loss = L0_ELBO("l0", lam=0.1)(model, guide)
+    for _ in range(3):
+        loss(X, Y).backward()
+    L0_ELBO("l0").terms(model, guide, X, Y)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), L0_ELBO("free_energy"))
+    for _ in range(3):
+        svi.step(X, Y)
+    svi.evaluate_loss(X, Y)
+    measure_gradient(L0_ELBO("l0"), model, guide, X, Y, draws=3)
+    Predictive(model, num_samples=3)(X)
+    Predictive(model, guide=guide, num_samples=3)(X)
+    trace = poutine.trace(model).get_trace(X, Y)
+    poutine.replay(model, trace=trace)(X, Y)
+    with poutine.condition(data={f"net.{name}": value for name, value in GATES.items()}):
+        for _ in range(3):
+            F.cross_entropy(model.net(X), Y).backward()
+    NetworkCost(model.net, X)
+    gate_dropout(nn.Sequential(model.net, nn.Dropout(0.5)), X)
+    gates = {name: value.detach() for name, value in guide.test_gates().items()}
+    fix_gates(model.net, gates).eval()(X)
+    compact(model.net, gates, X).network(X)
+
+
+def test_a_train_mode_run_outside_of_handlers_is_a_draw_of_the_prior():
+    """Simulating from a model is what it is for."""
+    torch.manual_seed(0)
+    net = network()
+    with torch.no_grad():
+        assert not torch.equal(net(X), net(X))
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        lambda net: torch.onnx.export(net, (X,), io.BytesIO(), dynamo=False),
+        lambda net: torch.onnx.export(net, (X,), io.BytesIO(), dynamo=True, verbose=False),
+        lambda net: torch.export.export(net, (X,)),
+        lambda net: torch.export.export(net, (X,), strict=True),
+        lambda net: torch.jit.trace(net, X),
+        lambda net: torch.jit.script(net),
+    ],
+    ids=["onnx", "onnx dynamo", "export", "strict export", "trace", "script"],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_an_export_of_random_gates_is_refused(export, named):
+    """With the remedy; the gates are named as before, and what was fixed is exported."""
+    net = network().eval()
+    if named:
+        name_gates(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception, match=r"Gate\(5, dim=-1\), would be exported as a draw.*fix_gates") as error:
+            export(net)
+    assert not named or "gate '2'" in str(error.value)
+    assert [gate.site_name for gate in (net[2], net[5])] == (["2", "5"] if named else [None, None])
+
+
+def test_fixed_gates_can_be_exported():
+    """To the programs of torch."""
+    fixed = fix_gates(network(), GATES).eval()
+    expected = fixed(X)
+    torch.testing.assert_close(torch.export.export(fixed, (X,)).module()(X), expected)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        traced = torch.jit.trace(fixed, X)
+        torch.testing.assert_close(traced(X[:2]), expected[:2])
+
+
+@pytest.mark.parametrize("make", [lambda: Gate(5), lambda: FixedGate(torch.ones(5))], ids=["random", "fixed"])
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (nn.LSTM(3, 5)(torch.randn(2, 4, 3)), TypeError, "a tensor at gate .*but got a tuple; .*nn.LSTM"),
+        (torch.ones(2, 5, dtype=torch.uint8), TypeError, r"floating type at gate .*but got torch.uint8.*\.float\(\)"),
+        (torch.ones(2, 5).bool(), TypeError, "but got torch.bool"),
+        (torch.ones(2, 1), ValueError, r"5 units in dimension -1 at gate .*, but got an input of shape \(2, 1\)"),
+    ],
+    ids=["LSTM", "uint8", "bool", "shape"],
+)
+def test_inputs_that_gates_cannot_multiply(make, x, error, message):
+    """A tuple, integers, which would round gates to 0, and units that would be broadcast."""
+    with pytest.raises(error, match=message), poutine.trace():
+        make()(x)
+
+
+def test_an_example_of_integers_is_refused_where_dropout_becomes_gates():
+    """By its type."""
+    with pytest.raises(
+        ValueError, match=r"example_input that the network takes, but got one of shape \(2, 4\) and type torch.uint8"
+    ):
+        gate_dropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.ones(2, 4, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("net", "gates", "error", "message"),
+    [
+        (network(), {**GATES, "7": torch.ones(3)}, ValueError, "no layer for '7'"),
+        (
+            network(),
+            {f"net.{name}": value for name, value in GATES.items()},
+            ValueError,
+            r"no value for '2', '5' \(the paths start at different modules; name_gates",
+        ),
+        (
+            fix_gates(network(), GATES),
+            GATES,
+            ValueError,
+            r"no layer for '2', '5' \(gates of this network have been fixed",
+        ),
+        (network(), {**GATES, "2": [1.0] * 5}, TypeError, r"gates\['2'\] to be a tensor, but got a list"),
+        (network(), [torch.ones(5)], TypeError, r"gates by site name, such as guide.test_gates\(\), but got a list"),
+    ],
+    ids=["unknown", "prefix", "fixed before", "list", "no mapping"],
+)
+def test_names_and_values_that_do_not_fit(net, gates, error, message):
+    """What is missing and why."""
+    with pytest.raises(error, match=message):
+        fix_gates(net, gates)
+
+
+def test_an_unknown_path_names_those_that_are_close():
+    """Or the outermost ones."""
+    net = nn.ModuleDict({"encoder": nn.Linear(3, 4), "decoder": nn.Linear(4, 3)})
+    with pytest.raises(ValueError, match="got 'encodr'; there are 'encoder'"):
+        insert_gates(net, {"encodr": Gate(4)})
+    with pytest.raises(ValueError, match="got 'x'; there are 'encoder', 'decoder'"):
+        insert_gates(net, {"x": Gate(4)})
+
+
+@pytest.mark.parametrize(("value", "dim"), [(torch.ones(2, 3), -1), (torch.tensor(1.0), -1), (torch.ones(3), 0)])
+def test_bad_fixed_layers(value, dim):
+    """Refused when the layer is made."""
+    with pytest.raises(ValueError, match=r"one value per unit, shape \(size,\)"):
+        FixedGate(value, dim)
