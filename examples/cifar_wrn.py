@@ -12,6 +12,11 @@ Figure 4 of the paper), the compacted network and ``checkpoint.pt``, from which 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import json
 import time
 from collections.abc import Mapping
@@ -22,7 +27,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -327,4 +331,4 @@ def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

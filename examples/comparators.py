@@ -20,6 +20,11 @@ Each method's penalty, and when a unit leaves:
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import itertools
 import json
 import math
@@ -32,7 +37,6 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 import checkpoint
@@ -500,4 +504,4 @@ def _run(task: tuple[Options, MethodName, float, int]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

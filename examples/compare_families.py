@@ -8,6 +8,11 @@ mixtures prints one point per family; a sweep tells a better family from a lucki
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import json
 import statistics
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +23,6 @@ from typing import Any, Literal, get_args
 
 import matplotlib.pyplot as plt
 import torch
-import tyro
 from matplotlib.ticker import ScalarFormatter
 
 import checkpoint
@@ -161,4 +165,4 @@ def _plot(rows: list[dict[str, Any]], options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

@@ -14,6 +14,11 @@ Writes ``comparison.json`` and ``comparison.png`` to ``--out``.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +29,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-import tyro
 from tqdm import tqdm
 
 from data import Images, load_digits, load_mnist
@@ -174,4 +178,4 @@ def _print(comparison: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

@@ -50,6 +50,10 @@ class Images:
     test_y: torch.Tensor
     image_shape: tuple[int, int, int]
 
+    def checksum(self) -> list[int]:
+        """CRC-32 of each of the four tensors: which data a checkpoint was trained on."""
+        return [zlib.crc32(x.numpy()) for x in (self.train_x, self.train_y, self.test_x, self.test_y)]
+
     def hold_out(self, number: int) -> "Images":
         """The last ``number`` training images in the place of the test images, to choose settings on.
 

@@ -14,6 +14,11 @@ Variances are those of the gradient for E[z], so that families with different pa
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +29,6 @@ import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-import tyro
 from torch import Tensor, nn
 
 from data import load_digits
@@ -254,4 +258,4 @@ def _location_of_mean(make: Callable[[Tensor, float], Any], value: float, mean: 
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

@@ -32,6 +32,11 @@ Writes to ``--out``: ``metrics.json`` and ``coefficients.png``.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import itertools
 import json
 import math
@@ -50,7 +55,6 @@ import numpy.typing as npt
 import pyro
 import pyro.distributions as dist
 import torch
-import tyro
 from sklearn.datasets import load_diabetes
 from torch import Tensor
 from tqdm import trange
@@ -265,4 +269,4 @@ def plot(names: list[str], svi: Posterior, exact: Posterior, path: Path) -> None
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)
