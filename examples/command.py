@@ -112,15 +112,11 @@ def side_by_side(function: Callable[[Task], None], tasks: Sequence[Task], jobs: 
     Args:
         function: of a module, so that a process can import it.
         tasks: its arguments.
-        jobs: how many processes; one is this process.
+        jobs: how many processes.
 
     Raises:
         Exception: what the first call raised that failed; the other processes are ended.
     """
-    if jobs == 1:
-        for task in tasks:
-            function(task)
-        return
     waiting = list(reversed(tasks))
     workers = [_start(function) for _ in range(min(jobs, len(tasks)))]
     try:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import checkpoint
 import command
-import options as values
+import ranges
 from data import Images, load_digits, load_mnist
 from networks import KEEP_RATES, FamilyName, NetworkName, estimator_options, family_options, init_active_prob
 from plots import plot_inputs, plot_training
@@ -125,7 +125,7 @@ def main(options: Options) -> dict[str, Any]:
 
 def _check(options: Options) -> None:
     """Refuse options before anything is loaded or written."""
-    values.check(options)
+    ranges.check(options)
     sites = len(KEEP_RATES[options.network])
     if len(options.lam) not in (0, 1, sites):
         raise ValueError(

@@ -60,7 +60,7 @@ def random_states(device: torch.device) -> Tensor:
     """
     own = torch.get_rng_state()
     if device.type != "cpu":
-        own = torch.cat([own, torch.get_device_module(device).get_rng_state()])
+        own = torch.cat([own, torch.get_device_module(device).get_rng_state(*_numbered(device))])
     if not distributed.is_initialized():
         return own[None]
     states = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
@@ -89,4 +89,9 @@ def set_random_state(states: Tensor, device: torch.device) -> None:
         raise ValueError(f"Expected random states of {device.type}, but the checkpoint has {own.numel()} bytes.")
     torch.set_rng_state(own[:host])
     if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(own[host:])
+        torch.get_device_module(device).set_rng_state(own[host:], *_numbered(device))
+
+
+def _numbered(device: torch.device) -> tuple[torch.device, ...]:
+    """The device as an argument where it is not the current one of its kind."""
+    return () if device.index is None else (device,)
