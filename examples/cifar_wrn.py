@@ -307,6 +307,7 @@ def _check(options: Options) -> None:
         raise ValueError(f"Expected depth of 10, 16, 22, 28, ..., but got {options.depth}.")
     if options.resume:
         checkpoint.require(options.out / "checkpoint.pt")
+        command.advise(f"{options.out / 'checkpoint.pt'} is as it was, and the same command goes on from there")
     estimator_options(options.family, options.estimator)
     init_active_prob((KEEP_RATE,), options.family, _family_options(options))
 
@@ -340,7 +341,6 @@ def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
             checkpoint.check_history(path, state["history"], options.epochs, ("loss", "seconds", *MEASURES))
             run.load_state(state["run"])
             history = state["history"]
-        command.advise(f"{path} is as it was, and the same command goes on from there")
     else:
         save()
 

@@ -6,14 +6,16 @@ It imports the standard library alone, so that a script can answer an interrupt 
 from __future__ import annotations
 
 import fcntl
+import io
 import os
+import re
 import signal
 import sys
 import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from multiprocessing import active_children, connection, get_context
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -50,10 +52,8 @@ def run(main: Callable[[Options], Any], options: type[Options], description: str
         options: dataclass of the options.
         description: the script's docstring.
     """
-    import tyro
-
     try:
-        main(tyro.cli(options, description=description))
+        main(_parse(options, description))
     except (ValueError, FileNotFoundError) as error:
         _refuse(error, 2)
     except (OSError, ArithmeticError, MemoryError) as error:
@@ -62,6 +62,20 @@ def run(main: Callable[[Options], Any], options: type[Options], description: str
         if "allocate memory" not in str(error) and "out of memory" not in str(error):
             raise
         _refuse(error, 1)
+
+
+def _parse(options: type[Options], description: str | None) -> Options:
+    """The command line as options; tyro's frame around what it refuses becomes a line."""
+    import tyro
+
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(options, description=description)
+    except SystemExit as end:
+        if end.code:
+            _say(re.sub("[\u2500-\u257f]+", " ", said.getvalue()))
+        raise
 
 
 @contextmanager

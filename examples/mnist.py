@@ -153,6 +153,7 @@ def _check(options: Options) -> None:
         raise ValueError("Expected checkpoint with resume only; a run that starts anew reads none.")
     if options.resume:
         checkpoint.require(_checkpoint(options))
+        command.advise(f"{_checkpoint(options)} is as it was, and the same command goes on from there")
     estimator_options(options.family, options.estimator)
     keywords = family_options(options.family, options.beta, options.epsilon)
     init_active_prob(KEEP_RATES[options.network], options.family, keywords)
@@ -227,7 +228,6 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
             checkpoint.check_history(found, state["history"], options.epochs, ("loss", *MEASURES))
             run.load_state(state["run"])
             history, seconds = state["history"], float(state["seconds"])
-        command.advise(f"{found} is as it was, and the same command goes on from there")
     else:
         save()
 
