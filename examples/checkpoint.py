@@ -178,8 +178,7 @@ def check_history(path: Path, history: Any, epochs: int, entries: Sequence[str])
         entries: what each epoch must say.
 
     Raises:
-        CheckpointError: an epoch is missing or lacks an entry.
-        ValueError: there are more epochs than the run shall have.
+        CheckpointError: an epoch is missing or lacks an entry, or there are more than the run shall have.
     """
     numbers = [entry["epoch"] for entry in history]
     if numbers != list(range(1, len(numbers) + 1)):
@@ -191,27 +190,30 @@ def check_history(path: Path, history: Any, epochs: int, entries: Sequence[str])
                 f"{path}: expected {', '.join(missing)} of epoch {entry['epoch']}, found no such entry"
             )
     if len(history) > epochs:
-        raise ValueError(f"Expected epochs of at least {len(history)}, which {path} has already, but got {epochs}.")
+        raise CheckpointError(
+            f"Expected epochs of at least {len(history)}, which {path} has already, but got {epochs}."
+        )
 
 
-def check_moments(optimiser: torch.optim.Optimizer, begun: bool) -> None:
-    """Refuse an optimiser's loaded state that lacks a parameter, which would start anew without a word.
+def check_moments(optimiser: torch.optim.Optimizer, entries: Sequence[str]) -> None:
+    """Refuse an optimiser's loaded state that lacks a parameter's, which would start anew without a word.
 
     Args:
         optimiser: after ``load_state_dict``.
-        begun: whether a step was made before the state was saved.
+        entries: what it keeps of each parameter, such as ``"exp_avg"``; none before its first step.
 
     Raises:
-        ValueError: a parameter has no moments, or ones of another shape.
+        ValueError: a parameter lacks an entry, or has one of another shape.
     """
     for group in optimiser.param_groups:
         for parameter in group["params"]:
             moments = optimiser.state.get(parameter, {})
+            missing = [name for name in entries if name not in moments]
             shapes = {tuple(x.shape) for x in moments.values() if isinstance(x, torch.Tensor) and x.dim()}
-            if begun and (not moments or not shapes <= {tuple(parameter.shape)}):
+            if missing or not shapes <= {tuple(parameter.shape)}:
                 raise ValueError(
-                    f"Expected the optimiser's state of a parameter of shape {tuple(parameter.shape)}, but the "
-                    f"checkpoint has {sorted(shapes) or 'none'}."
+                    f"the optimiser's state of a parameter of shape {tuple(parameter.shape)} without "
+                    f"{', '.join(missing) or 'that shape'}"
                 )
 
 
@@ -224,7 +226,9 @@ def fitting(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         what = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(
             f"{path}: expected the whole state of this run, but found {what}. {_advice(path)}"

@@ -279,7 +279,7 @@ class Run:
         self.guide.load_state_dict(state["guide"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
-        checkpoint.check_moments(self.optimiser, begun=self.schedule.last_epoch > 0)
+        checkpoint.check_moments(self.optimiser, ("momentum_buffer",) if self.schedule.last_epoch else ())
         set_random_state(state["random"], self.device)
         self.elbo.load_state_dict(state["objective"])
 

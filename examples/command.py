@@ -54,6 +54,8 @@ def run(main: Callable[[Options], Any], options: type[Options], description: str
     """
     try:
         main(_parse(options, description))
+        for number in (signal.SIGINT, signal.SIGTERM):  # all is done and written; Python needs a moment to end
+            signal.signal(number, signal.SIG_IGN)
     except (ValueError, FileNotFoundError) as error:
         _refuse(error, 2)
     except (OSError, ArithmeticError, MemoryError) as error:

@@ -365,7 +365,7 @@ class Run:
         self.averaged.load_state_dict(state["averaged"])
         self.steps = state["steps"]
         self.optimiser.load_state_dict(state["optimiser"])
-        checkpoint.check_moments(self.optimiser, begun=self.steps > 0)
+        checkpoint.check_moments(self.optimiser, ("step", "exp_avg", "exp_avg_sq") if self.steps else ())
         set_random_state(state["random"], self.device)
         self.loss.elbo.load_state_dict(state["objective"])
 
