@@ -190,9 +190,7 @@ def check_history(path: Path, history: Any, epochs: int, entries: Sequence[str])
                 f"{path}: expected {', '.join(missing)} of epoch {entry['epoch']}, found no such entry"
             )
     if len(history) > epochs:
-        raise CheckpointError(
-            f"Expected epochs of at least {len(history)}, which {path} has already, but got {epochs}."
-        )
+        raise CheckpointError(f"Expected epochs of at least {len(history)}, as many as {path} has, but got {epochs}.")
 
 
 def check_moments(optimiser: torch.optim.Optimizer, entries: Sequence[str]) -> None:

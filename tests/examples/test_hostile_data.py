@@ -47,6 +47,7 @@ def header(count, height=28, width=28):
         (header(2**32 - 1), "expected at most 60000 items, got 4294967295"),
         (header(60_000) + b"12", "is truncated: expected 47040016 bytes for 60000 items, got 18"),
     ],
+    ids=["bomb", "count", "shape", "start", "plain count", "truncated"],
 )
 def test_idx_files_that_unfold_or_announce_too_much(content, message, tmp_path):
     """No more is read than the items that MNIST may have."""

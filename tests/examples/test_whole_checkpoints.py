@@ -54,8 +54,8 @@ def test_a_checkpoint_that_lacks_an_entry_is_refused(trained, tmp_path, monkeypa
     monkeypatch.setattr(mnist, "load_digits", lambda: images)
     whole = torch.load(trained, weights_only=True)
     del whole["sha256"]
-    # The baseline is that of an estimator which this run has not.
-    tried = [place for place in places(whole) if place[-1] != "baseline"]
+    # The baseline is that of an estimator which this run has not; of nine parameters' moments two stand for all.
+    tried = [place for place in places(whole) if place[-1] != "baseline" and not set(place) & set(range(1, 8))]
     assert {len(place) for place in tried} == {1, 2, 3, 4, 5}
     for place in tried:
         path = tmp_path / "lacking.pt"
@@ -72,9 +72,7 @@ def test_a_checkpoint_that_lacks_an_entry_is_refused(trained, tmp_path, monkeypa
 
 def test_fewer_epochs_than_the_checkpoint_has(trained):
     """Two would be reported as one."""
-    with pytest.raises(
-        ValueError, match=r"Expected epochs of at least 2, which .*checkpoint\.pt has already, but got 1"
-    ):
+    with pytest.raises(ValueError, match=r"Expected epochs of at least 2, as many as .*checkpoint\.pt has, but got 1"):
         mnist.main(Options(epochs=1, out=trained.parent, resume=True, **OPTIONS))
 
 
