@@ -451,7 +451,7 @@ def train(images: Images, method: MethodName, epochs: int, seed: int, strength: 
             step += 1
             for layer in layers:
                 layer.after_step(step / total)
-    check_finite(float(loss), net)
+    check_finite(float(loss.detach()), net)
     return {"method": method, "strength": strength, **_measure(images, layers), "seconds": time.perf_counter() - start}
 
 

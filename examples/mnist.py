@@ -9,7 +9,8 @@ By default on scikit-learn's 1,797 digits of 8 x 8 pixels, which need no downloa
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error, open units and expected multiply-adds over the epochs,
 Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safetensors`` with ``pruned.json`` (the
-compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``, from which ``--resume`` continues.
+compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``, from which ``--resume`` continues
+after an interrupt, with the same options; only ``--epochs``, ``--out`` and the retraining may be others.
 """
 
 from __future__ import annotations
