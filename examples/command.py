@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import textwrap
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -152,10 +153,13 @@ def side_by_side(function: Callable[[Task], None], tasks: Sequence[Task], jobs: 
                     line.send(waiting.pop())
                 else:
                     del busy[line]
+    except BaseException:
+        for _, process in workers:
+            process.terminate()
+        raise
     finally:
         for line, process in workers:
             line.close()
-            process.terminate()
             process.join()
 
 
@@ -176,6 +180,9 @@ def _start(function: Callable[[Task], None]) -> tuple[connection.Connection, Any
 
 def _work(function: Callable[[Task], None], line: connection.Connection) -> None:
     """Do tasks and answer with None or an exception, until nobody sends any."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is ended leaves behind
     while True:
         try:
             task = line.recv()
