@@ -12,7 +12,11 @@ Figure 4 of the paper), the compacted network and ``checkpoint.pt``, from which 
 
 from __future__ import annotations
 
-import json
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -22,21 +26,23 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
+import command
+import ranges
 from cifar import Cifar, load_cifar
 from networks import FAMILIES, Classifier, FamilyName, estimator_options, family_options, init_active_prob
 from plots import plot_training
+from processes import check_shares, process_group, random_states, set_random_state
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
-from training import check_shares, process_group, random_states, set_random_state
+from training import MEASURES, check_finite
 from wide_resnet import wide_resnet
 
 __all__ = ["Options", "Run", "fingerprint", "main"]
@@ -108,8 +114,6 @@ class Run:
     """
 
     def __init__(self, images: Cifar, options: Options) -> None:
-        if options.shrink and options.compile:
-            raise ValueError("Expected shrink without compile, which would compile anew after each shrinking.")
         torch.manual_seed(options.seed)
         self.options = options
         self.device = torch.device(options.device)
@@ -135,8 +139,7 @@ class Run:
             square_norm=square_norms(net, example),
             **estimator_options(options.family, options.estimator),
         )
-        beta = SHARPNESS.get(options.family) if options.beta is None else options.beta
-        keywords = family_options(options.family, beta, options.epsilon)
+        keywords = _family_options(options)
         (start,) = init_active_prob((KEEP_RATE,), options.family, keywords)
         self.guide = AutoGate(
             self.model, FAMILIES[options.family], init_active_prob=start, family_options=keywords or None
@@ -199,7 +202,11 @@ class Run:
         return (x.float() - self.mean) / self.std
 
     def train_epoch(self) -> float:
-        """One pass over the training images; the mean loss per image, in nats."""
+        """One pass over the training images; the mean loss per image, in nats.
+
+        Raises:
+            FloatingPointError: the loss or a parameter is not finite any more.
+        """
         self.net.train()
         total = torch.zeros((), device=self.device)
         order = torch.randperm(len(self.train_x)).to(self.device)
@@ -215,9 +222,11 @@ class Run:
             self.optimiser.step()
             total += loss.detach()
         self.schedule.step()
+        mean = float(total) / len(batches)
+        check_finite(mean, self.net, self.guide)
         if self.shrinker is not None and self.shrinker.step():
             self.parallel = self._parallel()
-        return float(total) / len(batches)
+        return mean
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -252,13 +261,17 @@ class Run:
             "guide": self.guide.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "random": random_states(),
+            "random": random_states(self.device),
             "objective": self.elbo.state_dict(),
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Continue from what :meth:`state` returned.
+
+        Raises:
+            Exception: an entry is missing, of another kind or of another shape.
+        """
         if self.shrinker is not None:
             self.shrinker.load_state_dict(state["shrinker"])
             self.parallel = self._parallel()
@@ -266,33 +279,77 @@ class Run:
         self.guide.load_state_dict(state["guide"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
-        set_random_state(state["random"])
+        checkpoint.check_moments(self.optimiser, ("momentum_buffer",) if self.schedule.last_epoch else ())
+        set_random_state(state["random"], self.device)
         self.elbo.load_state_dict(state["objective"])
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Train, write the files, print a table; returns the metrics."""
-    with process_group(options.device) as first:
+    """Train, write the files, print a table; returns the metrics.
+
+    Raises:
+        ValueError: an option is outside its range or does not go with another, a file is damaged or of another run, or
+            another run uses ``out``.
+        FileNotFoundError: there are no such data, or no checkpoint to go on from.
+        FloatingPointError: the training diverged; the last checkpoint stays.
+    """
+    _check(options)
+    with command.folder(options.out), process_group(options.device) as first:
         return _run(load_cifar(options.data, options.data_dir), options, first)
+
+
+def _check(options: Options) -> None:
+    """Refuse options before anything is loaded or written."""
+    ranges.check(options)
+    if options.shrink and options.compile:
+        raise ValueError("Expected shrink without compile, which would compile anew after each shrinking.")
+    if options.depth % 6 != 4:
+        raise ValueError(f"Expected depth of 10, 16, 22, 28, ..., but got {options.depth}.")
+    if options.resume:
+        checkpoint.require(options.out / "checkpoint.pt")
+        command.advise(f"{options.out / 'checkpoint.pt'} is as it was, and the same command goes on from there")
+    estimator_options(options.family, options.estimator)
+    init_active_prob((KEEP_RATE,), options.family, _family_options(options))
+
+
+def _family_options(options: Options) -> dict[str, float]:
+    beta = SHARPNESS.get(options.family) if options.beta is None else options.beta
+    return family_options(options.family, beta, options.epsilon)
 
 
 def fingerprint(options: Options) -> dict[str, Any]:
     """What a checkpoint and the run that resumes it must agree in."""
-    left_out = ("data_dir", "device", "amp", "compile", "max_steps", "out", "resume")
-    return {name: value for name, value in asdict(options).items() if name not in left_out}
+    left_out = ("data_dir", "device", "compile", "out", "resume")
+    values = {name: value for name, value in asdict(options).items() if name not in left_out}
+    return {**values, "device": torch.device(options.device).type}
 
 
 def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
     run = Run(images, options)
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "checkpoint.pt"
     history: list[dict[str, Any]] = []
+
+    def save() -> None:
+        state = {"fingerprint": fingerprint(options), "run": run.state(), "history": history}
+        if first:
+            checkpoint.save(path, state)
+            command.advise(f"{path} holds {len(history)} epochs, and the same command with --resume goes on from there")
+
     if options.resume:
         state = checkpoint.load(path, fingerprint(options))
-        run.load_state(state["run"])
-        history = state["history"]
+        with checkpoint.fitting(path):
+            checkpoint.check_history(path, state["history"], options.epochs, ("loss", "seconds", *MEASURES))
+            run.load_state(state["run"])
+            history = state["history"]
+    else:
+        save()
+
     epochs = tqdm(
-        range(len(history), options.epochs), initial=len(history), total=options.epochs, unit="epoch", disable=not first
+        range(len(history), options.epochs),
+        initial=len(history),
+        total=options.epochs,
+        unit="epoch",
+        disable=None if first else True,  # None: shown on a terminal alone
     )
     for epoch in epochs:
         start = time.perf_counter()
@@ -302,8 +359,7 @@ def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
         history.append({"epoch": epoch + 1, "loss": loss, "seconds": seconds, **measured})
         share = measured["expected_macs"] / run.cost.total_macs
         epochs.set_postfix_str(f"error {measured['test_error_percent']:.2f} %, expected MACs {100 * share:.1f} %")
-        if first:
-            checkpoint.save(path, {"fingerprint": fingerprint(options), "run": run.state(), "history": history})
+        save()
     small = run.compacted()
     metrics = {
         **{key: value for key, value in history[-1].items() if key != "epoch"},
@@ -315,8 +371,8 @@ def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
     }
     if first:
         small.save(options.out / "pruned")
-        (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
         plot_training(history, run.cost.total_macs, run.sites, options.out / "training.png")
+        checkpoint.write_json(options.out / "metrics.json", metrics)
         print(f"test error, final epoch   {metrics['test_error_percent']:.2f} %")
         print(f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}")
         print(f"weights left              {metrics['weights_left']:,} of {metrics['weights']:,}")
@@ -327,4 +383,4 @@ def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

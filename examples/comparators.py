@@ -20,26 +20,30 @@ Each method's penalty, and when a unit leaves:
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import itertools
-import json
 import math
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 import checkpoint
+import command
+import ranges
 from data import Images, load_digits, load_mnist
 from networks import mlp
 from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates
+from training import check_finite
 
 __all__ = ["METHODS", "MethodName", "Options", "main", "train"]
 
@@ -81,6 +85,10 @@ class Options:
     hold_out: int = 0
     jobs: int = 1
     out: Path = field(default=Path("runs/comparators"))
+
+
+Task = tuple[Options, MethodName, float, int]  # with strength and seed
+ENTRIES = ("method", "strength", "test_error_percent", "weights_left", "architecture")
 
 
 class Layer(nn.Module):
@@ -420,6 +428,9 @@ def train(images: Images, method: MethodName, epochs: int, seed: int, strength: 
         epochs: passes over the training images; the penalty is charged in full from half of them on.
         seed: seed of everything random.
         strength: factor on the method's knob.
+
+    Raises:
+        FloatingPointError: the training diverged.
     """
     torch.manual_seed(seed)
     sizes = (images.train_x.shape[1], 300, 100, 10)
@@ -440,6 +451,7 @@ def train(images: Images, method: MethodName, epochs: int, seed: int, strength: 
             step += 1
             for layer in layers:
                 layer.after_step(step / total)
+    check_finite(float(loss.detach()), net)
     return {"method": method, "strength": strength, **_measure(images, layers), "seconds": time.perf_counter() - start}
 
 
@@ -468,11 +480,22 @@ def _measure(images: Images, layers: list[Layer]) -> dict[str, Any]:
 
 
 def main(options: Options) -> list[dict[str, Any]]:
-    """Run what is missing and write the table; returns one row per method, strength and seed."""
-    options.out.mkdir(parents=True, exist_ok=True)
+    """Run what is missing and write the table; returns one row per method, strength and seed.
+
+    Raises:
+        ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another sweep
+            is at work there.
+    """
+    ranges.check(options)
+    with command.folder(options.out):
+        return _sweep(options)
+
+
+def _sweep(options: Options) -> list[dict[str, Any]]:
     tasks = list(itertools.product([options], options.methods, options.strength, options.seeds))
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(_run, tasks))
+    command.advise("the runs that are finished stay, and the same command goes on with the others")
+    command.side_by_side(_run, [task for task in tasks if not _result(task).exists()], options.jobs)
+    rows = [checkpoint.read_result(_result(task), _described(options), ENTRIES) for task in tasks]
     lines = ["| method | strength | test error | weights left | units left |", "|---|---|---|---|---|"]
     for row in rows:
         units = "-".join(map(str, row["architecture"]))
@@ -483,21 +506,25 @@ def main(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(task: tuple[Options, MethodName, float, int]) -> dict[str, Any]:
+def _result(task: Task) -> Path:
     options, method, strength, seed = task
-    path = options.out / f"{method}-{strength:g}-{seed}.json"
-    described = {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
-    if not path.exists():
-        torch.set_num_threads(1)
-        images = load_digits() if options.data == "digits" else load_mnist(options.data_dir)
-        if options.hold_out:
-            images = images.hold_out(options.hold_out)
-        found = train(images, method, options.epochs, seed, strength)
-        path.write_text(json.dumps({**found, "options": described}))
-    row: dict[str, Any] = json.loads(path.read_text())
-    checkpoint.check_same(path, row["options"], described)
-    return row
+    return options.out / f"{method}-{strength:g}-{seed}.json"
+
+
+def _described(options: Options) -> dict[str, Any]:
+    """What a run in the folder must agree in."""
+    return {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
+
+
+def _run(task: Task) -> None:
+    options, method, strength, seed = task
+    torch.set_num_threads(1)
+    images = load_digits() if options.data == "digits" else load_mnist(options.data_dir)
+    if options.hold_out:
+        images = images.hold_out(options.hold_out)
+    found = train(images, method, options.epochs, seed, strength)
+    checkpoint.write_json(_result(task), {**found, "options": _described(options)})
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

@@ -8,21 +8,24 @@ mixtures prints one point per family; a sweep tells a better family from a lucki
 
 from __future__ import annotations
 
-import json
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import matplotlib.pyplot as plt
 import torch
-import tyro
 from matplotlib.ticker import ScalarFormatter
 
 import checkpoint
+import command
 import mnist
+import ranges
 from networks import FamilyName, NetworkName
 
 __all__ = ["Options", "main"]
@@ -34,6 +37,9 @@ PRINTED = {
     "power_law": [(11_322, 1.8)],
     "exponential_uniform": [(10_002, 1.8)],
 }
+
+
+ENTRIES = ("test_error_percent", "weights_left", "architecture", "seconds")
 
 
 @dataclass(frozen=True)
@@ -70,19 +76,32 @@ class Options:
 
 
 def main(options: Options) -> list[dict[str, Any]]:
-    """Run what is missing, write the table and the figure; returns one row per family and lambda."""
+    """Run what is missing, write the table and the figure; returns one row per family and lambda.
+
+    Raises:
+        ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another sweep
+            is at work there.
+    """
+    ranges.check(options)
+    with command.folder(options.out):
+        return _sweep(options)
+
+
+def _sweep(options: Options) -> list[dict[str, Any]]:
     runs = [
-        (_run_options(options, family, lam, seed), options.jobs)
+        _run_options(options, family, lam, seed)
         for lam in options.lams
         for family in options.families
         for seed in options.seeds
     ]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(_metrics, runs))
+    command.advise("the runs that are finished stay, and the same command goes on with the others")
+    missing = [run for run in runs if not _result(run).exists()]
+    command.side_by_side(_train_alone if options.jobs > 1 else _train, missing, options.jobs)
+    found = [checkpoint.read_result(_result(run), mnist.describe(run), ENTRIES) for run in runs]
     rows = []
     for family in options.families:
         for lam in options.lams:
-            mine = [m for (o, _), m in zip(runs, found, strict=True) if o.family == family and o.lam == (lam,)]
+            mine = [m for o, m in zip(runs, found, strict=True) if o.family == family and o.lam == (lam,)]
             rows.append(
                 {
                     "family": family,
@@ -117,16 +136,18 @@ def _run_options(options: Options, family: FamilyName, lam: float, seed: int) ->
     )
 
 
-def _metrics(task: tuple[mnist.Options, int]) -> dict[str, Any]:
-    options, jobs = task
-    path = options.out / "metrics.json"
-    if not path.exists():
-        if jobs > 1:
-            torch.set_num_threads(1)
-        mnist.main(options)
-    metrics: dict[str, Any] = json.loads(path.read_text())
-    checkpoint.check_same(path, metrics["options"], mnist.describe(options))
-    return metrics
+def _result(run: mnist.Options) -> Path:
+    return run.out / "metrics.json"
+
+
+def _train(run: mnist.Options) -> None:
+    mnist.main(run)
+
+
+def _train_alone(run: mnist.Options) -> None:
+    """With one thread, for the others that train beside it."""
+    torch.set_num_threads(1)
+    mnist.main(run)
 
 
 def _table(rows: list[dict[str, Any]], held_out: bool) -> str:
@@ -161,4 +182,4 @@ def _plot(rows: list[dict[str, Any]], options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

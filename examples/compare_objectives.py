@@ -14,7 +14,11 @@ Writes ``comparison.json`` and ``comparison.png`` to ``--out``.
 
 from __future__ import annotations
 
-import json
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +28,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-import tyro
 from tqdm import tqdm
 
+import checkpoint
+import command
+import ranges
 from data import Images, load_digits, load_mnist
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
@@ -73,10 +79,18 @@ class Options:
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Run the comparison, write the files, print two tables; returns what is written as JSON."""
+    """Run the comparison, write the files, print two tables; returns what is written as JSON.
+
+    Raises:
+        ValueError: an option is outside its range, or another run uses ``out``.
+    """
+    ranges.check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    if options.epochs < 1:
-        raise ValueError(f"Expected epochs of at least 1, but got {options.epochs}.")
+    with command.folder(options.out):
+        return _compare(options)
+
+
+def _compare(options: Options) -> dict[str, Any]:
     images = load_digits() if options.data == "digits" else load_mnist(options.data_dir)
     sweep = [] if options.rates_only else [_train(images, options, name, knob) for name, knob in SWEEP]
     rates = []
@@ -85,9 +99,8 @@ def main(options: Options) -> dict[str, Any]:
         trained = _train(images, options, f"rate {rate}", knob)
         rates.append({"prior": rate, "without_data": rate_without_data(rate, options.seed), **trained})
     comparison = {"sweep": sweep, "rates": rates}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "comparison.json").write_text(json.dumps(comparison, indent=1))
     _plot(comparison, options.out / "comparison.png")
+    checkpoint.write_json(options.out / "comparison.json", comparison)
     _print(comparison)
     return comparison
 
@@ -101,7 +114,7 @@ def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) ->
         device=options.device,
         **knob,
     )
-    for _ in tqdm(range(options.epochs), desc=name, leave=False, unit="epoch"):
+    for _ in tqdm(range(options.epochs), desc=name, leave=False, unit="epoch", disable=None):
         run.train_epoch()
     measured = run.measure()
     overall = sum(
@@ -174,4 +187,4 @@ def _print(comparison: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

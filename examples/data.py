@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ MNIST_SHA256 = {
     "t10k-labels-idx1-ubyte.gz": ("b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b"),
 }
 MNIST_SIDE = 28
+MOST_ITEMS = 60_000  # in a file of MNIST
 CLASSES = 10
 DIGITS_SPLIT_SEED = 0
 
@@ -49,6 +51,10 @@ class Images:
     test_x: torch.Tensor
     test_y: torch.Tensor
     image_shape: tuple[int, int, int]
+
+    def checksum(self) -> list[int]:
+        """CRC-32 of each of the four tensors: which data a checkpoint was trained on."""
+        return [zlib.crc32(x.numpy()) for x in (self.train_x, self.train_y, self.test_x, self.test_y)]
 
     def hold_out(self, number: int) -> "Images":
         """The last ``number`` training images in the place of the test images, to choose settings on.
@@ -118,20 +124,36 @@ def read_idx(path: Path, item_shape: tuple[int, ...] = ()) -> npt.NDArray[np.uin
 
     Args:
         path: the file.
-        item_shape: what one item must measure; the number of items is free.
+        item_shape: what one item must measure; there are 1 to 60,000 items, as in MNIST.
 
     Returns:
-        An array of shape ``(items,) + item_shape``.
+        An array of shape ``(items,) + item_shape``. No more is read, whatever a gzip file unfolds to.
 
     Raises:
         ValueError: the file is not exactly that; the message names it and tells the difference.
     """
-    content = _decompress(path)
     rank = 1 + len(item_shape)
     header = struct.Struct(f">{1 + rank}I")
-    if len(content) < header.size:
-        raise ValueError(f"{path}: expected an IDX header of {header.size} bytes, got {len(content)} bytes")
-    magic, count, *found_shape = header.unpack_from(content)
+    with _open(path) as file:
+        start = _read(path, file, header.size)
+        count = _check_header(path, header, start, item_shape)
+        size = count * math.prod(item_shape)
+        content = _read(path, file, size + 1)  # the byte behind the last, which should not be there, ends a gzip file
+    if len(content) != size:
+        fault, more = ("is truncated", "") if len(content) < size else ("has trailing bytes", " or more")
+        raise ValueError(
+            f"{path} {fault}: expected {header.size + size} bytes for {count} items, "
+            f"got {header.size + len(content)}{more} (counted without gzip)"
+        )
+    return np.frombuffer(content, np.uint8).reshape(count, *item_shape)
+
+
+def _check_header(path: Path, header: struct.Struct, start: bytes, item_shape: tuple[int, ...]) -> int:
+    """The number of items that an IDX file announces."""
+    if len(start) < header.size:
+        raise ValueError(f"{path}: expected an IDX header of {header.size} bytes, got {len(start)} bytes")
+    magic, count, *found_shape = header.unpack(start)
+    rank = 1 + len(item_shape)
     expected_magic = 0x0800 + rank  # 08 stands for unsigned bytes
     if magic != expected_magic:
         raise ValueError(f"{path}: expected the IDX magic number 0x{expected_magic:08x}, got 0x{magic:08x}")
@@ -139,26 +161,25 @@ def read_idx(path: Path, item_shape: tuple[int, ...] = ()) -> npt.NDArray[np.uin
         raise ValueError(f"{path}: expected items of shape {item_shape}, got {tuple(found_shape)}")
     if count == 0:
         raise ValueError(f"{path}: expected at least one item, got 0")
-    expected_size = header.size + count * math.prod(item_shape)
-    if len(content) != expected_size:
-        fault = "is truncated" if len(content) < expected_size else "has trailing bytes"
-        raise ValueError(
-            f"{path} {fault}: expected {expected_size} bytes for {count} items, "
-            f"got {len(content)} (counted without gzip)"
-        )
-    return np.frombuffer(content, np.uint8, offset=header.size).reshape(count, *item_shape)
+    if count > MOST_ITEMS:
+        raise ValueError(f"{path}: expected at most {MOST_ITEMS} items, got {count}")
+    return int(count)
 
 
-def _decompress(path: Path) -> bytes:
-    content = path.read_bytes()
+def _open(path: Path) -> BufferedIOBase:
     # The first bytes decide, not the name: browsers and copies rename. IDX begins with two zeros.
-    if not content.startswith(b"\x1f\x8b"):
-        return content
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if zipped else path.open("rb")
+
+
+def _read(path: Path, file: BufferedIOBase, size: int) -> bytes:
+    """So many bytes, or all that there are."""
     try:
-        return gzip.decompress(content)
+        return file.read(size)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"{path}: expected a whole gzip file, got {len(content)} bytes that end or break inside it ({error})"
+            f"{path}: expected a whole gzip file, got {path.stat().st_size} bytes that end or break inside it ({error})"
         ) from error
 
 

@@ -14,6 +14,11 @@ Variances are those of the gradient for E[z], so that families with different pa
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,9 +29,10 @@ import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-import tyro
 from torch import Tensor, nn
 
+import command
+import ranges
 from data import load_digits
 from pyro_l0 import (
     BernoulliGate,
@@ -121,9 +127,21 @@ class Gated(nn.Module):
 
 
 def main(options: Options) -> dict[str, list[GradientReport]]:
-    """Write the tables and the figures; returns the reports by model."""
-    torch.set_default_dtype(torch.float64)
-    options.out.mkdir(parents=True, exist_ok=True)
+    """Write the tables and the figures; returns the reports by model.
+
+    Raises:
+        ValueError: an option is outside its range, or another run uses ``out``.
+    """
+    ranges.check(options)
+    with command.folder(options.out):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return _measure_all(options)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def _measure_all(options: Options) -> dict[str, list[GradientReport]]:
     text = ["### Noise of one derivative\n", _noise_table(options.out / "noise.png")]
     reports: dict[str, list[GradientReport]] = {}
     for name, model, x, y in _models(options):
@@ -132,7 +150,6 @@ def main(options: Options) -> dict[str, list[GradientReport]]:
         figure = plot_gradients(reports[name])
         figure.savefig(options.out / f"{name.split(',')[0].replace(' ', '_')}.png", dpi=150)
         plt.close(figure)
-    torch.set_default_dtype(torch.float32)
     (options.out / "gradient_lab.md").write_text("\n".join(text) + "\n")
     print("\n".join(text))
     return reports
@@ -254,4 +271,4 @@ def _location_of_mean(make: Callable[[Tensor, float], Any], value: float, mean: 
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

@@ -8,11 +8,17 @@ By default on scikit-learn's 1,797 digits of 8 x 8 pixels, which need no downloa
 ``torchrun --nproc-per-node 2 examples/mnist.py ...`` trains in two processes, each with its share of every batch.
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error, open units and expected multiply-adds over the epochs,
-Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safetensors`` with ``pruned.json`` (the
-compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``, from which ``--resume`` continues.
+Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safetensors`` (the
+compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``, from which ``--resume`` continues
+after an interrupt, with the same options; only ``--epochs``, ``--out`` and the retraining may be others.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
 
 import json
 import time
@@ -21,15 +27,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from tqdm import tqdm
 
 import checkpoint
+import command
+import ranges
 from data import Images, load_digits, load_mnist
-from networks import FamilyName, NetworkName, family_options
+from networks import KEEP_RATES, FamilyName, NetworkName, estimator_options, family_options, init_active_prob
 from plots import plot_inputs, plot_training
+from processes import process_group
 from pyro_l0.infer.estimators import EstimatorName
-from training import AVERAGE_POWER, TARGET_WEIGHT, Run, process_group
+from training import AVERAGE_POWER, MEASURES, TARGET_WEIGHT, Run
 
 __all__ = ["Options", "describe", "main"]
 
@@ -102,34 +110,68 @@ class Options:
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Train, write the files, print a table; returns the metrics."""
+    """Train, write the files, print a table; returns the metrics.
+
+    Raises:
+        ValueError: an option is outside its range or does not go with another, a file is damaged or of another run, or
+            another run uses ``out``.
+        FileNotFoundError: there are no such data, or no checkpoint to go on from.
+        FloatingPointError: the training diverged; the last checkpoint stays.
+    """
+    _check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    with process_group(options.device) as first:
+    with command.folder(options.out), process_group(options.device) as first:
         return _run(options, first)
 
 
+def _check(options: Options) -> None:
+    """Refuse options before anything is loaded or written."""
+    ranges.check(options)
+    sites = len(KEEP_RATES[options.network])
+    if len(options.lam) not in (0, 1, sites):
+        raise ValueError(
+            f"Expected lam with 1 or {sites} entries, one per gate site, but got {len(options.lam)}: {options.lam}."
+        )
+    slab = options.objective == "spike_slab"
+    if slab and (any(options.lam) or options.weight_decay):
+        raise ValueError(
+            "Expected no lam and no weight_decay for objective='spike_slab', but got "
+            f"{options.lam} and {options.weight_decay}."
+        )
+    if slab and (options.shrink or options.network == "lenet5"):
+        raise ValueError("Expected network='mlp' and no shrink for objective='spike_slab'.")
+    if options.data == "digits" and options.network == "lenet5":
+        raise ValueError("Expected data='mnist' for network='lenet5', which takes images of 784 pixels.")
+    of_target = options.target_of, options.target_epochs
+    if options.target is None and of_target != (Options.target_of, Options.target_epochs):
+        raise ValueError(f"Expected target_of and target_epochs with target only, but got {of_target} without.")
+    if options.retrain_noise and not options.retrain:
+        raise ValueError(
+            f"Expected retrain_noise of at least 0, and 0 without retrain, but got {options.retrain_noise} and "
+            f"retrain={options.retrain}."
+        )
+    if options.checkpoint is not None and not options.resume:
+        raise ValueError("Expected checkpoint with resume only; a run that starts anew reads none.")
+    if options.resume:
+        checkpoint.require(_checkpoint(options))
+        command.advise(f"{_checkpoint(options)} is as it was, and the same command goes on from there")
+    estimator_options(options.family, options.estimator)
+    keywords = family_options(options.family, options.beta, options.epsilon)
+    init_active_prob(KEEP_RATES[options.network], options.family, keywords)
+
+
+def _checkpoint(options: Options) -> Path:
+    """The file to go on from."""
+    return options.checkpoint or options.out / "checkpoint.pt"
+
+
 def _run(options: Options, first: bool) -> dict[str, Any]:
-    if options.epochs < 1:
-        raise ValueError(f"Expected epochs of at least 1, but got {options.epochs}.")
     digits = options.data == "digits"
-    if digits and options.data_dir is not None:
-        raise ValueError("Expected data_dir with data='mnist' only; the digits are embedded.")
     images = load_digits() if digits else load_mnist(options.data_dir)
     if options.hold_out:
         images = images.hold_out(options.hold_out)
     free = options.objective == "spike_slab" or options.target is not None
     lam = options.lam or ((0.0,) if free else (0.05,) if digits else (0.1,))
-    if options.objective == "spike_slab" and (any(lam) or options.weight_decay):
-        raise ValueError(
-            f"Expected no lam and no weight_decay for objective='spike_slab', but got {lam} and {options.weight_decay}."
-        )
-    if options.retrain < 0:
-        raise ValueError(f"Expected retrain of at least 0, but got {options.retrain}.")
-    if options.retrain_noise < 0 or (options.retrain_noise and not options.retrain):
-        raise ValueError(
-            f"Expected retrain_noise of at least 0, and 0 without retrain, but got {options.retrain_noise} and "
-            f"retrain={options.retrain}."
-        )
     gate_learning_rate = options.gate_learning_rate
     if gate_learning_rate is None:
         gate_learning_rate = 1e-2 if digits else 1e-3
@@ -167,18 +209,35 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         "prior_active_prob": options.prior_active_prob,
         "batch_size": options.batch_size,
         "learning_rates": [options.learning_rate, gate_learning_rate],
+        "device": run.device.type,
+        "images": images.checksum(),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.checkpoint or options.out / "checkpoint.pt"
+    path = options.out / "checkpoint.pt"
     history: list[dict[str, Any]] = []
     seconds = 0.0
+
+    def save() -> None:
+        state = {"fingerprint": fingerprint, "run": run.state(), "history": history, "seconds": seconds}
+        if first:
+            checkpoint.save(path, state)
+            command.advise(f"{path} holds {len(history)} epochs, and the same command with --resume goes on from there")
+
     if options.resume:
-        state = checkpoint.load(path, fingerprint)
-        run.load_state(state["run"])
-        history, seconds = state["history"], state["seconds"]
+        found = _checkpoint(options)
+        state = checkpoint.load(found, fingerprint)
+        with checkpoint.fitting(found):
+            checkpoint.check_history(found, state["history"], options.epochs, ("loss", *MEASURES))
+            run.load_state(state["run"])
+            history, seconds = state["history"], float(state["seconds"])
+    else:
+        save()
 
     epochs = tqdm(
-        range(len(history), options.epochs), initial=len(history), total=options.epochs, unit="epoch", disable=not first
+        range(len(history), options.epochs),
+        initial=len(history),
+        total=options.epochs,
+        unit="epoch",
+        disable=None if first else True,  # None: shown on a terminal alone
     )
     for epoch in epochs:
         start = time.perf_counter()
@@ -190,9 +249,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
             f"error {measured['test_error_percent']:.2f} %, open {'-'.join(map(str, measured['architecture']))}, "
             f"expected MACs {measured['expected_macs']:,.0f}"
         )
-        state = {"fingerprint": fingerprint, "run": run.state(), "history": history, "seconds": seconds}
-        if first:
-            checkpoint.save(options.out / "checkpoint.pt", state)
+        save()
 
     if options.target is not None:
         run.finish()
@@ -204,12 +261,12 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
     if options.retrain:
         metrics["retrained_error_percent"] = run.retrain(small.network, options.retrain, options.retrain_noise)
     small.save(options.out / "pruned")
-    (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
     gates = run.averaged[1].test_gates()
     gate = next(iter((gates if run.shrinker is None else run.shrinker.full(gates)).values()))
     if gate.numel() == images.train_x.shape[1]:
         plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
+    checkpoint.write_json(options.out / "metrics.json", metrics)  # last: who finds it finds the others too
     _print_table(metrics, images, options)
     return metrics
 
@@ -264,8 +321,8 @@ def _print_table(metrics: dict[str, Any], images: Images, options: Options) -> N
     ]
     for name, value in rows:
         print(f"{name:46s}{value}")
-    print(f"files in {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    print(f"files in {options.out}: {', '.join(sorted(path.name for path in options.out.glob('[!.]*')))}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

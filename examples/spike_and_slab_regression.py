@@ -32,8 +32,12 @@ Writes to ``--out``: ``metrics.json`` and ``coefficients.png``.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -50,11 +54,13 @@ import numpy.typing as npt
 import pyro
 import pyro.distributions as dist
 import torch
-import tyro
 from sklearn.datasets import load_diabetes
 from torch import Tensor
 from tqdm import trange
 
+import checkpoint
+import command
+import ranges
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
 
@@ -101,12 +107,18 @@ class Posterior(NamedTuple):
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Compute both posteriors, write the files, print a table; returns the metrics."""
+    """Compute both posteriors, write the files, print a table; returns the metrics.
+
+    Raises:
+        ValueError: an option is outside its range, or another run uses ``out``.
+    """
+    ranges.check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    if options.steps < 1:
-        raise ValueError(f"Expected steps of at least 1, but got {options.steps}.")
-    if not 0 < options.slab_scale < math.inf:
-        raise ValueError(f"Expected slab_scale to be finite and positive, but got {options.slab_scale}.")
+    with command.folder(options.out):
+        return _compare(options)
+
+
+def _compare(options: Options) -> dict[str, Any]:
     start = time.perf_counter()
     x, y, names = load()
     noise = noise_scale(x, y)
@@ -125,9 +137,8 @@ def main(options: Options) -> dict[str, Any]:
         "noise_scale": noise,
         "seconds": time.perf_counter() - start,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     plot(names, svi, exact, options.out / "coefficients.png")
+    checkpoint.write_json(options.out / "metrics.json", metrics)
     report(names, svi, exact)
     print(f"{metrics['seconds']:.0f} s; wrote metrics.json and coefficients.png to {options.out}")
     return metrics
@@ -265,4 +276,4 @@ def plot(names: list[str], svi: Posterior, exact: Posterior, path: Path) -> None
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command.run(main, Options, __doc__)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import checkpoint
 from data import Images
 from networks import (
     FAMILIES,
@@ -28,6 +27,7 @@ from networks import (
     slab_sites,
     with_mean_weights,
 )
+from processes import check_shares, process_group, random_states, set_random_state
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Replica, SelectedInputs, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
@@ -35,12 +35,23 @@ from pyro_l0.infer.elbo import Objective
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
-__all__ = ["Average", "Run", "check_shares", "process_group", "random_states", "set_random_state"]
+__all__ = [
+    "MEASURES",
+    "Average",
+    "Run",
+    "check_finite",
+    "check_shares",
+    "process_group",
+    "random_states",
+    "set_random_state",
+]
 
 AVERAGE_POWER = 9
 TARGET_WEIGHT = 1e-3  # of a step in the averages; with a target the network changes until its end
 KL_WARM_UP_EPOCHS = 50  # of spike_slab
 RETRAIN_LEARNING_RATE = 1e-3  # at the start, then falling to 0
+# What both measure methods return.
+MEASURES = ("test_error_percent", "architecture", "weights_left", "macs_left", "expected_weights", "expected_macs")
 
 
 class Run:
@@ -219,7 +230,11 @@ class Run:
         return DistributedDataParallel(self.loss) if self.processes > 1 else self.loss
 
     def train_epoch(self) -> float:
-        """One pass over the training images in a new order; the mean loss per example, in nats."""
+        """One pass over the training images in a new order; the mean loss per example, in nats.
+
+        Raises:
+            FloatingPointError: the loss or a parameter is not finite any more.
+        """
         total = torch.zeros((), device=self.device)
         order = torch.randperm(len(self.train_x)).to(self.device)
         if self.processes > 1:
@@ -240,14 +255,16 @@ class Run:
                 average.update()
                 total += loss.detach()
         self.steps = average.steps
+        if self.processes > 1:
+            distributed.all_reduce(total)
+        mean = float(total) / self.processes / len(batches) / len(self.train_x)
+        check_finite(mean, self.trained, self.averaged)
         if self.target is not None:
             self.target.check()
         if self.shrinker is not None and self.shrinker.step():
             self.model.net = self.trained[0]
             self.parallel = self._parallel()
-        if self.processes > 1:
-            distributed.all_reduce(total)
-        return float(total) / self.processes / len(batches) / len(self.train_x)
+        return mean
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -289,6 +306,9 @@ class Run:
             network: from :meth:`compacted`.
             epochs: passes over the training images.
             noise: standard deviation of normal noise on the pixels, whose values are in [0, 1].
+
+        Raises:
+            FloatingPointError: a parameter is not finite any more.
         """
         network.train()
         batches = math.ceil(len(self.train_x) / self.batch_size)
@@ -307,6 +327,7 @@ class Run:
                     optimiser.step()
                     falling.step()
                     average.update()
+        check_finite(0.0, network, averaged)
         network.load_state_dict(averaged.state_dict())
         network.eval()
         with torch.no_grad():
@@ -321,14 +342,18 @@ class Run:
             "averaged": self.averaged.state_dict(),
             "steps": self.steps,
             "optimiser": self.optimiser.state_dict(),
-            "random": random_states(),
+            "random": random_states(self.device),
             "objective": self.loss.elbo.state_dict(),
             "target": None if self.target is None else self.target.state_dict(),
             "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Continue from what :meth:`state` returned.
+
+        Raises:
+            Exception: an entry is missing, of another kind or of another shape.
+        """
         if self.shrinker is not None:
             self.shrinker.load_state_dict(state["shrinker"])
             self.model.net = self.trained[0]
@@ -340,54 +365,29 @@ class Run:
         self.averaged.load_state_dict(state["averaged"])
         self.steps = state["steps"]
         self.optimiser.load_state_dict(state["optimiser"])
-        set_random_state(state["random"])
+        checkpoint.check_moments(self.optimiser, ("step", "exp_avg", "exp_avg_sq") if self.steps else ())
+        set_random_state(state["random"], self.device)
         self.loss.elbo.load_state_dict(state["objective"])
 
 
-def check_shares(num_data: int, batch_size: int, processes: int) -> None:
-    """Refuse batches that have no example for every process.
+def check_finite(loss: float, *modules: nn.Module) -> None:
+    """Stop a training that has diverged, before its state replaces a good checkpoint.
 
     Args:
-        num_data: examples in the data set.
-        batch_size: examples per step; the last batch has what is left.
-        processes: which share every batch.
+        loss: mean loss of an epoch.
+        modules: what was trained.
 
     Raises:
-        ValueError: the last batch has fewer examples than there are processes.
+        FloatingPointError: the loss or a parameter is not finite.
     """
-    last = num_data % batch_size or batch_size
-    if last < processes:
-        raise ValueError(
-            f"Expected at least {processes} examples in every batch, one per process, but the last of {num_data} "
-            f"examples in batches of {batch_size} has {last}; hold out another number or take other batches."
+    parameters = [(name, p) for module in modules for name, p in module.named_parameters()]
+    broken = [name for name, p in parameters if not bool(p.isfinite().all())]
+    if broken or not math.isfinite(loss):
+        raise FloatingPointError(
+            f"Expected the training to stay finite, but got a mean loss of {loss} and values that are not finite in "
+            f"{', '.join(broken) or 'no parameter'}; take smaller learning rates, prices or noise. The checkpoint "
+            "of the epoch before stays."
         )
-
-
-def random_states() -> Tensor:
-    """The random number generators of all processes, one per row."""
-    own = torch.get_rng_state()
-    if not distributed.is_initialized():
-        return own[None]
-    states = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(states, own)
-    return torch.stack(states)
-
-
-def set_random_state(states: Tensor) -> None:
-    """Go on with this process's generator.
-
-    Args:
-        states: from :func:`random_states`.
-
-    Raises:
-        ValueError: they are of another number of processes.
-    """
-    processes, process = 1, 0
-    if distributed.is_initialized():
-        processes, process = distributed.get_world_size(), distributed.get_rank()
-    if len(states) != processes:
-        raise ValueError(f"Expected as many processes as the checkpoint has, {len(states)}, but got {processes}.")
-    torch.set_rng_state(states[process].clone())
 
 
 class Average:
@@ -417,24 +417,3 @@ class Average:
         self.steps += 1
         weight = max((AVERAGE_POWER + 1) / (self.steps + AVERAGE_POWER), self.floor)
         torch._foreach_lerp_(*self.pair, weight)
-
-
-@contextmanager
-def process_group(device: str) -> Iterator[bool]:
-    """Join the processes that ``torchrun`` started, if it did; yields whether this is the first of them.
-
-    Args:
-        device: ``"cpu"`` joins by gloo, ``"cuda"`` by NCCL with one GPU per process, and by gloo for what lies on the
-            host, such as the random states of a checkpoint.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        yield True
-        return
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    try:
-        yield distributed.get_rank() == 0
-        distributed.barrier()  # a process that leaves early takes the others' connection along
-    finally:
-        distributed.destroy_process_group()

@@ -124,16 +124,8 @@ class NetworkCost:
 
 
 def _read(network: nn.Module, example_input: Tensor) -> GateGraph:
-    """:func:`read_network`, where every gate is called on units and the example may be counted."""
-    try:
-        graph = read_network(network, example_input)
-    except (ValueError, TypeError, RuntimeError) as error:
-        if isinstance(example_input, Tensor) and not example_input.is_floating_point():
-            raise TypeError(
-                f"Expected an example_input of a floating type, but got {example_input.dtype}; "
-                "convert it as the network's inputs are, by images.float() / 255 for example."
-            ) from error
-        raise
+    """:func:`read_network`, where every gate is called on units."""
+    graph = read_network(network, example_input)
     called = {graph.site(name) for name, step in graph.steps.items() if step.kind == "gate"}
     for path, gate in gate_names(network).items():
         if path not in called:

@@ -1,0 +1,243 @@
+"""What every example does as a command: one line and a status for bad values and interrupts, a folder for one run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import command
+import mnist
+import ranges
+from mnist import Options
+
+EXAMPLES = Path(command.__file__).parent
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "command.run(" in path.read_text())
+
+
+def start(code, *arguments):
+    """A process that imports what the examples share, and its pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n{code}", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
+
+
+def refused(capfd, monkeypatch, *arguments):
+    """The status and the one line with which the main example refuses its command line."""
+    monkeypatch.setattr(sys, "argv", ["examples/mnist.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        command.run(mnist.main, Options, "Train.")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("mnist.py: ")
+    return end.value.code, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--retrain", "1", "--retrain-noise", "nan"], "retrain_noise of at least 0 and finite, but got nan"),
+        (["--gate-learning-rate", "-1"], "gate_learning_rate to be finite and positive, but got -1.0"),
+        (["--device", "meta"], "device to be one of this machine, but got 'meta'"),
+        (["--device", "cuda:99"], "device to be one of this machine, but got 'cuda:99'"),
+        (["--device", "gpu"], "device to be one of this machine, but got 'gpu'"),
+        (["--resume"], "checkpoint.pt: expected a checkpoint, found no file"),
+        (["--checkpoint", "a.pt"], "checkpoint with resume only"),
+        (["--data", "mnist", "--data-dir", "nowhere"], "nowhere: expected the data's folder"),
+        (["--network", "lenet5"], "data='mnist' for network='lenet5'"),
+        (["--objective", "spike_slab", "--shrink"], "no shrink for objective='spike_slab'"),
+        (["--target-of", "weights"], "target_of and target_epochs with target only"),
+        (["--family", "exponential_uniform", "--epsilon", "2"], "epsilon strictly between 0 and 1, but got 2.0"),
+        (["--hold-out", "1437"], "hold out between 1 and 1436 images, but got 1437"),
+        (["--epochs", "ten"], "invalid literal for int"),
+        (["--epoch", "10"], "Unrecognized options"),
+    ],
+)
+def test_bad_values_end_with_one_line_and_status_2(arguments, message, capfd, monkeypatch, tmp_path):
+    """Nothing is trained or written, and there is no traceback."""
+    status, line = refused(capfd, monkeypatch, *arguments, "--out", tmp_path)
+    assert status == 2
+    assert message in line
+    assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
+
+
+def test_out_that_is_a_file(capfd, monkeypatch, tmp_path):
+    """It, and a folder in it."""
+    (tmp_path / "file").touch()
+    for out in ("file", "file/folder/"):
+        status, line = refused(capfd, monkeypatch, "--out", tmp_path / out)
+        assert status == 2
+        assert "Expected out to be a folder that can be written to" in line
+
+
+def test_a_full_disk_ends_with_one_line_and_the_old_checkpoint(capfd, monkeypatch, tmp_path):
+    """The status is 1: the options were right."""
+    mnist.main(Options(epochs=1, out=tmp_path))
+    capfd.readouterr()
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+
+    def full(path, content):
+        path.write_bytes(content[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    status, line = refused(capfd, monkeypatch, "--resume", "--epochs", "2", "--out", tmp_path)
+    assert status == 1
+    assert "No space left on device" in line
+    assert "checkpoint.pt" in line
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_mistakes_in_the_program_keep_their_traceback(monkeypatch):
+    """They are not the user's."""
+    monkeypatch.setattr(sys, "argv", ["mnist.py"])
+
+    def wrong(options):
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        command.run(wrong, Options, None)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_interrupt_while_torch_loads(script):
+    """One line, at the first library that takes its time."""
+    code = """
+import os, runpy, signal
+class Slow:
+    def find_spec(name, path=None, target=None):
+        if name in ("torch", "matplotlib"):
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Slow)
+script = sys.argv.pop(1)
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+    process = start(code, EXAMPLES / script)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", f"{script}: ended by SIGINT; nothing was trained yet\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_twice(number):
+    """One line all the same."""
+    process = start("import command, time; command.answer_signals(); print('ready', flush=True); time.sleep(60)")
+    process.stdout.readline()
+    process.send_signal(number)
+    process.send_signal(number)
+    err = process.communicate(timeout=30)[1]
+    assert process.returncode == 128 + number
+    assert err == f"-c: ended by {number.name}; nothing was trained yet\n"
+
+
+def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
+    """In the midst of training: one line, which off a terminal is all, and the same metrics to the last bit."""
+    out = tmp_path / "ended"
+    path = out / "checkpoint.pt"
+    script = str(EXAMPLES / "mnist.py")
+    code = "import runpy; sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
+    process = start(code, script, "--epochs", 5000, "--shrink", "--out", out)
+    deadline = time.monotonic() + 90
+    while not checkpoint.previous_path(path).exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    done = len(torch.load(path, weights_only=True)["history"])
+    assert process.returncode == 130
+    said = f"{path} holds N epochs, and the same command with --resume goes on from there\n"
+    assert err.startswith("mnist.py: ended by SIGINT; ")
+    assert err.endswith(said[said.index(" epochs") :])
+    resumed = mnist.main(Options(epochs=done + 2, shrink=True, out=out, resume=True))
+    straight = mnist.main(Options(epochs=done + 2, shrink=True, out=tmp_path / "straight"))
+    for metrics in (resumed, straight):
+        del metrics["seconds"]
+    assert resumed == straight
+
+
+def test_a_sweep_ends_its_processes():
+    """Nobody holds the pipes any more once it has said its line."""
+    code = """
+import command, threading, time
+command.answer_signals()
+print("ready", flush=True)
+command.side_by_side(time.sleep, [50.0, 50.0, 50.0], 2)
+"""
+    process = start(code)
+    process.stdout.readline()
+    time.sleep(0.3)
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert err.count("\n") == 1
+
+
+def test_tasks_side_by_side(tmp_path):
+    """Each is done once, in the order of the tasks as processes get free; the first failure is raised."""
+    command.side_by_side(os.mkdir, [str(tmp_path / str(i)) for i in range(5)], 2)
+    assert len(list(tmp_path.iterdir())) == 5
+    with pytest.raises(FileExistsError):
+        command.side_by_side(os.mkdir, [str(tmp_path / "6"), str(tmp_path / "0"), str(tmp_path / "7")], 1)
+    assert not (tmp_path / "7").exists()
+    with pytest.raises(ChildProcessError, match="its status: 3"):
+        command.side_by_side(os._exit, [3], 1)
+    command.side_by_side(os.mkdir, [], 3)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    """The second is refused by the first's number; one that was killed stops nobody."""
+    code = """
+import command, time
+from pathlib import Path
+with command.folder(Path(sys.argv[1])):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    process = start(code, tmp_path)
+    process.stdout.readline()
+    with pytest.raises(ValueError, match=f"that no other run uses, but got .*process {process.pid} is at work"):
+        mnist.main(Options(epochs=1, out=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    process.kill()
+    process.communicate()
+    mnist.main(Options(epochs=1, out=tmp_path))
+    mnist.main(Options(epochs=1, out=tmp_path))
+    assert json.loads((tmp_path / "metrics.json").read_text())["options"]["epochs"] == 1
+
+
+def test_a_training_that_diverges(capfd, monkeypatch, tmp_path):
+    """One line; the checkpoint before it stays, and no network is saved."""
+    status, line = refused(capfd, monkeypatch, "--learning-rate", "1e6", "--out", tmp_path)
+    assert status == 1
+    assert "finite" in line
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert all(value.isfinite().all() for value in state["run"]["model"].values())
+    monkeypatch.setattr("training.RETRAIN_LEARNING_RATE", 1e30)
+    out = tmp_path / "retrained"
+    with pytest.raises(FloatingPointError, match="smaller learning rates, prices or noise"):
+        mnist.main(Options(epochs=1, retrain=1, out=out))
+    assert not list(out.glob("pruned*"))
+    assert not (out / "metrics.json").exists()
+
+
+def test_every_number_has_a_range():
+    """No example takes a number, a device or a seed that nobody asked about."""
+    for script in SCRIPTS:
+        module = __import__(Path(script).stem)
+        for name, kind in module.Options.__annotations__.items():
+            if "int" in kind or "float" in kind:
+                assert name in ranges.RULES, (script, name)
+                for value in (float("nan"), -1):
+                    with pytest.raises(ValueError, match=f"Expected {name} "):
+                        ranges.check(module.Options(**{name: (value,) if kind.startswith("tuple") else value}))
