@@ -161,5 +161,5 @@ def test_examples_of_integers_are_refused(count):
     """By their type, with the remedy."""
     images = torch.randint(256, (2, 1, 4, 4), dtype=torch.uint8)
     network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), nn.Linear(12, 2))
-    with pytest.raises(TypeError, match=r"example_input of a floating type, but got torch.uint8; .*float\(\)"):
+    with pytest.raises(ValueError, match=r"got one of .* dtype torch.uint8, .* convert it by .to\(torch.float32\)"):
         count(network, images)
