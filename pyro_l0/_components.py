@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_l0._numerics import Breakpoints, Stretch, clamp_backward, log1mexp
+from pyro_l0._numerics import Stretch, around, clamp_backward, drops, largest, last, log1mexp
 
 __all__ = [
     "Component",
@@ -24,7 +24,6 @@ __all__ = [
     "Point",
     "PowerLaw",
     "attach_gradient",
-    "exponential_breakpoints",
     "interior_quantile",
     "log_above",
     "log_below",
@@ -86,10 +85,21 @@ class Component(Protocol):
         """The point that a draw of the mixture stays below with probability p."""
         ...
 
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """Shares of the unit interval at which a quadrature rule starts anew, None where they would be too many."""
+        ...
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """Where panels end that resolve the mixture between two values of s; shape ``logits.shape + (k,)``."""
+        ...
+
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
         ...
+
+
+_MOST_BREAKPOINTS = 12
 
 
 def _log(x: Number) -> Number:
@@ -171,19 +181,27 @@ class Exponential(NamedTuple):
         s = (torch.where(rising, near, far) / self.beta).clamp(0, 1)
         return torch.where(upper, 1 - s, s)
 
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """Evenly, as the density turns from one exponential to the other within 1 / beta."""
+        # The log density has zeros at a distance of pi / (2 beta) from the axis, where the components meet.
+        panels = largest(self.beta) / (5 if dtype == torch.float64 else 10)
+        if panels > _MOST_BREAKPOINTS:
+            return None
+        return tuple(k / math.ceil(panels) for k in range(1, math.ceil(panels)))
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """Towards both ends and around the place where the components meet."""
+        meeting = 0.5 - 0.5 * logits / self.beta
+        return torch.cat((self._end_edges(low, high, dtype), around(meeting, 0.5 / self.beta, dtype)), -1)
+
+    def _end_edges(self, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        reach = drops(dtype, low.device) / last(self.beta)
+        return torch.cat((low.unsqueeze(-1) + reach, high.unsqueeze(-1) - reach), -1)
+
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
         return 1 / self.beta + _exp(-self.beta) / _expm1(-self.beta)
-
-
-def exponential_breakpoints(beta: Number, dtype: torch.dtype) -> Breakpoints:
-    """Where quadrature panels end, for a density that turns from one exponential to the other within 1 / beta."""
-    # The log density has zeros at a distance of pi / (2 beta) from the axis, where the components meet.
-    if isinstance(beta, Tensor):
-        beta = float(beta.detach().amax()) if beta.numel() else 1.0
-    panels = math.ceil(beta / (5 if dtype == torch.float64 else 10))
-    return tuple(k / panels for k in range(1, panels)) or None
 
 
 class ExponentialUniform(NamedTuple):
@@ -230,6 +248,18 @@ class ExponentialUniform(NamedTuple):
         """By bisection."""
         return _bisected_quantile(self, logits, p)
 
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """Those of the exponentials."""
+        return self._exponential.breakpoints(dtype)
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """Those of the exponentials, and around the places where each meets the uniform share."""
+        odds = _log1p(-self.epsilon) - _log(self.epsilon) + _log(self.beta) - _log1mexp(self.beta)
+        near = (odds + F.logsigmoid(-logits)) / self.beta
+        far = 1 - (odds + F.logsigmoid(logits)) / self.beta
+        meetings = [around(x, 1 / self.beta, dtype) for x in (near, far)]
+        return torch.cat((self._exponential.panel_edges(logits, low, high, dtype), *meetings), -1)
+
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
@@ -273,6 +303,14 @@ class PowerLaw(NamedTuple):
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
         """By bisection."""
         return _bisected_quantile(self, logits, p)
+
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """None: the log density is nearly linear on the logit axis."""
+        return ()
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """None."""
+        return torch.empty(0, dtype=logits.dtype, device=logits.device)
 
     @property
     def mean(self) -> Number:

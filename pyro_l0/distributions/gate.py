@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0 import _numerics as numerics
-from pyro_l0._numerics import Breakpoints, Nodes, Stretch, cat_flat
+from pyro_l0._numerics import Nodes, Stretch, cat_flat
 
 __all__ = [
     "GateDistribution",
@@ -142,7 +141,10 @@ class GateDistribution(TorchDistribution):
 
     @abstractmethod
     def _node_temperature(self) -> float:
-        """Sharpness on the logit axis: the largest temperature of a hard concrete as hard to integrate."""
+        """Sharpness on the logit axis: the largest temperature of a hard concrete as hard to integrate.
+
+        Infinity where that is not known, as parameters on a device are not, or where one rule will not do.
+        """
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
@@ -256,18 +258,16 @@ class GateDistribution(TorchDistribution):
         like: Tensor = getattr(self, next(iter(self.learned)))
         return like
 
-    def _nodes(self) -> Nodes:
-        """Quadrature nodes between the atoms, on the logit map of this gate's stretch or of the usual one."""
-        like, stretch = self._like, self.stretch or numerics.DEFAULT_STRETCH
-        return numerics.nodes_between(stretch, [self._breakpoints()], self._node_temperature(), like.dtype, like.device)
+    def _breakpoints(self) -> tuple[float, ...]:
+        """Numbers in [0, 1] where a quadrature rule starts anew."""
+        return ()
 
-    def _log_density_at(self, nodes: Nodes) -> Tensor:
-        """Log density with respect to dt at this gate's own nodes, shape ``batch_shape + (n,)``."""
-        return self._log_density_in_t(nodes, self.stretch or numerics.DEFAULT_STRETCH)
+    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+        """Places where panels end around this gate's mass and bends, for a result of a type.
 
-    def _breakpoints(self) -> Breakpoints:
-        """Places in [0, 1] where quadrature panels end: numbers or shape ``batch_shape + (k,)``, None for none."""
-        return None
+        Values of z, those outside of [0, 1] being ignored; shape ``batch_shape + (k,)``, k for every parameter.
+        """
+        return torch.empty(0, dtype=torch.float64, device=self._like.device)
 
 
 class JointDraw(NamedTuple):

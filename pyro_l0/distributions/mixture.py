@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import lru_cache
@@ -14,7 +15,7 @@ from torch.types import _size
 
 from pyro_l0 import _components as components
 from pyro_l0._components import Component, Point
-from pyro_l0._numerics import Stretch
+from pyro_l0._numerics import Stretch, last
 from pyro_l0.distributions.gate import Number, as_parameters, check_rate, open_uniform
 from pyro_l0.distributions.stretched import UnitIntervalGate
 
@@ -162,7 +163,15 @@ class MixtureGate(UnitIntervalGate):
         return self.plug_in_weight
 
     def _node_temperature(self) -> float:
-        return 1.0
+        return math.inf if self._component.breakpoints(self.logits.dtype) is None else 1.0
+
+    def _breakpoints(self) -> tuple[float, ...]:
+        return self._component.breakpoints(self.logits.dtype) or ()
+
+    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+        low, high = self._ends
+        s = self._component.panel_edges(self.logits, low.s, high.s, dtype)
+        return last(self.stretch.gamma) + last(self.stretch.width) * s
 
 
 def _component_active_probs(component: Component, zero: Point) -> tuple[Tensor, Tensor]:

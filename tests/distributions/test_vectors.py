@@ -83,26 +83,49 @@ LEARNABLE = ("log_alpha", "beta", "mu", "sigma", "a", "b", "logit_q")
 DTYPES = (torch.float64, torch.float32)
 
 
-def entries():
-    """One test parameter for each stored distribution."""
-    found = []
-    for path in FILES:
-        document = json.loads(path.read_text())
-        for family in GATES:
-            for index, entry in enumerate(document["distributions"][family]):
-                found.append(pytest.param(family, entry, id=f"{path.stem}-{family}-{index}"))
-    return found
+DOCUMENTS = {path.stem: json.loads(path.read_text()) for path in FILES}
 
 
-def pairs():
-    """One test parameter for each stored KL."""
-    found = []
-    for path in FILES:
-        document = json.loads(path.read_text())
-        for group in KL_GROUPS:
-            for index, entry in enumerate(document["kl"][group]):
-                found.append(pytest.param(group, entry, id=f"{path.stem}-{group}-{index}"))
-    return found
+def stored(kind, name):
+    """The entries of a family or of a group of KLs, each with a name for messages."""
+    for stem, document in DOCUMENTS.items():
+        for index, entry in enumerate(document[kind][name]):
+            yield f"{stem}-{name}-{index}", entry
+
+
+class Comparison:
+    """Collects what differs, so that one message shows every value that is wrong."""
+
+    def __init__(self):
+        self.failures = []
+        self.count = 0
+        self.where = ""
+
+    def __call__(self, what, actual, expected, relative, absolute=0.0):
+        """Compare a tensor (or a twin's number) with a number and note what differs by how much."""
+        actual = actual.item() if isinstance(actual, torch.Tensor) else float(actual)
+        self.count += 1
+        error = abs(actual - expected)
+        if not error <= absolute + relative * abs(expected):  # so that NaN fails
+            self.failures.append(f"{self.where} {what}: {actual!r}, not {expected!r} (error {error:.2e})")
+
+    def each(self, entries):
+        """The entries, one after the other, whose names the failures get; what an entry raises is one of them."""
+        for self.where, entry in entries:
+            yield entry
+
+    def finish(self):
+        """Fail with all failures in one message."""
+        assert self.count, "Nothing was compared."
+        assert not self.failures, f"{len(self.failures)} of {self.count} differ:\n" + "\n".join(self.failures)
+
+
+@pytest.fixture
+def check():
+    """A comparison that fails after the test's last value."""
+    comparison = Comparison()
+    yield comparison
+    comparison.finish()
 
 
 def tensors(params, dtype):
