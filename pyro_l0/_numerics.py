@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ __all__ = [
     "hard_concrete_mean",
     "hard_concrete_transform",
     "hard_concrete_variance",
+    "kept",
     "kl_from_terms",
     "klterm",
     "klterm_from_ratio",
@@ -51,10 +52,10 @@ __all__ = [
     "log_ndtri",
     "logistic_noise",
     "make_stretch",
-    "mapped",
     "ndtr",
     "normal_log_density",
     "num_nodes",
+    "opaque",
     "panel_nodes",
     "positive_part_mean",
     "psi",
@@ -76,6 +77,8 @@ _LOG_2PI = math.log(2 * math.pi)
 _SQRT_2 = math.sqrt(2)
 _LN2 = math.log(2)
 _ONE = torch.ones(())
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 clamp_backward = torch.ops.aten.hardtanh_backward.default
 
 
@@ -146,8 +149,10 @@ def transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def mapped(x: Tensor) -> bool:
-    """Whether a tensor stands for many of a ``torch.vmap``, so that no branch may be taken on its values."""
+def opaque(x: Tensor) -> bool:
+    """Whether no branch may be taken on a tensor's values: traced, mapped by ``torch.vmap``, or without any."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return True
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
             return True
@@ -156,15 +161,15 @@ def mapped(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host may look at a tensor's values at no cost: in main memory, neither traced nor transformed."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """Whether the host may look at a tensor's values without waiting for a device."""
+    return x.device.type == "cpu" and not opaque(x)
 
 
 def constant(x: Tensor) -> bool:
-    """Whether a tensor is a number that may be read once for all: :func:`readable`, and nothing is derived by it."""
-    return not x.requires_grad and readable(x) and forward_ad.unpack_dual(x).tangent is None
+    """Whether a tensor can be replaced by its values: :func:`readable`, and nothing is derived by it."""
+    if x.requires_grad or not readable(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return forward_ad.unpack_dual(x).tangent is None
 
 
 def largest(x: float | Tensor) -> float:
@@ -174,6 +179,26 @@ def largest(x: float | Tensor) -> float:
     if not readable(x):
         return math.inf
     return float(x.detach().amax()) if x.numel() else 1.0
+
+
+def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """Keep as many results of a function of hashable constants between calls; torch.compile takes them as they are.
+
+    torch.compile cannot trace a named tuple among the arguments.
+    """
+
+    def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        cached: Any = lru_cache(size, typed=True)(function)
+
+        @wraps(function)
+        def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+            result: _Result = cached(*args, **options)
+            return result
+
+        constant: Callable[_Args, _Result] = torch.compiler.assume_constant_result(call)
+        return constant
+
+    return decorate
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -240,14 +265,14 @@ def _legendre(n: int) -> tuple[np.ndarray, np.ndarray]:
     return x, w
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def gauss_legendre(n: int, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Nodes and weights of the n-point Gauss-Legendre rule on [-1, 1], computed in double."""
     x, w = _legendre(n)
     return torch.tensor(x, dtype=dtype, device=device), torch.tensor(w, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def _number_stretch(gamma: float, zeta: float) -> Stretch:
     t0 = math.log(-gamma) - math.log(zeta)
     t1 = math.log1p(-gamma) - math.log(zeta - 1)
@@ -289,11 +314,11 @@ def num_nodes(half_width: float, temperature: float, dtype: torch.dtype) -> int:
     return math.ceil(1.35 * math.log(1 / tol) / (2 * log_rho)) + 2
 
 
-@lru_cache(maxsize=256)
-def _number_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
+@kept(256)
+def _number_nodes(gamma: float, zeta: float, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
     # Double first, then rounded once: the nodes of a stretch given by numbers never change.
     nodes = _tensor_nodes(
-        Stretch(*(torch.tensor(x, dtype=torch.float64) for x in stretch)),
+        Stretch(*(torch.tensor(x, dtype=torch.float64) for x in _number_stretch(gamma, zeta))),
         n,
         torch.float64,
         torch.device("cpu"),
@@ -315,9 +340,10 @@ def _tensor_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.de
 
 def stretch_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
     """Quadrature nodes on [t0, t1] of a stretch; kept between calls when the stretch is given by numbers."""
-    if any(isinstance(x, Tensor) for x in stretch):
+    gamma, zeta = stretch.gamma, stretch.zeta
+    if isinstance(gamma, Tensor) or isinstance(zeta, Tensor):
         return _tensor_nodes(stretch, n, dtype, device)
-    return _number_nodes(stretch, n, dtype, device)
+    return _number_nodes(gamma, zeta, n, dtype, device)
 
 
 # ---------------------------------------------------------------- hard concrete
@@ -811,7 +837,15 @@ class _LogNdtr(torch.autograd.Function):
 
 def log_ndtr(x: Tensor) -> Tensor:
     """Log of the standard normal cdf."""
-    return torch.special.log_ndtr(x) if transformed() else _apply(_LogNdtr, x)
+    return _log_ndtr(x) if transformed() else _apply(_LogNdtr, x)
+
+
+def _log_ndtr(x: Tensor) -> Tensor:
+    # torch's own has no rule for torch.vmap.
+    low = x < -1
+    tail = torch.where(low, x, -1.0)
+    below = torch.log(0.5 * torch.special.erfcx(-tail / _SQRT_2)) - 0.5 * tail.square()
+    return torch.where(low, below, torch.log1p(-0.5 * torch.special.erfc(torch.where(low, -1.0, x) / _SQRT_2)))
 
 
 def ndtr(x: Tensor) -> Tensor:
@@ -828,8 +862,13 @@ def log_ndtri(log_p: Tensor) -> Tensor:
         x = -torch.sqrt(-2 * target - torch.log(-4 * math.pi * target))
         for _ in range(4):
             x = x - (log_ndtr(x) - target) / _inverse_mills(x)
-    # One more Newton step outside no_grad carries the gradient.
-    tail = x - (log_ndtr(x) - torch.where(bulk, -20.0, log_p)) / _inverse_mills(x)
+    x = x.detach()  # torch.no_grad holds for the innermost transform of torch.func alone
+    # One more Newton step outside no_grad carries the gradient, and a second one the derivative of that.
+    target = torch.where(bulk, -20.0, log_p)
+    slope = _inverse_mills(x)
+    tail = x - (log_ndtr(x) - target) / slope
+    residual = log_ndtr(tail) - target
+    tail = tail - (residual - residual.detach()) / slope
     centre = torch.special.ndtri(torch.exp(torch.where(bulk, log_p, -1.0)))
     return torch.where(bulk, centre, tail)
 
@@ -1029,18 +1068,19 @@ def rule_nodes(
         return None
     if not breakpoints:
         return stretch_nodes(stretch, n, dtype, device)
-    if any(isinstance(x, Tensor) for x in stretch):
+    gamma, zeta = stretch.gamma, stretch.zeta
+    if isinstance(gamma, Tensor) or isinstance(zeta, Tensor):
         places = torch.tensor(breakpoints, dtype=dtype, device=device)
         return panel_nodes(stretch, [places], n, dtype, device)
-    return _number_panels(stretch, breakpoints, n, dtype, device)
+    return _number_panels(gamma, zeta, breakpoints, n, dtype, device)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _number_panels(
-    stretch: Stretch, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
+    gamma: float, zeta: float, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
 ) -> Nodes:
     places = [torch.tensor(breakpoints, dtype=torch.float64)]
-    nodes = panel_nodes(stretch, places, n, torch.float64, torch.device("cpu"))
+    nodes = panel_nodes(_number_stretch(gamma, zeta), places, n, torch.float64, torch.device("cpu"))
     return Nodes(*(x.to(dtype=dtype, device=device) for x in nodes))
 
 

@@ -78,7 +78,6 @@ class ExponentialUniformGate(MixtureGate):
     def _component(self) -> ExponentialUniform:
         return ExponentialUniform(self._beta, self._epsilon)
 
-
     @classmethod
     def from_active_prob(
         cls,

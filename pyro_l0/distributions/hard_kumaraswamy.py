@@ -130,8 +130,10 @@ class HardKumaraswamy(UnitIntervalGate):
         return kumaraswamy.log_between(log_s(low), log_s(high), self.concentration1, self.concentration0)
 
     def _unit_rsample(self, shape: torch.Size) -> Tensor:
-        e = torch.empty(shape, dtype=self._like.dtype, device=self._like.device).exponential_()
-        return torch.exp(kumaraswamy.quantile_of_exponential(e, self.concentration1, self.concentration0))
+        a, b = self.concentration1, self.concentration0
+        # Under torch.vmap draws differ between the mapped only if what they fill is mapped, as one of the two may be.
+        e = (a * b if numerics.transformed() else a).new_empty(shape).exponential_()
+        return torch.exp(kumaraswamy.quantile_of_exponential(e, a, b))
 
     def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
         u = open_uniform(shape, self._like)
