@@ -160,7 +160,7 @@ class GateDistribution(TorchDistribution):
     def _node_temperature(self) -> float:
         """Sharpness on the logit axis: the largest temperature of a hard concrete as hard to integrate.
 
-        Infinity where that is not known, as parameters on a device are not, or where one rule will not do.
+        Infinity where that is not known, as parameters on a device are not.
         """
 
     @abstractmethod
@@ -275,8 +275,8 @@ class GateDistribution(TorchDistribution):
         like: Tensor = getattr(self, next(iter(self.learned)))
         return like
 
-    def _breakpoints(self) -> tuple[float, ...]:
-        """Numbers in [0, 1] where a quadrature rule starts anew."""
+    def _breakpoints(self) -> tuple[float, ...] | None:
+        """Numbers in [0, 1] where a quadrature rule starts anew, None where only panels will do."""
         return ()
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:

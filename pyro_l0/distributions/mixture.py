@@ -167,10 +167,10 @@ class MixtureGate(UnitIntervalGate):
         return self.plug_in_weight
 
     def _node_temperature(self) -> float:
-        return math.inf if self._component.breakpoints(self.logits.dtype) is None else 1.0
+        return math.inf if self._breakpoints() is None else 1.0
 
-    def _breakpoints(self) -> tuple[float, ...]:
-        return self._component.breakpoints(self.logits.dtype) or ()
+    def _breakpoints(self) -> tuple[float, ...] | None:
+        return self._component.breakpoints(self.logits.dtype)
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         low, high = self._ends

@@ -15,8 +15,9 @@ from pyro_l0.distributions.gate import GateDistribution
 
 __all__ = ["QuadratureGate", "integrate"]
 
+_SINGLE = 30.0  # up to this temperature single precision tells a density's place well enough
 _SMOOTH = 2.0  # up to this temperature the panels that every gate gets are short enough
-_NODES_PER_PANEL = {torch.float32: 8, torch.float64: 16}
+_NODES_PER_PANEL = {torch.float32: 10, torch.float64: 16}
 
 
 def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tensor:
@@ -34,18 +35,25 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     dtype = reduce(torch.promote_types, (gate._like.dtype for gate in gates))
     device = gates[0]._like.device
     stretch = _narrowest(gates)
-    temperature = max(gate._node_temperature() for gate in gates)
-    breakpoints = tuple(sorted({z for gate in gates for z in gate._breakpoints()}))
-    nodes = numerics.rule_nodes(stretch, breakpoints, temperature, dtype, device)
-    if nodes is not None:
-        return function(nodes, stretch, *gates)
-    work = torch.float64 if device.type != "mps" else dtype  # which has no double
-    gates = tuple(gate.apply_to_tensors(lambda x: x.to(work) if x.is_floating_point() else x) for gate in gates)
-    stretch = _narrowest(gates)
-    edges = [numerics.even_places(stretch, device), torch.tensor(breakpoints, dtype=work, device=device)]
-    edges += [gate._panel_edges(dtype) for gate in gates if gate._node_temperature() > _SMOOTH]
-    places = [x.nan_to_num(0.0).clamp(0, 1) for x in edges]
-    nodes = numerics.panel_nodes(stretch, places, _NODES_PER_PANEL[dtype], work, device)
+    temperatures = [gate._node_temperature() for gate in gates]
+    breakpoints = [gate._breakpoints() for gate in gates]
+    numbers = tuple(sorted({z for places in breakpoints for z in places or ()}))
+    if None not in breakpoints:
+        nodes = numerics.rule_nodes(stretch, numbers, max(temperatures), dtype, device)
+        if nodes is not None:
+            return function(nodes, stretch, *gates)
+    double = torch.float64 if device.type != "mps" else dtype  # which has no double
+    if max(temperatures) > _SINGLE:
+        gates = tuple(gate.apply_to_tensors(lambda x: x.to(double) if x.is_floating_point() else x) for gate in gates)
+        stretch = _narrowest(gates)
+    edges = [numerics.even_places(stretch, device), torch.tensor(numbers, dtype=double, device=device)]
+    for gate, temperature, places in zip(gates, temperatures, breakpoints, strict=True):
+        if temperature > _SMOOTH or places is None:
+            edges.append(gate._panel_edges(dtype))
+    edges = [x.nan_to_num(0.0).clamp(0, 1) for x in edges]
+    nodes = numerics.panel_nodes(stretch, edges, _NODES_PER_PANEL[dtype], double, device)
+    if max(temperatures) <= _SINGLE:
+        nodes = Nodes(*(x.to(dtype) for x in nodes))
     return function(nodes, stretch, *gates).to(dtype)
 
 

@@ -168,6 +168,9 @@ class Rectified(QuadratureGate):
     def _node_temperature(self) -> float:
         return math.inf  # nothing is known of the density
 
+    def _breakpoints(self) -> None:
+        return None
+
     @torch.no_grad()
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         """Quantiles given 0 < z < 1 by bisection, as a base need not have any of its own."""

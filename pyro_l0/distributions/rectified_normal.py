@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Self
 
 import torch
@@ -167,7 +166,10 @@ class RectifiedNormal(GateDistribution):
         return numerics.ndtr((z - self.loc) / self.scale)
 
     def _node_temperature(self) -> float:
-        return math.inf  # the density may be sharp anywhere between the atoms
+        return numerics.largest(1 / self.scale)
+
+    def _breakpoints(self) -> None:
+        return None  # the density may be sharp anywhere between the atoms
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         loc, scale = self.loc.unsqueeze(-1), self.scale.unsqueeze(-1)
