@@ -21,6 +21,8 @@ from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
 __all__ = ["kl_by_quadrature"]
 
+_WIDE = 10.0  # scales whose closed form loses four digits or more: its moments are differences between the atoms
+
 
 @register_kl(HardConcrete, HardConcrete)
 def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
@@ -56,6 +58,10 @@ def _learned(*parameters: Number) -> bool:
 
 @register_kl(RectifiedNormal, RectifiedNormal)
 def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
+    single = q.scale.dtype == p.scale.dtype == torch.float32
+    if single and numerics.readable(q.scale) and numerics.largest(q.scale) > _WIDE:
+        wide = (x.double() for x in (q.loc, q.scale, p.loc, p.scale))
+        return numerics.rectified_normal_kl(*wide).float()
     return numerics.rectified_normal_kl(q.loc, q.scale, p.loc, p.scale)
 
 

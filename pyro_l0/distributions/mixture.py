@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
@@ -167,7 +166,7 @@ class MixtureGate(UnitIntervalGate):
         return self.plug_in_weight
 
     def _node_temperature(self) -> float:
-        return math.inf if self._breakpoints() is None else 1.0
+        return numerics.largest(self._beta) if self._breakpoints() is None else 1.0
 
     def _breakpoints(self) -> tuple[float, ...] | None:
         return self._component.breakpoints(self.logits.dtype)

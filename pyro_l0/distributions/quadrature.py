@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import reduce
@@ -15,6 +16,7 @@ from pyro_l0.distributions.gate import GateDistribution
 
 __all__ = ["QuadratureGate", "integrate"]
 
+_SHARPEST = 1e12  # beyond it the density lies between a few double numbers
 _SINGLE = 30.0  # up to this temperature single precision tells a density's place well enough
 _SMOOTH = 2.0  # up to this temperature the panels that every gate gets are short enough
 _NODES_PER_PANEL = {torch.float32: 10, torch.float64: 16}
@@ -31,6 +33,9 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     Args:
         function: gets nodes, the stretch whose logit axis they lie on and the gates, which may have become double.
         *gates: the gates whose densities are integrated.
+
+    Raises:
+        ValueError: a density is too sharp for double precision.
     """
     dtype = reduce(torch.promote_types, (gate._like.dtype for gate in gates))
     device = gates[0]._like.device
@@ -42,6 +47,12 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
         nodes = numerics.rule_nodes(stretch, numbers, max(temperatures), dtype, device)
         if nodes is not None:
             return function(nodes, stretch, *gates)
+    if _SHARPEST < max(temperatures) < math.inf:
+        raise ValueError(
+            f"Expected a temperature, concentration, beta or 1 / scale of at most {_SHARPEST:g} in an integral of "
+            f"{' and '.join(type(gate).__name__ for gate in gates)}, but got {max(temperatures):g}; "
+            "a gate as sharp as that has its mass at one point."
+        )
     double = torch.float64 if device.type != "mps" else dtype  # which has no double
     if max(temperatures) > _SINGLE:
         gates = tuple(gate.apply_to_tensors(lambda x: x.to(double) if x.is_floating_point() else x) for gate in gates)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from pyro_l0 import _components
+from pyro_l0 import _components, _numerics
 from pyro_l0.distributions import ExponentialGate, ExponentialUniformGate, HardConcrete, PowerLawGate
 from tests.cases import FAMILIES, build
 from tests.reference import ExponentialReference, ExponentialUniformReference, PowerLawReference, mp
@@ -42,7 +42,8 @@ def test_implicit_gradients_integrate_to_the_derivatives_of_the_moments(case):
     family, parameters = case
     leaves = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in parameters.items()}
     gate = family.gate(**leaves)
-    nodes = gate._nodes()
+    places = torch.linspace(0, 1, 31, dtype=torch.float64)
+    nodes = _numerics.panel_nodes(gate.stretch, [places], 20, torch.float64, torch.device("cpu"))
     s = torch.sigmoid(nodes.t)
     moved = gate.rectify(_components.attach_gradient(gate._component, gate.logits, s))
     mass = (nodes.weight * gate._log_density_in_t(nodes, gate.stretch).exp()).detach()

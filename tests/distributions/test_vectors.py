@@ -186,12 +186,12 @@ def test_quantiles(family, dtype):
     def compare(check, entry):
         g = gate(family, tensors(entry["params"], dtype))
         relative, absolute = (1e-10, 1e-14) if dtype == torch.float64 else (0.0, 1e-6)
-        for p, z, slope in entry["icdf"]:
-            u = torch.tensor(p, dtype=dtype, requires_grad=True)
-            value = g.icdf(u)
+        u = torch.tensor([p for p, *_ in entry["icdf"]], dtype=dtype, requires_grad=True)
+        values = g.icdf(u)
+        (slopes,) = torch.autograd.grad(values.sum(), u)
+        for (p, z, slope), value, actual in zip(entry["icdf"], values, slopes, strict=True):
             # Rounding p moves z by the slope, so the slope enters the absolute error.
             check(f"icdf({p})", value, z, relative, absolute * (1 + slope))
-            (actual,) = torch.autograd.grad(value, u)
             check(f"slope at {p}", actual, slope, 1e-10 if dtype == torch.float64 else 5e-5)
         check("median", g.median, entry["median"], relative, absolute)
         if "eq13_gate" in entry:
@@ -239,19 +239,25 @@ def test_pathwise_derivatives(family, dtype):
             for name in entry["params"]
             if name in LEARNABLE and not (name == "beta" and "logit_q" in entry["params"])
         ]
-        for u, z, *derivatives in entry["pathwise"]:
-            leaves = tensors(entry["params"], dtype)
-            if family == "HardConcrete":
-                noise = torch.tensor(math.log(u) - math.log1p(-u), dtype=dtype)
-                stretch = _numerics.make_stretch(leaves["gamma"], leaves["zeta"], dtype)
-                value = _numerics.hard_concrete_transform(noise, leaves["log_alpha"], leaves["beta"], stretch)
-            else:
-                value = gate(family, leaves).icdf(torch.tensor(u, dtype=dtype))
-            relative, absolute = (1e-10, 1e-14) if dtype == torch.float64 else (5e-5, 1e-6)
-            check(f"z at {u}", value, z, relative, absolute)
-            gradients = torch.autograd.grad(value, [leaves[name] for name in names])
+        count = len(entry["pathwise"])
+        # One copy of the parameters for each draw gives one derivative for each draw.
+        leaves = {
+            name: torch.full((count,), value, dtype=dtype, requires_grad=True) if name in LEARNABLE else value
+            for name, value in entry["params"].items()
+        }
+        places = [u for u, *_ in entry["pathwise"]]
+        if family == "HardConcrete":
+            noise = torch.tensor([math.log(u) - math.log1p(-u) for u in places], dtype=dtype)
+            stretch = _numerics.make_stretch(leaves["gamma"], leaves["zeta"], dtype)
+            values = _numerics.hard_concrete_transform(noise, leaves["log_alpha"], leaves["beta"], stretch)
+        else:
+            values = gate(family, leaves).icdf(torch.tensor(places, dtype=dtype))
+        gradients = torch.autograd.grad(values.sum(), [leaves[name] for name in names])
+        relative, absolute = (1e-10, 1e-14) if dtype == torch.float64 else (5e-5, 1e-6)
+        for index, (u, z, *derivatives) in enumerate(entry["pathwise"]):
+            check(f"z at {u}", values[index], z, relative, absolute)
             for name, gradient, expected in zip(names, gradients, derivatives, strict=True):
-                check(f"dz/d{name} at {u}", gradient, expected, relative, absolute)
+                check(f"dz/d{name} at {u}", gradient[index], expected, relative, absolute)
 
     compare_each(stored("distributions", family), compare)
 
