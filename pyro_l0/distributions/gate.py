@@ -68,7 +68,8 @@ class GateDistribution(TorchDistribution):
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned``
     and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and the guides follow.
 
-    Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it. Under
+    Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it (third
+    derivatives of a mixture's draws and quantiles, and of draws of a tail, are not theirs). Under
     ``torch.vmap`` and ``torch.compile`` no Python code can tell whether a value is good, so that parameters, values and
     rates are not validated there; and ``torch.vmap`` refuses draws unless it is told ``randomness="different"`` or
     ``"same"``.

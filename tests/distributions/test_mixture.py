@@ -100,16 +100,6 @@ def test_slopes_of_the_logits(component, dtype, tolerance):
         torch.testing.assert_close(found.double()[kept], expected, rtol=tolerance, atol=1e-37)
 
 
-def test_a_draw_has_no_second_derivative():
-    """The implicit derivative is right to first order, and says so when asked for more."""
-    logits = torch.tensor(0.3, requires_grad=True)
-    torch.manual_seed(62)
-    draws = ExponentialGate(logits, 6.0).rsample((10,))
-    (slope,) = torch.autograd.grad(draws.square().sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        slope.backward()
-
-
 def test_float32_derivatives(case):
     """In float32 the slope of a draw at given points keeps five digits."""
     family, parameters = case
