@@ -1,26 +1,47 @@
 """KL divergences between gates: closed forms, quadrature for every other pair, and refusals.
 
-Importing this module registers them with ``torch.distributions.kl_divergence``.
+Importing this module registers them with ``torch.distributions.kl_divergence``, and looks each pair up once: torch
+keeps what it finds, and ``torch.compile(fullgraph=True)`` cannot follow it while it searches ("Failed to trace builtin
+operator"). A further ``register_kl`` makes torch forget; then evaluate a KL once before it is compiled.
 """
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
-from pyro.distributions import Delta
+from pyro.distributions import Delta, Independent
 from torch import Tensor
 from torch.distributions import Distribution, register_kl
+from torch.distributions.kl import _KL_MEMOIZE, _dispatch_kl
 
 from pyro_l0 import _numerics as numerics
 from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
+from pyro_l0.distributions.exponential import ExponentialGate
+from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
 from pyro_l0.distributions.gate import GateDistribution, Number
 from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
+from pyro_l0.distributions.power_law import PowerLawGate
 from pyro_l0.distributions.quadrature import integrate
+from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
 __all__ = ["kl_by_quadrature"]
 
+_FAMILIES = (
+    BernoulliGate,
+    BinaryConcrete,
+    ExponentialGate,
+    ExponentialUniformGate,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    Rectified,
+    RectifiedNormal,
+)
 _WIDE = 10.0  # scales whose closed form loses four digits or more: its moments are differences between the atoms
 
 
@@ -152,3 +173,7 @@ def _kl_delta_gate(q: Delta, p: GateDistribution) -> Tensor:
         f"KL(Delta || {type(p).__name__}) is refused: the log density of a gate at one point is no divergence on "
         "a measure with atoms. Use a gate as the posterior."
     )
+
+
+for _q, _p in product((*_FAMILIES, Independent), repeat=2):
+    _KL_MEMOIZE[_q, _p] = _dispatch_kl(_q, _p)
