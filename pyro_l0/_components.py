@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_l0._numerics import Breakpoints, Stretch, clamp_backward, log1mexp
+from pyro_l0._numerics import Stretch, around, clamp_backward, drops, largest, last, log1mexp
 
 __all__ = [
     "Component",
@@ -24,7 +23,6 @@ __all__ = [
     "Point",
     "PowerLaw",
     "attach_gradient",
-    "exponential_breakpoints",
     "interior_quantile",
     "log_above",
     "log_below",
@@ -86,10 +84,21 @@ class Component(Protocol):
         """The point that a draw of the mixture stays below with probability p."""
         ...
 
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """Shares of the unit interval at which a quadrature rule starts anew, None where they would be too many."""
+        ...
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """Where panels end that resolve the mixture between two values of s; shape ``logits.shape + (k,)``."""
+        ...
+
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
         ...
+
+
+_MOST_BREAKPOINTS = 12
 
 
 def _log(x: Number) -> Number:
@@ -171,19 +180,27 @@ class Exponential(NamedTuple):
         s = (torch.where(rising, near, far) / self.beta).clamp(0, 1)
         return torch.where(upper, 1 - s, s)
 
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """Evenly, as the density turns from one exponential to the other within 1 / beta."""
+        # The log density has zeros at a distance of pi / (2 beta) from the axis, where the components meet.
+        panels = largest(self.beta) / (5 if dtype == torch.float64 else 10)
+        if panels > _MOST_BREAKPOINTS:
+            return None
+        return tuple(k / math.ceil(panels) for k in range(1, math.ceil(panels)))
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """Towards both ends and around the place where the components meet."""
+        meeting = 0.5 - 0.5 * logits / self.beta
+        return torch.cat((self._end_edges(low, high, dtype), around(meeting, 0.5 / self.beta, dtype)), -1)
+
+    def _end_edges(self, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        reach = drops(dtype, low.device) / last(self.beta)
+        return torch.cat((low.unsqueeze(-1) + reach, high.unsqueeze(-1) - reach), -1)
+
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
         return 1 / self.beta + _exp(-self.beta) / _expm1(-self.beta)
-
-
-def exponential_breakpoints(beta: Number, dtype: torch.dtype) -> Breakpoints:
-    """Where quadrature panels end, for a density that turns from one exponential to the other within 1 / beta."""
-    # The log density has zeros at a distance of pi / (2 beta) from the axis, where the components meet.
-    if isinstance(beta, Tensor):
-        beta = float(beta.detach().amax()) if beta.numel() else 1.0
-    panels = math.ceil(beta / (5 if dtype == torch.float64 else 10))
-    return tuple(k / panels for k in range(1, panels)) or None
 
 
 class ExponentialUniform(NamedTuple):
@@ -230,6 +247,18 @@ class ExponentialUniform(NamedTuple):
         """By bisection."""
         return _bisected_quantile(self, logits, p)
 
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """Those of the exponentials."""
+        return self._exponential.breakpoints(dtype)
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """Those of the exponentials, and around the places where each meets the uniform share."""
+        odds = _log1p(-self.epsilon) - _log(self.epsilon) + _log(self.beta) - _log1mexp(self.beta)
+        near = (odds + F.logsigmoid(-logits)) / self.beta
+        far = 1 - (odds + F.logsigmoid(logits)) / self.beta
+        meetings = [around(x, 1 / self.beta, dtype) for x in (near, far)]
+        return torch.cat((self._exponential.panel_edges(logits, low, high, dtype), *meetings), -1)
+
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
@@ -273,6 +302,14 @@ class PowerLaw(NamedTuple):
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
         """By bisection."""
         return _bisected_quantile(self, logits, p)
+
+    def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
+        """None: the log density is nearly linear on the logit axis."""
+        return ()
+
+    def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
+        """None."""
+        return torch.empty(0, dtype=logits.dtype, device=logits.device)
 
     @property
     def mean(self) -> Number:
@@ -349,7 +386,7 @@ def attach_gradient(
     """Points of the unit interval with their implicit derivatives for the mixture's parameters (Eq. 12).
 
     A point with P(S <= s) = p moves with a parameter by the change of the cdf over the density, however it was found.
-    Right to first order alone.
+    Right to second order; what torch derives from that in turn is not.
 
     Args:
         component: the component with its parameters.
@@ -360,20 +397,27 @@ def attach_gradient(
     """
     info = torch.finfo(s.dtype)
     s = s.detach().clamp(info.tiny, 1 - info.eps / 2)
-    x = Point(s, 1 - s)
-    log_f = log_density(component, logits, x).detach()
-    if ends is None:
-        below, above = log_below(component, logits, x), log_above(component, logits, x)
-    else:
-        whole = log_between(component, logits, *ends)
-        below = log_between(component, logits, ends[0], x) - whole
-        above = log_between(component, logits, x, ends[1]) - whole
-        log_f = log_f - whole.detach()
-    # From whichever tail is nearer: the change of the other one would be lost in rounding.
-    change = torch.where(below < above, torch.exp(below), -torch.exp(above))
-    if p is not None:
-        change = change - p
-    return s - (change - change.detach()) * torch.exp(-log_f)
+
+    def residual(s: Tensor) -> Tensor:
+        x = Point(s, 1 - s)
+        if ends is None:
+            below, above = log_below(component, logits, x), log_above(component, logits, x)
+        else:
+            whole = log_between(component, logits, *ends)
+            below = log_between(component, logits, ends[0], x) - whole
+            above = log_between(component, logits, x, ends[1]) - whole
+        # From whichever tail is nearer: the change of the other one would be lost in rounding.
+        change = torch.where(below < above, torch.exp(below), -torch.exp(above))
+        if p is not None:
+            change = change - p
+        return change - change.detach()
+
+    log_f = log_density(component, logits, Point(s, 1 - s)).detach()
+    if ends is not None:
+        log_f = log_f - log_between(component, logits, *ends).detach()
+    # Every step of this iteration for the point whose cdf stays as it was is right to one more order.
+    moved = s - residual(s) * torch.exp(-log_f)
+    return moved - residual(moved) * torch.exp(-log_f)
 
 
 def unstretched_draw(component: Component, logits: Tensor, shape: torch.Size) -> Tensor:
@@ -383,27 +427,33 @@ def unstretched_draw(component: Component, logits: Tensor, shape: torch.Size) ->
     return torch.where(one, 1 - s, s)
 
 
+def _gate_slope(component: Component, logits: Tensor, s: Tensor, stretch: Stretch) -> Tensor:
+    """Derivative of the gate at an unstretched draw for the logits (Eq. 12), 0 at the atoms."""
+    z = (stretch.gamma + stretch.width * s).clamp(0, 1)
+    low: Any = -stretch.gamma / stretch.width
+    s = s.clamp(low, (1 - stretch.gamma) / stretch.width)  # where the slope is finite
+    slope = component.logit_slope(logits, Point(s, 1 - s)) * stretch.width
+    return clamp_backward(slope, z, 0, 1)  # type: ignore[no-any-return]
+
+
 class _MixtureGateDraw(torch.autograd.Function):
     """Draws of the stretched and clipped mixture with their derivative for the logits (Eq. 12) as one node."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
         s = unstretched_draw(component, logits, shape)
-        z = (stretch.gamma + stretch.width * s).clamp_(0, 1)
         if ctx.needs_input_grad[0]:
-            low: Any = -stretch.gamma / stretch.width
-            s = s.clamp(low, (1 - stretch.gamma) / stretch.width)  # where the slope is finite
-            slope = component.logit_slope(logits, Point(s, 1 - s)) * stretch.width
-            ctx.shape = logits.shape
-            ctx.save_for_backward(clamp_backward(slope, z, 0, 1))
-        return z
+            ctx.options = component, stretch
+            ctx.save_for_backward(_gate_slope(component, logits, s, stretch), logits, s)
+        return (stretch.gamma + stretch.width * s).clamp_(0, 1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        product = grad * slope
-        return product.sum_to_size(ctx.shape), None, None, None
+        slope, logits, s = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph of this gradient is being built
+            component, stretch = ctx.options
+            slope = _gate_slope(component, logits, attach_gradient(component, logits, s), stretch)
+        return (grad * slope).sum_to_size(logits.shape), None, None, None
 
 
 def mixture_gate_draw(logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:

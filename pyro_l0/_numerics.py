@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "DEFAULT_STRETCH",
-    "Breakpoints",
+    "MOST_NODES",
     "Nodes",
     "Stretch",
+    "around",
     "cat_flat",
+    "constant",
+    "drops",
+    "even_places",
     "gauss_legendre",
     "half_width",
     "hard_concrete_cdf_logit",
@@ -36,21 +41,25 @@ __all__ = [
     "hard_concrete_mean",
     "hard_concrete_transform",
     "hard_concrete_variance",
+    "kept",
     "kl_from_terms",
     "klterm",
     "klterm_from_ratio",
+    "largest",
+    "last",
     "log1mexp",
     "log_ndtr",
     "log_ndtri",
     "logistic_noise",
     "make_stretch",
     "ndtr",
-    "nodes_between",
     "normal_log_density",
     "num_nodes",
+    "opaque",
     "panel_nodes",
     "positive_part_mean",
     "psi",
+    "readable",
     "rectified_normal_entropy",
     "rectified_normal_interior_icdf",
     "rectified_normal_kl",
@@ -58,14 +67,18 @@ __all__ = [
     "rectified_normal_mean",
     "rectified_normal_moments",
     "rectified_normal_variance",
+    "rule_nodes",
     "standard_normal_density",
     "stretch_nodes",
+    "transformed",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
 _SQRT_2 = math.sqrt(2)
 _LN2 = math.log(2)
 _ONE = torch.ones(())
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 clamp_backward = torch.ops.aten.hardtanh_backward.default
 
 
@@ -127,8 +140,65 @@ def _psi(x: Tensor) -> Tensor:
 
 
 # Autograd functions below take their context in ``forward``: with ``setup_context`` torch binds the signature anew
-# at every call, which takes longer than the maths of a layer's gates. torch.compile gets the plain formulas instead,
-# which it differentiates and fuses by itself.
+# at every call, which takes longer than the maths of a layer's gates. torch.compile and torch.func get the plain
+# formulas instead, which they differentiate (forwards too), map and fuse by themselves.
+
+
+def transformed() -> bool:
+    """Whether torch.compile traces what runs now, or a transform of torch.func carries it out."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def opaque(x: Tensor) -> bool:
+    """Whether no branch may be taken on a tensor's values: traced, mapped by ``torch.vmap``, or without any."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return True
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the host may look at a tensor's values without waiting for a device."""
+    return x.device.type == "cpu" and not opaque(x)
+
+
+def constant(x: Tensor) -> bool:
+    """Whether a tensor can be replaced by its values: :func:`readable`, and nothing is derived by it."""
+    if x.requires_grad or not readable(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return forward_ad.unpack_dual(x).tangent is None
+
+
+def largest(x: float | Tensor) -> float:
+    """The largest value, infinity where it cannot be read."""
+    if not isinstance(x, Tensor):
+        return x
+    if not readable(x):
+        return math.inf
+    return float(x.detach().amax()) if x.numel() else 1.0
+
+
+def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """Keep as many results of a function of hashable constants between calls; torch.compile takes them as they are.
+
+    torch.compile cannot trace a named tuple among the arguments.
+    """
+
+    def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        cached: Any = lru_cache(size, typed=True)(function)
+
+        @wraps(function)
+        def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+            result: _Result = cached(*args, **options)
+            return result
+
+        constant: Callable[_Args, _Result] = torch.compiler.assume_constant_result(call)
+        return constant
+
+    return decorate
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -152,7 +222,7 @@ class _Psi(torch.autograd.Function):
 
 def psi(x: Tensor) -> Tensor:
     """exp(x) - 1 - x >= 0, with full relative accuracy at small x."""
-    return _apply(_Psi, x) if not torch.compiler.is_compiling() else _psi(x)
+    return _psi(x) if transformed() else _apply(_Psi, x)
 
 
 def klterm(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -195,14 +265,14 @@ def _legendre(n: int) -> tuple[np.ndarray, np.ndarray]:
     return x, w
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def gauss_legendre(n: int, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Nodes and weights of the n-point Gauss-Legendre rule on [-1, 1], computed in double."""
     x, w = _legendre(n)
     return torch.tensor(x, dtype=dtype, device=device), torch.tensor(w, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def _number_stretch(gamma: float, zeta: float) -> Stretch:
     t0 = math.log(-gamma) - math.log(zeta)
     t1 = math.log1p(-gamma) - math.log(zeta - 1)
@@ -210,11 +280,8 @@ def _number_stretch(gamma: float, zeta: float) -> Stretch:
 
 
 def half_width(stretch: Stretch) -> float:
-    """Half the length of [t0, t1], the largest one if there are several."""
-    length = stretch.t1 - stretch.t0
-    if isinstance(length, Tensor):
-        return 0.5 * float(length.detach().amax()) if length.numel() else 1.0
-    return 0.5 * length
+    """Half the length of [t0, t1], the largest one if there are several, infinity where it cannot be read."""
+    return 0.5 * largest(stretch.t1 - stretch.t0)
 
 
 def make_stretch(gamma: float | Tensor, zeta: float | Tensor, dtype: torch.dtype) -> Stretch:
@@ -247,11 +314,11 @@ def num_nodes(half_width: float, temperature: float, dtype: torch.dtype) -> int:
     return math.ceil(1.35 * math.log(1 / tol) / (2 * log_rho)) + 2
 
 
-@lru_cache(maxsize=256)
-def _number_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
+@kept(256)
+def _number_nodes(gamma: float, zeta: float, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
     # Double first, then rounded once: the nodes of a stretch given by numbers never change.
     nodes = _tensor_nodes(
-        Stretch(*(torch.tensor(x, dtype=torch.float64) for x in stretch)),
+        Stretch(*(torch.tensor(x, dtype=torch.float64) for x in _number_stretch(gamma, zeta))),
         n,
         torch.float64,
         torch.device("cpu"),
@@ -273,9 +340,10 @@ def _tensor_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.de
 
 def stretch_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
     """Quadrature nodes on [t0, t1] of a stretch; kept between calls when the stretch is given by numbers."""
-    if any(isinstance(x, Tensor) for x in stretch):
+    gamma, zeta = stretch.gamma, stretch.zeta
+    if isinstance(gamma, Tensor) or isinstance(zeta, Tensor):
         return _tensor_nodes(stretch, n, dtype, device)
-    return _number_nodes(stretch, n, dtype, device)
+    return _number_nodes(gamma, zeta, n, dtype, device)
 
 
 # ---------------------------------------------------------------- hard concrete
@@ -367,6 +435,10 @@ def hard_concrete_draw(
     """
     size = torch.Size([sum(a.numel() for a in log_alphas)])
     noise = logistic_noise(size, log_alphas[0].dtype, log_alphas[0].device)
+    if transformed():
+        y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+        z = (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
+        return _split_like(z, log_alphas), torch.sigmoid(x)
     active, *draws = _HardConcreteDraw.apply(  # type: ignore[no-untyped-call]
         noise, temperature, stretch, *log_alphas
     )
@@ -424,14 +496,14 @@ def hard_concrete_interior_icdf(u: Tensor, log_alpha: Tensor, temperature: float
     return hard_concrete_transform(below - above, log_alpha, temperature, stretch)
 
 
-def _last(x: float | Tensor) -> float | Tensor:
+def last(x: float | Tensor) -> float | Tensor:
     """Room for the node dimension."""
     return x.unsqueeze(-1) if isinstance(x, Tensor) else x
 
 
 def hard_concrete_mean(log_alpha: Tensor, temperature: float | Tensor, nodes: Nodes) -> Tensor:
     """E[z], the integral of the survival function."""
-    a = _last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
+    a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
     measure = nodes.weight * nodes.slope
     mean, co_mean = (measure * torch.sigmoid(-a)).sum(-1), (measure * torch.sigmoid(a)).sum(-1)
     # Near 1 the slope of the mean is that of 1 - E[1 - z], whose terms are small instead of close to one.
@@ -440,21 +512,21 @@ def hard_concrete_mean(log_alpha: Tensor, temperature: float | Tensor, nodes: No
 
 def hard_concrete_variance(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Var[z] as a sum of non-negative terms, so that small variances keep their relative accuracy."""
-    a = _last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
+    a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
     below, above = torch.sigmoid(a), torch.sigmoid(-a)
     mean = (nodes.weight * nodes.slope * above).sum(-1)
     co_mean = (nodes.weight * nodes.slope * below).sum(-1)
     log_zero, log_one, _, _ = hard_concrete_log_probs(log_alpha, temperature, stretch)
     m, m_bar = mean.unsqueeze(-1), co_mean.unsqueeze(-1)
     distance = torch.where(m < 0.5, nodes.z - m, m_bar - nodes.one_minus_z)
-    interior = (nodes.weight * (_last(temperature) * below * above * distance.square())).sum(-1)
+    interior = (nodes.weight * (last(temperature) * below * above * distance.square())).sum(-1)
     return torch.exp(log_zero) * mean.square() + torch.exp(log_one) * co_mean.square() + interior
 
 
 def hard_concrete_entropy(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Entropy with respect to the mixed measure; it may be negative."""
     log_zero, log_one, _, _ = hard_concrete_log_probs(log_alpha, temperature, stretch)
-    log_density = hard_concrete_log_density_in_t(nodes.t, log_alpha.unsqueeze(-1), _last(temperature))
+    log_density = hard_concrete_log_density_in_t(nodes.t, log_alpha.unsqueeze(-1), last(temperature))
     interior = (nodes.weight * torch.exp(log_density) * (log_density - torch.log(nodes.slope))).sum(-1)
     return -torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one - interior
 
@@ -694,7 +766,7 @@ def hard_concrete_kl_same_temperature(
     log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand_as(log_alpha_q)
-    if torch.compiler.is_compiling():
+    if transformed():
         return _kl_same_temperature(log_alpha_q, log_alpha_p, temperature, stretch, rule)
     return _apply(_KLSameTemperature, log_alpha_q, log_alpha_p, temperature, stretch, rule)
 
@@ -731,7 +803,7 @@ def hard_concrete_kl_same_stretch(
         log_one, change_one, log_one + change_one
     )
     log_alpha_q, log_alpha_p = log_alpha_q.unsqueeze(-1), log_alpha_p.unsqueeze(-1)
-    temperature_q, temperature_p = _last(temperature_q), _last(temperature_p)
+    temperature_q, temperature_p = last(temperature_q), last(temperature_p)
     below, change_below = log_q_and_change(nodes.t, 1)
     above, change_above = log_q_and_change(nodes.t, -1)
     log_q = _log(temperature_q) + below + above
@@ -765,7 +837,15 @@ class _LogNdtr(torch.autograd.Function):
 
 def log_ndtr(x: Tensor) -> Tensor:
     """Log of the standard normal cdf."""
-    return _apply(_LogNdtr, x) if not torch.compiler.is_compiling() else torch.special.log_ndtr(x)
+    return _log_ndtr(x) if transformed() else _apply(_LogNdtr, x)
+
+
+def _log_ndtr(x: Tensor) -> Tensor:
+    # torch's own has no rule for torch.vmap.
+    low = x < -1
+    tail = torch.where(low, x, -1.0)
+    below = torch.log(0.5 * torch.special.erfcx(-tail / _SQRT_2)) - 0.5 * tail.square()
+    return torch.where(low, below, torch.log1p(-0.5 * torch.special.erfc(torch.where(low, -1.0, x) / _SQRT_2)))
 
 
 def ndtr(x: Tensor) -> Tensor:
@@ -782,8 +862,13 @@ def log_ndtri(log_p: Tensor) -> Tensor:
         x = -torch.sqrt(-2 * target - torch.log(-4 * math.pi * target))
         for _ in range(4):
             x = x - (log_ndtr(x) - target) / _inverse_mills(x)
-    # One more Newton step outside no_grad carries the gradient.
-    tail = x - (log_ndtr(x) - torch.where(bulk, -20.0, log_p)) / _inverse_mills(x)
+    x = x.detach()  # torch.no_grad holds for the innermost transform of torch.func alone
+    # One more Newton step outside no_grad carries the gradient, and a second one the derivative of that.
+    target = torch.where(bulk, -20.0, log_p)
+    slope = _inverse_mills(x)
+    tail = x - (log_ndtr(x) - target) / slope
+    residual = log_ndtr(tail) - target
+    tail = tail - (residual - residual.detach()) / slope
     centre = torch.special.ndtri(torch.exp(torch.where(bulk, log_p, -1.0)))
     return torch.where(bulk, centre, tail)
 
@@ -797,7 +882,9 @@ def _inverse_mills(x: Tensor) -> Tensor:
 def _positive_part_mean(x: Tensor) -> Tensor:
     density = standard_normal_density(x)
     direct = x * ndtr(x) + density
-    middle = density * (1 + x * math.sqrt(math.pi / 2) * torch.special.erfcx(-x / _SQRT_2))
+    # Only where it is used: erfcx overflows far above, and 0 * inf would be the derivative there.
+    near = torch.where((x > -5) & (x < 0), x, -1.0)
+    middle = density * (1 + near * math.sqrt(math.pi / 2) * torch.special.erfcx(-near / _SQRT_2))
     u = (-x).clamp(min=5.0)
     fraction = torch.zeros_like(u)
     for k in range(40, 0, -1):
@@ -822,7 +909,7 @@ class _PositivePartMean(torch.autograd.Function):
 
 def positive_part_mean(x: Tensor) -> Tensor:
     """E max(0, x + e) = x Phi(x) + phi(x), without the cancellation that the sum has at x < 0."""
-    return _apply(_PositivePartMean, x) if not torch.compiler.is_compiling() else _positive_part_mean(x)
+    return _positive_part_mean(x) if transformed() else _apply(_PositivePartMean, x)
 
 
 def _reflect(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -932,41 +1019,68 @@ def rectified_normal_interior_icdf(u: Tensor, loc: Tensor, scale: Tensor) -> Ten
 
 # ---------------------------------------------------------------- panels
 
+MOST_NODES = 128  # of one rule: its nodes come from an eigenproblem of that size
+# Where panels end: the log density has fallen by these from its top. Beyond the last one there is no mass to rounding.
+_DROPS = {torch.float32: (2.0, 18.0), torch.float64: (2.0, 6.0, 18.0, 40.0)}
+# A density on the logit axis has its nearest singularity at a height of pi / 2, so that panels are no longer than this.
+_LONGEST_PANEL = 2.5
+_MOST_EVEN_PANELS = 24  # half of the logits that float64 tells from infinity are in panels of 30
 
-Breakpoints = Tensor | tuple[float, ...] | None
+
+def drops(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """By how much a log density has fallen from its top where panels end, for a result of the given type."""
+    return torch.tensor(_DROPS[dtype], dtype=torch.float64, device=device)
 
 
-def nodes_between(
-    stretch: Stretch, breakpoints: Sequence[Breakpoints], temperature: float, dtype: torch.dtype, device: torch.device
-) -> Nodes:
-    """Quadrature nodes on [t0, t1] of a stretch, in the panels that some gates ask for.
+def around(top: Tensor, step: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Where a density has fallen that falls by a factor of e with every step, on both sides; shape ``(..., k)``."""
+    reach = drops(dtype, top.device) * last(step)
+    return torch.cat((top.unsqueeze(-1) - reach, top.unsqueeze(-1) + reach), -1)
+
+
+def even_places(stretch: Stretch, device: torch.device) -> Tensor:
+    """Values of z at even steps of the stretch's logit, so that no panel between two is too long."""
+    most = 2 * half_width(stretch) / _LONGEST_PANEL
+    count = math.ceil(min(most, _MOST_EVEN_PANELS)) if most < math.inf else _MOST_EVEN_PANELS // 2
+    gamma, _, width, t0, t1 = (torch.as_tensor(x, dtype=torch.float64, device=device).detach() for x in stretch)
+    share = torch.arange(1, count, dtype=torch.float64, device=device) / count
+    t = t0.unsqueeze(-1) + (t1 - t0).unsqueeze(-1) * share
+    return gamma.unsqueeze(-1) + width.unsqueeze(-1) * torch.sigmoid(t)
+
+
+def rule_nodes(
+    stretch: Stretch, breakpoints: tuple[float, ...], temperature: float, dtype: torch.dtype, device: torch.device
+) -> Nodes | None:
+    """Nodes of one rule between any two of some numbers, or None where a rule would need too many.
 
     Args:
         stretch: the stretch whose logit map is used.
-        breakpoints: where panels end, values of z in [0, 1]: numbers, tensors of shape ``batch_shape + (k,)``, None.
+        breakpoints: values of z in [0, 1] where the rule starts anew.
         temperature: the largest temperature involved.
         dtype: type of the nodes.
         device: device of the nodes.
     """
+    sharpness = half_width(stretch) * max(1.0, temperature)
+    if not sharpness < MOST_NODES / 4:  # needs more in either type, and infinity none
+        return None
     n = num_nodes(half_width(stretch), temperature, dtype)
-    found = [x for x in breakpoints if x is not None]
-    if not found:
+    if n > MOST_NODES:
+        return None
+    if not breakpoints:
         return stretch_nodes(stretch, n, dtype, device)
-    numbers = tuple(sorted({z for x in found if isinstance(x, tuple) for z in x}))
-    tensors = [x for x in found if isinstance(x, Tensor)]
-    if not tensors and not any(isinstance(x, Tensor) for x in stretch):
-        return _number_panels(stretch, numbers, n, dtype, device)
-    if numbers:
-        tensors.append(torch.tensor(numbers, dtype=dtype, device=device))
-    return panel_nodes(stretch, tensors, n, dtype, device)
+    gamma, zeta = stretch.gamma, stretch.zeta
+    if isinstance(gamma, Tensor) or isinstance(zeta, Tensor):
+        places = torch.tensor(breakpoints, dtype=dtype, device=device)
+        return panel_nodes(stretch, [places], n, dtype, device)
+    return _number_panels(gamma, zeta, breakpoints, n, dtype, device)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _number_panels(
-    stretch: Stretch, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
+    gamma: float, zeta: float, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
 ) -> Nodes:
     places = [torch.tensor(breakpoints, dtype=torch.float64)]
-    nodes = panel_nodes(stretch, places, n, torch.float64, torch.device("cpu"))
+    nodes = panel_nodes(_number_stretch(gamma, zeta), places, n, torch.float64, torch.device("cpu"))
     return Nodes(*(x.to(dtype=dtype, device=device) for x in nodes))
 
 

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from torch.distributions import constraints
 
-from pyro_l0._components import Exponential, exponential_breakpoints
-from pyro_l0._numerics import Breakpoints
+from pyro_l0._components import Exponential
 from pyro_l0.distributions.gate import bounded
 from pyro_l0.distributions.mixture import BetaMixtureGate
 
@@ -56,6 +55,3 @@ class ExponentialGate(BetaMixtureGate):
     @property
     def _component(self) -> Exponential:
         return Exponential(self._beta)
-
-    def _breakpoints(self) -> Breakpoints:
-        return exponential_breakpoints(self._beta, self.logits.dtype)

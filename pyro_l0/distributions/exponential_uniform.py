@@ -7,8 +7,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0._components import ExponentialUniform, exponential_breakpoints
-from pyro_l0._numerics import Breakpoints
+from pyro_l0._components import ExponentialUniform
 from pyro_l0.distributions.gate import Number, bounded
 from pyro_l0.distributions.mixture import MixtureGate
 
@@ -78,9 +77,6 @@ class ExponentialUniformGate(MixtureGate):
     @property
     def _component(self) -> ExponentialUniform:
         return ExponentialUniform(self._beta, self._epsilon)
-
-    def _breakpoints(self) -> Breakpoints:
-        return exponential_breakpoints(self._beta, self.logits.dtype)
 
     @classmethod
     def from_active_prob(

@@ -17,7 +17,7 @@ from torch.distributions import Distribution, biject_to, constraints, transform_
 from torch.types import _size
 
 from pyro_l0 import _numerics as numerics
-from pyro_l0._numerics import Breakpoints, Nodes, Stretch, cat_flat
+from pyro_l0._numerics import Nodes, Stretch, cat_flat
 
 __all__ = [
     "GateDistribution",
@@ -113,6 +113,12 @@ class GateDistribution(TorchDistribution):
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned``
     and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and the guides follow.
 
+    Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it (third
+    derivatives of a mixture's draws and quantiles, and of draws of a tail, are not theirs). Under
+    ``torch.vmap`` and ``torch.compile`` no Python code can tell whether a value is good, so that parameters, values and
+    rates are not validated there; and ``torch.vmap`` refuses draws unless it is told ``randomness="different"`` or
+    ``"same"``.
+
     Class attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
@@ -122,6 +128,17 @@ class GateDistribution(TorchDistribution):
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
+
+    def __init__(
+        self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
+    ) -> None:
+        if any(isinstance(x, Tensor) and numerics.opaque(x) for x in self._state().values()):
+            validate_args = False
+        super().__init__(torch.Size(batch_shape), torch.Size(event_shape), validate_args=validate_args)
+
+    def _validate_sample(self, value: Tensor) -> None:
+        if not (isinstance(value, Tensor) and numerics.opaque(value)):
+            super()._validate_sample(value)
 
     # ------------------------------------------------------------ what a family writes
 
@@ -187,7 +204,10 @@ class GateDistribution(TorchDistribution):
 
     @abstractmethod
     def _node_temperature(self) -> float:
-        """Sharpness on the logit axis: the largest temperature of a hard concrete as hard to integrate."""
+        """Sharpness on the logit axis: the largest temperature of a hard concrete as hard to integrate.
+
+        Infinity where that is not known, as parameters on a device are not.
+        """
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
@@ -233,7 +253,7 @@ class GateDistribution(TorchDistribution):
         """
         if self._validate_args:
             self._validate_sample(value)
-        if value.requires_grad and self.has_rsample:
+        if value.requires_grad and self.has_rsample and not numerics.transformed():
             _warn_if_kl_is_sampled()
         interior = (value > 0) & (value < 1)
         # The unused branch of a where still sends a gradient; 1/2 keeps it finite.
@@ -301,18 +321,16 @@ class GateDistribution(TorchDistribution):
         like: Tensor = getattr(self, next(iter(self.learned)))
         return like
 
-    def _nodes(self) -> Nodes:
-        """Quadrature nodes between the atoms, on the logit map of this gate's stretch or of the usual one."""
-        like, stretch = self._like, self.stretch or numerics.DEFAULT_STRETCH
-        return numerics.nodes_between(stretch, [self._breakpoints()], self._node_temperature(), like.dtype, like.device)
+    def _breakpoints(self) -> tuple[float, ...] | None:
+        """Numbers in [0, 1] where a quadrature rule starts anew, None where only panels will do."""
+        return ()
 
-    def _log_density_at(self, nodes: Nodes) -> Tensor:
-        """Log density with respect to dt at this gate's own nodes, shape ``batch_shape + (n,)``."""
-        return self._log_density_in_t(nodes, self.stretch or numerics.DEFAULT_STRETCH)
+    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+        """Places where panels end around this gate's mass and bends, for a result of a type.
 
-    def _breakpoints(self) -> Breakpoints:
-        """Places in [0, 1] where quadrature panels end: numbers or shape ``batch_shape + (k,)``, None for none."""
-        return None
+        Values of z, those outside of [0, 1] being ignored; shape ``batch_shape + (k,)``, k for every parameter.
+        """
+        return torch.empty(0, dtype=torch.float64, device=self._like.device)
 
 
 class JointDraw(NamedTuple):
@@ -390,7 +408,7 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
     def convert(x: Number) -> Number:
         if not isinstance(x, Tensor):
             return float(x)
-        if x.ndim == 0 and x.device.type == "cpu" and not x.requires_grad:
+        if x.ndim == 0 and numerics.constant(x):
             return float(x)
         return x.to(dtype)
 
@@ -407,12 +425,14 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
 
 
 def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
-    """Refuse a probability outside the open range that a family can reach.
+    """Refuse a probability outside the open range that a family can reach, if its values can be told.
 
     Raises:
         ValueError: a value is not strictly between ``low`` and ``high``.
     """
     rate = torch.as_tensor(value)
+    if numerics.opaque(rate):
+        return
     if not bool(((rate > low) & (rate < high)).all()):
         raise ValueError(
             f"Expected {name} strictly between {low:g} and {high:g}, the range that {family} can reach, "
@@ -422,7 +442,7 @@ def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, 
 
 def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
     """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp_(min=torch.finfo(like.dtype).tiny)
+    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
 
 
 def inside_unit_interval(z: Tensor) -> Tensor:

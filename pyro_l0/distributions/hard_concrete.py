@@ -24,6 +24,7 @@ from pyro_l0.distributions.gate import (
     inside_unit_interval,
     open_uniform,
 )
+from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.stretched import StretchedGate
 
 __all__ = ["HardConcrete"]
@@ -56,8 +57,8 @@ class HardConcrete(StretchedGate):
         tensor([0.0831, 0.9963])
 
     Note:
-        Numbers cost nothing per draw. A temperature that is a tensor of several elements on an accelerator is read
-        back once for each quadrature (``mean``, ``variance``, ``entropy``, KLs without a closed form).
+        Numbers cost nothing per draw. With a temperature that is a tensor on an accelerator each quadrature (``mean``,
+        ``variance``, ``entropy``, KLs without a closed form) takes the nodes that do for any temperature.
 
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 10-13 and 23-29.
@@ -179,16 +180,16 @@ class HardConcrete(StretchedGate):
     @property
     def mean(self) -> Tensor:
         """E[z], shape ``batch_shape``."""
-        return numerics.hard_concrete_mean(self.log_alpha, self._temperature, self._nodes())
+        return integrate(_mean, self)
 
     @property
     def variance(self) -> Tensor:
         """Var[z], shape ``batch_shape``."""
-        return numerics.hard_concrete_variance(self.log_alpha, self._temperature, self.stretch, self._nodes())
+        return integrate(_variance, self)
 
     def entropy(self) -> Tensor:
         """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
-        return numerics.hard_concrete_entropy(self.log_alpha, self._temperature, self.stretch, self._nodes())
+        return integrate(_entropy, self)
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
@@ -242,6 +243,22 @@ class HardConcrete(StretchedGate):
         return torch.sigmoid(numerics.hard_concrete_cdf_logit(z, self.log_alpha, self._temperature, self.stretch))
 
     def _node_temperature(self) -> float:
-        if isinstance(self._temperature, Tensor):
-            return float(self._temperature.detach().amax()) if self._temperature.numel() else 1.0
-        return self._temperature
+        return numerics.largest(self._temperature)
+
+    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+        gamma, _, width, t0, t1 = self.stretch
+        top = (self.log_alpha / self._temperature).clamp(min=t0).clamp(max=t1)
+        t = numerics.around(top, 1 / self._temperature, dtype)
+        return numerics.last(gamma) + numerics.last(width) * torch.sigmoid(t)
+
+
+def _mean(nodes: Nodes, _: Stretch, gate: HardConcrete) -> Tensor:
+    return numerics.hard_concrete_mean(gate.log_alpha, gate._temperature, nodes)
+
+
+def _variance(nodes: Nodes, stretch: Stretch, gate: HardConcrete) -> Tensor:
+    return numerics.hard_concrete_variance(gate.log_alpha, gate._temperature, stretch, nodes)
+
+
+def _entropy(nodes: Nodes, stretch: Stretch, gate: HardConcrete) -> Tensor:
+    return numerics.hard_concrete_entropy(gate.log_alpha, gate._temperature, stretch, nodes)

@@ -1,26 +1,48 @@
 """KL divergences between gates: closed forms, quadrature for every other pair, and refusals.
 
-Importing this module registers them with ``torch.distributions.kl_divergence``.
+Importing this module registers them with ``torch.distributions.kl_divergence``, and looks each pair up once: torch
+keeps what it finds, and ``torch.compile(fullgraph=True)`` cannot follow it while it searches ("Failed to trace builtin
+operator"). A further ``register_kl`` makes torch forget; then evaluate a KL once before it is compiled.
 """
 
 from __future__ import annotations
 
-from functools import reduce
+from itertools import product
 
 import torch
-from pyro.distributions import Delta
+from pyro.distributions import Delta, Independent
 from torch import Tensor
 from torch.distributions import Distribution, register_kl
+from torch.distributions.kl import _KL_MEMOIZE, _dispatch_kl
 
 from pyro_l0 import _numerics as numerics
-from pyro_l0._numerics import Stretch
+from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
+from pyro_l0.distributions.exponential import ExponentialGate
+from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
 from pyro_l0.distributions.gate import GateDistribution, Number
 from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
+from pyro_l0.distributions.power_law import PowerLawGate
+from pyro_l0.distributions.quadrature import integrate
+from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 
 __all__ = ["kl_by_quadrature"]
+
+_FAMILIES = (
+    BernoulliGate,
+    BinaryConcrete,
+    ExponentialGate,
+    ExponentialUniformGate,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    Rectified,
+    RectifiedNormal,
+)
+_WIDE = 10.0  # scales whose closed form loses four digits or more: its moments are differences between the atoms
 
 
 @register_kl(HardConcrete, HardConcrete)
@@ -33,11 +55,12 @@ def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
     if _same(q._temperature, p._temperature) and not _learned(q._gamma, q._zeta):
         rule = numerics.gauss_legendre(8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device)
         return numerics.hard_concrete_kl_same_temperature(q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule)
-    temperature = max(q._node_temperature(), p._node_temperature())
-    n = numerics.num_nodes(numerics.half_width(q.stretch), temperature, dtype)
-    nodes = numerics.stretch_nodes(q.stretch, n, dtype, q.log_alpha.device)
+    return integrate(_kl_same_stretch, q, p)
+
+
+def _kl_same_stretch(nodes: Nodes, stretch: Stretch, q: HardConcrete, p: HardConcrete) -> Tensor:
     return numerics.hard_concrete_kl_same_stretch(
-        q.log_alpha, q._temperature, p.log_alpha, p._temperature, q.stretch, nodes
+        q.log_alpha, q._temperature, p.log_alpha, p._temperature, stretch, nodes
     )
 
 
@@ -46,8 +69,7 @@ def _same(x: Number, y: Number) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x is y:
             return True
-        constant = not (x.requires_grad or y.requires_grad)
-        return constant and x.device.type == y.device.type == "cpu" and torch.equal(x, y)
+        return numerics.constant(x) and numerics.constant(y) and torch.equal(x, y)
     return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
 
 
@@ -57,6 +79,10 @@ def _learned(*parameters: Number) -> bool:
 
 @register_kl(RectifiedNormal, RectifiedNormal)
 def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
+    single = q.scale.dtype == p.scale.dtype == torch.float32
+    if single and numerics.readable(q.scale) and numerics.largest(q.scale) > _WIDE:
+        wide = (x.double() for x in (q.loc, q.scale, p.loc, p.scale))
+        return numerics.rectified_normal_kl(*wide).float()
     return numerics.rectified_normal_kl(q.loc, q.scale, p.loc, p.scale)
 
 
@@ -94,9 +120,7 @@ def _kl_gate_bernoulli(q: GateDistribution, p: BernoulliGate) -> Tensor:
 def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
 
-    The interior is integrated on the logit axis of the narrower stretch on each side (with the wider one the
-    narrower density has a branch point just outside the interval), in panels between the places where a density
-    changes its scale.
+    The cost is bounded for every parameter; see ``docs/maths.md`` for where the nodes lie.
 
     Returns:
         A tensor of the broadcast batch shape.
@@ -109,14 +133,12 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
             f"KL({type(q).__name__} || {type(p).__name__}) needs the same atoms on both sides, "
             f"but got {q.atoms} and {p.atoms}."
         )
-    like = q.log_prob_zero
-    dtype = torch.promote_types(like.dtype, p.log_prob_zero.dtype)
-    stretch = _narrower(q.stretch, p.stretch)
-    temperature = max(q._node_temperature(), p._node_temperature())
-    breakpoints = [q._breakpoints(), p._breakpoints()]
-    nodes = numerics.nodes_between(stretch, breakpoints, temperature, dtype, like.device)
+    return integrate(_kl_between, q, p)
+
+
+def _kl_between(nodes: Nodes, stretch: Stretch, q: GateDistribution, p: GateDistribution) -> Tensor:
     return numerics.kl_from_terms(
-        like,
+        q.log_prob_zero,
         p.log_prob_zero,
         q.log_prob_one,
         p.log_prob_one,
@@ -124,19 +146,6 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
         p._log_density_in_t(nodes, stretch),
         nodes.weight,
     )
-
-
-def _narrower(x: Stretch | None, y: Stretch | None) -> Stretch:
-    if x is None or y is None:
-        return x or y or numerics.DEFAULT_STRETCH
-    if x is y:
-        return x
-    if any(isinstance(limit, Tensor) for limit in (*x, *y)):
-        limits = (x.gamma, y.gamma, x.zeta, y.zeta)
-        dtype = reduce(torch.promote_types, (limit.dtype for limit in limits if isinstance(limit, Tensor)))
-        low, other_low, high, other_high = (torch.as_tensor(limit, dtype=torch.float64) for limit in limits)
-        return numerics.make_stretch(torch.maximum(low, other_low), torch.minimum(high, other_high), dtype)
-    return numerics.make_stretch(max(x.gamma, y.gamma), min(x.zeta, y.zeta), torch.float64)
 
 
 register_kl(GateDistribution, GateDistribution)(kl_by_quadrature)
@@ -164,3 +173,7 @@ def _kl_delta_gate(q: Delta, p: GateDistribution) -> Tensor:
         f"KL(Delta || {type(p).__name__}) is refused: the log density of a gate at one point is no divergence on "
         "a measure with atoms. Use a gate as the posterior."
     )
+
+
+for _q, _p in product((*_FAMILIES, Independent), repeat=2):
+    _KL_MEMOIZE[_q, _p] = _dispatch_kl(_q, _p)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,8 +12,9 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0 import _components as components
+from pyro_l0 import _numerics as numerics
 from pyro_l0._components import Component, Point
-from pyro_l0._numerics import Stretch
+from pyro_l0._numerics import kept, last
 from pyro_l0.distributions.gate import Number, as_parameters, check_rate, open_uniform
 from pyro_l0.distributions.stretched import UnitIntervalGate
 
@@ -25,7 +25,7 @@ class MixtureGate(UnitIntervalGate):
     """A stretched and clipped mixture of a component near 0 and its mirror image near 1.
 
     Draws choose a component first; their derivatives for the logits and for the components' parameters are the
-    implicit ones (Eq. 12 of the paper), which are right to first order alone.
+    implicit ones (Eq. 12 of the paper), which are right up to the second.
     """
 
     logits: Tensor
@@ -70,7 +70,8 @@ class MixtureGate(UnitIntervalGate):
         shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
         ends = make(torch.zeros((), dtype=torch.float64, device=rate.device), **shared, validate_args=True)
         low, high = (ends._filled(x) for x in ends._active_probs)
-        check_rate("active_prob", active_prob, cls.__name__, float(low.amax()), float(high.amin()))
+        if not (numerics.opaque(low) or numerics.opaque(high)):
+            check_rate("active_prob", active_prob, cls.__name__, float(low.amax()), float(high.amin()))
         logits = torch.log(rate.double() - low) - torch.log(high - rate.double())
         gate: Self = make(logits.to(rate.dtype), **options, validate_args=validate_args)
         return gate
@@ -120,7 +121,9 @@ class MixtureGate(UnitIntervalGate):
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
-        if any(isinstance(x, Tensor) and x.requires_grad for x in self.fixed_options.values()):
+        if numerics.transformed() or any(
+            isinstance(x, Tensor) and x.requires_grad for x in self.fixed_options.values()
+        ):
             return super().rsample(sample_shape)
         shape = torch.Size(sample_shape) + self.logits.shape
         return components.mixture_gate_draw(self.logits, shape, self._component, self.stretch)
@@ -130,7 +133,8 @@ class MixtureGate(UnitIntervalGate):
         """P(z != 0) of the component near 0 and of the one near 1."""
         if not any(isinstance(x, Tensor) for x in self.fixed_options.values()):
             component: Any = self._component
-            return _number_active_probs(component, self.stretch)
+            limits: Any = self._gamma, self._zeta
+            return _number_active_probs(type(component), tuple(component), *limits)
         return _component_active_probs(self._component, self._ends[0])
 
     @property
@@ -162,17 +166,27 @@ class MixtureGate(UnitIntervalGate):
         return self.plug_in_weight
 
     def _node_temperature(self) -> float:
-        return 1.0
+        return numerics.largest(self._beta) if self._breakpoints() is None else 1.0
+
+    def _breakpoints(self) -> tuple[float, ...] | None:
+        return self._component.breakpoints(self.logits.dtype)
+
+    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+        low, high = self._ends
+        s = self._component.panel_edges(self.logits, low.s, high.s, dtype)
+        return last(self.stretch.gamma) + last(self.stretch.width) * s
 
 
 def _component_active_probs(component: Component, zero: Point) -> tuple[Tensor, Tensor]:
     return torch.exp(component.log_above(zero)), torch.exp(component.log_below(zero.mirrored))
 
 
-@lru_cache(maxsize=256, typed=True)  # components of two kinds with the same numbers are equal
-def _number_active_probs(component: Component, stretch: Stretch) -> tuple[float, float]:
-    s = torch.tensor([-stretch.gamma, stretch.zeta], dtype=torch.float64) / stretch.width
-    low, high = _component_active_probs(component, Point(s[0], s[1]))
+@kept(256)
+def _number_active_probs(
+    kind: Callable[..., Component], parameters: tuple[float, ...], gamma: float, zeta: float
+) -> tuple[float, float]:
+    s = torch.tensor([-gamma, zeta], dtype=torch.float64) / (zeta - gamma)
+    low, high = _component_active_probs(kind(*parameters), Point(s[0], s[1]))
     return float(low), float(high)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -12,13 +13,15 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0._numerics import Breakpoints, Nodes, Stretch
+from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.gate import Number
 from pyro_l0.distributions.quadrature import QuadratureGate
 
 __all__ = ["Rectified"]
 
-_QUANTILES = (1e-12, 1e-4, 0.02, 0.15, 0.5, 0.85, 0.98, 1 - 1e-4)
+# Of the mass between the atoms, below the places where panels end.
+_SHARES = (1e-14, 1e-10, 1e-7, 1e-4, 0.01, 0.15, 0.5, 0.85, 0.99, 1 - 1e-4, 1 - 1e-7, 1 - 1e-10, 1 - 1e-14)
+_HALVINGS = 50
 
 
 class Rectified(QuadratureGate):
@@ -30,7 +33,7 @@ class Rectified(QuadratureGate):
 
     Args:
         base: a distribution of real numbers with ``cdf``, ``log_prob`` and ``rsample``, shape ``batch_shape``; its
-            ``icdf``, if it has one, places the quadrature's panels and gives quantiles.
+            ``icdf``, if it has one, gives quantiles.
 
     Shape:
         ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
@@ -163,21 +166,30 @@ class Rectified(QuadratureGate):
         return self.base.cdf(z)
 
     def _node_temperature(self) -> float:
-        return 3.0
+        return math.inf  # nothing is known of the density
 
-    def _breakpoints(self) -> Breakpoints:
-        try:
-            places = [self.base.icdf(self._at(p)).detach() for p in _QUANTILES]
-        except NotImplementedError:
-            return tuple(k / 16 for k in range(1, 16))
-        return torch.stack(places, -1).nan_to_num(0.0).clamp(0, 1)
+    def _breakpoints(self) -> None:
+        return None
 
-    def _integrals(self) -> tuple[Tensor, Tensor, Nodes]:
-        nodes = self._nodes()
+    @torch.no_grad()
+    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+        """Quantiles given 0 < z < 1 by bisection, as a base need not have any of its own."""
+        low, high = torch.broadcast_tensors(self.base.cdf(self._at(0.0)), self.base.cdf(self._at(1.0)))
+        share = torch.tensor(_SHARES, dtype=low.dtype, device=low.device).view(-1, *(1,) * low.dim())
+        # The median too, where a density such as Laplace's has its kink.
+        goal = torch.cat((low + share * (high - low), torch.full_like(low, 0.5).unsqueeze(0)))
+        left, right = torch.zeros_like(goal), torch.ones_like(goal)
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (left + right)
+            below = self.base.cdf(middle) < goal
+            left, right = torch.where(below, middle, left), torch.where(below, right, middle)
+        return (0.5 * (left + right)).movedim(0, -1)
+
+    def _integrals(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
         z = nodes.z.expand(*self.batch_shape, nodes.z.shape[-1]).movedim(-1, 0)
         below = self.base.cdf(z).movedim(0, -1)
         measure = nodes.weight * nodes.slope
-        return (measure * (1 - below)).sum(-1), (measure * below).sum(-1), nodes
+        return (measure * (1 - below)).sum(-1), (measure * below).sum(-1)
 
 
 def _parts(base: Distribution) -> dict[str, Any]:

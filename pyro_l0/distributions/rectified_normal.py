@@ -166,10 +166,13 @@ class RectifiedNormal(GateDistribution):
         return numerics.ndtr((z - self.loc) / self.scale)
 
     def _node_temperature(self) -> float:
-        # Panels end at the breakpoints, so a panel holds at most 18 standard deviations: 48 nodes in float64, as
-        # many as a temperature of 3 asks for at the default stretch.
-        return 3.0
+        return numerics.largest(1 / self.scale)
 
-    def _breakpoints(self) -> Tensor:
-        reach = 9 * self.scale
-        return torch.stack((self.loc - reach, self.loc + reach), -1).clamp(0, 1)
+    def _breakpoints(self) -> None:
+        return None  # the density may be sharp anywhere between the atoms
+
+    def _panel_edges(self, dtype: torch.dtype) -> Tensor:
+        loc, scale = self.loc.unsqueeze(-1), self.scale.unsqueeze(-1)
+        distance = (loc.clamp(0, 1) - loc) / scale  # of the top between the atoms
+        reach = scale * torch.sqrt(distance.square() + 2 * numerics.drops(dtype, loc.device))
+        return torch.cat((loc - reach, loc + reach), -1)
