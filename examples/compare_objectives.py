@@ -27,6 +27,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import pyro
 import torch
 from tqdm import tqdm
 
@@ -36,7 +37,6 @@ import ranges
 from data import Images, load_digits, load_mnist
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate
 from training import Run
 
 __all__ = ["Options", "main", "rate_without_data"]
@@ -132,18 +132,20 @@ def rate_without_data(prior_active_prob: float, seed: int) -> float:
         prior_active_prob: the prior's rate.
         seed: seed of the start.
     """
+
+    def model() -> None:
+        pyro.sample("z", HardConcrete.from_active_prob(prior_active_prob).expand([20]).to_event(1))
+
     torch.manual_seed(seed)
-    model = Gate(20, prior=HardConcrete.from_active_prob(prior_active_prob))
-    inputs = torch.ones(1, 20)
     guide = AutoGate(model, init_active_prob=0.8)
-    guide(inputs)
+    guide()
     loss = L0_ELBO("free_energy")(model, guide)
     optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
     steps = 1500
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):
         optimiser.zero_grad()
-        loss(inputs).backward()
+        loss().backward()
         optimiser.step()
         decay.step()
     return float(guide.active_rate().overall)

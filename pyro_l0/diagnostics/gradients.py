@@ -13,9 +13,11 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0._record import Record
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.infer.autoguide import AutoGate
 from pyro_l0.infer.elbo import L0_ELBO
 
@@ -272,9 +274,14 @@ def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def _nodes(gate: GateDistribution) -> tuple[Tensor, Tensor]:
-    """Points between the atoms, shape ``(n,)`` or ``batch_shape + (n,)``, and the log mass that a rule gives them."""
-    nodes = gate._nodes()
-    return nodes.z, gate._log_density_at(nodes) + torch.log(nodes.weight)
+    """Points between the atoms and the log mass that a rule gives them, each of shape ``batch_shape + (n,)``."""
+
+    def both(nodes: Nodes, stretch: Stretch, gate: GateDistribution) -> Tensor:
+        log_mass = gate._log_density_in_t(nodes, stretch) + torch.log(nodes.weight)
+        return torch.stack(torch.broadcast_tensors(nodes.z, log_mass))
+
+    z, log_mass = integrate(both, gate)
+    return z, log_mass
 
 
 def _points(gate: GateDistribution) -> list[tuple[Tensor, Tensor]]:
