@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyro
-from pyro.distributions import Unit
+from pyro.distributions import Delta, Unit
 from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
@@ -94,7 +94,8 @@ class Record(Messenger):
 
 def is_deterministic(site: Site) -> bool:
     """Whether a recorded site holds a value that follows from others: ``pyro.deterministic``, or reparameterised."""
-    return bool(site["is_observed"]) and getattr(site["fn"], "_mask", None) is False
+    fn = site["fn"]
+    return bool(site["is_observed"]) and getattr(fn, "_mask", None) is False and isinstance(fn.base_dist, Delta)
 
 
 def is_likelihood(site: Site) -> bool:

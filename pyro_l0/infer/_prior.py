@@ -68,9 +68,16 @@ def drawn_options(first: Options, draw: Callable[[], Options]) -> set[tuple[str,
                 break
             again = draw()
             drawn |= {(site, key) for site, key in left if not same(first[site][key], again.get(site, {}).get(key))}
-            left -= drawn
+            # A tensor that is there before the run depends on no draw.
+            lasting = {(site, key) for site, key in left if _is_tensor(first[site][key], again.get(site, {}).get(key))}
+            left -= drawn | lasting
     pyro.util.set_rng_state(state)
     return drawn
+
+
+def _is_tensor(x: Any, y: Any) -> bool:
+    """Whether two options are one tensor."""
+    return isinstance(x, Tensor) and x is y
 
 
 def same(x: Any, y: Any) -> bool:

@@ -225,13 +225,15 @@ class AutoGate(AutoGuide):
             kwargs: keyword arguments of the model.
         """
         options = self._prior_options(prototype)
-        if not draws:
-            return options
         usual = self.family.from_active_prob(0.5).fixed_options
         special = {
             name: {key: value for key, value in fixed.items() if not same(value, usual[key])}
             for name, fixed in options.items()
         }
+        # What depends on draws of several gates is a tensor, behind them.
+        behind = [name for name, site in prototype.iter_stochastic_nodes() if find_gate(site["fn"]) is not None][1:]
+        if not draws and not any(isinstance(x, Tensor) for name in behind for x in special.get(name, {}).values()):
+            return options
         hide_fn: Any = self._prototype_hide_fn
         trace = poutine.block(poutine.trace(poutine.block(self.model, hide_fn)).get_trace)
         drawn = drawn_options(special, lambda: self._prior_options(trace(*args, **kwargs)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -33,7 +34,7 @@ __all__ = [
 
 def check_coefficient(name: str, value: Any) -> None:
     """Refuse a coefficient that is negative or not finite."""
-    if value is None:
+    if value is None and name == "group_size":
         return
     for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
         where = f"{name}[{key!r}]" if key else name
@@ -138,7 +139,7 @@ def refuse_without_likelihood(
 ) -> None:
     """Refuse a model without a likelihood that looks as if it had one: its loss would be the price of its gates alone.
 
-    A model that takes no data, has no parameters and returns no more than its draws may be there for its prior's sake.
+    A model that takes no data, has no network and returns no more than its draws may be there for its prior's sake.
     """
     found = None
     for _, x in _leaves("", returned):
@@ -147,7 +148,7 @@ def refuse_without_likelihood(
             found = f"returns {what}; what a model returns is no part of the loss"
     if found is None and any(True for _ in _tensors("", [args, kwargs])):
         found = "is given data"
-    if found is None and isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):
+    if found is None and any(p.requires_grad for module in _modules(model) for p in module.parameters()):
         found = "has parameters to train"
     if found is not None:
         raise ValueError(
@@ -155,6 +156,21 @@ def refuse_without_likelihood(
             "alone would be trained, which closes them all. State a likelihood by pyro.sample('y', distribution, "
             "obs=y), or a loss in nats, summed over the data, by pyro_l0.infer.factor('y', -loss) or pyro.factor."
         )
+
+
+def _modules(model: Any) -> Iterator[nn.Module]:
+    """A model that is a module, or the modules that a function uses: its object's, and those around it by name."""
+    if isinstance(model, nn.Module):
+        yield model
+    elif isinstance(model, partial):  # also what Pyro's handlers make of a model
+        for x in (model.func, *model.args):
+            yield from _modules(x)
+    elif inspect.isfunction(model) or inspect.ismethod(model):
+        around = inspect.getclosurevars(model)
+        owner = getattr(getattr(model, "__self__", None), "__dict__", {})
+        yield from (x for _, x in _leaves("", [around.nonlocals, around.globals, owner]) if isinstance(x, nn.Module))
+    elif inspect.ismethod(call := getattr(model, "__call__", None)):  # noqa: B004
+        yield from _modules(call)
 
 
 # ------------------------------------------------------------ arguments

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from pyro.distributions.util import scale_and_mask
+from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBO
 from pyro.infer.util import torch_item
 from pyro.poutine import Trace
@@ -83,9 +84,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             ``lam`` :math:`= \lambda` here.
         group_size: weights that a gate switches, :math:`|g|` of Eq. 16, in the same forms; 1 if not given.
         slab: for ``"spike_slab"``, the gate site of each slab site. A gate without event dimensions switches a whole
-            event of its slab (in the same plates), as a group of weights; gates with as many event dimensions switch
-            its elements, and broadcast. The KL of a slab that has no registered one (Student-t, Cauchy, half-normal
-            priors) is sampled at the slab's draw, which is unbiased; P(z != 0) stays analytic.
+            event of its slab (in the same plates), as a group of weights; gates with event dimensions switch its
+            elements, and broadcast along the last dimensions as in ``z * w``. The KL of a slab that has no registered
+            one (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw, which is unbiased; P(z != 0)
+            stays analytic.
         kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
             losses taken so far with a gradient, kept in the attribute ``step``.
         weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
@@ -147,6 +149,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             check_coefficient(name, value)
         if not callable(kl_scale):
             check_coefficient("kl_scale", kl_scale)
+            if isinstance(kl_scale, Tensor) and kl_scale.dim():
+                raise ValueError(f"Expected kl_scale to be one number, but got a shape of {tuple(kl_scale.shape)}.")
         if estimator is not None and estimator not in get_args(EstimatorName):
             raise ValueError(f"Expected estimator to be one of {get_args(EstimatorName)}, but got {estimator!r}.")
         if estimator == "leave_one_out" and num_particles < 2:
@@ -269,11 +273,15 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             for name, site in record.sites.items():
                 seen.add_node(name, **site)
             error.add_note(seen.format_shapes())
-            odd = odd_arguments(program, args, kwargs)
-            if not odd:
+            # A guide of Pyro's runs the model at its first call, and takes the model's arguments.
+            model = program.model if isinstance(program, AutoGuide) else program
+            first = isinstance(program, AutoGuide) and program.prototype_trace is None
+            odd = "; ".join(odd_arguments(model, args, kwargs))
+            if not odd and "found invalid values" not in str(error):  # of torch's validation, which names no site
                 raise
-            what = "guide" if values is None else "likelihood (nll) of the model"
-            raise ValueError(f"The {what} failed at step {self.step}, where {'; '.join(odd)}: {error}") from error
+            what = "guide" if values is None and not first else "likelihood (nll) of the model"
+            where = f", where {odd}" if odd else ""
+            raise ValueError(f"The {what} failed at step {self.step}{where}: {error}") from error
         if values is not None and not any(map(is_likelihood, record.sites.values())):
             refuse_without_likelihood(program, record.sites, returned, args, kwargs)
         return record.sites

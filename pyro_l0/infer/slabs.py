@@ -18,8 +18,8 @@ def slab_kl(name: str, site: Site, posterior: Site, gate_name: str, gates: Site,
     r"""The term :math:`\sum P(z \neq 0)\, KL(q(w) \| p(w))` of Eq. 20.
 
     Batch dimensions of gates and slab belong together. A gate without event dimensions switches a whole event: its KL
-    is summed over the event first. With as many event dimensions on both sides, gates switch elements, and one of size
-    1 is shared. With fewer, the gates lie along the event's first or last dimensions, whichever they fit.
+    is summed over the event first. Gates with event dimensions switch elements along the event's last dimensions, as
+    torch broadcasts ``z * w``; one of size 1 is shared.
 
     Args:
         name: slab site.
@@ -58,19 +58,24 @@ def _places(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates:
     batch, event = tuple(gates["fn"].batch_shape), tuple(gates["fn"].event_shape)
     slab_batch, slab_event = tuple(slab["fn"].batch_shape), tuple(slab["fn"].event_shape)
     whole, slab_whole = batch + event, slab_batch + slab_event
+    last, first = _padded(whole, len(slab_whole))
+    along_last, along_first = _padded(event, len(slab_event))
     found: list[_Shape] = []
-    if len(event) <= len(slab_event) and _fits(batch, slab_batch):
-        rows = (1,) * (len(slab_batch) - len(batch)) + batch
-        found = [rows + along for along in _padded(event, slab_event)]
+    if _fits(along_last, slab_event) and _fits(batch, slab_batch):
+        found = [(1,) * (len(slab_batch) - len(batch)) + batch + along_last]
         if len(event) < len(slab_event) and _other_plates(plates_of_gates, slab, batch):
-            found += _padded(whole, slab_whole)[:1]
-    found = list(dict.fromkeys(found or _padded(whole, slab_whole)))
+            found += [last] if _fits(last, slab_whole) else []
+    # An event never lies along the first dimensions: what is right for 2 x 3 weights would be another thing for 3 x 3.
+    whole_fits = [shape for shape in ([last] if event else [last, first]) if _fits(shape, slab_whole)]
+    found = list(dict.fromkeys(found or whole_fits))
     shapes = f"batch {batch} and event {event} against batch {slab_batch} and event {slab_event}"
     if not found:
+        such = f", such as .expand({list(along_first)}).to_event({len(slab_event)})"
         raise ValueError(
             f"Expected gates at site {gate_name!r} that broadcast against slab site {name!r} of shape {slab_whole}, "
             f"but got {whole} ({shapes}). Draw one gate per event in the slab's plates, or give the gates as many "
-            "event dimensions as the slab has, of size 1 where a gate is shared."
+            "event dimensions as the slab has, of size 1 where a gate is "
+            f"shared{such if event and _fits(along_first, slab_event) else ''}."
         )
     if len(found) > 1:
         raise ValueError(
@@ -82,10 +87,10 @@ def _places(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates:
     return found[0]
 
 
-def _padded(shape: _Shape, to: _Shape) -> list[_Shape]:
-    """A shape among the last and among the first dimensions of another, where it fits."""
-    ones = (1,) * (len(to) - len(shape))
-    return [padded for padded in (ones + shape, shape + ones) if _fits(padded, to)]
+def _padded(shape: _Shape, dims: int) -> tuple[_Shape, _Shape]:
+    """A shape among the last and among the first of some dimensions."""
+    ones = (1,) * (dims - len(shape))
+    return ones + shape, shape + ones
 
 
 def _fits(shape: _Shape, to: _Shape) -> bool:

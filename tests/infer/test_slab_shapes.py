@@ -64,17 +64,16 @@ def test_a_gate_per_row_switches_a_whole_event(width, inside):
         ((1, 3), 2, (2, 3), 2, (1, 3)),
         ((2, 1), 2, (2, 2), 2, (2, 1)),
         ((3,), 1, (2, 3), 2, (1, 3)),
-        ((2,), 1, (2, 3), 2, (2, 1)),
+        ((3,), 1, (3, 3), 2, (1, 3)),
+        ((3,), 1, (3, 3), 1, (1, 3)),
+        ((2, 3), 1, (2, 3, 3), 2, (2, 1, 3)),
         ((2,), 0, (2, 3), 2, (2, 1)),
         ((3,), 1, (2, 3), 1, (1, 3)),
-        ((2,), 1, (2, 3), 1, (2, 1)),
-        ((2, 3), 1, (2, 3, 4), 2, (2, 3, 1)),
         ((2, 4), 1, (2, 3, 4), 2, (2, 1, 4)),
-        ((1, 3), 1, (2, 3, 4), 2, (1, 3, 1)),
     ],
 )
 def test_where_gates_act(z_shape, z_event, w_shape, w_event, aligned):
-    """Batch dimensions belong together; as many event dimensions act by element, fewer along the first or the last."""
+    """Batch dimensions belong together, and event dimensions lie along the last ones as in torch, squares or not."""
     z, w = gates(*z_shape), normals(*w_shape)
     expected = (z[0].active_prob.reshape(aligned) * kl_divergence(*w)).sum().item()
     found = slab_term([fn.to_event(z_event) for fn in z], [fn.to_event(w_event) for fn in w])
@@ -86,13 +85,22 @@ def test_where_gates_act(z_shape, z_event, w_shape, w_event, aligned):
     [
         (
             (3,),
-            1,
+            0,
             (3, 3),
             2,
-            (None, None),
+            (("units", 3), None),
             r"'z' that fit slab site 'w' in one way.*\(1, 3\) or \(3, 1\).*to_event\(2\)",
         ),
-        ((3,), 0, (3, 3), 2, (("units", 3), None), r"in one way"),
+        (
+            (2,),
+            1,
+            (2, 3),
+            2,
+            (None, None),
+            r"of size 1 where a gate is shared, such as \.expand\(\[2, 1\]\)\.to_event\(2\)",
+        ),
+        ((2,), 1, (2, 3), 1, (None, None), r"one gate per event in the slab's plates"),
+        ((2, 3), 1, (2, 3, 4), 2, (None, None), r"such as \.expand\(\[3, 1\]\)\.to_event\(2\)"),
         ((3,), 0, (3, 3), 1, (("inputs", 3), ("outputs", 3)), r"\(3, 1\) or \(1, 3\).*the same plates"),
         (
             (4,),

@@ -1,0 +1,171 @@
+"""Programs of other kinds than the examples': each is right, or refused by a message that names the thing."""
+
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from torch import nn
+
+from pyro_l0 import HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoGate, RectifyReparam, complete_samples, factor
+from pyro_l0.nn import Gate
+
+X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).long()
+NETS = [nn.Sequential(Gate(3), nn.Linear(3, 2))]
+
+
+def gates():
+    return pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1))
+
+
+def with_a_global():
+    F.cross_entropy(NETS[0](X), Y)
+
+
+def with_a_nonlocal():
+    net = NETS[0]
+    return lambda: print(end=str(F.cross_entropy(net(X), Y))[:0])
+
+
+class Trainer:
+    def __init__(self):
+        self.net = NETS[0]
+
+    def model(self):
+        F.cross_entropy(self.net(X), Y)
+
+    def __call__(self):
+        self.model()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        with_a_global,
+        with_a_nonlocal(),
+        Trainer().model,
+        Trainer(),
+        partial(with_a_global),
+        poutine.block(with_a_global, hide=["other"]),
+    ],
+    ids=["global", "nonlocal", "method", "object", "partial", "handler"],
+)
+def test_a_loss_that_is_computed_and_dropped(model):
+    """No argument, nothing returned: the network that is in use tells it from a prior."""
+    with pytest.raises(ValueError, match=r"Expected a likelihood.*has parameters to train"):
+        L0_ELBO("l0", lam=0.1).differentiable_loss(model, AutoGate(model))
+
+
+def test_a_prior_from_a_tensor_around_it():
+    """A model of draws alone stays one."""
+    rates = torch.full((3,), 0.3)
+
+    def model():
+        with pyro.plate("gates", 3):
+            pyro.sample("z", HardConcrete.from_active_prob(rates))
+
+    guide = AutoGate(model, init_active_prob=0.3, init_jitter=0.0)
+    assert L0_ELBO("free_energy").differentiable_loss(model, guide).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_likelihood_that_is_masked_for_now():
+    """A distribution's mask of False makes no deterministic value of an observation."""
+
+    def model():
+        z = gates()
+        pyro.deterministic("twice", 2 * z)
+        pyro.sample("y", dist.Normal(z, 1.0).to_event(1).mask(False), obs=torch.zeros(3))
+
+    assert L0_ELBO("l0").differentiable_loss(model, AutoGate(model)).item() == 0.0
+    reparameterised = poutine.reparam(model, {"z": RectifyReparam()})
+    assert sorted(complete_samples(reparameterised, {"z_base": torch.zeros(2, 3)})) == ["twice", "z", "z_base"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_nan_in_the_first_step_of_a_guide(several):
+    """Its first call runs the model: the term, the model's argument and the step are named."""
+
+    def model(x, y):
+        logits = NETS[0](x)
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0)) if several else 1.0
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(logits[:, 0], scale), obs=y)
+
+    if several:
+        guide = AutoGuideList(model)
+        guide.append(AutoGate(poutine.block(model, hide=["scale"])))
+        guide.append(AutoNormal(poutine.block(model, expose=["scale"])))
+    else:
+        guide = AutoGate(model)
+    x = X.clone()
+    x[2, 1] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"likelihood \(nll\) of the model failed at step 0, where argument 'x' holds 1 of"
+    ):
+        L0_ELBO("l0").differentiable_loss(model, guide, x, Y.float())
+
+
+def test_nan_that_is_no_argument():
+    """With validation too, whose message names neither term nor step."""
+    x = X.clone()
+
+    def model():
+        pyro.sample("y", dist.Normal(x @ gates(), 1.0).to_event(1), obs=Y.float())
+
+    elbo, guide = L0_ELBO("l0"), AutoGate(model)
+    elbo.differentiable_loss(model, guide)
+    x[2, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"likelihood \(nll\) of the model failed at step 1: .*found invalid values"):
+        elbo.differentiable_loss(model, guide)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lam": None}, TypeError, "Expected lam to be a number or a tensor, but got NoneType"),
+        ({"weight_decay": None}, TypeError, "Expected weight_decay to be a number"),
+        ({"kl_scale": None}, TypeError, "Expected kl_scale to be a number"),
+        ({"kl_scale": torch.ones(2)}, ValueError, r"Expected kl_scale to be one number, but got a shape of \(2,\)"),
+    ],
+)
+def test_options_that_are_none_or_too_many(options, error, message):
+    """Refused when given, not by an operator in the first step."""
+    with pytest.raises(error, match=message):
+        L0_ELBO("l0", **options)
+
+
+def test_a_temperature_that_a_gate_sets_is_not_inherited():
+    """Gates below others: the guide's temperatures are no draw's."""
+
+    def model():
+        above = pyro.sample("above", HardConcrete(torch.zeros(3)).to_event(1))
+        gate = HardConcrete.from_active_prob(0.1 + 0.5 * above, one_given_active=0.5 + 0.4 * above)
+        pyro.sample("z", gate.to_event(1))
+        factor("y", -above.sum())
+
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        guide = AutoGate(model)
+        guide()
+        assert guide.posterior()["z"].fixed_options["temperature"] == pytest.approx(2 / 3)
+
+
+def test_tensors_that_are_there_before_are_inherited():
+    """Of layers' priors, with a second run of the model and no more."""
+    prior = HardConcrete.from_active_prob(0.2, one_given_active=torch.tensor([0.7, 0.8, 0.9]))
+    layers, runs = [Gate(3, prior=prior), Gate(3, prior=prior)], []
+
+    def model():
+        runs.append(1)
+        factor("y", -nn.Sequential(*layers)(X).sum())
+
+    guide = AutoGate(model)
+    guide()
+    assert len(runs) == 2
+    assert all(torch.equal(gate.temperature, prior.temperature) for gate in guide.posterior().values())
