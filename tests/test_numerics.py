@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch.autograd import gradcheck, gradgradcheck
 
-from pyro_l0 import _numerics as numerics
+from pyro_l0.maths import hard_concrete, hard_concrete_kl, quadrature, rectified_normal, special
 
 mp = mpmath.MPContext()
 mp.dps = 50
@@ -40,14 +40,14 @@ def test_log1mexp(dtype):
     points = [1e-30, 1e-7, 0.1, 0.69, math.log(2), 0.7, 3.0, 20.0, 60.0]
     exact = lambda x: mp.log(-mp.expm1(-mp.mpf(x)))  # noqa: E731
     slope = lambda x: 1 / mp.expm1(mp.mpf(x))  # noqa: E731
-    compare(numerics.log1mexp, exact, slope, points, dtype, 8)
+    compare(special.log1mexp, exact, slope, points, dtype, 8)
 
 
 @both_dtypes
 def test_log1mexp_stays_finite(dtype):
     """The unused branch sends no NaN into the gradient, however large the argument."""
     x = torch.tensor([1e-30, 80.0, 500.0, 1e30], dtype=dtype, requires_grad=True)
-    value = numerics.log1mexp(x)
+    value = special.log1mexp(x)
     (gradient,) = torch.autograd.grad(value.sum(), x)
     assert value.isfinite().all()
     assert gradient.isfinite().all()
@@ -60,14 +60,14 @@ def test_psi(dtype):
     points += [1e-10, 1e-3, 0.2, 0.49, 0.5, 0.51, 0.99, 1.0, 3.0, 80.0]
     exact = lambda x: mp.expm1(mp.mpf(x)) - mp.mpf(x)  # noqa: E731
     # Beyond the border expm1(x) - x loses a factor of |x| / psi(x), about 4 at 1/2.
-    compare(numerics.psi, exact, lambda x: mp.expm1(mp.mpf(x)), points, dtype, 16)
+    compare(special.psi, exact, lambda x: mp.expm1(mp.mpf(x)), points, dtype, 16)
 
 
 @both_dtypes
 def test_psi_at_zero(dtype):
     """Exactly 0 with exactly no slope, so that equal gates have exactly no KL."""
     x = torch.zeros((), dtype=dtype, requires_grad=True)
-    value = numerics.psi(x)
+    value = special.psi(x)
     assert value == 0
     assert torch.autograd.grad(value, x)[0] == 0
 
@@ -81,7 +81,7 @@ def test_klterm(dtype):
         for second in logs:
             lq = torch.tensor(first, dtype=dtype, requires_grad=True)
             lp = torch.tensor(second, dtype=dtype, requires_grad=True)
-            value = numerics.klterm(lq, lp)
+            value = special.klterm(lq, lp)
             by_q, by_p = torch.autograd.grad(value, (lq, lp))
             x, y = mp.mpf(lq.item()), mp.mpf(lp.item())
             q, p = mp.exp(x), mp.exp(y)
@@ -100,7 +100,7 @@ def test_klterm_of_equals(dtype):
     """No KL and no derivative where q = p, at any size."""
     logs = torch.tensor([-1e4, -90.0, -1.0, 0.0, 3.0], dtype=dtype, requires_grad=True)
     other = logs.detach().clone().requires_grad_()
-    value = numerics.klterm(logs, other)
+    value = special.klterm(logs, other)
     assert (value == 0).all()
     assert all((g == 0).all() for g in torch.autograd.grad(value.sum(), (logs, other)))
 
@@ -110,7 +110,7 @@ def test_klterm_at_the_extremes_of_float32():
     logs = torch.tensor([-1e4, -200.0, -90.0, -1.0, -1e-30, 0.0])
     lq = logs.repeat_interleave(6).requires_grad_()
     lp = logs.repeat(6).requires_grad_()
-    value = numerics.klterm(lq, lp)
+    value = special.klterm(lq, lp)
     assert value.isfinite().all()
     assert (value >= 0).all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(value.sum(), (lq, lp)))
@@ -120,11 +120,11 @@ def test_helpers_can_be_differentiated_twice():
     """Custom derivatives are themselves differentiable."""
     x = torch.tensor([-2.0, -0.3, 0.2, 0.7, 2.0], dtype=torch.float64, requires_grad=True)
     positive = x.detach().abs().requires_grad_()
-    assert gradgradcheck(numerics.psi, (x,))
-    assert gradgradcheck(numerics.log1mexp, (positive,))
-    assert gradgradcheck(numerics.klterm, (x, positive))
-    assert gradgradcheck(numerics.log_ndtr, (x,))
-    assert gradgradcheck(numerics.positive_part_mean, (x,))
+    assert gradgradcheck(special.psi, (x,))
+    assert gradgradcheck(special.log1mexp, (positive,))
+    assert gradgradcheck(special.klterm, (x, positive))
+    assert gradgradcheck(special.log_ndtr, (x,))
+    assert gradgradcheck(special.positive_part_mean, (x,))
 
 
 @both_dtypes
@@ -134,7 +134,7 @@ def test_log_ndtr(dtype):
     exact = lambda x: mp.log(mp.ncdf(mp.mpf(x)))  # noqa: E731
     slope = lambda x: mp.npdf(mp.mpf(x)) / mp.ncdf(mp.mpf(x))  # noqa: E731
     # erfcx, exp(-x^2 / 2) and log carry x^2 / 2 roundings on the upper side: 5 at 3.
-    compare(numerics.log_ndtr, exact, slope, points, dtype, 64)
+    compare(special.log_ndtr, exact, slope, points, dtype, 64)
 
 
 @both_dtypes
@@ -143,7 +143,7 @@ def test_ndtr(dtype):
     points = [-8.0, -5.0, -2.0, -0.5, 0.0, 0.5, 3.0]
     exact = lambda x: mp.ncdf(mp.mpf(x))  # noqa: E731
     # Rounding x / sqrt(2) moves exp(-x^2 / 2) by x^2 epsilons: 64 at -8.
-    compare(numerics.ndtr, exact, lambda x: mp.npdf(mp.mpf(x)), points, dtype, 128)
+    compare(special.ndtr, exact, lambda x: mp.npdf(mp.mpf(x)), points, dtype, 128)
 
 
 @both_dtypes
@@ -161,7 +161,7 @@ def test_log_ndtri_inverts_log_ndtr(dtype):
         return mp.ncdf(x) / mp.npdf(x)
 
     # The slope is Phi / phi at a rounded x: x^2 / 2 roundings, |log p| at most 10 in the bulk.
-    compare(numerics.log_ndtri, exact, slope, points, dtype, 128)
+    compare(special.log_ndtri, exact, slope, points, dtype, 128)
 
 
 @both_dtypes
@@ -170,13 +170,13 @@ def test_positive_part_mean(dtype):
     points = [-8.0, -3.01, -2.99, -1.0, -1e-4, 0.0, 0.5, 4.0]
     exact = lambda x: mp.mpf(x) * mp.ncdf(mp.mpf(x)) + mp.npdf(mp.mpf(x))  # noqa: E731
     # The middle branch subtracts two numbers whose difference is 1/10 of them at -3.
-    compare(numerics.positive_part_mean, exact, lambda x: mp.ncdf(mp.mpf(x)), points, dtype, 128)
+    compare(special.positive_part_mean, exact, lambda x: mp.ncdf(mp.mpf(x)), points, dtype, 128)
 
 
 def test_logistic_noise_has_its_full_tails():
     """Finite in float32, logistic by Kolmogorov-Smirnov, and beyond a 24-bit uniform's 16.6."""
     torch.manual_seed(61)
-    noise = numerics.logistic_noise(torch.Size((2_000_000,)), torch.float32, torch.device("cpu"))
+    noise = hard_concrete.logistic_noise(torch.Size((2_000_000,)), torch.float32, torch.device("cpu"))
     assert noise.isfinite().all()
     assert stats.kstest(noise[:100_000].double().numpy(), "logistic").pvalue > 1e-6
     # Counts beyond 10 on either side: 90.8 expected, five standard deviations are 48.
@@ -190,7 +190,7 @@ def test_logistic_noise_has_its_full_tails():
 @pytest.mark.parametrize("n", [1, 5, 8, 28, 71])
 def test_gauss_legendre_is_exact_for_polynomials(n):
     """n nodes integrate x^k exactly up to k = 2 n - 1."""
-    x, w = numerics.gauss_legendre(n, torch.float64)
+    x, w = quadrature.gauss_legendre(n, torch.float64)
     assert x.shape == w.shape == (n,)
     for k in (0, 1, 2 * n - 2, 2 * n - 1):
         expected = 2 / (k + 1) if k % 2 == 0 else 0.0
@@ -199,7 +199,7 @@ def test_gauss_legendre_is_exact_for_polynomials(n):
 
 def test_more_nodes_for_sharper_integrands():
     """The rule grows with temperature, with a narrower stretch and with precision."""
-    count = numerics.num_nodes
+    count = quadrature.num_nodes
     half = math.log(11)
     assert count(half, 1.0, torch.float64) < count(half, 2.0, torch.float64)
     assert count(half, 0.1, torch.float64) == count(half, 1.0, torch.float64)
@@ -214,11 +214,11 @@ def test_more_nodes_for_sharper_integrands():
 @pytest.mark.parametrize("limits", [(-0.1, 1.1), (-0.01, 1.01), (-0.001, 1.001), (-0.5, 1.5)])
 def test_the_rule_integrates_a_gate(limits, temperature):
     """Mean, variance and entropy do not change when the nodes are doubled."""
-    stretch = numerics.make_stretch(*limits, torch.float64)
-    n = numerics.num_nodes(numerics.half_width(stretch), temperature, torch.float64)
+    stretch = quadrature.make_stretch(*limits, torch.float64)
+    n = quadrature.num_nodes(quadrature.half_width(stretch), temperature, torch.float64)
     log_alpha = torch.linspace(-15, 15, 31, dtype=torch.float64)
-    few, many = (numerics.stretch_nodes(stretch, count, torch.float64, torch.device("cpu")) for count in (n, 2 * n))
-    for function in (numerics.hard_concrete_variance, numerics.hard_concrete_entropy):
+    few, many = (quadrature.stretch_nodes(stretch, count, torch.float64, torch.device("cpu")) for count in (n, 2 * n))
+    for function in (hard_concrete.variance, hard_concrete.entropy):
         torch.testing.assert_close(
             function(log_alpha, temperature, stretch, few),
             function(log_alpha, temperature, stretch, many),
@@ -226,8 +226,8 @@ def test_the_rule_integrates_a_gate(limits, temperature):
             atol=1e-11,
         )
     torch.testing.assert_close(
-        numerics.hard_concrete_mean(log_alpha, temperature, few),
-        numerics.hard_concrete_mean(log_alpha, temperature, many),
+        hard_concrete.mean(log_alpha, temperature, few),
+        hard_concrete.mean(log_alpha, temperature, many),
         rtol=1e-11,
         atol=0,
     )
@@ -237,35 +237,35 @@ def test_the_rule_integrates_a_gate(limits, temperature):
 @both_dtypes
 def test_nodes_of_a_stretch(limits, dtype):
     """Nodes lie inside, z and 1 - z add up, and g' integrates to one."""
-    stretch = numerics.make_stretch(*limits, dtype)
-    nodes = numerics.stretch_nodes(stretch, 80, dtype, torch.device("cpu"))
+    stretch = quadrature.make_stretch(*limits, dtype)
+    nodes = quadrature.stretch_nodes(stretch, 80, dtype, torch.device("cpu"))
     eps = torch.finfo(dtype).eps
     assert ((nodes.z > 0) & (nodes.z < 1) & (nodes.one_minus_z > 0)).all()
     torch.testing.assert_close(nodes.z + nodes.one_minus_z, torch.ones(80, dtype=dtype))
     assert abs(float((nodes.weight * nodes.slope).sum()) - 1) < 80 * eps
-    assert abs(float(nodes.weight.sum()) - 2 * numerics.half_width(stretch)) < 80 * eps * 10
+    assert abs(float(nodes.weight.sum()) - 2 * quadrature.half_width(stretch)) < 80 * eps * 10
 
 
 def test_limits_as_numbers_and_as_tensors():
     """Both give the same stretch and the same nodes; tensors bring a batch and gradients."""
     limits = torch.tensor([[-0.1, 1.1], [-0.2, 1.3]], dtype=torch.float64)
-    batch = numerics.make_stretch(limits[:, 0], limits[:, 1], torch.float64)
-    nodes = numerics.stretch_nodes(batch, 20, torch.float64, torch.device("cpu"))
+    batch = quadrature.make_stretch(limits[:, 0], limits[:, 1], torch.float64)
+    nodes = quadrature.stretch_nodes(batch, 20, torch.float64, torch.device("cpu"))
     assert nodes.t.shape == (2, 20)
     for row, (gamma, zeta) in enumerate(limits.tolist()):
-        one = numerics.make_stretch(gamma, zeta, torch.float64)
+        one = quadrature.make_stretch(gamma, zeta, torch.float64)
         for a, b in zip(batch, one, strict=True):
             assert abs(a[row].item() - b) < 1e-14
-        alone = numerics.stretch_nodes(one, 20, torch.float64, torch.device("cpu"))
+        alone = quadrature.stretch_nodes(one, 20, torch.float64, torch.device("cpu"))
         for a, b in zip(nodes, alone, strict=True):
             torch.testing.assert_close(a[row], b, rtol=1e-13, atol=1e-15)
 
 
 def test_nodes_in_panels():
     """Panels between breakpoints integrate the same, and an empty panel does no harm."""
-    stretch = numerics.make_stretch(-0.1, 1.1, torch.float64)
+    stretch = quadrature.make_stretch(-0.1, 1.1, torch.float64)
     breakpoints = torch.tensor([[0.0, 0.3], [0.2, 0.2], [0.4, 1.0]], dtype=torch.float64)
-    nodes = numerics.panel_nodes(stretch, [breakpoints], 20, torch.float64, torch.device("cpu"))
+    nodes = quadrature.panel_nodes(stretch, [breakpoints], 20, torch.float64, torch.device("cpu"))
     assert nodes.t.shape == (3, 60)
     area = (nodes.weight * nodes.slope * nodes.z**2).sum(-1)
     torch.testing.assert_close(area, torch.full_like(area, 1 / 3), rtol=1e-13, atol=0)
@@ -282,10 +282,10 @@ def test_closed_kl_is_exact_to_rounding(log_alpha_q, log_alpha_p):
     A softplus that returns its argument above 20 would show here as 2e-9.
     """
     temperature = 1.0849674940109253
-    stretch = numerics.make_stretch(-0.1, 1.1, torch.float64)
-    rule = numerics.gauss_legendre(8, torch.float64)
+    stretch = quadrature.make_stretch(-0.1, 1.1, torch.float64)
+    rule = quadrature.gauss_legendre(8, torch.float64)
     q, p = (torch.tensor(x, dtype=torch.float64) for x in (log_alpha_q, log_alpha_p))
-    value = numerics.hard_concrete_kl_same_temperature(q, p, temperature, stretch, rule)
+    value = hard_concrete_kl.same_temperature(q, p, temperature, stretch, rule)
 
     lq, lp, beta = mp.mpf(log_alpha_q), mp.mpf(log_alpha_p), mp.mpf(temperature)
     t0, t1 = mp.log(mp.mpf(0.1) / mp.mpf(1.1)), mp.log((1 + mp.mpf(0.1)) / (mp.mpf(1.1) - 1))
@@ -300,14 +300,14 @@ def test_closed_kl_is_exact_to_rounding(log_alpha_q, log_alpha_p):
 
 def test_closed_kl_can_be_differentiated_twice():
     """Its written-out derivatives are right and themselves differentiable, on both branches."""
-    stretch = numerics.make_stretch(-0.1, 1.1, torch.float64)
-    rule = numerics.gauss_legendre(8, torch.float64)
+    stretch = quadrature.make_stretch(-0.1, 1.1, torch.float64)
+    rule = quadrature.gauss_legendre(8, torch.float64)
     q = torch.tensor([-6.0, -1.0, 0.3, 2.0, 7.0], dtype=torch.float64, requires_grad=True)
     p = torch.tensor([4.0, -1.2, 1.5, -3.0, 6.0], dtype=torch.float64, requires_grad=True)
     temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
 
     def value(*inputs):
-        return numerics.hard_concrete_kl_same_temperature(*inputs, stretch, rule)
+        return hard_concrete_kl.same_temperature(*inputs, stretch, rule)
 
     assert gradcheck(value, (q, p, temperature))
     assert gradgradcheck(value, (q, p, temperature))
@@ -320,8 +320,8 @@ def test_many_gates_give_what_few_give(temperature):
     shape = (3, 50_000)
     q, p = torch.randn(2, *shape).mul(4).unbind(0)
     p[2] = p[0]
-    stretch = numerics.make_stretch(-0.1, 1.1, torch.float32)
-    rule = numerics.gauss_legendre(5, torch.float32)
+    stretch = quadrature.make_stretch(-0.1, 1.1, torch.float32)
+    rule = quadrature.gauss_legendre(5, torch.float32)
     beta = {"number": 2 / 3, "one": torch.tensor(2 / 3), "many": torch.rand(shape) + 0.1}[temperature]
 
     def run(at):
@@ -330,7 +330,7 @@ def test_many_gates_give_what_few_give(temperature):
         if isinstance(one, torch.Tensor):
             tensors.append(one.clone().requires_grad_())
             one = tensors[-1]
-        value = numerics.hard_concrete_kl_same_temperature(*tensors[:2], one, stretch, rule)
+        value = hard_concrete_kl.same_temperature(*tensors[:2], one, stretch, rule)
         return value.detach(), *torch.autograd.grad(value.sum(), tensors)
 
     everything = run(slice(None))
@@ -351,72 +351,72 @@ def parameters(*values):
     return tuple((offsets + value).requires_grad_() for value in values)
 
 
-STRETCH = numerics.make_stretch(-0.1, 1.1, torch.float32)
-NODES = numerics.stretch_nodes(STRETCH, 16, torch.float32, torch.device("cpu"))
-RULE = numerics.gauss_legendre(8, torch.float32)
+STRETCH = quadrature.make_stretch(-0.1, 1.1, torch.float32)
+NODES = quadrature.stretch_nodes(STRETCH, 16, torch.float32, torch.device("cpu"))
+RULE = quadrature.gauss_legendre(8, torch.float32)
 
 # What is compiled, and with which inputs; the temperature once as a number and once as a tensor.
 COMPILED = {
-    "log1mexp": (numerics.log1mexp, parameters(1.0)),
-    "psi": (numerics.psi, parameters(0.2)),
-    "klterm": (numerics.klterm, parameters(-1.0, -2.0)),
+    "log1mexp": (special.log1mexp, parameters(1.0)),
+    "psi": (special.psi, parameters(0.2)),
+    "klterm": (special.klterm, parameters(-1.0, -2.0)),
     "hc_transform": (
-        lambda e, a, b: numerics.hard_concrete_transform(e, a, b, STRETCH),
+        lambda e, a, b: hard_concrete.transform(e, a, b, STRETCH),
         parameters(0.3, 0.5, 0.7),
     ),
     "hc_transform_number": (
-        lambda e, a: numerics.hard_concrete_transform(e, a, 2 / 3, STRETCH),
+        lambda e, a: hard_concrete.transform(e, a, 2 / 3, STRETCH),
         parameters(0.3, 0.5),
     ),
     "hc_log_probs": (
-        lambda a, b: torch.stack(numerics.hard_concrete_log_probs(a, b, STRETCH)),
+        lambda a, b: torch.stack(hard_concrete.log_probs(a, b, STRETCH)),
         parameters(0.5, 0.7),
     ),
     "hc_log_density": (
-        lambda z, a, b: numerics.hard_concrete_log_density(z, a, b, STRETCH),
+        lambda z, a, b: hard_concrete.log_density(z, a, b, STRETCH),
         parameters(0.5, 0.5, 0.7),
     ),
     "hc_icdf": (
-        lambda u, a, b: numerics.hard_concrete_icdf(u, a, b, STRETCH),
+        lambda u, a, b: hard_concrete.icdf(u, a, b, STRETCH),
         parameters(0.5, 0.5, 0.7),
     ),
     "hc_interior_icdf": (
-        lambda u, a, b: numerics.hard_concrete_interior_icdf(u, a, b, STRETCH),
+        lambda u, a, b: hard_concrete.interior_icdf(u, a, b, STRETCH),
         parameters(0.5, 0.5, 0.7),
     ),
-    "hc_mean": (lambda a, b: numerics.hard_concrete_mean(a, b, NODES), parameters(0.5, 0.7)),
+    "hc_mean": (lambda a, b: hard_concrete.mean(a, b, NODES), parameters(0.5, 0.7)),
     "hc_variance": (
-        lambda a, b: numerics.hard_concrete_variance(a, b, STRETCH, NODES),
+        lambda a, b: hard_concrete.variance(a, b, STRETCH, NODES),
         parameters(0.5, 0.7),
     ),
     "hc_entropy": (
-        lambda a, b: numerics.hard_concrete_entropy(a, b, STRETCH, NODES),
+        lambda a, b: hard_concrete.entropy(a, b, STRETCH, NODES),
         parameters(0.5, 0.7),
     ),
     "hc_kl_closed": (
-        lambda q, p, b: numerics.hard_concrete_kl_same_temperature(q, p, b, STRETCH, RULE),
+        lambda q, p, b: hard_concrete_kl.same_temperature(q, p, b, STRETCH, RULE),
         parameters(0.5, -1.0, 0.7),
     ),
     "hc_kl_closed_number": (
-        lambda q, p: numerics.hard_concrete_kl_same_temperature(q, p, 2 / 3, STRETCH, RULE),
+        lambda q, p: hard_concrete_kl.same_temperature(q, p, 2 / 3, STRETCH, RULE),
         parameters(0.5, -1.0),
     ),
     "hc_kl_quadrature": (
-        lambda q, b, p, c: numerics.hard_concrete_kl_same_stretch(q, b, p, c, STRETCH, NODES),
+        lambda q, b, p, c: hard_concrete_kl.same_stretch(q, b, p, c, STRETCH, NODES),
         parameters(0.5, 0.7, -1.0, 0.9),
     ),
-    "rn_log_interior_prob": (numerics.rectified_normal_log_interior_prob, parameters(0.4, 0.5)),
+    "rn_log_interior_prob": (rectified_normal.log_interior_prob, parameters(0.4, 0.5)),
     "rn_mean": (
-        lambda m, s: torch.stack(numerics.rectified_normal_mean(m, s)),
+        lambda m, s: torch.stack(rectified_normal.mean(m, s)),
         parameters(0.4, 0.5),
     ),
     "rn_variance": (
-        lambda m, s: numerics.rectified_normal_variance(m, s, RULE),
+        lambda m, s: rectified_normal.variance(m, s, RULE),
         parameters(0.4, 0.5),
     ),
-    "rn_entropy": (numerics.rectified_normal_entropy, parameters(0.4, 0.5)),
-    "rn_kl": (numerics.rectified_normal_kl, parameters(0.4, 0.5, 0.2, 0.6)),
-    "rn_interior_icdf": (numerics.rectified_normal_interior_icdf, parameters(0.5, 0.4, 0.5)),
+    "rn_entropy": (rectified_normal.entropy, parameters(0.4, 0.5)),
+    "rn_kl": (rectified_normal.kl, parameters(0.4, 0.5, 0.2, 0.6)),
+    "rn_interior_icdf": (rectified_normal.interior_icdf, parameters(0.5, 0.4, 0.5)),
 }
 
 

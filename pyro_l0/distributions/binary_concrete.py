@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0 import _numerics as numerics
 from pyro_l0.distributions.gate import (
     GateDistribution,
     Number,
@@ -22,6 +21,7 @@ from pyro_l0.distributions.gate import (
     check_rate,
     inside_unit_interval,
 )
+from pyro_l0.maths import hard_concrete, quadrature
 
 __all__ = ["BinaryConcrete"]
 
@@ -172,7 +172,7 @@ class BinaryConcrete(GateDistribution):
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``, off both ends, which rounding may reach."""
         shape = torch.Size(sample_shape) + self.log_alpha.shape
-        noise = numerics.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
+        noise = hard_concrete.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
         return inside_unit_interval(torch.sigmoid((self.log_alpha + noise) / self._temperature))
 
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
@@ -214,7 +214,7 @@ class BinaryConcrete(GateDistribution):
         for centre, width in centres:
             edges += [centre + sign * offset * width for offset in _OFFSETS for sign in (-1, 1)]
         edge = torch.stack([x.clamp(-_REACH, _REACH) for x in edges], -1).sort(-1).values
-        x, w = numerics.gauss_legendre(16, like.dtype, like.device)
+        x, w = quadrature.gauss_legendre(16, like.dtype, like.device)
         half = 0.5 * edge.diff(dim=-1).unsqueeze(-1)
         e = (0.5 * (edge[..., 1:] + edge[..., :-1]).unsqueeze(-1) + half * x).flatten(-2)
         mass = (half * w).flatten(-2) * torch.exp(F.logsigmoid(e) + F.logsigmoid(-e))

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to, constraints, transform_to
 from torch.types import _size
 
-from pyro_l0 import _numerics as numerics
-from pyro_l0._numerics import Nodes, Stretch, cat_flat
+from pyro_l0.maths import host
+from pyro_l0.maths.quadrature import Nodes, Stretch
+from pyro_l0.maths.special import cat_flat
 
 __all__ = [
     "GateDistribution",
@@ -132,12 +133,12 @@ class GateDistribution(TorchDistribution):
     def __init__(
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
     ) -> None:
-        if any(isinstance(x, Tensor) and numerics.opaque(x) for x in self._state().values()):
+        if any(isinstance(x, Tensor) and host.opaque(x) for x in self._state().values()):
             validate_args = False
         super().__init__(torch.Size(batch_shape), torch.Size(event_shape), validate_args=validate_args)
 
     def _validate_sample(self, value: Tensor) -> None:
-        if not (isinstance(value, Tensor) and numerics.opaque(value)):
+        if not (isinstance(value, Tensor) and host.opaque(value)):
             super()._validate_sample(value)
 
     # ------------------------------------------------------------ what a family writes
@@ -253,7 +254,7 @@ class GateDistribution(TorchDistribution):
         """
         if self._validate_args:
             self._validate_sample(value)
-        if value.requires_grad and self.has_rsample and not numerics.transformed():
+        if value.requires_grad and self.has_rsample and not host.transformed():
             _warn_if_kl_is_sampled()
         interior = (value > 0) & (value < 1)
         # The unused branch of a where still sends a gradient; 1/2 keeps it finite.
@@ -408,7 +409,7 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
     def convert(x: Number) -> Number:
         if not isinstance(x, Tensor):
             return float(x)
-        if x.ndim == 0 and numerics.constant(x):
+        if x.ndim == 0 and host.constant(x):
             return float(x)
         return x.to(dtype)
 
@@ -431,7 +432,7 @@ def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, 
         ValueError: a value is not strictly between ``low`` and ``high``.
     """
     rate = torch.as_tensor(value)
-    if numerics.opaque(rate):
+    if host.opaque(rate):
         return
     if not bool(((rate > low) & (rate < high)).all()):
         raise ValueError(

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0 import _numerics as numerics
-from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.gate import (
     JointDraw,
     Number,
@@ -26,6 +24,8 @@ from pyro_l0.distributions.gate import (
 )
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.stretched import StretchedGate
+from pyro_l0.maths import hard_concrete, host, joint_draw, quadrature, special
+from pyro_l0.maths.quadrature import Nodes, Stretch
 
 __all__ = ["HardConcrete"]
 
@@ -164,18 +164,18 @@ class HardConcrete(StretchedGate):
         return F.logsigmoid(self.log_alpha - self._temperature * self.stretch.t0)
 
     def _log_probs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return numerics.hard_concrete_log_probs(self.log_alpha, self._temperature, self.stretch)
+        return hard_concrete.log_probs(self.log_alpha, self._temperature, self.stretch)
 
     @property
     def test_gate(self) -> Tensor:
         """The gate without noise and without temperature (eq. 13): neither the median nor the mean."""
-        return numerics.hard_concrete_transform(torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch)
+        return hard_concrete.transform(torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch)
 
     @property
     def median(self) -> Tensor:
         """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
         noise = torch.zeros_like(self.log_alpha)
-        return numerics.hard_concrete_transform(noise, self.log_alpha, self._temperature, self.stretch)
+        return hard_concrete.transform(noise, self.log_alpha, self._temperature, self.stretch)
 
     @property
     def mean(self) -> Tensor:
@@ -194,15 +194,15 @@ class HardConcrete(StretchedGate):
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
         shape = torch.Size(sample_shape) + self.log_alpha.shape
-        noise = numerics.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
-        return numerics.hard_concrete_transform(noise, self.log_alpha, self._temperature, self.stretch)
+        noise = hard_concrete.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
+        return hard_concrete.transform(noise, self.log_alpha, self._temperature, self.stretch)
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
         """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
         first = gates[0]
         assert not isinstance(first._temperature, Tensor)  # concatenate has seen to it
-        draws, active_prob = numerics.hard_concrete_draw(
+        draws, active_prob = joint_draw.hard_concretes(
             [gate.log_alpha for gate in gates], first._temperature, first.stretch
         )
         return JointDraw(gates, draws, active_prob)
@@ -213,12 +213,12 @@ class HardConcrete(StretchedGate):
         Shape ``sample_shape + batch_shape``.
         """
         u = open_uniform(torch.Size(sample_shape) + self.log_alpha.shape, self.log_alpha)
-        z = numerics.hard_concrete_interior_icdf(u, self.log_alpha, self._temperature, self.stretch)
+        z = hard_concrete.interior_icdf(u, self.log_alpha, self._temperature, self.stretch)
         return inside_unit_interval(z)
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""
-        return numerics.hard_concrete_icdf(value, self.log_alpha, self._temperature, self.stretch)
+        return hard_concrete.icdf(value, self.log_alpha, self._temperature, self.stretch)
 
     def base_distribution(self) -> TorchDistribution:
         """Logistic with location log alpha / beta and scale 1 / beta."""
@@ -227,38 +227,38 @@ class HardConcrete(StretchedGate):
 
     def rectify(self, value: Tensor) -> Tensor:
         """The gate for a draw of the base distribution."""
-        return numerics.hard_concrete_transform(value, torch.zeros_like(value), 1.0, self.stretch)
+        return hard_concrete.transform(value, torch.zeros_like(value), 1.0, self.stretch)
 
     def _log_density(self, z: Tensor) -> Tensor:
-        return numerics.hard_concrete_log_density(z, self.log_alpha, self._temperature, self.stretch)
+        return hard_concrete.log_density(z, self.log_alpha, self._temperature, self.stretch)
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         if stretch is not self.stretch:
             return super()._log_density_in_t(nodes, stretch)
         temperature = self._temperature
         temperature = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-        return numerics.hard_concrete_log_density_in_t(nodes.t, self.log_alpha.unsqueeze(-1), temperature)
+        return hard_concrete.log_density_in_t(nodes.t, self.log_alpha.unsqueeze(-1), temperature)
 
     def _cdf(self, z: Tensor) -> Tensor:
-        return torch.sigmoid(numerics.hard_concrete_cdf_logit(z, self.log_alpha, self._temperature, self.stretch))
+        return torch.sigmoid(hard_concrete.cdf_logit(z, self.log_alpha, self._temperature, self.stretch))
 
     def _node_temperature(self) -> float:
-        return numerics.largest(self._temperature)
+        return host.largest(self._temperature)
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         gamma, _, width, t0, t1 = self.stretch
         top = (self.log_alpha / self._temperature).clamp(min=t0).clamp(max=t1)
-        t = numerics.around(top, 1 / self._temperature, dtype)
-        return numerics.last(gamma) + numerics.last(width) * torch.sigmoid(t)
+        t = quadrature.around(top, 1 / self._temperature, dtype)
+        return special.last(gamma) + special.last(width) * torch.sigmoid(t)
 
 
 def _mean(nodes: Nodes, _: Stretch, gate: HardConcrete) -> Tensor:
-    return numerics.hard_concrete_mean(gate.log_alpha, gate._temperature, nodes)
+    return hard_concrete.mean(gate.log_alpha, gate._temperature, nodes)
 
 
 def _variance(nodes: Nodes, stretch: Stretch, gate: HardConcrete) -> Tensor:
-    return numerics.hard_concrete_variance(gate.log_alpha, gate._temperature, stretch, nodes)
+    return hard_concrete.variance(gate.log_alpha, gate._temperature, stretch, nodes)
 
 
 def _entropy(nodes: Nodes, stretch: Stretch, gate: HardConcrete) -> Tensor:
-    return numerics.hard_concrete_entropy(gate.log_alpha, gate._temperature, stretch, nodes)
+    return hard_concrete.entropy(gate.log_alpha, gate._temperature, stretch, nodes)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0 import _kumaraswamy as kumaraswamy
-from pyro_l0 import _numerics as numerics
-from pyro_l0._components import Point, log_s
 from pyro_l0.distributions.gate import Number, as_parameters, bounded, check_rate, open_uniform
 from pyro_l0.distributions.stretched import UnitIntervalGate
+from pyro_l0.maths import host, kumaraswamy, quadrature, special
+from pyro_l0.maths.mixture import Point, log_s
 
 __all__ = ["HardKumaraswamy"]
 
@@ -132,7 +131,7 @@ class HardKumaraswamy(UnitIntervalGate):
     def _unit_rsample(self, shape: torch.Size) -> Tensor:
         a, b = self.concentration1, self.concentration0
         # Under torch.vmap draws differ between the mapped only if what they fill is mapped, as one of the two may be.
-        e = (a * b if numerics.transformed() else a).new_empty(shape).exponential_()
+        e = (a * b if host.transformed() else a).new_empty(shape).exponential_()
         return torch.exp(kumaraswamy.quantile_of_exponential(e, a, b))
 
     def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
@@ -146,14 +145,14 @@ class HardKumaraswamy(UnitIntervalGate):
 
     def _node_temperature(self) -> float:
         # On the logit axis the density is a product of powers as those of a hard concrete are.
-        return max(1.0, numerics.largest(self.concentration1), numerics.largest(self.concentration0)) / 2
+        return max(1.0, host.largest(self.concentration1), host.largest(self.concentration0)) / 2
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         a, b = self.concentration1.unsqueeze(-1), self.concentration0.unsqueeze(-1)
         # With S the survival function, e = -log S is a unit exponential, whose log has a density of one top, at e = 1.
         low, high = (-self._unit_log_above(end).unsqueeze(-1) for end in self._ends)
         top = torch.minimum(low.clamp(min=1.0), high)
-        drops = numerics.drops(dtype, a.device)
+        drops = quadrature.drops(dtype, a.device)
         e = torch.cat((top * torch.exp(-drops), top + drops), -1)
         s = torch.exp(kumaraswamy.quantile_of_exponential(e, a, b))
-        return numerics.last(self.stretch.gamma) + numerics.last(self.stretch.width) * s
+        return special.last(self.stretch.gamma) + special.last(self.stretch.width) * s

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.distributions import Distribution, register_kl
 from torch.distributions.kl import _KL_MEMOIZE, _dispatch_kl
 
-from pyro_l0 import _numerics as numerics
-from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.exponential import ExponentialGate
@@ -28,6 +26,8 @@ from pyro_l0.distributions.power_law import PowerLawGate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
+from pyro_l0.maths import hard_concrete_kl, host, quadrature, rectified_normal, special
+from pyro_l0.maths.quadrature import Nodes, Stretch
 
 __all__ = ["kl_by_quadrature"]
 
@@ -53,15 +53,13 @@ def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
     # The closed form has the derivative with respect to a temperature that both share. Temperatures that are
     # merely equal may be moved one at a time, so either they are one tensor or neither is being learned.
     if _same(q._temperature, p._temperature) and not _learned(q._gamma, q._zeta):
-        rule = numerics.gauss_legendre(8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device)
-        return numerics.hard_concrete_kl_same_temperature(q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule)
+        rule = quadrature.gauss_legendre(8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device)
+        return hard_concrete_kl.same_temperature(q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule)
     return integrate(_kl_same_stretch, q, p)
 
 
 def _kl_same_stretch(nodes: Nodes, stretch: Stretch, q: HardConcrete, p: HardConcrete) -> Tensor:
-    return numerics.hard_concrete_kl_same_stretch(
-        q.log_alpha, q._temperature, p.log_alpha, p._temperature, stretch, nodes
-    )
+    return hard_concrete_kl.same_stretch(q.log_alpha, q._temperature, p.log_alpha, p._temperature, stretch, nodes)
 
 
 def _same(x: Number, y: Number) -> bool:
@@ -69,7 +67,7 @@ def _same(x: Number, y: Number) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x is y:
             return True
-        return numerics.constant(x) and numerics.constant(y) and torch.equal(x, y)
+        return host.constant(x) and host.constant(y) and torch.equal(x, y)
     return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
 
 
@@ -80,10 +78,10 @@ def _learned(*parameters: Number) -> bool:
 @register_kl(RectifiedNormal, RectifiedNormal)
 def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
     single = q.scale.dtype == p.scale.dtype == torch.float32
-    if single and numerics.readable(q.scale) and numerics.largest(q.scale) > _WIDE:
+    if single and host.readable(q.scale) and host.largest(q.scale) > _WIDE:
         wide = (x.double() for x in (q.loc, q.scale, p.loc, p.scale))
-        return numerics.rectified_normal_kl(*wide).float()
-    return numerics.rectified_normal_kl(q.loc, q.scale, p.loc, p.scale)
+        return rectified_normal.kl(*wide).float()
+    return rectified_normal.kl(q.loc, q.scale, p.loc, p.scale)
 
 
 @register_kl(BinaryConcrete, BinaryConcrete)
@@ -106,7 +104,7 @@ def _kl_bernoulli(q: BernoulliGate, p: GateDistribution) -> Tensor:
 
 @register_kl(BernoulliGate, BernoulliGate)
 def _kl_bernoulli_bernoulli(q: BernoulliGate, p: BernoulliGate) -> Tensor:
-    return numerics.klterm(q.log_prob_zero, p.log_prob_zero) + numerics.klterm(q.log_prob_one, p.log_prob_one)
+    return special.klterm(q.log_prob_zero, p.log_prob_zero) + special.klterm(q.log_prob_one, p.log_prob_one)
 
 
 @register_kl(GateDistribution, BernoulliGate)
@@ -137,7 +135,7 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
 
 
 def _kl_between(nodes: Nodes, stretch: Stretch, q: GateDistribution, p: GateDistribution) -> Tensor:
-    return numerics.kl_from_terms(
+    return special.kl_from_terms(
         q.log_prob_zero,
         p.log_prob_zero,
         q.log_prob_one,

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0 import _components as components
-from pyro_l0 import _numerics as numerics
-from pyro_l0._components import Component, Point
-from pyro_l0._numerics import kept, last
 from pyro_l0.distributions.gate import Number, as_parameters, check_rate, open_uniform
 from pyro_l0.distributions.stretched import UnitIntervalGate
+from pyro_l0.maths import host, mixture
+from pyro_l0.maths.host import kept
+from pyro_l0.maths.mixture import Component, Point
+from pyro_l0.maths.special import last
 
 __all__ = ["BetaMixtureGate", "MixtureGate"]
 
@@ -70,7 +70,7 @@ class MixtureGate(UnitIntervalGate):
         shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
         ends = make(torch.zeros((), dtype=torch.float64, device=rate.device), **shared, validate_args=True)
         low, high = (ends._filled(x) for x in ends._active_probs)
-        if not (numerics.opaque(low) or numerics.opaque(high)):
+        if not (host.opaque(low) or host.opaque(high)):
             check_rate("active_prob", active_prob, cls.__name__, float(low.amax()), float(high.amin()))
         logits = torch.log(rate.double() - low) - torch.log(high - rate.double())
         gate: Self = make(logits.to(rate.dtype), **options, validate_args=validate_args)
@@ -91,42 +91,40 @@ class MixtureGate(UnitIntervalGate):
     # ------------------------------------------------------------ the unstretched variable
 
     def _unit_log_density(self, x: Point) -> Tensor:
-        return components.log_density(self._component, self.logits, x)
+        return mixture.log_density(self._component, self.logits, x)
 
     def _unit_log_below(self, x: Point) -> Tensor:
-        return components.log_below(self._component, self.logits, x)
+        return mixture.log_below(self._component, self.logits, x)
 
     def _unit_log_above(self, x: Point) -> Tensor:
-        return components.log_above(self._component, self.logits, x)
+        return mixture.log_above(self._component, self.logits, x)
 
     def _unit_log_between(self, low: Point, high: Point) -> Tensor:
-        return components.log_between(self._component, self.logits, low, high)
+        return mixture.log_between(self._component, self.logits, low, high)
 
     def _unit_rsample(self, shape: torch.Size) -> Tensor:
         with torch.no_grad():
-            s = components.unstretched_draw(self._component, self.logits, shape)
-        return components.attach_gradient(self._component, self.logits, s)
+            s = mixture.unstretched_draw(self._component, self.logits, shape)
+        return mixture.attach_gradient(self._component, self.logits, s)
 
     def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
-        share = components.interior_quantile(self._component, self.logits, open_uniform(shape, self.logits), low, high)
+        share = mixture.interior_quantile(self._component, self.logits, open_uniform(shape, self.logits), low, high)
         s = low.s.detach() + (high.s - low.s).detach() * share
-        return components.attach_gradient(self._component, self.logits, s, ends=(low, high))
+        return mixture.attach_gradient(self._component, self.logits, s, ends=(low, high))
 
     def _unit_icdf(self, p: Tensor) -> Tensor:
         with torch.no_grad():
             s = self._component.mixture_quantile(self.logits, p)
-        return components.attach_gradient(self._component, self.logits, s, p)
+        return mixture.attach_gradient(self._component, self.logits, s, p)
 
     # ------------------------------------------------------------ the gate
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
-        if numerics.transformed() or any(
-            isinstance(x, Tensor) and x.requires_grad for x in self.fixed_options.values()
-        ):
+        if host.transformed() or any(isinstance(x, Tensor) and x.requires_grad for x in self.fixed_options.values()):
             return super().rsample(sample_shape)
         shape = torch.Size(sample_shape) + self.logits.shape
-        return components.mixture_gate_draw(self.logits, shape, self._component, self.stretch)
+        return mixture.gate_draw(self.logits, shape, self._component, self.stretch)
 
     @property
     def _active_probs(self) -> tuple[Number, Number]:
@@ -166,7 +164,7 @@ class MixtureGate(UnitIntervalGate):
         return self.plug_in_weight
 
     def _node_temperature(self) -> float:
-        return numerics.largest(self._beta) if self._breakpoints() is None else 1.0
+        return host.largest(self._beta) if self._breakpoints() is None else 1.0
 
     def _breakpoints(self) -> tuple[float, ...] | None:
         return self._component.breakpoints(self.logits.dtype)

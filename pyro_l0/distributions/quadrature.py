@@ -10,9 +10,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from pyro_l0 import _numerics as numerics
-from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.maths import quadrature
+from pyro_l0.maths.quadrature import Nodes, Stretch
 
 __all__ = ["QuadratureGate", "integrate"]
 
@@ -44,7 +44,7 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     breakpoints = [gate._breakpoints() for gate in gates]
     numbers = tuple(sorted({z for places in breakpoints for z in places or ()}))
     if None not in breakpoints:
-        nodes = numerics.rule_nodes(stretch, numbers, max(temperatures), dtype, device)
+        nodes = quadrature.rule_nodes(stretch, numbers, max(temperatures), dtype, device)
         if nodes is not None:
             return function(nodes, stretch, *gates)
     if _SHARPEST < max(temperatures) < math.inf:
@@ -57,12 +57,12 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     if max(temperatures) > _SINGLE:
         gates = tuple(gate.apply_to_tensors(lambda x: x.to(double) if x.is_floating_point() else x) for gate in gates)
         stretch = _narrowest(gates)
-    edges = [numerics.even_places(stretch, device), torch.tensor(numbers, dtype=double, device=device)]
+    edges = [quadrature.even_places(stretch, device), torch.tensor(numbers, dtype=double, device=device)]
     for gate, temperature, places in zip(gates, temperatures, breakpoints, strict=True):
         if temperature > _SMOOTH or places is None:
             edges.append(gate._panel_edges(dtype))
     edges = [x.nan_to_num(0.0).clamp(0, 1) for x in edges]
-    nodes = numerics.panel_nodes(stretch, edges, _NODES_PER_PANEL[dtype], double, device)
+    nodes = quadrature.panel_nodes(stretch, edges, _NODES_PER_PANEL[dtype], double, device)
     if max(temperatures) <= _SINGLE:
         nodes = Nodes(*(x.to(dtype) for x in nodes))
     return function(nodes, stretch, *gates).to(dtype)
@@ -70,7 +70,7 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
 
 def _narrowest(gates: tuple[GateDistribution, ...]) -> Stretch:
     found = [gate.stretch for gate in gates if gate.stretch is not None]
-    return reduce(_narrower, found) if found else numerics.DEFAULT_STRETCH
+    return reduce(_narrower, found) if found else quadrature.DEFAULT_STRETCH
 
 
 def _narrower(x: Stretch, y: Stretch) -> Stretch:
@@ -80,8 +80,8 @@ def _narrower(x: Stretch, y: Stretch) -> Stretch:
         limits = (x.gamma, y.gamma, x.zeta, y.zeta)
         dtype = reduce(torch.promote_types, (limit.dtype for limit in limits if isinstance(limit, Tensor)))
         low, other_low, high, other_high = (torch.as_tensor(limit, dtype=torch.float64) for limit in limits)
-        return numerics.make_stretch(torch.maximum(low, other_low), torch.minimum(high, other_high), dtype)
-    return numerics.make_stretch(max(x.gamma, y.gamma), min(x.zeta, y.zeta), torch.float64)
+        return quadrature.make_stretch(torch.maximum(low, other_low), torch.minimum(high, other_high), dtype)
+    return quadrature.make_stretch(max(x.gamma, y.gamma), min(x.zeta, y.zeta), torch.float64)
 
 
 class QuadratureGate(GateDistribution):

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0 import _numerics as numerics
 from pyro_l0.distributions.gate import (
     GateDistribution,
     Number,
@@ -21,6 +20,7 @@ from pyro_l0.distributions.gate import (
     inside_unit_interval,
     open_uniform,
 )
+from pyro_l0.maths import host, quadrature, rectified_normal, special
 
 __all__ = ["RectifiedNormal"]
 
@@ -93,22 +93,22 @@ class RectifiedNormal(GateDistribution):
     @property
     def log_prob_zero(self) -> Tensor:
         """log P(z = 0), shape ``batch_shape``."""
-        return numerics.log_ndtr(-self.loc / self.scale)
+        return special.log_ndtr(-self.loc / self.scale)
 
     @property
     def log_prob_one(self) -> Tensor:
         """log P(z = 1), shape ``batch_shape``."""
-        return numerics.log_ndtr((self.loc - 1) / self.scale)
+        return special.log_ndtr((self.loc - 1) / self.scale)
 
     @property
     def log_interior_prob(self) -> Tensor:
         """log P(0 < z < 1), shape ``batch_shape``."""
-        return numerics.rectified_normal_log_interior_prob(self.loc, self.scale)
+        return rectified_normal.log_interior_prob(self.loc, self.scale)
 
     @property
     def log_active_prob(self) -> Tensor:
         """log P(z != 0), shape ``batch_shape``."""
-        return numerics.log_ndtr(self.loc / self.scale)
+        return special.log_ndtr(self.loc / self.scale)
 
     @property
     def test_gate(self) -> Tensor:
@@ -123,17 +123,17 @@ class RectifiedNormal(GateDistribution):
     @property
     def mean(self) -> Tensor:
         """E[z], shape ``batch_shape``."""
-        return numerics.rectified_normal_mean(self.loc, self.scale)[0]
+        return rectified_normal.mean(self.loc, self.scale)[0]
 
     @property
     def variance(self) -> Tensor:
         """Var[z], shape ``batch_shape``."""
-        rule = numerics.gauss_legendre(48, self.loc.dtype, self.loc.device)
-        return numerics.rectified_normal_variance(self.loc, self.scale, rule)
+        rule = quadrature.gauss_legendre(48, self.loc.dtype, self.loc.device)
+        return rectified_normal.variance(self.loc, self.scale, rule)
 
     def entropy(self) -> Tensor:
         """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
-        return numerics.rectified_normal_entropy(self.loc, self.scale)
+        return rectified_normal.entropy(self.loc, self.scale)
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
@@ -144,7 +144,7 @@ class RectifiedNormal(GateDistribution):
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
         u = open_uniform(torch.Size(sample_shape) + self.loc.shape, self.loc)
-        return inside_unit_interval(numerics.rectified_normal_interior_icdf(u, self.loc, self.scale))
+        return inside_unit_interval(rectified_normal.interior_icdf(u, self.loc, self.scale))
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""
@@ -160,13 +160,13 @@ class RectifiedNormal(GateDistribution):
         return value.clamp(0, 1)
 
     def _log_density(self, z: Tensor) -> Tensor:
-        return numerics.normal_log_density(z, self.loc, self.scale)
+        return rectified_normal.log_density(z, self.loc, self.scale)
 
     def _cdf(self, z: Tensor) -> Tensor:
-        return numerics.ndtr((z - self.loc) / self.scale)
+        return special.ndtr((z - self.loc) / self.scale)
 
     def _node_temperature(self) -> float:
-        return numerics.largest(1 / self.scale)
+        return host.largest(1 / self.scale)
 
     def _breakpoints(self) -> None:
         return None  # the density may be sharp anywhere between the atoms
@@ -174,5 +174,5 @@ class RectifiedNormal(GateDistribution):
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
         loc, scale = self.loc.unsqueeze(-1), self.scale.unsqueeze(-1)
         distance = (loc.clamp(0, 1) - loc) / scale  # of the top between the atoms
-        reach = scale * torch.sqrt(distance.square() + 2 * numerics.drops(dtype, loc.device))
+        reach = scale * torch.sqrt(distance.square() + 2 * quadrature.drops(dtype, loc.device))
         return torch.cat((loc - reach, loc + reach), -1)

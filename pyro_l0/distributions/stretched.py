@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0 import _numerics as numerics
-from pyro_l0._components import Point
-from pyro_l0._numerics import Nodes, Stretch
 from pyro_l0.distributions.gate import GateDistribution, Number, inside_unit_interval
 from pyro_l0.distributions.quadrature import QuadratureGate
+from pyro_l0.maths import quadrature
+from pyro_l0.maths.mixture import Point
+from pyro_l0.maths.quadrature import Nodes, Stretch
 
 __all__ = ["StretchedGate", "UnitIntervalGate"]
 
@@ -48,7 +48,7 @@ class StretchedGate(GateDistribution):
         """Stretch limits and the logits that follow from them."""
         if self._stretch is not None:
             return self._stretch
-        stretch = numerics.make_stretch(self._gamma, self._zeta, self._like.dtype)
+        stretch = quadrature.make_stretch(self._gamma, self._zeta, self._like.dtype)
         # Kept, so that a KL sees one object; not with a graph, which belongs to one evaluation.
         if not any(isinstance(x, Tensor) and x.requires_grad for x in (self._gamma, self._zeta)):
             self._stretch = stretch

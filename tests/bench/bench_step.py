@@ -34,11 +34,11 @@ from pyro_l0 import (
     HardKumaraswamy,
     PowerLawGate,
     RectifiedNormal,
-    _numerics,
 )
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.elbo import Objective
 from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.maths import hard_concrete_kl, quadrature
 from pyro_l0.nn import Gate, name_gates
 
 NUM_DATA, BATCH, LAM, SIZES = 60_000, 100, 0.1, (784, 300, 100, 10)
@@ -94,8 +94,8 @@ def hand_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
     prior = torch.tensor(-1.6)
     beta, gamma, zeta = 2 / 3, -0.1, 1.1
     shift = beta * math.log(-gamma / zeta)
-    stretch = _numerics.make_stretch(gamma, zeta, torch.float32)
-    rule = _numerics.gauss_legendre(5, torch.float32)
+    stretch = quadrature.make_stretch(gamma, zeta, torch.float32)
+    rule = quadrature.gauss_legendre(5, torch.float32)
 
     def loss() -> Tensor:
         h, penalty = x, torch.zeros(())
@@ -107,7 +107,7 @@ def hand_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
             price = LAM * list(GROUP_SIZES.values())[i]
             penalty = penalty + price * torch.sigmoid(log_alpha[i] - shift).sum()
             if objective == "free_energy":
-                kl = _numerics.hard_concrete_kl_same_temperature(log_alpha[i], prior, beta, stretch, rule)
+                kl = hard_concrete_kl.same_temperature(log_alpha[i], prior, beta, stretch, rule)
                 penalty = penalty + kl.sum()
         return NUM_DATA * F.cross_entropy(h, y) + penalty
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from pyro_l0 import _numerics
 from pyro_l0.distributions import HardConcrete, RectifiedNormal
+from pyro_l0.maths import hard_concrete, quadrature
 from tests.cases import FAMILIES, GATES
 
 STANDARD_ERRORS = 5
@@ -212,8 +212,8 @@ def test_hard_concrete_draw_formulas():
     noise = torch.linspace(-6, 6, 41, dtype=torch.float64)
     log_alpha = torch.full_like(noise, 0.4).requires_grad_()
     temperature = torch.full_like(noise, 0.7).requires_grad_()
-    stretch = _numerics.make_stretch(gamma, zeta, torch.float64)
-    z = _numerics.hard_concrete_transform(noise, log_alpha, temperature, stretch)
+    stretch = quadrature.make_stretch(gamma, zeta, torch.float64)
+    z = hard_concrete.transform(noise, log_alpha, temperature, stretch)
     by_location, by_temperature = torch.autograd.grad(z.sum(), (log_alpha, temperature))
     y = (0.4 + noise) / 0.7
     slope = (zeta - gamma) * sigmoid_slope(y) * ((z > 0) & (z < 1))
@@ -238,7 +238,7 @@ def test_rectified_normal_draw_formulas():
 def logit_rule(gamma, zeta, count=60):
     """Gauss-Legendre in the logit t of the unstretched variable: nodes, weights, g'(t)."""
     start, stop = math.log(-gamma / zeta), math.log((1 - gamma) / (zeta - 1))
-    nodes, weights = _numerics.gauss_legendre(count, torch.float64)
+    nodes, weights = quadrature.gauss_legendre(count, torch.float64)
     t = start + (stop - start) * (nodes + 1) / 2
     return t, weights * (stop - start) / 2, (zeta - gamma) * sigmoid_slope(t)
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from pyro_l0 import _components, _numerics
 from pyro_l0.distributions import ExponentialGate, ExponentialUniformGate, HardConcrete, PowerLawGate
+from pyro_l0.maths import components, mixture, quadrature
 from tests.cases import FAMILIES, build
 from tests.reference import ExponentialReference, ExponentialUniformReference, PowerLawReference, mp
 
 MIXTURES = FAMILIES[3:6]
 REFERENCES = {
-    _components.Exponential: ExponentialReference,
-    _components.ExponentialUniform: ExponentialUniformReference,
-    _components.PowerLaw: PowerLawReference,
+    components.Exponential: ExponentialReference,
+    components.ExponentialUniform: ExponentialUniformReference,
+    components.PowerLaw: PowerLawReference,
 }
 CASES = [(family, parameters) for family in MIXTURES for parameters in family.parameters]
 
@@ -43,9 +43,9 @@ def test_implicit_gradients_integrate_to_the_derivatives_of_the_moments(case):
     leaves = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in parameters.items()}
     gate = family.gate(**leaves)
     places = torch.linspace(0, 1, 31, dtype=torch.float64)
-    nodes = _numerics.panel_nodes(gate.stretch, [places], 20, torch.float64, torch.device("cpu"))
+    nodes = quadrature.panel_nodes(gate.stretch, [places], 20, torch.float64, torch.device("cpu"))
     s = torch.sigmoid(nodes.t)
-    moved = gate.rectify(_components.attach_gradient(gate._component, gate.logits, s))
+    moved = gate.rectify(mixture.attach_gradient(gate._component, gate.logits, s))
     mass = (nodes.weight * gate._log_density_in_t(nodes, gate.stretch).exp()).detach()
     for name in ("logits", "beta", "epsilon"):
         if name not in parameters:
@@ -81,9 +81,9 @@ def test_the_two_ways_to_draw_agree(case):
 @pytest.mark.parametrize(
     "component",
     [
-        *(_components.Exponential(beta) for beta in (1e-3, 1.0, 30.0, 300.0)),
-        *(_components.ExponentialUniform(beta, share) for beta in (0.1, 25.0, 90.0) for share in (1e-6, 0.9)),
-        *(_components.PowerLaw(beta) for beta in (1.5, 40.0, 300.0)),
+        *(components.Exponential(beta) for beta in (1e-3, 1.0, 30.0, 300.0)),
+        *(components.ExponentialUniform(beta, share) for beta in (0.1, 25.0, 90.0) for share in (1e-6, 0.9)),
+        *(components.PowerLaw(beta) for beta in (1.5, 40.0, 300.0)),
     ],
     ids=repr,
 )
@@ -91,7 +91,7 @@ def test_slopes_of_the_logits(component, dtype, tolerance):
     """The closed forms, from narrow to wide interiors and up to weights of e^-80."""
     s = torch.tensor([1e-3, 1 / 12, 0.3, 0.5, 0.875, 1 - 1 / 64], dtype=dtype)
     for logits in (-80.0, -20.0, -1.0, 0.0, 3.0, 60.0):
-        found = component.logit_slope(torch.full_like(s, logits), _components.Point(s, 1 - s))
+        found = component.logit_slope(torch.full_like(s, logits), mixture.Point(s, 1 - s))
         reference = REFERENCES[type(component)](logits, *component)
         exact = [float(reference.logit_slope(mp.mpf(x))) for x in s.tolist()]
         kept = [i for i, x in enumerate(exact) if x < 1e37]  # float32 ends soon after
@@ -109,7 +109,7 @@ def test_float32_derivatives(case):
         others = {name: value for name, value in parameters.items() if name != "logits"}
         gate = family.gate(logits, **others)
         s = gate._point(torch.linspace(0.01, 0.99, 50, dtype=torch.float64)).s.to(dtype)
-        moved = _components.attach_gradient(gate._component, gate.logits, s)
+        moved = mixture.attach_gradient(gate._component, gate.logits, s)
         grads.append(torch.stack([torch.autograd.grad(x, logits, retain_graph=True)[0] for x in moved]).double())
     torch.testing.assert_close(grads[1], grads[0], rtol=2e-5, atol=0)
 
@@ -182,12 +182,12 @@ def test_deterministic_gates_by_name():
 def test_means_of_the_components():
     """The closed forms behind plug_in_mean against integrals of the survival functions."""
     s = torch.linspace(0, 1, 200_001, dtype=torch.float64)[1:-1]
-    x = _components.Point(s, 1 - s)
+    x = mixture.Point(s, 1 - s)
     for component in (
-        _components.Exponential(6.0),
-        _components.Exponential(1e-3),
-        _components.ExponentialUniform(25.0, 0.1),
-        _components.PowerLaw(1.7),
+        components.Exponential(6.0),
+        components.Exponential(1e-3),
+        components.ExponentialUniform(25.0, 0.1),
+        components.PowerLaw(1.7),
     ):
         mean = torch.trapezoid(component.log_above(x).exp(), s).item() + 2.5e-6
         assert component.mean == pytest.approx(mean, abs=1e-5)
@@ -198,15 +198,15 @@ def test_means_of_the_components():
 def test_quantiles_of_the_exponential_mixture(beta, dtype):
     """The closed form meets the cdf again, from either tail, at any weight."""
     logits = torch.tensor([-80.0, -5.0, 0.0, 3.0, 80.0], dtype=dtype)[:, None]
-    component = _components.Exponential(beta)
+    component = components.Exponential(beta)
     p = torch.cat([torch.logspace(-12, -0.31, 40, dtype=dtype), 1 - torch.logspace(-6, -0.31, 40, dtype=dtype)])
     s = component.mixture_quantile(logits, p)
     assert ((s >= 0) & (s <= 1)).all()
     inside = (s > 1e-6) & (s < 1 - 1e-6)
-    x = _components.Point(s.clamp(1e-6, 1 - 1e-6), 1 - s.clamp(1e-6, 1 - 1e-6))
-    below = _components.log_below(component, logits, x).exp()
+    x = mixture.Point(s.clamp(1e-6, 1 - 1e-6), 1 - s.clamp(1e-6, 1 - 1e-6))
+    below = mixture.log_below(component, logits, x).exp()
     # s is rounded to an epsilon, which the density turns into an error of the cdf.
-    slack = torch.finfo(dtype).eps * (4 + 4 * _components.log_density(component, logits, x).exp())
+    slack = torch.finfo(dtype).eps * (4 + 4 * mixture.log_density(component, logits, x).exp())
     assert ((below - p).abs() <= slack)[inside].all()
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.distributions import kl_divergence
 
-from pyro_l0 import _numerics
 from pyro_l0.distributions import (
     ExponentialGate,
     ExponentialUniformGate,
@@ -23,6 +22,7 @@ from pyro_l0.distributions import (
     PowerLawGate,
     RectifiedNormal,
 )
+from pyro_l0.maths import hard_concrete, quadrature
 from tests.reference import (
     ExponentialReference,
     ExponentialUniformReference,
@@ -248,8 +248,8 @@ def test_pathwise_derivatives(family, dtype):
         places = [u for u, *_ in entry["pathwise"]]
         if family == "HardConcrete":
             noise = torch.tensor([math.log(u) - math.log1p(-u) for u in places], dtype=dtype)
-            stretch = _numerics.make_stretch(leaves["gamma"], leaves["zeta"], dtype)
-            values = _numerics.hard_concrete_transform(noise, leaves["log_alpha"], leaves["beta"], stretch)
+            stretch = quadrature.make_stretch(leaves["gamma"], leaves["zeta"], dtype)
+            values = hard_concrete.transform(noise, leaves["log_alpha"], leaves["beta"], stretch)
         else:
             values = gate(family, leaves).icdf(torch.tensor(places, dtype=dtype))
         gradients = torch.autograd.grad(values.sum(), [leaves[name] for name in names])

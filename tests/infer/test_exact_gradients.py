@@ -13,8 +13,9 @@ import torch
 from scipy.integrate import quad
 from scipy.special import expit
 
-from pyro_l0 import HardConcrete, _numerics
+from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO
+from pyro_l0.maths import hard_concrete
 
 BETA_Q, BETA_P, GAMMA, ZETA, PRIOR = 0.7, 2 / 3, -0.1, 1.1, -1.0
 LAM, SIZE, TAU, SIGMA = 0.3, 2.0, 0.8, 0.5
@@ -76,7 +77,7 @@ def test_gradient_of_the_loss(objective, shape, particles, monkeypatch):
     generator = np.random.default_rng(7)
     noises = [(generator.logistic(size=3), generator.normal(size=3)) for _ in range(particles)]
     gate_noise, slab_noise = iter(n[0] for n in noises), iter(n[1] for n in noises)
-    monkeypatch.setattr(_numerics, "logistic_noise", lambda *_: torch.tensor(next(gate_noise)))
+    monkeypatch.setattr(hard_concrete, "logistic_noise", lambda *_: torch.tensor(next(gate_noise)))
     monkeypatch.setattr(dist.Normal, "rsample", lambda d, _=(): d.loc + d.scale * torch.tensor(next(slab_noise)))
     leaves = {name: torch.tensor(x, requires_grad=True) for name, x in START.items()}
     x, y = torch.tensor(X), torch.tensor(Y)

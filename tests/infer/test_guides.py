@@ -13,8 +13,9 @@ from pyro.infer.autoguide import AutoNormal
 from torch.distributions import kl_divergence
 from torch.optim.swa_utils import AveragedModel
 
-from pyro_l0 import HardConcrete, RectifiedNormal, _numerics
+from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, RectifyReparam
+from pyro_l0.maths import quadrature
 
 
 def model():
@@ -251,7 +252,7 @@ def test_nuts_and_autonormal_run_on_gates():
 
 def test_closed_form_is_taken(monkeypatch):
     """With the prior's family the KL of the guide costs no quadrature."""
-    monkeypatch.setattr(_numerics, "stretch_nodes", None)
+    monkeypatch.setattr(quadrature, "stretch_nodes", None)
     guide = started()
     prior = HardConcrete.from_active_prob(0.2, temperature=0.5).expand([4])
     assert torch.isfinite(kl_divergence(guide.posterior()["a.z"], prior)).all()

@@ -9,10 +9,11 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
-from pyro_l0 import HardConcrete, RectifiedNormal, _numerics
+from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0._record import Record, sample
 from pyro_l0.distributions.gate import concatenate
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.maths import hard_concrete, joint_draw, quadrature
 
 SHAPES = [(3,), (2, 2), ()]
 START = [
@@ -22,13 +23,15 @@ START = [
 ]
 NOISE = torch.tensor([0.2, 0.9, -0.5, -1.0, 0.1, 0.4, 1.5, -0.3], dtype=torch.float64)
 FREE = [0, 1, 3, 4, 6, 7]  # noise entries whose gates are not saturated
-STRETCH = _numerics.make_stretch(-0.1, 1.1, torch.float64)
+STRETCH = quadrature.make_stretch(-0.1, 1.1, torch.float64)
 
 
 @pytest.fixture
 def frozen_noise(monkeypatch):
     """The same logistic noise for every draw."""
-    monkeypatch.setattr(_numerics, "logistic_noise", lambda shape, *_: NOISE[: shape.numel()].reshape(shape).clone())
+    monkeypatch.setattr(
+        hard_concrete, "logistic_noise", lambda shape, *_: NOISE[: shape.numel()].reshape(shape).clone()
+    )
 
 
 def leaves():
@@ -43,10 +46,10 @@ def test_draws_are_those_of_the_plain_formula(frozen_noise):
     weights = torch.linspace(0.5, 2.0, 8, dtype=torch.float64)
     for use_draws, use_active in ((True, True), (True, False), (False, True)):
         ours, theirs = leaves(), leaves()
-        draws, active = _numerics.hard_concrete_draw(ours, 2 / 3, STRETCH)
+        draws, active = joint_draw.hard_concretes(ours, 2 / 3, STRETCH)
         assert [z.shape for z in draws] == [torch.Size(shape) for shape in SHAPES]
         flat = torch.cat([x.reshape(-1) for x in theirs])
-        z = _numerics.hard_concrete_transform(NOISE, flat, 2 / 3, STRETCH)
+        z = hard_concrete.transform(NOISE, flat, 2 / 3, STRETCH)
         p = torch.sigmoid(flat - 2 / 3 * STRETCH.t0)
         torch.testing.assert_close(torch.cat([z.reshape(-1) for z in draws]), z, rtol=1e-14, atol=1e-15)
         torch.testing.assert_close(active, p, rtol=1e-14, atol=0)
@@ -65,7 +68,7 @@ def test_draws_are_those_of_the_plain_formula(frozen_noise):
 def test_a_draw_that_is_not_used_gets_no_gradient(frozen_noise):
     """A loss of one site leaves the others' gradients at zero."""
     xs = leaves()
-    draws, _ = _numerics.hard_concrete_draw(xs, 2 / 3, STRETCH)
+    draws, _ = joint_draw.hard_concretes(xs, 2 / 3, STRETCH)
     draws[0].sum().backward()
     assert xs[0].grad[0] != 0
     assert xs[1].grad.abs().sum() == 0
@@ -75,13 +78,12 @@ def test_a_draw_that_is_not_used_gets_no_gradient(frozen_noise):
 def test_an_atom_passes_no_gradient_on_not_even_an_infinite_one(frozen_noise):
     """As with clamp: the slope of sqrt(z) at z = 0 does not make a NaN of the gate's."""
     log_alphas = leaves()
-    draws, _ = _numerics.hard_concrete_draw(log_alphas, 2 / 3, STRETCH)
+    draws, _ = joint_draw.hard_concretes(log_alphas, 2 / 3, STRETCH)
     assert any(bool((z == 0).any()) for z in draws)
     joint = torch.autograd.grad(sum(z.sqrt().sum() for z in draws), log_alphas)
     noise = NOISE.split([x.numel() for x in log_alphas])
     plain = [
-        _numerics.hard_concrete_transform(u.reshape(x.shape), x, 2 / 3, STRETCH)
-        for u, x in zip(noise, log_alphas, strict=True)
+        hard_concrete.transform(u.reshape(x.shape), x, 2 / 3, STRETCH) for u, x in zip(noise, log_alphas, strict=True)
     ]
     single = torch.autograd.grad(sum(z.sqrt().sum() for z in plain), log_alphas)
     for one, other in zip(joint, single, strict=True):
@@ -94,7 +96,7 @@ def test_second_derivatives(frozen_noise):
     inputs = [torch.tensor([0.3, -0.4], dtype=torch.float64), torch.tensor([[0.1], [-0.2]], dtype=torch.float64)]
 
     def draw(*xs):
-        draws, active = _numerics.hard_concrete_draw(xs, 2 / 3, STRETCH)
+        draws, active = joint_draw.hard_concretes(xs, 2 / 3, STRETCH)
         return (*draws, active)
 
     inputs = [x.requires_grad_() for x in inputs]
@@ -158,7 +160,7 @@ def both_ways(model, guide, elbo):
 @pytest.mark.parametrize("priors", [SAME, OTHER_TEMPERATURE, TENSOR_STRETCH], ids=["same", "temperature", "stretch"])
 def test_loss_is_that_of_single_sites(objective, options, priors, monkeypatch):
     """Loss and gradient agree to rounding, whether sites can be joined or not."""
-    monkeypatch.setattr(_numerics, "logistic_noise", lambda shape, dtype, _: torch.full(shape, 0.3, dtype=dtype))
+    monkeypatch.setattr(hard_concrete, "logistic_noise", lambda shape, dtype, _: torch.full(shape, 0.3, dtype=dtype))
     model = gates(priors)
     guide = AutoGate(model, init_jitter=0.0)
     elbo = L0_ELBO(objective, **options)

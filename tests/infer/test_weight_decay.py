@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from pyro_l0 import BernoulliGate, HardConcrete, _numerics
+from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.maths import hard_concrete
 from pyro_l0.nn import Gate, cost, name_gates, square_norms
 from pyro_l0.nn.deferred import defer_product, record_norms, recorded_norms
 
@@ -105,7 +106,7 @@ def assert_same(ours, expected):
 @pytest.fixture
 def _frozen_noise(monkeypatch):
     """The same draw of the gates each time."""
-    monkeypatch.setattr(_numerics, "logistic_noise", lambda shape, dtype, _: torch.full(shape, 0.3, dtype=dtype))
+    monkeypatch.setattr(hard_concrete, "logistic_noise", lambda shape, dtype, _: torch.full(shape, 0.3, dtype=dtype))
 
 
 @pytest.mark.usefixtures("_frozen_noise")

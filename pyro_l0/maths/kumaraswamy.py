@@ -1,4 +1,4 @@
-"""Pure tensor maths of the Kumaraswamy distribution on (0, 1), float32-safe.
+"""The Kumaraswamy distribution on (0, 1).
 
 Its survival function is (1 - s^a)^b. ``log_s`` is log s, from whichever end is nearer.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_l0._numerics import log1mexp
-
-__all__ = ["interior_quantile", "log_above", "log_below", "log_between", "log_density", "quantile_of_exponential"]
+from pyro_l0.maths.special import log1mexp
 
 _SMALL = -40.0  # log of a number that is lost beside 1
 

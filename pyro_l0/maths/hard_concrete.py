@@ -1,0 +1,110 @@
+"""The hard concrete: t(z) is the logit of the unstretched variable, a = temperature * t - log_alpha that of the cdf."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_l0.maths.quadrature import Nodes, Stretch
+from pyro_l0.maths.special import last, log, log1mexp
+
+
+def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Standard logistic draws with their full tails.
+
+    The logit of a 24-bit uniform stops at 16.6 and may be infinite in float32. In main memory the uniform is drawn in
+    double, which reaches 36.7 (a draw beyond has probability 2e-16); elsewhere, where double may be slow or missing,
+    the log of a ratio of two exponentials reaches beyond 80, but takes four times as long on a CPU.
+    """
+    if device.type == "cpu":
+        return torch.rand(shape, dtype=torch.float64).logit_(2.0**-54).to(dtype)
+    tiny = torch.finfo(dtype).tiny
+    log_e = torch.empty((2, *shape), dtype=dtype, device=device).exponential_().clamp_(min=tiny).log_()
+    return log_e[0] - log_e[1]
+
+
+def transform(noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+    """The gate that standard logistic noise turns into (eq. 10-11 of the L0 paper)."""
+    if isinstance(temperature, Tensor):
+        y = (log_alpha + noise) / temperature
+    else:
+        y = torch.add(noise / temperature, log_alpha, alpha=1 / temperature)  # one operation in the graph
+    return (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
+
+
+def log_probs(
+    log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log P(z = 0), log P(z = 1), log P(0 < z < 1) and log P(z != 0) (eq. 12, 24)."""
+    a0 = temperature * stretch.t0 - log_alpha
+    a1 = temperature * stretch.t1 - log_alpha
+    log_active = F.logsigmoid(-a0)
+    gap = torch.as_tensor(temperature * (stretch.t1 - stretch.t0), dtype=log_alpha.dtype, device=log_alpha.device)
+    log_interior = F.logsigmoid(a1) + log_active + log1mexp(gap)
+    return F.logsigmoid(a0), F.logsigmoid(-a1), log_interior, log_active
+
+
+def log_density(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+    """Log density at 0 < z < 1 with respect to dz (eq. 23 stretched, eq. 26 before truncation)."""
+    log_low = torch.log(z - stretch.gamma)
+    log_high = torch.log(stretch.zeta - z)
+    a = temperature * (log_low - log_high) - log_alpha
+    return log(temperature) + log(stretch.width) - log_low - log_high + F.logsigmoid(a) + F.logsigmoid(-a)
+
+
+def log_density_in_t(t: Tensor, log_alpha: Tensor, temperature: float | Tensor) -> Tensor:
+    """Log density with respect to dt, t the logit of the unstretched variable."""
+    a = temperature * t - log_alpha
+    return log(temperature) + F.logsigmoid(a) + F.logsigmoid(-a)
+
+
+def cdf_logit(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+    """Logit of the cdf at 0 <= z <= 1 (eq. 24)."""
+    return temperature * (torch.log(z - stretch.gamma) - torch.log(stretch.zeta - z)) - log_alpha
+
+
+def icdf(p: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+    """The smallest z with F(z) >= p."""
+    return transform(torch.log(p) - torch.log1p(-p), log_alpha, temperature, stretch)
+
+
+def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+    """Quantile of the gate given 0 < z < 1 (eq. 29 with the limits 0 and 1).
+
+    The logit of P0 + u * Pmid is the difference of two logs, each a sum of positive terms.
+    """
+    log_zero, log_one, log_interior, _ = log_probs(log_alpha, temperature, stretch)
+    below = torch.logaddexp(log_zero, torch.log(u) + log_interior)
+    above = torch.logaddexp(log_one, torch.log1p(-u) + log_interior)
+    return transform(below - above, log_alpha, temperature, stretch)
+
+
+def mean(log_alpha: Tensor, temperature: float | Tensor, nodes: Nodes) -> Tensor:
+    """E[z], the integral of the survival function."""
+    a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
+    measure = nodes.weight * nodes.slope
+    mean, co_mean = (measure * torch.sigmoid(-a)).sum(-1), (measure * torch.sigmoid(a)).sum(-1)
+    # Near 1 the slope of the mean is that of 1 - E[1 - z], whose terms are small instead of close to one.
+    return torch.where(mean < 0.5, mean, 1 - co_mean)
+
+
+def variance(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
+    """Var[z] as a sum of non-negative terms, so that small variances keep their relative accuracy."""
+    a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
+    below, above = torch.sigmoid(a), torch.sigmoid(-a)
+    mean = (nodes.weight * nodes.slope * above).sum(-1)
+    co_mean = (nodes.weight * nodes.slope * below).sum(-1)
+    log_zero, log_one, _, _ = log_probs(log_alpha, temperature, stretch)
+    m, m_bar = mean.unsqueeze(-1), co_mean.unsqueeze(-1)
+    distance = torch.where(m < 0.5, nodes.z - m, m_bar - nodes.one_minus_z)
+    interior = (nodes.weight * (last(temperature) * below * above * distance.square())).sum(-1)
+    return torch.exp(log_zero) * mean.square() + torch.exp(log_one) * co_mean.square() + interior
+
+
+def entropy(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
+    """Entropy with respect to the mixed measure; it may be negative."""
+    log_zero, log_one, _, _ = log_probs(log_alpha, temperature, stretch)
+    log_density = log_density_in_t(nodes.t, log_alpha.unsqueeze(-1), last(temperature))
+    interior = (nodes.weight * torch.exp(log_density) * (log_density - torch.log(nodes.slope))).sum(-1)
+    return -torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one - interior

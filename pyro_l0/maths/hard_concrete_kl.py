@@ -1,0 +1,295 @@
+"""KL of two hard concretes: the closed form for one temperature, quadrature for two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_l0.maths.host import transformed
+from pyro_l0.maths.quadrature import Nodes, Stretch
+from pyro_l0.maths.special import apply, klterm_from_ratio, last, log, plain_psi, psi
+
+
+class _Ends(NamedTuple):
+    """A hard concrete q and the log-odds d by which it leads p, mirrored such that P(z = 0) <= 1/2 under q.
+
+    Attributes:
+        d: log alpha of q minus that of p.
+        mirrored: where z was replaced by 1 - z, under which the KL does not change.
+        v0, u0, v1, u1: cdf of q at 0, its complement, and the same below 1.
+        between: v1 - v0, without cancellation.
+        a0, a1: logits of v0 and v1.
+    """
+
+    d: Tensor
+    mirrored: Tensor
+    v0: Tensor
+    u0: Tensor
+    v1: Tensor
+    u1: Tensor
+    between: Tensor
+    a0: Tensor
+    a1: Tensor
+
+
+def _ends(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: float | Tensor, stretch: Stretch) -> _Ends:
+    a0 = temperature * stretch.t0 - log_alpha_q
+    a1 = temperature * stretch.t1 - log_alpha_q
+    d = log_alpha_q - log_alpha_p
+    mirrored = a0 + a1 > 0
+    sign = 1 - 2 * mirrored.to(d.dtype)
+    a0, a1, d = torch.where(mirrored, -a1, a0), torch.where(mirrored, -a0, a1), d * sign
+    v0, u0, v1, u1 = torch.sigmoid(a0), torch.sigmoid(-a0), torch.sigmoid(a1), torch.sigmoid(-a1)
+    # v1 * u0 - v0 * u1 = v1 * u0 * (1 - exp(a0 - a1)), and the gap of the logits does not depend on q.
+    gap = -temperature * (stretch.t1 - stretch.t0)
+    between = v1 * u0 * -(torch.expm1(gap) if isinstance(gap, Tensor) else math.expm1(gap))
+    return _Ends(d, mirrored, v0, u0, v1, u1, between, a0, a1)
+
+
+def _log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For |d| < 3: d, L0, L1 = log(1 + kappa v0), log(1 + kappa v1), their difference, y and log1p(y) / y."""
+    d = torch.where(near, e.d, 0.0)
+    kappa = torch.expm1(d)
+    l0, l1 = torch.log1p(kappa * e.v0), torch.log1p(kappa * e.v1)
+    y = kappa * e.between / (1 + kappa * e.v0)
+    delta = torch.log1p(y)
+    tiny = y.abs() < 1e-4
+    ratio = torch.where(tiny, 1 - y * (1 / 2 - y * (1 / 3 - y / 4)), delta / torch.where(tiny, 1.0, y))
+    return d, l0, l1, delta, y, ratio
+
+
+def _far_log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For |d| >= 3: d, L0, L1, exp(d) - 1 and exp(-d) - 1, which beyond 60 would overflow and no longer matter."""
+    d = torch.where(near, 3.0, e.d)
+    # softplus(a + d) - softplus(a); torch's softplus drops exp(-a) above 20.
+    l0 = F.logsigmoid(-e.a0) - F.logsigmoid(-e.a0 - d)
+    l1 = F.logsigmoid(-e.a1) - F.logsigmoid(-e.a1 - d)
+    bounded = d.clamp(-60.0, 60.0)
+    return d, l0, l1, torch.expm1(bounded), torch.expm1(-bounded)
+
+
+def _closed_form(
+    log_alpha_q: Tensor,
+    log_alpha_p: Tensor,
+    temperature: float | Tensor,
+    stretch: Stretch,
+    rule: tuple[Tensor, Tensor],
+) -> Tensor:
+    e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
+    near = e.d.abs() < 3
+    d, l0, l1, delta, _, ratio = _log_ratios(e, near)
+    x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
+    step = delta.unsqueeze(-1) * x
+    inner = plain_psi((d - 2 * l0).unsqueeze(-1) - 2 * step) * torch.exp(step)
+    small = e.v0 * plain_psi(d - l0) + e.u1 * plain_psi(-l1) + e.between * ratio * (inner @ w)
+
+    d, l0, l1, kappa, kappa_bar = _far_log_ratios(e, near)
+    large = -d * e.v1 - 2 * e.between - l1 * (e.u1 + 2 / kappa_bar) - l0 * (e.v0 + 2 / kappa)
+    return torch.where(near, small, large)
+
+
+def _slopes(
+    log_alpha_q: Tensor,
+    log_alpha_p: Tensor,
+    temperature: float | Tensor,
+    stretch: Stretch,
+    rule: tuple[Tensor, Tensor],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Derivatives of the KL with respect to both locations and the temperature, those that are needed."""
+    e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
+    near = e.d.abs() < 3
+    d, l0, l1, delta, y, ratio = _log_ratios(e, near)
+    far_d, far_l0, far_l1, kappa, kappa_bar = _far_log_ratios(e, near)
+    x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
+    step = delta.unsqueeze(-1) * x
+    tiny = (y.abs() < 1e-4).unsqueeze(-1)
+    # The cdf of q at the nodes and its complement.
+    series = x * (1 + (x - 1) * delta.unsqueeze(-1) * (1 / 2 + (2 * x - 1) * delta.unsqueeze(-1) / 12))
+    share = torch.where(tiny, series, torch.expm1(step) / torch.where(tiny, 1.0, y.unsqueeze(-1)))
+    v = e.v0.unsqueeze(-1) + e.between.unsqueeze(-1) * share
+    u = e.u1.unsqueeze(-1) + e.between.unsqueeze(-1) * (1 - share)
+    sign = torch.where(e.mirrored, -1.0, 1.0)
+
+    grad_q = grad_p = grad_t = None
+    if needed[0]:
+        ends = e.v0 * e.u0, e.v1 * e.u1
+        small = ends[0] * l0 + ends[1] * (d - l1) + 2 * delta * ((v * u) @ w)
+        large = (
+            ends[0] * far_l0
+            + ends[1] * (far_d - far_l1)
+            - 2 * e.between / kappa_bar
+            + 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
+            - e.between * (e.v0 + e.v1)
+        )
+        grad_q = sign * torch.where(near, small, large)
+    if needed[1]:
+        lead = torch.expm1((d - 2 * l0).unsqueeze(-1) - 2 * step) * (torch.exp(d).unsqueeze(-1) * v - u)
+        small = torch.exp(-l0) * (
+            e.between * ratio * (lead @ w) - e.v0 * e.u0 * torch.expm1(d - l0)
+        ) + e.u1 * e.v1 * torch.expm1(-l1) * torch.exp(d - l1)
+        p0, p1 = torch.sigmoid(e.a0 + far_d), torch.sigmoid(e.a1 + far_d)
+        large = e.v1 - (1 + e.v1) * p1 + e.v0 * p0 - 2 * (p1 - p0) / kappa - 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
+        grad_p = sign * torch.where(near, small, large)
+    if needed[2]:
+        l0, l1 = torch.where(near, l0, far_l0), torch.where(near, l1, far_l1)
+        rest_d = e.d - l1
+        low = rest_d < 1
+        # v1 exp(d - L1) is the cdf of p, which stays finite where the exponential does not.
+        upper = torch.where(
+            low,
+            e.v1 * psi(torch.where(low, rest_d, 0.0)),
+            torch.sigmoid(e.a1 + e.d) - e.v1 - e.v1 * rest_d,
+        )
+        lower = e.v0 * e.u0 * psi(-l0)
+        t0, t1 = stretch.t0, stretch.t1
+        grad_t = torch.where(e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower)
+    return [grad_q, grad_p, grad_t]
+
+
+# Gates that are worked on at a time in main memory: their temporaries stay in the processor's cache.
+_BLOCK = 2**16
+
+
+def _in_blocks(
+    function: Callable[..., list[Tensor | None]], stretch: Stretch, *args: float | Tensor
+) -> list[Tensor | None]:
+    """Apply an elementwise function of equally shaped tensors block by block, where that is faster and possible."""
+    first = next(x for x in args if isinstance(x, Tensor))
+    size = first.numel()
+    whole_only = first.device.type != "cpu" or torch.is_grad_enabled() or isinstance(stretch.t0, Tensor)
+    if size <= _BLOCK or whole_only:
+        return function(*args)
+    flat = [_flat(x) if isinstance(x, Tensor) else x for x in args]
+    out: list[Tensor | None] = []
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        part = function(*(x[start:stop] if isinstance(x, Tensor) else x for x in flat))
+        if not out:
+            out = [None if y is None else torch.empty(size, dtype=y.dtype) for y in part]
+        for whole, piece in zip(out, part, strict=True):
+            if whole is not None and piece is not None:
+                whole[start:stop] = piece
+    return [None if y is None else y.view(first.shape) for y in out]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """One dimension, without a copy of a number that was expanded."""
+    if not any(x.stride()):
+        return x[(0,) * x.dim()].expand(x.numel())
+    return x.reshape(-1)
+
+
+class _SameTemperature(torch.autograd.Function):
+    """KL of two hard concretes with one temperature; see :func:`same_temperature`.
+
+    The derivatives are written out, because autograd would keep some eighty intermediate tensors per step. They are
+    sums of terms of one sign wherever the parameters saturate, and are themselves differentiable.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        log_alpha_q: Tensor,
+        log_alpha_p: Tensor,
+        temperature: float | Tensor,
+        stretch: Stretch,
+        rule: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        ctx.stretch, ctx.rule = stretch, rule
+        ctx.number = None if isinstance(temperature, Tensor) else temperature
+        tensors = (temperature,) if isinstance(temperature, Tensor) else ()
+        ctx.save_for_backward(log_alpha_q, log_alpha_p, *tensors)
+
+        def value(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
+            return [_closed_form(q, p, t, stretch, rule)]
+
+        (kl,) = _in_blocks(value, stretch, log_alpha_q, log_alpha_p, temperature)
+        assert kl is not None
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
+        temperature = rest[0] if rest else ctx.number
+        needed = ctx.needs_input_grad[:3]
+
+        def slopes(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
+            return _slopes(q, p, t, ctx.stretch, ctx.rule, needed)
+
+        found = _in_blocks(slopes, ctx.stretch, log_alpha_q, log_alpha_p, temperature)
+        return *(None if slope is None else grad * slope for slope in found), None, None
+
+
+def same_temperature(
+    log_alpha_q: Tensor,
+    log_alpha_p: Tensor,
+    temperature: float | Tensor,
+    stretch: Stretch,
+    rule: tuple[Tensor, Tensor],
+) -> Tensor:
+    """KL of two hard concretes with one temperature and one stretch, in closed form.
+
+    With d the lead of q's log alpha, kappa = exp(d) - 1 and v the cdf of q, the log ratio of the densities is
+    -d + 2 log(1 + kappa v), whose integral is elementary. It is O(d^2) but built from terms of O(d), so for |d| < 3
+    the same integral is taken over log(1 + kappa v) instead, where the integrand is entire and non-negative and the
+    given rule is exact to rounding.
+
+    Args:
+        log_alpha_q: location of q, broadcast against ``log_alpha_p``.
+        log_alpha_p: location of p.
+        temperature: the shared temperature; the gradient is that of the shared value.
+        stretch: the shared stretch, a constant.
+        rule: Gauss-Legendre nodes and weights on [-1, 1] (8 for float64, 5 for float32).
+    """
+    log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.expand_as(log_alpha_q)
+    if transformed():
+        return _closed_form(log_alpha_q, log_alpha_p, temperature, stretch, rule)
+    return apply(_SameTemperature, log_alpha_q, log_alpha_p, temperature, stretch, rule)
+
+
+def _logsigmoid_change(a: Tensor, step: Tensor) -> Tensor:
+    """log sigmoid(a + step) - log sigmoid(a), accurate for small steps."""
+    small = step.abs() < 1
+    exact = -torch.log1p(torch.expm1(-torch.where(small, step, 0.0)) * torch.sigmoid(-a))
+    return torch.where(small, exact, F.logsigmoid(a + step) - F.logsigmoid(a))
+
+
+def same_stretch(
+    log_alpha_q: Tensor,
+    temperature_q: float | Tensor,
+    log_alpha_p: Tensor,
+    temperature_p: float | Tensor,
+    stretch: Stretch,
+    nodes: Nodes,
+) -> Tensor:
+    """KL of two hard concretes with one stretch and any temperatures, by quadrature on the logit axis.
+
+    The log ratios come from the change of the cdf's logit, so that nearly equal q and p keep their relative
+    accuracy in float32.
+    """
+
+    def log_q_and_change(t: float | Tensor, side: int) -> tuple[Tensor, Tensor]:
+        a = side * (temperature_q * t - log_alpha_q)
+        step = side * ((temperature_p - temperature_q) * t - (log_alpha_p - log_alpha_q))
+        return F.logsigmoid(a), _logsigmoid_change(a, step)
+
+    log_zero, change_zero = log_q_and_change(stretch.t0, 1)
+    log_one, change_one = log_q_and_change(stretch.t1, -1)
+    atoms = klterm_from_ratio(log_zero, change_zero, log_zero + change_zero) + klterm_from_ratio(
+        log_one, change_one, log_one + change_one
+    )
+    log_alpha_q, log_alpha_p = log_alpha_q.unsqueeze(-1), log_alpha_p.unsqueeze(-1)
+    temperature_q, temperature_p = last(temperature_q), last(temperature_p)
+    below, change_below = log_q_and_change(nodes.t, 1)
+    above, change_above = log_q_and_change(nodes.t, -1)
+    log_q = log(temperature_q) + below + above
+    change = log(temperature_p / temperature_q) + change_below + change_above
+    return atoms + (nodes.weight * klterm_from_ratio(log_q, change, log_q + change)).sum(-1)

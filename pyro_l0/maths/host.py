@@ -1,0 +1,72 @@
+"""What the host may know of tensors: whether their values can be read, and what is kept between calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def transformed() -> bool:
+    """Whether torch.compile traces what runs now, or a transform of torch.func carries it out."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def opaque(x: Tensor) -> bool:
+    """Whether no branch may be taken on a tensor's values: traced, mapped by ``torch.vmap``, or without any."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return True
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the host may look at a tensor's values without waiting for a device."""
+    return x.device.type == "cpu" and not opaque(x)
+
+
+def constant(x: Tensor) -> bool:
+    """Whether a tensor can be replaced by its values: :func:`readable`, and nothing is derived by it."""
+    if x.requires_grad or not readable(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return forward_ad.unpack_dual(x).tangent is None
+
+
+def largest(x: float | Tensor) -> float:
+    """The largest value, infinity where it cannot be read."""
+    if not isinstance(x, Tensor):
+        return x
+    if not readable(x):
+        return math.inf
+    return float(x.detach().amax()) if x.numel() else 1.0
+
+
+def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+    """Keep as many results of a function of hashable constants between calls; torch.compile takes them as they are.
+
+    torch.compile cannot trace a named tuple among the arguments.
+    """
+
+    def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+        cached: Any = lru_cache(size, typed=True)(function)
+
+        @wraps(function)
+        def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+            result: _Result = cached(*args, **options)
+            return result
+
+        constant: Callable[_Args, _Result] = torch.compiler.assume_constant_result(call)
+        return constant
+
+    return decorate
