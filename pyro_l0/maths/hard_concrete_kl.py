@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.host import transformed
+from pyro_l0.maths.node import Context, apply
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import apply, klterm_from_ratio, last, log, plain_psi, psi
+from pyro_l0.maths.special import klterm_from_ratio, last, log, plain_psi, psi
 
 
 class _Ends(NamedTuple):
@@ -51,8 +52,31 @@ def _ends(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: float | Tensor,
     return _Ends(d, mirrored, v0, u0, v1, u1, between, a0, a1)
 
 
-def _log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For |d| < 3: d, L0, L1 = log(1 + kappa v0), log(1 + kappa v1), their difference, y and log1p(y) / y."""
+class _Near(NamedTuple):
+    """Where |d| < 3: logs of 1 + kappa v at both ends and on the way from one to the other.
+
+    Attributes:
+        d: the lead, 0 elsewhere.
+        l0, l1: log(1 + kappa v0) and log(1 + kappa v1).
+        delta: l1 - l0, the log of 1 + y.
+        y: kappa * between / (1 + kappa v0).
+        ratio: delta / y.
+        x, w: nodes and weights of the rule on [0, 1].
+        step: delta at the nodes.
+    """
+
+    d: Tensor
+    l0: Tensor
+    l1: Tensor
+    delta: Tensor
+    y: Tensor
+    ratio: Tensor
+    x: Tensor
+    w: Tensor
+    step: Tensor
+
+
+def _near_ratios(e: _Ends, near: Tensor, rule: tuple[Tensor, Tensor]) -> _Near:
     d = torch.where(near, e.d, 0.0)
     kappa = torch.expm1(d)
     l0, l1 = torch.log1p(kappa * e.v0), torch.log1p(kappa * e.v1)
@@ -60,17 +84,30 @@ def _log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
     delta = torch.log1p(y)
     tiny = y.abs() < 1e-4
     ratio = torch.where(tiny, 1 - y * (1 / 2 - y * (1 / 3 - y / 4)), delta / torch.where(tiny, 1.0, y))
-    return d, l0, l1, delta, y, ratio
+    x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
+    return _Near(d, l0, l1, delta, y, ratio, x, w, delta.unsqueeze(-1) * x)
 
 
-def _far_log_ratios(e: _Ends, near: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For |d| >= 3: d, L0, L1, exp(d) - 1 and exp(-d) - 1, which beyond 60 would overflow and no longer matter."""
+class _Far(NamedTuple):
+    """Where |d| >= 3: d, the logs at both ends, exp(d) - 1 and exp(-d) - 1.
+
+    Beyond 60 these two would overflow and no longer matter.
+    """
+
+    d: Tensor
+    l0: Tensor
+    l1: Tensor
+    kappa: Tensor
+    kappa_bar: Tensor
+
+
+def _far_ratios(e: _Ends, near: Tensor) -> _Far:
     d = torch.where(near, 3.0, e.d)
     # softplus(a + d) - softplus(a); torch's softplus drops exp(-a) above 20.
     l0 = F.logsigmoid(-e.a0) - F.logsigmoid(-e.a0 - d)
     l1 = F.logsigmoid(-e.a1) - F.logsigmoid(-e.a1 - d)
     bounded = d.clamp(-60.0, 60.0)
-    return d, l0, l1, torch.expm1(bounded), torch.expm1(-bounded)
+    return _Far(d, l0, l1, torch.expm1(bounded), torch.expm1(-bounded))
 
 
 def _closed_form(
@@ -82,14 +119,12 @@ def _closed_form(
 ) -> Tensor:
     e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
     near = e.d.abs() < 3
-    d, l0, l1, delta, _, ratio = _log_ratios(e, near)
-    x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
-    step = delta.unsqueeze(-1) * x
-    inner = plain_psi((d - 2 * l0).unsqueeze(-1) - 2 * step) * torch.exp(step)
-    small = e.v0 * plain_psi(d - l0) + e.u1 * plain_psi(-l1) + e.between * ratio * (inner @ w)
+    n = _near_ratios(e, near, rule)
+    inner = plain_psi((n.d - 2 * n.l0).unsqueeze(-1) - 2 * n.step) * torch.exp(n.step)
+    small = e.v0 * plain_psi(n.d - n.l0) + e.u1 * plain_psi(-n.l1) + e.between * n.ratio * (inner @ n.w)
 
-    d, l0, l1, kappa, kappa_bar = _far_log_ratios(e, near)
-    large = -d * e.v1 - 2 * e.between - l1 * (e.u1 + 2 / kappa_bar) - l0 * (e.v0 + 2 / kappa)
+    f = _far_ratios(e, near)
+    large = -f.d * e.v1 - 2 * e.between - f.l1 * (e.u1 + 2 / f.kappa_bar) - f.l0 * (e.v0 + 2 / f.kappa)
     return torch.where(near, small, large)
 
 
@@ -104,52 +139,66 @@ def _slopes(
     """Derivatives of the KL with respect to both locations and the temperature, those that are needed."""
     e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
     near = e.d.abs() < 3
-    d, l0, l1, delta, y, ratio = _log_ratios(e, near)
-    far_d, far_l0, far_l1, kappa, kappa_bar = _far_log_ratios(e, near)
-    x, w = 0.5 * (rule[0] + 1), 0.5 * rule[1]
-    step = delta.unsqueeze(-1) * x
-    tiny = (y.abs() < 1e-4).unsqueeze(-1)
-    # The cdf of q at the nodes and its complement.
-    series = x * (1 + (x - 1) * delta.unsqueeze(-1) * (1 / 2 + (2 * x - 1) * delta.unsqueeze(-1) / 12))
-    share = torch.where(tiny, series, torch.expm1(step) / torch.where(tiny, 1.0, y.unsqueeze(-1)))
-    v = e.v0.unsqueeze(-1) + e.between.unsqueeze(-1) * share
-    u = e.u1.unsqueeze(-1) + e.between.unsqueeze(-1) * (1 - share)
+    n, f = _near_ratios(e, near, rule), _far_ratios(e, near)
+    v, u = _cdf_at_nodes(e, n)
     sign = torch.where(e.mirrored, -1.0, 1.0)
+    return [
+        sign * torch.where(near, *_slopes_q(e, n, f, v * u)) if needed[0] else None,
+        sign * torch.where(near, *_slopes_p(e, n, f, v, u)) if needed[1] else None,
+        _slope_temperature(e, torch.where(near, n.l0, f.l0), torch.where(near, n.l1, f.l1), stretch)
+        if needed[2]
+        else None,
+    ]
 
-    grad_q = grad_p = grad_t = None
-    if needed[0]:
-        ends = e.v0 * e.u0, e.v1 * e.u1
-        small = ends[0] * l0 + ends[1] * (d - l1) + 2 * delta * ((v * u) @ w)
-        large = (
-            ends[0] * far_l0
-            + ends[1] * (far_d - far_l1)
-            - 2 * e.between / kappa_bar
-            + 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
-            - e.between * (e.v0 + e.v1)
-        )
-        grad_q = sign * torch.where(near, small, large)
-    if needed[1]:
-        lead = torch.expm1((d - 2 * l0).unsqueeze(-1) - 2 * step) * (torch.exp(d).unsqueeze(-1) * v - u)
-        small = torch.exp(-l0) * (
-            e.between * ratio * (lead @ w) - e.v0 * e.u0 * torch.expm1(d - l0)
-        ) + e.u1 * e.v1 * torch.expm1(-l1) * torch.exp(d - l1)
-        p0, p1 = torch.sigmoid(e.a0 + far_d), torch.sigmoid(e.a1 + far_d)
-        large = e.v1 - (1 + e.v1) * p1 + e.v0 * p0 - 2 * (p1 - p0) / kappa - 2 * (far_l1 - far_l0) / (kappa * kappa_bar)
-        grad_p = sign * torch.where(near, small, large)
-    if needed[2]:
-        l0, l1 = torch.where(near, l0, far_l0), torch.where(near, l1, far_l1)
-        rest_d = e.d - l1
-        low = rest_d < 1
-        # v1 exp(d - L1) is the cdf of p, which stays finite where the exponential does not.
-        upper = torch.where(
-            low,
-            e.v1 * psi(torch.where(low, rest_d, 0.0)),
-            torch.sigmoid(e.a1 + e.d) - e.v1 - e.v1 * rest_d,
-        )
-        lower = e.v0 * e.u0 * psi(-l0)
-        t0, t1 = stretch.t0, stretch.t1
-        grad_t = torch.where(e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower)
-    return [grad_q, grad_p, grad_t]
+
+def _cdf_at_nodes(e: _Ends, n: _Near) -> tuple[Tensor, Tensor]:
+    """The cdf of q at the nodes and its complement."""
+    delta = n.delta.unsqueeze(-1)
+    tiny = (n.y.abs() < 1e-4).unsqueeze(-1)
+    series = n.x * (1 + (n.x - 1) * delta * (1 / 2 + (2 * n.x - 1) * delta / 12))
+    share = torch.where(tiny, series, torch.expm1(n.step) / torch.where(tiny, 1.0, n.y.unsqueeze(-1)))
+    between = e.between.unsqueeze(-1)
+    return e.v0.unsqueeze(-1) + between * share, e.u1.unsqueeze(-1) + between * (1 - share)
+
+
+def _slopes_q(e: _Ends, n: _Near, f: _Far, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivative for the log alpha of q near and far, given v * u at the nodes."""
+    low, high = e.v0 * e.u0, e.v1 * e.u1
+    small = low * n.l0 + high * (n.d - n.l1) + 2 * n.delta * (spread @ n.w)
+    large = (
+        low * f.l0
+        + high * (f.d - f.l1)
+        - 2 * e.between / f.kappa_bar
+        + 2 * (f.l1 - f.l0) / (f.kappa * f.kappa_bar)
+        - e.between * (e.v0 + e.v1)
+    )
+    return small, large
+
+
+def _slopes_p(e: _Ends, n: _Near, f: _Far, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivative for the log alpha of p near and far, given the cdf of q at the nodes and its complement."""
+    lead = torch.expm1((n.d - 2 * n.l0).unsqueeze(-1) - 2 * n.step) * (torch.exp(n.d).unsqueeze(-1) * v - u)
+    small = torch.exp(-n.l0) * (
+        e.between * n.ratio * (lead @ n.w) - e.v0 * e.u0 * torch.expm1(n.d - n.l0)
+    ) + e.u1 * e.v1 * torch.expm1(-n.l1) * torch.exp(n.d - n.l1)
+    p0, p1 = torch.sigmoid(e.a0 + f.d), torch.sigmoid(e.a1 + f.d)
+    rest = 2 * (f.l1 - f.l0) / (f.kappa * f.kappa_bar)
+    return small, e.v1 - (1 + e.v1) * p1 + e.v0 * p0 - 2 * (p1 - p0) / f.kappa - rest
+
+
+def _slope_temperature(e: _Ends, l0: Tensor, l1: Tensor, stretch: Stretch) -> Tensor:
+    """Derivative for the shared temperature, given log(1 + kappa v) at both ends."""
+    rest_d = e.d - l1
+    low = rest_d < 1
+    # v1 exp(d - L1) is the cdf of p, which stays finite where the exponential does not.
+    upper = torch.where(
+        low,
+        e.v1 * psi(torch.where(low, rest_d, 0.0)),
+        torch.sigmoid(e.a1 + e.d) - e.v1 - e.v1 * rest_d,
+    )
+    lower = e.v0 * e.u0 * psi(-l0)
+    t0, t1 = stretch.t0, stretch.t1
+    return torch.where(e.mirrored, t1 * lower - t0 * e.u1 * upper, t1 * e.u1 * upper - t0 * lower)
 
 
 # Gates that are worked on at a time in main memory: their temporaries stay in the processor's cache.
@@ -185,6 +234,10 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1)
 
 
+class _Context(Context, Protocol):
+    options: tuple[float, Stretch, tuple[Tensor, Tensor]]
+
+
 class _SameTemperature(torch.autograd.Function):
     """KL of two hard concretes with one temperature; see :func:`same_temperature`.
 
@@ -194,17 +247,15 @@ class _SameTemperature(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         log_alpha_q: Tensor,
         log_alpha_p: Tensor,
         temperature: float | Tensor,
         stretch: Stretch,
         rule: tuple[Tensor, Tensor],
     ) -> Tensor:
-        ctx.stretch, ctx.rule = stretch, rule
-        ctx.number = None if isinstance(temperature, Tensor) else temperature
-        tensors = (temperature,) if isinstance(temperature, Tensor) else ()
-        ctx.save_for_backward(log_alpha_q, log_alpha_p, *tensors)
+        ctx.options = 0.0 if isinstance(temperature, Tensor) else temperature, stretch, rule
+        ctx.save_for_backward(log_alpha_q, log_alpha_p, *((temperature,) if isinstance(temperature, Tensor) else ()))
 
         def value(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
             return [_closed_form(q, p, t, stretch, rule)]
@@ -214,15 +265,14 @@ class _SameTemperature(torch.autograd.Function):
         return kl
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
-        temperature = rest[0] if rest else ctx.number
-        needed = ctx.needs_input_grad[:3]
+        number, stretch, rule = ctx.options
 
         def slopes(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
-            return _slopes(q, p, t, ctx.stretch, ctx.rule, needed)
+            return _slopes(q, p, t, stretch, rule, ctx.needs_input_grad[:3])
 
-        found = _in_blocks(slopes, ctx.stretch, log_alpha_q, log_alpha_p, temperature)
+        found = _in_blocks(slopes, stretch, log_alpha_q, log_alpha_p, rest[0] if rest else number)
         return *(None if slope is None else grad * slope for slope in found), None, None
 
 

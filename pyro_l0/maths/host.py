@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,12 +59,11 @@ def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Res
     """
 
     def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-        cached: Any = lru_cache(size, typed=True)(function)
+        cached = lru_cache(size, typed=True)(function)
 
         @wraps(function)
         def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
-            result: _Result = cached(*args, **options)
-            return result
+            return cached(*args, **options)  # type: ignore[arg-type]
 
         constant: Callable[_Args, _Result] = torch.compiler.assume_constant_result(call)
         return constant

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_l0.maths import hard_concrete
 from pyro_l0.maths.host import transformed
+from pyro_l0.maths.node import Context
 from pyro_l0.maths.quadrature import Stretch
 from pyro_l0.maths.special import cat_flat, clamp_backward
+
+
+class _Context(Context, Protocol):
+    options: tuple[float, Stretch]
 
 
 class _HardConcreteDraw(torch.autograd.Function):
     """P(z != 0) of all gates in one vector, and a draw of each."""
 
     @staticmethod
-    def forward(ctx: Any, noise: Tensor, temperature: float, stretch: Stretch, *log_alphas: Tensor) -> Any:
+    def forward(
+        ctx: _Context, noise: Tensor, temperature: float, stretch: Stretch, *log_alphas: Tensor
+    ) -> tuple[Tensor, ...]:
         y, x = _draw_logits(noise, temperature, stretch, log_alphas)
         s, active = torch.sigmoid(y), torch.sigmoid(x)
         z = (s * stretch.width).add_(stretch.gamma).clamp_(0, 1)
@@ -28,7 +35,7 @@ class _HardConcreteDraw(torch.autograd.Function):
         return active, *_split_like(z, log_alphas)
 
     @staticmethod
-    def backward(ctx: Any, of_active: Tensor | None, *of_z: Tensor | None) -> Any:
+    def backward(ctx: _Context, of_active: Tensor | None, *of_z: Tensor | None) -> tuple[Tensor | None, ...]:
         noise, y, s, z, x, active, *log_alphas = ctx.saved_tensors
         temperature, stretch = ctx.options
         if torch.is_grad_enabled():  # a graph of this gradient is being built

@@ -7,12 +7,13 @@ of the weight q of component 1; equation numbers are those of the paper on mixtu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_l0.maths.node import Context, apply
 from pyro_l0.maths.quadrature import Stretch
 from pyro_l0.maths.special import clamp_backward
 
@@ -197,17 +198,21 @@ def unstretched_draw(component: Component, logits: Tensor, shape: torch.Size) ->
 def _gate_slope(component: Component, logits: Tensor, s: Tensor, stretch: Stretch) -> Tensor:
     """Derivative of the gate at an unstretched draw for the logits (Eq. 12), 0 at the atoms."""
     z = (stretch.gamma + stretch.width * s).clamp(0, 1)
-    low: Any = -stretch.gamma / stretch.width
-    s = s.clamp(low, (1 - stretch.gamma) / stretch.width)  # where the slope is finite
+    # Where the slope is finite.
+    s = s.clamp(-stretch.gamma / stretch.width, (1 - stretch.gamma) / stretch.width)  # type: ignore[arg-type]
     slope = component.logit_slope(logits, Point(s, 1 - s)) * stretch.width
     return clamp_backward(slope, z, 0, 1)  # type: ignore[no-any-return]
+
+
+class _Context(Context, Protocol):
+    options: tuple[Component, Stretch]
 
 
 class _MixtureGateDraw(torch.autograd.Function):
     """Draws of the stretched and clipped mixture with their derivative for the logits (Eq. 12) as one node."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
+    def forward(ctx: _Context, logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
         s = unstretched_draw(component, logits, shape)
         if ctx.needs_input_grad[0]:
             ctx.options = component, stretch
@@ -215,7 +220,7 @@ class _MixtureGateDraw(torch.autograd.Function):
         return (stretch.gamma + stretch.width * s).clamp_(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         slope, logits, s = ctx.saved_tensors
         if torch.is_grad_enabled():  # a graph of this gradient is being built
             component, stretch = ctx.options
@@ -232,5 +237,4 @@ def gate_draw(logits: Tensor, shape: torch.Size, component: Component, stretch: 
         component: the component, with parameters that are numbers or have no gradient.
         stretch: stretch limits that are numbers or have no gradient.
     """
-    z: Tensor = _MixtureGateDraw.apply(logits, shape, component, stretch)  # type: ignore[no-untyped-call]
-    return z
+    return apply(_MixtureGateDraw, logits, shape, component, stretch)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_l0.maths.host import transformed
+from pyro_l0.maths.node import Context, apply
 
 LOG_2PI = math.log(2 * math.pi)
 SQRT_2 = math.sqrt(2)
 LN_2 = math.log(2)
 _ONE = torch.ones(())
 clamp_backward = torch.ops.aten.hardtanh_backward.default
-
-
-def apply(function: Any, *args: Any) -> Tensor:
-    """What an autograd function gives."""
-    out: Tensor = function.apply(*args)
-    return out
 
 
 def log(x: float | Tensor) -> float | Tensor:
@@ -59,21 +53,16 @@ def plain_psi(x: Tensor) -> Tensor:
     return torch.where(x.abs() < 0.5, 0.5 * x * x * series, torch.expm1(x) - x)
 
 
-# Autograd functions take their context in ``forward``: with ``setup_context`` torch binds the signature anew at every
-# call, which takes longer than the maths of a layer's gates. torch.compile and torch.func get the plain formulas
-# instead, which they differentiate (forwards too), map and fuse by themselves.
-
-
 class _Psi(torch.autograd.Function):
     """exp(x) - 1 - x. Its derivative is expm1(x), so x alone is kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return plain_psi(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * torch.expm1(x)
 
@@ -126,13 +115,13 @@ class _LogNdtr(torch.autograd.Function):
     """log Phi. torch's own derivative loses accuracy far in the tail (2e-4 at -100 in float32)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         value: Tensor = torch.special.log_ndtr(x)
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * _inverse_mills(x)
 
@@ -199,12 +188,12 @@ class _PositivePartMean(torch.autograd.Function):
     """E max(0, x + e) for standard normal e; its derivative is the normal cdf."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return _positive_part_mean(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad * ndtr(x)
 
