@@ -15,8 +15,9 @@ from torch import Tensor
 
 from pyro_l0._record import Record
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.quadrature import integrate
+from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.infer.autoguide import AutoGate
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.maths.quadrature import Nodes, Stretch

@@ -1,5 +1,6 @@
 """Gates: distributions on [0, 1] with atoms, and their KL divergences."""
 
+from pyro_l0.distributions import no_transform  # noqa: F401  registers a refusal
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.exponential import ExponentialGate

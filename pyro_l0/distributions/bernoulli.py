@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import GateDistribution, JointDraw, Number, as_parameters, bounded, check_rate
+from pyro_l0.distributions.gate import GateDistribution, JointDraw
+from pyro_l0.distributions.parameters import Number, as_parameters, bounded, check_rate
 
 __all__ = ["BernoulliGate"]
 

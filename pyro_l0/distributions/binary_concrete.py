@@ -13,14 +13,8 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import (
-    GateDistribution,
-    Number,
-    as_parameters,
-    bounded,
-    check_rate,
-    inside_unit_interval,
-)
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.parameters import Number, as_parameters, bounded, check_rate, inside_unit_interval
 from pyro_l0.maths import hard_concrete, quadrature
 
 __all__ = ["BinaryConcrete"]

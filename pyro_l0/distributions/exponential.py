@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch.distributions import constraints
 
-from pyro_l0.distributions.gate import bounded
 from pyro_l0.distributions.mixture import BetaMixtureGate
+from pyro_l0.distributions.parameters import bounded
 from pyro_l0.maths.components import Exponential
 
 __all__ = ["ExponentialGate"]

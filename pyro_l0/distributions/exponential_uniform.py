@@ -7,8 +7,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0.distributions.gate import Number, bounded
 from pyro_l0.distributions.mixture import MixtureGate
+from pyro_l0.distributions.parameters import Number, bounded
 from pyro_l0.maths.components import ExponentialUniform
 
 __all__ = ["ExponentialUniformGate"]

@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import sys
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from pyro.distributions import Independent
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, biject_to, constraints, transform_to
+from torch.distributions import Distribution, constraints
 from torch.types import _size
 
+from pyro_l0.distributions.parameters import Number
+from pyro_l0.distributions.sampled_kl import warn_if_sampled
 from pyro_l0.maths import host
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import cat_flat
 
-__all__ = [
-    "GateDistribution",
-    "JointDraw",
-    "Number",
-    "as_parameters",
-    "bounded",
-    "check_rate",
-    "concatenate",
-    "find_gate",
-    "inside_unit_interval",
-    "open_uniform",
-]
-
-Number = float | Tensor
+__all__ = ["GateDistribution", "GateSupport", "JointDraw", "concatenate"]
 
 
-class _Bounded(constraints.Constraint):
-    """Finite and strictly between two limits."""
-
-    def __init__(self, lower: float, upper: float) -> None:
-        self.lower = lower
-        self.upper = upper
-        super().__init__()
-
-    def check(self, value: Tensor) -> Tensor:
-        return torch.isfinite(value) & (value > self.lower) & (value < self.upper)
-
-    def __repr__(self) -> str:
-        if self.lower > -math.inf:
-            return f"finite and greater than {self.lower:g}"
-        if self.upper < math.inf:
-            return f"finite and less than {self.upper:g}"
-        return "finite"
-
-
-class _GateSupport(constraints.interval):
+class GateSupport(constraints.interval):
     """The unit interval with its ends, which carry mass: no smooth transform of the real line reaches them."""
 
     def __init__(self) -> None:
@@ -63,46 +29,6 @@ class _GateSupport(constraints.interval):
 
     def __repr__(self) -> str:
         return "Interval(lower_bound=0.0, upper_bound=1.0)"
-
-
-def _refuse_to_transform(support: constraints.Constraint) -> Any:
-    """What samplers and guides of continuous variables ask of a support.
-
-    They hand over the support alone, so the site's name and gate are looked up where they went through the sites.
-    """
-    where, frame = "a gate site", sys._getframe(1)
-    while frame is not None:
-        here = frame.f_locals
-        site: Any = here.get("site", here.get("node", {"name": here.get("name"), "fn": here.get("prior")}))
-        gate = find_gate(site.get("fn")) if isinstance(site, dict) else None
-        if gate is not None:
-            where = f"gate site {site['name']!r}, a {type(gate).__name__}"
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    raise ValueError(
-        f"Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got {where}, "
-        "which is exactly 0 or 1 with positive probability. Reparameterise each gate, as in pyro.poutine.reparam("
-        "model, {'z': pyro_l0.infer.RectifyReparam()}), or use pyro_l0.infer.AutoGate with L0_ELBO."
-    )
-
-
-def _transform_to_start(support: constraints.Constraint) -> Any:
-    """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "pyro.infer.autoguide.initialization":
-            return transform_to(constraints.unit_interval)
-        frame = frame.f_back  # type: ignore[assignment]
-    return _refuse_to_transform(support)
-
-
-biject_to.register(_GateSupport, _refuse_to_transform)
-transform_to.register(_GateSupport, _transform_to_start)
-
-
-def bounded(lower: float = -math.inf, upper: float = math.inf) -> constraints.Constraint:
-    """The constraint of finite reals above ``lower`` and below ``upper``; torch's own admit infinities."""
-    return _Bounded(lower, upper)
 
 
 class GateDistribution(TorchDistribution):
@@ -125,7 +51,7 @@ class GateDistribution(TorchDistribution):
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
     """
 
-    support: constraints.Constraint = _GateSupport()
+    support: constraints.Constraint = GateSupport()
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
@@ -255,7 +181,7 @@ class GateDistribution(TorchDistribution):
         if self._validate_args:
             self._validate_sample(value)
         if value.requires_grad and self.has_rsample and not host.transformed():
-            _warn_if_kl_is_sampled()
+            warn_if_sampled()
         interior = (value > 0) & (value < 1)
         # The unused branch of a where still sends a gradient; 1/2 keeps it finite.
         log_density = self._log_density(torch.where(interior, value, 0.5))
@@ -348,18 +274,6 @@ class JointDraw(NamedTuple):
     active_prob: Tensor
 
 
-def find_gate(fn: Any) -> GateDistribution | None:
-    """The gate inside ``to_event``, ``mask`` and ``expand`` wrappers, or None."""
-    while type(fn) is Independent:  # the usual wrapper; abstract classes answer isinstance slowly
-        fn = fn.base_dist
-    while not isinstance(fn, GateDistribution):
-        inner = getattr(fn, "base_dist", None)
-        if inner is None or isinstance(fn, torch.distributions.TransformedDistribution):
-            return None
-        fn = inner
-    return fn
-
-
 def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
     """Several gates side by side as one of shape ``(n,)``, or None if no gate of their family is that.
 
@@ -380,110 +294,3 @@ def _kind(gate: GateDistribution) -> Any:
         return None
     learned: Tensor = getattr(gate, next(iter(gate.learned)))
     return type(gate), options, learned.dtype, learned.device
-
-
-def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Tensor], list[Number]]:
-    """Bring a family's parameters to one floating type and one batch shape.
-
-    Args:
-        shared: parameters that need not have the batch's shape, by name. Numbers stay numbers, and so does a
-            scalar tensor in main memory that needs no gradient; other tensors stay the objects they are.
-        full: parameters that are expanded to the batch's shape, by name.
-
-    Returns:
-        The full parameters as tensors, and the shared ones. Half precision becomes float32, because atoms are
-        found by exact comparison and bfloat16 rounds interior values to 1.
-
-    Raises:
-        ValueError: the shapes do not broadcast.
-    """
-    named = {**full, **shared}
-    tensors = [x for x in named.values() if isinstance(x, Tensor)]
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    if tensors:
-        dtype = torch.float32
-        for x in tensors:
-            dtype = torch.promote_types(dtype, x.dtype)
-    device = next((x.device for x in full.values() if isinstance(x, Tensor)), None)
-
-    def convert(x: Number) -> Number:
-        if not isinstance(x, Tensor):
-            return float(x)
-        if x.ndim == 0 and host.constant(x):
-            return float(x)
-        return x.to(dtype)
-
-    shared_values = [convert(x) for x in shared.values()]
-    full_values = [torch.as_tensor(x, dtype=dtype, device=device) for x in full.values()]
-    try:
-        batch_shape = torch.broadcast_shapes(
-            *(x.shape for x in (*full_values, *shared_values) if isinstance(x, Tensor))
-        )
-    except RuntimeError as error:
-        shapes = ", ".join(f"{name} {tuple(torch.as_tensor(x).shape)}" for name, x in named.items())
-        raise ValueError(f"Expected parameters whose shapes broadcast, but got {shapes}.") from error
-    return [x.expand(batch_shape) for x in full_values], shared_values
-
-
-def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
-    """Refuse a probability outside the open range that a family can reach, if its values can be told.
-
-    Raises:
-        ValueError: a value is not strictly between ``low`` and ``high``.
-    """
-    rate = torch.as_tensor(value)
-    if host.opaque(rate):
-        return
-    if not bool(((rate > low) & (rate < high)).all()):
-        raise ValueError(
-            f"Expected {name} strictly between {low:g} and {high:g}, the range that {family} can reach, "
-            f"but got {value}."
-        )
-
-
-def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
-    """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
-
-
-def inside_unit_interval(z: Tensor) -> Tensor:
-    """Keep interior draws off the atoms, which rounding may reach."""
-    info = torch.finfo(z.dtype)
-    return z.clamp(info.tiny, 1 - info.eps / 2)
-
-
-_warned = False
-# Estimators whose gradient has no bias on a gate: an analytic KL, and one that differentiates no sample.
-_EXACT = ("TraceMeanField_ELBO", "ReweightedWakeSleep")
-
-
-def _warn_if_kl_is_sampled() -> None:
-    """Warn once when a Trace-style ELBO is about to differentiate a sampled gate KL.
-
-    ELBOs give a distribution no sign of who asks for a log probability, so the callers are looked up: the guide's
-    terms are computed by ``Trace.compute_score_parts``, a few frames below the ELBO.
-    """
-    global _warned
-    if _warned:
-        return
-    frame = sys._getframe(2)
-    for _ in range(4):  # Independent and masked wrappers, score_parts itself
-        if frame is None or frame.f_code.co_name == "compute_score_parts":
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    else:
-        return
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        kinds = [kind.__name__ for kind in type(owner).__mro__] if owner is not None else []
-        if "ELBO" in kinds or "ReweightedWakeSleep" in kinds:
-            if not any(kind in _EXACT for kind in kinds):
-                _warned = True
-                warnings.warn(
-                    f"{kinds[0]} samples the KL of a gate, and the gradient of a sampled KL misses the mass that "
-                    "crosses the atoms: it is biased, however many particles are drawn. Use pyro_l0.infer.L0_ELBO "
-                    "or pyro.infer.TraceMeanField_ELBO, whose gate KL is exact.",
-                    stacklevel=3,
-                )
-            return
-        frame = frame.f_back  # type: ignore[assignment]

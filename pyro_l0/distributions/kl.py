@@ -19,9 +19,10 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.exponential import ExponentialGate
 from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
-from pyro_l0.distributions.gate import GateDistribution, Number
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
+from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.power_law import PowerLawGate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.rectified import Rectified

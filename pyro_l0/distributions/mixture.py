@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import Number, as_parameters, check_rate, open_uniform
+from pyro_l0.distributions.parameters import Number, as_parameters, check_rate, open_uniform
 from pyro_l0.distributions.stretched import UnitIntervalGate
 from pyro_l0.maths import host, mixture
 from pyro_l0.maths.host import kept

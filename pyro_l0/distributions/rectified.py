@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import Number
+from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths.quadrature import Nodes, Stretch
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import (
-    GateDistribution,
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.parameters import (
     Number,
     as_parameters,
     bounded,

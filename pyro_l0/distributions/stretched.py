@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import GateDistribution, Number, inside_unit_interval
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.parameters import Number, inside_unit_interval
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths import quadrature
 from pyro_l0.maths.mixture import Point

@@ -10,7 +10,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_l0.distributions.gate import find_gate
+from pyro_l0.distributions.wrappers import find_gate
 
 __all__ = ["DrawsElsewhere", "drawn_options", "same"]
 

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributions import Transform, constraints, transform_to
 
 from pyro_l0._record import Record, sole_record
-from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate, find_gate
+from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
 from pyro_l0.infer._prior import DrawsElsewhere, drawn_options, same
 

@@ -14,7 +14,8 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor, nn
 
 from pyro_l0._record import Site
-from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.wrappers import find_gate
 
 __all__ = [
     "check_arguments",

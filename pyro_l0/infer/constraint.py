@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate
+from pyro_l0.distributions.gate import GateDistribution, concatenate
+from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.infer.autoguide import AutoGate
 
 __all__ = ["SparsityTarget"]

@@ -22,7 +22,8 @@ from torch.distributions import kl_divergence
 
 from pyro_l0._record import Record, Site, is_likelihood
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, find_gate
+from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
+from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.infer.checks import (
     check_arguments,
     check_auxiliary,

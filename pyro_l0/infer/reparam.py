@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import Independent
 
 from pyro_l0._record import Site, is_deterministic
-from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.wrappers import find_gate
 
 __all__ = ["RectifyReparam", "complete_samples"]
 

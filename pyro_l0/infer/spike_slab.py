@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import Transform, biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
-from pyro_l0.distributions.gate import find_gate
+from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.infer.autoguide import AutoGate, Parameters, Plan, site_key
 
 __all__ = ["AutoSpikeSlab"]

@@ -1,0 +1,49 @@
+"""Why no smooth transform of the real line reaches a gate, said to samplers and guides that ask for one.
+
+Importing this module registers the refusal.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.distributions import biject_to, constraints, transform_to
+
+from pyro_l0.distributions.gate import GateSupport
+from pyro_l0.distributions.wrappers import find_gate
+
+
+def _refuse_to_transform(support: constraints.Constraint) -> Any:
+    """What samplers and guides of continuous variables ask of a support.
+
+    They hand over the support alone, so the site's name and gate are looked up where they went through the sites.
+    """
+    where, frame = "a gate site", sys._getframe(1)
+    while frame is not None:
+        here = frame.f_locals
+        site: Any = here.get("site", here.get("node", {"name": here.get("name"), "fn": here.get("prior")}))
+        gate = find_gate(site.get("fn")) if isinstance(site, dict) else None
+        if gate is not None:
+            where = f"gate site {site['name']!r}, a {type(gate).__name__}"
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ValueError(
+        f"Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got {where}, "
+        "which is exactly 0 or 1 with positive probability. Reparameterise each gate, as in pyro.poutine.reparam("
+        "model, {'z': pyro_l0.infer.RectifyReparam()}), or use pyro_l0.infer.AutoGate with L0_ELBO."
+    )
+
+
+def _transform_to_start(support: constraints.Constraint) -> Any:
+    """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "pyro.infer.autoguide.initialization":
+            return transform_to(constraints.unit_interval)
+        frame = frame.f_back  # type: ignore[assignment]
+    return _refuse_to_transform(support)
+
+
+biject_to.register(GateSupport, _refuse_to_transform)
+transform_to.register(GateSupport, _transform_to_start)

@@ -1,0 +1,110 @@
+"""A family's parameters: their constraints, their conversion, rates and draws that keep off their limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_l0.maths import host
+
+__all__ = ["Number", "as_parameters", "bounded", "check_rate", "inside_unit_interval", "open_uniform"]
+
+Number = float | Tensor
+
+
+class _Bounded(constraints.Constraint):
+    """Finite and strictly between two limits."""
+
+    def __init__(self, lower: float, upper: float) -> None:
+        self.lower = lower
+        self.upper = upper
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        return torch.isfinite(value) & (value > self.lower) & (value < self.upper)
+
+    def __repr__(self) -> str:
+        if self.lower > -math.inf:
+            return f"finite and greater than {self.lower:g}"
+        if self.upper < math.inf:
+            return f"finite and less than {self.upper:g}"
+        return "finite"
+
+
+def bounded(lower: float = -math.inf, upper: float = math.inf) -> constraints.Constraint:
+    """The constraint of finite reals above ``lower`` and below ``upper``; torch's own admit infinities."""
+    return _Bounded(lower, upper)
+
+
+def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Tensor], list[Number]]:
+    """Bring a family's parameters to one floating type and one batch shape.
+
+    Args:
+        shared: parameters that need not have the batch's shape, by name. Numbers stay numbers, and so does a
+            scalar tensor in main memory that needs no gradient; other tensors stay the objects they are.
+        full: parameters that are expanded to the batch's shape, by name.
+
+    Returns:
+        The full parameters as tensors, and the shared ones. Half precision becomes float32, because atoms are
+        found by exact comparison and bfloat16 rounds interior values to 1.
+
+    Raises:
+        ValueError: the shapes do not broadcast.
+    """
+    named = {**full, **shared}
+    tensors = [x for x in named.values() if isinstance(x, Tensor)]
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    if tensors:
+        dtype = torch.float32
+        for x in tensors:
+            dtype = torch.promote_types(dtype, x.dtype)
+    device = next((x.device for x in full.values() if isinstance(x, Tensor)), None)
+
+    def convert(x: Number) -> Number:
+        if not isinstance(x, Tensor):
+            return float(x)
+        if x.ndim == 0 and host.constant(x):
+            return float(x)
+        return x.to(dtype)
+
+    shared_values = [convert(x) for x in shared.values()]
+    full_values = [torch.as_tensor(x, dtype=dtype, device=device) for x in full.values()]
+    try:
+        batch_shape = torch.broadcast_shapes(
+            *(x.shape for x in (*full_values, *shared_values) if isinstance(x, Tensor))
+        )
+    except RuntimeError as error:
+        shapes = ", ".join(f"{name} {tuple(torch.as_tensor(x).shape)}" for name, x in named.items())
+        raise ValueError(f"Expected parameters whose shapes broadcast, but got {shapes}.") from error
+    return [x.expand(batch_shape) for x in full_values], shared_values
+
+
+def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
+    """Refuse a probability outside the open range that a family can reach, if its values can be told.
+
+    Raises:
+        ValueError: a value is not strictly between ``low`` and ``high``.
+    """
+    rate = torch.as_tensor(value)
+    if host.opaque(rate):
+        return
+    if not bool(((rate > low) & (rate < high)).all()):
+        raise ValueError(
+            f"Expected {name} strictly between {low:g} and {high:g}, the range that {family} can reach, "
+            f"but got {value}."
+        )
+
+
+def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
+    """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
+    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
+
+
+def inside_unit_interval(z: Tensor) -> Tensor:
+    """Keep interior draws off the atoms, which rounding may reach."""
+    info = torch.finfo(z.dtype)
+    return z.clamp(info.tiny, 1 - info.eps / 2)

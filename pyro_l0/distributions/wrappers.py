@@ -1,0 +1,46 @@
+"""Gates inside ``to_event``, ``mask`` and ``expand``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.distributions import Independent, MaskedDistribution
+from torch import Tensor
+from torch.distributions import Distribution
+
+from pyro_l0.distributions.gate import GateDistribution
+
+__all__ = ["active_prob", "find_gate", "inside_events"]
+
+
+def find_gate(fn: Any) -> GateDistribution | None:
+    """The gate inside ``to_event``, ``mask`` and ``expand`` wrappers, or None."""
+    while type(fn) is Independent:  # the usual wrapper; abstract classes answer isinstance slowly
+        fn = fn.base_dist
+    while not isinstance(fn, GateDistribution):
+        inner = getattr(fn, "base_dist", None)
+        if inner is None or isinstance(fn, torch.distributions.TransformedDistribution):
+            return None
+        fn = inner
+    return fn
+
+
+def inside_events(fn: Distribution) -> Distribution:
+    """What is inside of ``to_event``."""
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def active_prob(fn: Any) -> Tensor:
+    """P(z != 0) of every gate of a site, 0 where a masked distribution masks it."""
+    if isinstance(fn, GateDistribution):
+        return fn.active_prob
+    active = active_prob(fn.base_dist)
+    if isinstance(fn, MaskedDistribution):
+        mask = fn._mask
+        if isinstance(mask, Tensor):
+            mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
+        return active * mask
+    return active
