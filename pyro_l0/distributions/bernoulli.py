@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ class BernoulliGate(GateDistribution):
         """A Bernoulli gate has no stretch limits."""
         return None
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {"logits": self.logits}
 
     @classmethod

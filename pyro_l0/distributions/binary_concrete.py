@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +63,7 @@ class BinaryConcrete(GateDistribution):
     @property
     def temperature(self) -> Tensor:
         """Temperature, shape ``batch_shape``."""
-        like = self.log_alpha
-        return torch.as_tensor(self._temperature, dtype=like.dtype, device=like.device).expand(like.shape)
+        return self._filled(self._temperature)
 
     @property
     def stretch(self) -> None:
@@ -72,11 +71,11 @@ class BinaryConcrete(GateDistribution):
         return None
 
     @property
-    def fixed_options(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Number]:
         """Temperature."""
         return {"temperature": self._temperature}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {"log_alpha": self.log_alpha, "_temperature": self._temperature}
 
     @classmethod
@@ -129,7 +128,7 @@ class BinaryConcrete(GateDistribution):
         return torch.ones_like(self.log_alpha)
 
     @classmethod
-    def closed(cls, **options: Any) -> Self:
+    def closed(cls, **options: Number) -> Self:
         """Not there: no gate of this family is ever closed."""
         raise NotImplementedError("A BinaryConcrete is never exactly zero, so that none of its gates can be closed.")
 

@@ -39,6 +39,7 @@ class GateDistribution(TorchDistribution):
 
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned``
     and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and the guides follow.
+    ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be written where they are wanted.
 
     Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it (third
     derivatives of a mixture's draws and quantiles, and of draws of a tail, are not theirs). Under
@@ -110,6 +111,10 @@ class GateDistribution(TorchDistribution):
         """The gate of this family with P(z != 0) = ``active_prob``."""
 
     @abstractmethod
+    def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
+        """Pathwise draws, shape ``sample_shape + batch_shape``; a gate without any refuses, and writes ``sample``."""
+
+    @abstractmethod
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
 
@@ -137,7 +142,7 @@ class GateDistribution(TorchDistribution):
         """
 
     @abstractmethod
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         """Attributes that hold the parameters.
 
         Those in ``learned`` are tensors of shape ``batch_shape``; others are numbers or tensors that broadcast.
@@ -156,7 +161,7 @@ class GateDistribution(TorchDistribution):
         return torch.zeros_like(self.log_active_prob)
 
     @classmethod
-    def closed(cls, **options: Any) -> Self:
+    def closed(cls, **options: Number) -> Self:
         """A gate of this family that is closed for good: P(z != 0) of 1e-6 or the least there is, and a test gate of 0.
 
         Args:
@@ -165,7 +170,7 @@ class GateDistribution(TorchDistribution):
         return cls.from_active_prob(torch.tensor(1e-6), **options)
 
     @property
-    def fixed_options(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Number]:
         """The parameters that a guide does not learn, as keywords of ``from_active_prob``."""
         return {}
 
@@ -198,7 +203,9 @@ class GateDistribution(TorchDistribution):
         batch_shape = torch.Size(batch_shape)
         new = type(self).__new__(type(self)) if _instance is None else _instance
         for name, value in self._state().items():
-            setattr(new, name, value.expand(batch_shape) if name in self.learned else value)
+            if isinstance(value, Tensor) and name in self.learned:
+                value = value.expand(batch_shape)
+            setattr(new, name, value)
         if "has_rsample" in self.__dict__:
             new.has_rsample = self.has_rsample
         Distribution.__init__(new, batch_shape, validate_args=False)
@@ -248,6 +255,11 @@ class GateDistribution(TorchDistribution):
         like: Tensor = getattr(self, next(iter(self.learned)))
         return like
 
+    def _filled(self, value: Number) -> Tensor:
+        """A parameter in the batch's shape."""
+        like = self._like
+        return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
+
     def _breakpoints(self) -> tuple[float, ...] | None:
         """Numbers in [0, 1] where a quadrature rule starts anew, None where only panels will do."""
         return ()
@@ -287,7 +299,7 @@ def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
     return first.with_learned(**{name: cat_flat([getattr(gate, name) for gate in gates]) for name in first.learned})
 
 
-def _kind(gate: GateDistribution) -> Any:
+def _kind(gate: GateDistribution) -> tuple[object, ...] | None:
     """What gates have in common that can be one gate, None where it takes more than numbers."""
     options = tuple(gate.fixed_options.items())
     if any(isinstance(option, Tensor) for _, option in options):

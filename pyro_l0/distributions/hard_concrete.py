@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +91,11 @@ class HardConcrete(StretchedGate):
         return self._filled(self._temperature)
 
     @property
-    def fixed_options(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Number]:
         """Temperature and stretch limits."""
         return {"temperature": self._temperature, "gamma": self._gamma, "zeta": self._zeta}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {
             "log_alpha": self.log_alpha,
             "_temperature": self._temperature,
@@ -180,16 +180,20 @@ class HardConcrete(StretchedGate):
     @property
     def mean(self) -> Tensor:
         """E[z], shape ``batch_shape``."""
-        return integrate(_mean, self)
+        return integrate(lambda nodes, _, gate: hard_concrete.mean(gate.log_alpha, gate._temperature, nodes), self)
 
     @property
     def variance(self) -> Tensor:
         """Var[z], shape ``batch_shape``."""
-        return integrate(_variance, self)
+        return integrate(
+            lambda nodes, stretch, gate: hard_concrete.variance(gate.log_alpha, gate._temperature, stretch, nodes), self
+        )
 
     def entropy(self) -> Tensor:
         """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
-        return integrate(_entropy, self)
+        return integrate(
+            lambda nodes, stretch, gate: hard_concrete.entropy(gate.log_alpha, gate._temperature, stretch, nodes), self
+        )
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
@@ -235,9 +239,7 @@ class HardConcrete(StretchedGate):
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         if stretch is not self.stretch:
             return super()._log_density_in_t(nodes, stretch)
-        temperature = self._temperature
-        temperature = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-        return hard_concrete.log_density_in_t(nodes.t, self.log_alpha.unsqueeze(-1), temperature)
+        return hard_concrete.log_density_in_t(nodes.t, self.log_alpha.unsqueeze(-1), special.last(self._temperature))
 
     def _cdf(self, z: Tensor) -> Tensor:
         return torch.sigmoid(hard_concrete.cdf_logit(z, self.log_alpha, self._temperature, self.stretch))
@@ -250,15 +252,3 @@ class HardConcrete(StretchedGate):
         top = (self.log_alpha / self._temperature).clamp(min=t0).clamp(max=t1)
         t = quadrature.around(top, 1 / self._temperature, dtype)
         return special.last(gamma) + special.last(width) * torch.sigmoid(t)
-
-
-def _mean(nodes: Nodes, _: Stretch, gate: HardConcrete) -> Tensor:
-    return hard_concrete.mean(gate.log_alpha, gate._temperature, nodes)
-
-
-def _variance(nodes: Nodes, stretch: Stretch, gate: HardConcrete) -> Tensor:
-    return hard_concrete.variance(gate.log_alpha, gate._temperature, stretch, nodes)
-
-
-def _entropy(nodes: Nodes, stretch: Stretch, gate: HardConcrete) -> Tensor:
-    return hard_concrete.entropy(gate.log_alpha, gate._temperature, stretch, nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -69,11 +69,11 @@ class HardKumaraswamy(UnitIntervalGate):
         super().__init__(self.concentration1.shape, validate_args=validate_args)
 
     @property
-    def fixed_options(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Number]:
         """Stretch limits."""
         return {"gamma": self._gamma, "zeta": self._zeta}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {
             "concentration1": self.concentration1,
             "concentration0": self.concentration0,

@@ -93,11 +93,7 @@ def _kl_binary_concrete(q: BinaryConcrete, p: BinaryConcrete) -> Tensor:
 
 @register_kl(BernoulliGate, GateDistribution)
 def _kl_bernoulli(q: BernoulliGate, p: GateDistribution) -> Tensor:
-    if q.atoms != p.atoms:
-        raise TypeError(
-            f"KL(BernoulliGate || {type(p).__name__}) needs the same atoms on both sides, "
-            f"but got {q.atoms} and {p.atoms}."
-        )
+    _check_atoms(q, p)
     # Not by klterm: the atoms of p need not have total mass one.
     log_zero, log_one = q.log_prob_zero, q.log_prob_one
     return torch.exp(log_zero) * (log_zero - p.log_prob_zero) + torch.exp(log_one) * (log_one - p.log_prob_one)
@@ -127,24 +123,22 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     Raises:
         TypeError: the atoms differ.
     """
+    _check_atoms(q, p)
+    return integrate(_kl_between, q, p)
+
+
+def _kl_between(nodes: Nodes, stretch: Stretch, q: GateDistribution, p: GateDistribution) -> Tensor:
+    klterm = special.klterm
+    interior = klterm(q._log_density_in_t(nodes, stretch), p._log_density_in_t(nodes, stretch)) * nodes.weight
+    return klterm(q.log_prob_zero, p.log_prob_zero) + klterm(q.log_prob_one, p.log_prob_one) + interior.sum(-1)
+
+
+def _check_atoms(q: GateDistribution, p: GateDistribution) -> None:
     if q.atoms != p.atoms:
         raise TypeError(
             f"KL({type(q).__name__} || {type(p).__name__}) needs the same atoms on both sides, "
             f"but got {q.atoms} and {p.atoms}."
         )
-    return integrate(_kl_between, q, p)
-
-
-def _kl_between(nodes: Nodes, stretch: Stretch, q: GateDistribution, p: GateDistribution) -> Tensor:
-    return special.kl_from_terms(
-        q.log_prob_zero,
-        p.log_prob_zero,
-        q.log_prob_one,
-        p.log_prob_one,
-        q._log_density_in_t(nodes, stretch),
-        p._log_density_in_t(nodes, stretch),
-        nodes.weight,
-    )
 
 
 register_kl(GateDistribution, GateDistribution)(kl_by_quadrature)

@@ -55,16 +55,16 @@ class MixtureGate(UnitIntervalGate):
         return torch.sigmoid(self.logits)
 
     @property
-    def fixed_options(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Number]:
         """The component's parameters and the stretch limits."""
         return {name: getattr(self, f"_{name}") for name in (*self._shape_names, "gamma", "zeta")}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {"logits": self.logits, **{f"_{name}": value for name, value in self.fixed_options.items()}}
 
     @classmethod
     def _from_active_prob(cls, active_prob: Number, validate_args: bool | None, **options: Number) -> Self:
-        make: Any = cls
+        make: Callable[..., Self] = cls
         (rate,), _ = as_parameters({}, active_prob=active_prob)
         # In double, as the rate is located between two that may be near.
         shared = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -73,15 +73,13 @@ class MixtureGate(UnitIntervalGate):
         if not (host.opaque(low) or host.opaque(high)):
             check_rate("active_prob", active_prob, cls.__name__, float(low.amax()), float(high.amin()))
         logits = torch.log(rate.double() - low) - torch.log(high - rate.double())
-        gate: Self = make(logits.to(rate.dtype), **options, validate_args=validate_args)
-        return gate
+        return make(logits.to(rate.dtype), **options, validate_args=validate_args)
 
     @classmethod
-    def closed(cls, **options: Any) -> Self:
+    def closed(cls, **options: Number) -> Self:
         """The gate without the component near 1, which is open with the least probability that this family reaches."""
-        make: Any = cls
-        gate: Self = make(-30.0, **options)
-        return gate
+        make: Callable[..., Self] = cls
+        return make(-30.0, **options)
 
     @property
     def least_active_prob(self) -> Tensor:

@@ -6,15 +6,15 @@ Importing this module registers the refusal.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
-from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions import Transform, biject_to, constraints, transform_to
 
 from pyro_l0.distributions.gate import GateSupport
 from pyro_l0.distributions.wrappers import find_gate
 
 
-def _refuse_to_transform(support: constraints.Constraint) -> Any:
+def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
     """What samplers and guides of continuous variables ask of a support.
 
     They hand over the support alone, so the site's name and gate are looked up where they went through the sites.
@@ -35,12 +35,13 @@ def _refuse_to_transform(support: constraints.Constraint) -> Any:
     )
 
 
-def _transform_to_start(support: constraints.Constraint) -> Any:
+def _transform_to_start(support: constraints.Constraint) -> Transform:
     """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "pyro.infer.autoguide.initialization":
-            return transform_to(constraints.unit_interval)
+            transform: Transform = transform_to(constraints.unit_interval)
+            return transform
         frame = frame.f_back  # type: ignore[assignment]
     return _refuse_to_transform(support)
 

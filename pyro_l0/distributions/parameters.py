@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_l0.maths import host
+from pyro_l0.maths.special import Number
 
 __all__ = ["Number", "as_parameters", "bounded", "check_rate", "inside_unit_interval", "open_uniform"]
-
-Number = float | Tensor
 
 
 class _Bounded(constraints.Constraint):

@@ -70,7 +70,7 @@ class Rectified(QuadratureGate):
         """A rectified variable has no stretch limits."""
         return None
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {"base": self.base}
 
     def expand(self, batch_shape: _size, _instance: Self | None = None) -> Self:
@@ -192,7 +192,7 @@ class Rectified(QuadratureGate):
         return (measure * (1 - below)).sum(-1), (measure * below).sum(-1)
 
 
-def _parts(base: Distribution) -> dict[str, Any]:
+def _parts(base: Distribution) -> dict[str, Tensor | Distribution]:
     """Attributes of a distribution that hold tensors or distributions, lists of them included."""
     return {name: x for name, x in vars(base).items() if isinstance(x, Tensor | Distribution)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from pyro.distributions import Normal
@@ -67,7 +67,7 @@ class RectifiedNormal(GateDistribution):
         """A rectified normal has no stretch limits."""
         return None
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {"loc": self.loc, "scale": self.scale}
 
     @classmethod

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch.types import _size
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.parameters import Number, inside_unit_interval
 from pyro_l0.distributions.quadrature import QuadratureGate
-from pyro_l0.maths import quadrature
+from pyro_l0.maths import quadrature, special
 from pyro_l0.maths.mixture import Point
 from pyro_l0.maths.quadrature import Nodes, Stretch
 
@@ -39,10 +38,6 @@ class StretchedGate(GateDistribution):
     def zeta(self) -> Tensor:
         """Upper stretch limit, shape ``batch_shape``."""
         return self._filled(self._zeta)
-
-    def _filled(self, value: Number) -> Tensor:
-        like = self._like
-        return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
 
     @property
     def stretch(self) -> Stretch:
@@ -151,10 +146,7 @@ class UnitIntervalGate(QuadratureGate, StretchedGate):
         return (self.stretch.gamma + self.stretch.width * value).clamp(0, 1)
 
     def _log_density(self, z: Tensor) -> Tensor:
-        width = self.stretch.width
-        return self._unit_log_density(self._point(z)) - (
-            torch.log(width) if isinstance(width, Tensor) else math.log(width)
-        )
+        return self._unit_log_density(self._point(z)) - special.log(self.stretch.width)
 
     def _log_density_in_t(self, nodes: Nodes, stretch: Stretch) -> Tensor:
         if stretch is not self.stretch:
@@ -184,7 +176,7 @@ class _UnitVariable(TorchDistribution):
         self.gate = gate
         super().__init__(gate.batch_shape, validate_args=False)
 
-    def expand(self, batch_shape: _size, _instance: Any = None) -> Self:
+    def expand(self, batch_shape: _size, _instance: Self | None = None) -> Self:
         """The same over a larger batch."""
         return type(self)(self.gate.expand(batch_shape))
 

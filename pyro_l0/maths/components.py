@@ -10,27 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.host import largest
-from pyro_l0.maths.mixture import Number, Point, bisected_quantile, log_s
+from pyro_l0.maths.mixture import Point, bisected_quantile, log_s
 from pyro_l0.maths.quadrature import around, drops
-from pyro_l0.maths.special import last, log, log1mexp
+from pyro_l0.maths.special import Number, either, exp, expm1, last, log, log1mexp, log1p
 
 _MOST_BREAKPOINTS = 12
 
 
-def _log1p(x: Number) -> Number:
-    return torch.log1p(x) if isinstance(x, Tensor) else math.log1p(x)
-
-
-def _expm1(x: Number) -> Number:
-    return torch.expm1(x) if isinstance(x, Tensor) else math.expm1(x)
-
-
-def _exp(x: Number) -> Number:
-    return torch.exp(x) if isinstance(x, Tensor) else math.exp(x)
-
-
-def _log1mexp(x: Number) -> Number:
-    return log1mexp(x) if isinstance(x, Tensor) else math.log(-math.expm1(-x))
+_log1mexp = either(log1mexp, lambda x: math.log(-math.expm1(-x)))
 
 
 class Exponential(NamedTuple):
@@ -39,23 +26,18 @@ class Exponential(NamedTuple):
     beta: Number
 
     def log_density(self, x: Point) -> Tensor:
-        """Log density."""
         return (log(self.beta) - _log1mexp(self.beta)) - self.beta * x.s
 
     def log_below(self, x: Point) -> Tensor:
-        """log R0."""
         return log1mexp(self.beta * x.s) - _log1mexp(self.beta)
 
     def log_above(self, x: Point) -> Tensor:
-        """log(1 - R0)."""
         return log1mexp(self.beta * x.s_bar) - self.beta * x.s - _log1mexp(self.beta)
 
     def log_between(self, low: Point, high: Point) -> Tensor:
-        """Log of the mass between two points."""
         return log1mexp(self.beta * (high.s - low.s)) - _log1mexp(self.beta) - self.beta * low.s
 
     def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
-        """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
         both, density, _ = self._slope_parts(logits, x)
         return both / density
 
@@ -68,16 +50,15 @@ class Exponential(NamedTuple):
         return torch.expm1(near) * torch.expm1(far), density, log_q + log_rest
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Independent draws of a tensor's type and device."""
         u = torch.rand(shape, dtype=like.dtype, device=like.device)
-        return -torch.log1p(u * _expm1(-self.beta)) / self.beta
+        return -torch.log1p(u * expm1(-self.beta)) / self.beta
 
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
         """The positive root of the quadratic that Eq. 6 = p is in exp(beta s), solved for its distance from 1."""
         upper = p > 0.5  # the mirrored mixture from its lower end, as 1 - p is exact there
         p, logits = torch.where(upper, 1 - p, p), torch.where(upper, -logits, logits)
-        mass = -p * _expm1(-self.beta)
-        a = torch.sigmoid(logits) * _exp(-self.beta)
+        mass = -p * expm1(-self.beta)
+        a = torch.sigmoid(logits) * exp(-self.beta)
         b = torch.sigmoid(-logits) + a - mass
         root = torch.sqrt(b * b + 4 * a * mass)
         rising = b >= 0
@@ -105,8 +86,7 @@ class Exponential(NamedTuple):
 
     @property
     def mean(self) -> Number:
-        """Mean of a draw."""
-        return 1 / self.beta + _exp(-self.beta) / _expm1(-self.beta)
+        return 1 / self.beta + exp(-self.beta) / expm1(-self.beta)
 
 
 class ExponentialUniform(NamedTuple):
@@ -120,46 +100,38 @@ class ExponentialUniform(NamedTuple):
         return Exponential(self.beta)
 
     def _mix(self, exponential: Tensor, uniform: Tensor) -> Tensor:
-        return torch.logaddexp(exponential + _log1p(-self.epsilon), uniform + log(self.epsilon))
+        return torch.logaddexp(exponential + log1p(-self.epsilon), uniform + log(self.epsilon))
 
     def log_density(self, x: Point) -> Tensor:
-        """Log density."""
         return self._mix(self._exponential.log_density(x), torch.zeros_like(x.s))
 
     def log_below(self, x: Point) -> Tensor:
-        """log R0."""
         return self._mix(self._exponential.log_below(x), log_s(x))
 
     def log_above(self, x: Point) -> Tensor:
-        """log(1 - R0)."""
         return self._mix(self._exponential.log_above(x), log_s(x.mirrored))
 
     def log_between(self, low: Point, high: Point) -> Tensor:
-        """Log of the mass between two points."""
         return self._mix(self._exponential.log_between(low, high), torch.log(high.s - low.s))
 
     def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
-        """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
         both, density, log_product = self._exponential._slope_parts(logits, x)
-        share = self.epsilon / (1 - self.epsilon) * -_expm1(-self.beta)
+        share = self.epsilon / (1 - self.epsilon) * -expm1(-self.beta)
         return both / (density + share * torch.exp(-log_product))
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Independent draws of a tensor's type and device."""
         which, uniform = torch.rand((2, *shape), dtype=like.dtype, device=like.device)
         return torch.where(which < self.epsilon, uniform, self._exponential.draw(shape, like))
 
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
-        """By bisection."""
         return bisected_quantile(self, logits, p)
 
     def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
-        """Those of the exponentials."""
         return self._exponential.breakpoints(dtype)
 
     def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
         """Those of the exponentials, and around the places where each meets the uniform share."""
-        odds = _log1p(-self.epsilon) - log(self.epsilon) + log(self.beta) - _log1mexp(self.beta)
+        odds = log1p(-self.epsilon) - log(self.epsilon) + log(self.beta) - _log1mexp(self.beta)
         near = (odds + F.logsigmoid(-logits)) / self.beta
         far = 1 - (odds + F.logsigmoid(logits)) / self.beta
         meetings = [around(x, 1 / self.beta, dtype) for x in (near, far)]
@@ -167,7 +139,6 @@ class ExponentialUniform(NamedTuple):
 
     @property
     def mean(self) -> Number:
-        """Mean of a draw."""
         return (1 - self.epsilon) * self._exponential.mean + 0.5 * self.epsilon
 
 
@@ -177,24 +148,19 @@ class PowerLaw(NamedTuple):
     beta: Number
 
     def log_density(self, x: Point) -> Tensor:
-        """Log density."""
         return (1 / self.beta - 1) * log_s(x) - log(self.beta)
 
     def log_below(self, x: Point) -> Tensor:
-        """log R0."""
         return log_s(x) / self.beta
 
     def log_above(self, x: Point) -> Tensor:
-        """log(1 - R0)."""
         return log1mexp(-log_s(x) / self.beta)
 
     def log_between(self, low: Point, high: Point) -> Tensor:
-        """Log of the mass between two points."""
         log_low, log_high = log_s(low), log_s(high)
         return log_high / self.beta + log1mexp((log_high - log_low) / self.beta)
 
     def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
-        """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
         near, far = torch.log(x.s), torch.log(x.s_bar)
         gap = torch.exp(torch.minimum(near, far) / self.beta) + torch.expm1(torch.maximum(near, far) / self.beta)
         log_q = F.logsigmoid(logits)
@@ -202,11 +168,9 @@ class PowerLaw(NamedTuple):
         return self.beta * gap / (torch.exp(power * near - log_q) + torch.exp(power * far - log_q + logits))
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Independent draws of a tensor's type and device."""
         return torch.rand(shape, dtype=like.dtype, device=like.device) ** self.beta
 
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
-        """By bisection."""
         return bisected_quantile(self, logits, p)
 
     def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
@@ -214,10 +178,8 @@ class PowerLaw(NamedTuple):
         return ()
 
     def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
-        """None."""
         return torch.empty(0, dtype=logits.dtype, device=logits.device)
 
     @property
     def mean(self) -> Number:
-        """Mean of a draw."""
         return 1 / (1 + self.beta)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from pyro_l0.maths.host import transformed
 from pyro_l0.maths.node import Context, apply
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import klterm_from_ratio, last, log, plain_psi, psi
+from pyro_l0.maths.special import expm1, klterm_from_ratio, last, log, plain_psi, psi
 
 
 class _Ends(NamedTuple):
@@ -48,21 +47,14 @@ def _ends(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: float | Tensor,
     v0, u0, v1, u1 = torch.sigmoid(a0), torch.sigmoid(-a0), torch.sigmoid(a1), torch.sigmoid(-a1)
     # v1 * u0 - v0 * u1 = v1 * u0 * (1 - exp(a0 - a1)), and the gap of the logits does not depend on q.
     gap = -temperature * (stretch.t1 - stretch.t0)
-    between = v1 * u0 * -(torch.expm1(gap) if isinstance(gap, Tensor) else math.expm1(gap))
+    between = v1 * u0 * -expm1(gap)
     return _Ends(d, mirrored, v0, u0, v1, u1, between, a0, a1)
 
 
 class _Near(NamedTuple):
-    """Where |d| < 3: logs of 1 + kappa v at both ends and on the way from one to the other.
+    """Where |d| < 3: d; log(1 + kappa v) at both ends; their difference delta = log(1 + y), and its ratio to y.
 
-    Attributes:
-        d: the lead, 0 elsewhere.
-        l0, l1: log(1 + kappa v0) and log(1 + kappa v1).
-        delta: l1 - l0, the log of 1 + y.
-        y: kappa * between / (1 + kappa v0).
-        ratio: delta / y.
-        x, w: nodes and weights of the rule on [0, 1].
-        step: delta at the nodes.
+    The rule's nodes x and weights w are on [0, 1]; a step is delta * x.
     """
 
     d: Tensor

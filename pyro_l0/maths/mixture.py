@@ -15,9 +15,7 @@ from torch import Tensor
 
 from pyro_l0.maths.node import Context, apply
 from pyro_l0.maths.quadrature import Stretch
-from pyro_l0.maths.special import clamp_backward
-
-Number = float | Tensor
+from pyro_l0.maths.special import Number, clamp_backward
 
 
 class Point(NamedTuple):

@@ -125,8 +125,12 @@ def _tensor_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.de
     x, w = gauss_legendre(n, dtype, device)
     half = 0.5 * (t1 - t0)
     t = 0.5 * (t0 + t1) + half * x
+    return _nodes_at(t, half * w, gamma, zeta, width)
+
+
+def _nodes_at(t: Tensor, weight: Tensor, gamma: Tensor, zeta: Tensor, width: Tensor) -> Nodes:
     s, s_bar = torch.sigmoid(t), torch.sigmoid(-t)
-    return Nodes(t, half * w, gamma + width * s, width * s_bar - (zeta - 1), width * s * s_bar)
+    return Nodes(t, weight, gamma + width * s, width * s_bar - (zeta - 1), width * s * s_bar)
 
 
 def stretch_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
@@ -222,5 +226,4 @@ def panel_nodes(stretch: Stretch, breakpoints: list[Tensor], n: int, dtype: torc
     x, w = gauss_legendre(n, dtype, device)
     half = 0.5 * edges.diff(dim=-1).unsqueeze(-1)
     t = (0.5 * (edges[..., 1:] + edges[..., :-1]).unsqueeze(-1) + half * x).flatten(-2)
-    s, s_bar = torch.sigmoid(t), torch.sigmoid(-t)
-    return Nodes(t, (half * w).flatten(-2), gamma + width * s, width * s_bar - (zeta - 1), width * s * s_bar)
+    return _nodes_at(t, (half * w).flatten(-2), gamma, zeta, width)

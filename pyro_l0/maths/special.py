@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from pyro_l0.maths.host import transformed
 from pyro_l0.maths.node import Context, apply
 
+Number = float | Tensor
 LOG_2PI = math.log(2 * math.pi)
 SQRT_2 = math.sqrt(2)
 LN_2 = math.log(2)
@@ -18,9 +20,13 @@ _ONE = torch.ones(())
 clamp_backward = torch.ops.aten.hardtanh_backward.default
 
 
-def log(x: float | Tensor) -> float | Tensor:
-    """Log of a number or of a tensor."""
-    return torch.log(x) if isinstance(x, Tensor) else math.log(x)
+def either(of_tensor: Callable[[Tensor], Tensor], of_number: Callable[[float], float]) -> Callable[[Number], Number]:
+    """One function of numbers and of tensors."""
+    return lambda x: of_tensor(x) if isinstance(x, Tensor) else of_number(x)
+
+
+exp, expm1 = either(torch.exp, math.exp), either(torch.expm1, math.expm1)
+log, log1p = either(torch.log, math.log), either(torch.log1p, math.log1p)
 
 
 def last(x: float | Tensor) -> float | Tensor:
@@ -43,6 +49,27 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(small, near, far)
 
 
+class _Context(Context, Protocol):
+    slope: Callable[[Tensor], Tensor]
+
+
+class _Unary(torch.autograd.Function):
+    """A function of one tensor with its derivative, for which that tensor alone is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, x: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.slope = slope
+        ctx.save_for_backward(x)
+        return value(x)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.slope(x), None, None
+
+
 def plain_psi(x: Tensor) -> Tensor:
     """:func:`psi` as operations that autograd follows one by one."""
     # Cut at x^last / last!; the rest at |x| = 1/2 is 6e-18 of the value in float64, 2e-9 in float32.
@@ -53,23 +80,9 @@ def plain_psi(x: Tensor) -> Tensor:
     return torch.where(x.abs() < 0.5, 0.5 * x * x * series, torch.expm1(x) - x)
 
 
-class _Psi(torch.autograd.Function):
-    """exp(x) - 1 - x. Its derivative is expm1(x), so x alone is kept for backward."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return plain_psi(x)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * torch.expm1(x)
-
-
 def psi(x: Tensor) -> Tensor:
     """exp(x) - 1 - x >= 0, with full relative accuracy at small x."""
-    return plain_psi(x) if transformed() else apply(_Psi, x)
+    return plain_psi(x) if transformed() else apply(_Unary, x, plain_psi, torch.expm1)
 
 
 def klterm(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -92,43 +105,15 @@ def klterm_from_ratio(log_q: Tensor, x: Tensor, log_p: Tensor) -> Tensor:
     return torch.where(near, close, far)
 
 
-def kl_from_terms(
-    log_q_zero: Tensor,
-    log_p_zero: Tensor,
-    log_q_one: Tensor,
-    log_p_one: Tensor,
-    log_q_nodes: Tensor,
-    log_p_nodes: Tensor,
-    weight: Tensor,
-) -> Tensor:
-    """KL of two gates from their atoms and their log densities at quadrature nodes (last dimension)."""
-    interior = (klterm(log_q_nodes, log_p_nodes) * weight).sum(-1)
-    return klterm(log_q_zero, log_p_zero) + klterm(log_q_one, log_p_one) + interior
-
-
 def standard_normal_density(x: Tensor) -> Tensor:
     """Density of the standard normal."""
     return torch.exp(-0.5 * (x * x + LOG_2PI))
 
 
-class _LogNdtr(torch.autograd.Function):
-    """log Phi. torch's own derivative loses accuracy far in the tail (2e-4 at -100 in float32)."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        value: Tensor = torch.special.log_ndtr(x)
-        return value
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * _inverse_mills(x)
-
-
 def log_ndtr(x: Tensor) -> Tensor:
     """Log of the standard normal cdf."""
-    return _log_ndtr(x) if transformed() else apply(_LogNdtr, x)
+    # torch's own derivative loses accuracy far in the tail (2e-4 at -100 in float32).
+    return _log_ndtr(x) if transformed() else apply(_Unary, x, torch.special.log_ndtr, _inverse_mills)
 
 
 def _log_ndtr(x: Tensor) -> Tensor:
@@ -184,20 +169,6 @@ def _positive_part_mean(x: Tensor) -> Tensor:
     return torch.where(x >= 0, direct, torch.where(x > -5, middle, tail))
 
 
-class _PositivePartMean(torch.autograd.Function):
-    """E max(0, x + e) for standard normal e; its derivative is the normal cdf."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _positive_part_mean(x)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * ndtr(x)
-
-
 def positive_part_mean(x: Tensor) -> Tensor:
     """E max(0, x + e) = x Phi(x) + phi(x), without the cancellation that the sum has at x < 0."""
-    return _positive_part_mean(x) if transformed() else apply(_PositivePartMean, x)
+    return _positive_part_mean(x) if transformed() else apply(_Unary, x, _positive_part_mean, ndtr)
