@@ -2,20 +2,25 @@
 
 from pyro_l0._record import factor
 from pyro_l0.infer.autoguide import ActiveRate, AutoGate
+from pyro_l0.infer.blocks import Block
 from pyro_l0.infer.constraint import SparsityTarget
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.spike_slab import AutoSpikeSlab
+from pyro_l0.infer.terms import OBJECTIVES, Term
 
 __all__ = [
     "L0_ELBO",
+    "OBJECTIVES",
     "ActiveRate",
     "AutoGate",
     "AutoSpikeSlab",
+    "Block",
     "Estimators",
     "RectifyReparam",
     "SparsityTarget",
+    "Term",
     "complete_samples",
     "factor",
 ]
