@@ -14,12 +14,12 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0._numerics import Nodes, Stretch
-from pyro_l0._record import Record
+from pyro_l0._record import Record, Site
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.distributions.quadrature import integrate
-from pyro_l0.infer.autoguide import AutoGate
 from pyro_l0.infer.elbo import L0_ELBO
+from pyro_l0.infer.guide import GateGuide, check_guide
 
 __all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients"]
 
@@ -76,7 +76,7 @@ class GradientReport:
 def measure_gradient(
     elbo: L0_ELBO,
     model: Callable[..., Any],
-    guide: AutoGate,
+    guide: GateGuide,
     *args: Any,
     name: str = "",
     draws: int = 1000,
@@ -99,6 +99,7 @@ def measure_gradient(
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer import AutoGate
         >>> def model():
         ...     z = pyro.sample("z", HardConcrete(torch.zeros(2)).to_event(1))
         ...     pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.5))
@@ -131,7 +132,7 @@ def measure_gradient(
 
 
 def exact_gradient(
-    elbo: L0_ELBO, model: Callable[..., Any], guide: AutoGate, *args: Any, max_states: int = 2**15
+    elbo: L0_ELBO, model: Callable[..., Any], guide: GateGuide, *args: Any, max_states: int = 2**15
 ) -> Tensor:
     """The gradient of an objective for the gates' locations without sampling, one entry per gate.
 
@@ -148,16 +149,7 @@ def exact_gradient(
     Raises:
         ValueError: there are more states, or the guide has latent variables other than gates.
     """
-    with Record() as record:
-        guide(*args)
-    gates: dict[str, GateDistribution] = {}
-    for name, site in record.sites.items():
-        if site_is_subsample(site):
-            continue
-        gate = find_gate(site["fn"])
-        if gate is None:
-            raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
-        gates[name] = gate
+    sites, gates = _gates_alone(guide, args)
     pairs = [pair for gate in gates.values() for pair in _points(gate)]
     values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
     states = math.prod(len(points) for points in values)
@@ -170,15 +162,30 @@ def exact_gradient(
             drawn = {
                 name: piece.view(gate.batch_shape) for (name, gate), piece in zip(gates.items(), pieces, strict=True)
             }
-            costs.append(elbo.evaluate(model, record.sites, drawn, args, {}).cost)
+            costs.append(elbo.evaluate(model, sites, drawn, args, {}).cost)
     joint = log_masses[0]
     for log_mass in log_masses[1:]:
         joint = (joint.unsqueeze(-1) + log_mass).flatten()
     expected = (torch.exp(joint) * torch.stack(costs).to(joint)).sum()
-    for part in elbo.evaluate(model, record.sites, {}, args, {}).analytic:
+    for part in elbo.evaluate(model, sites, {}, args, {}).analytic:
         expected = expected + part
     locations = _locations(guide)
     return _flat(torch.autograd.grad(expected, locations), locations)
+
+
+def _gates_alone(guide: GateGuide, args: tuple[Any, ...]) -> tuple[dict[str, Site], dict[str, GateDistribution]]:
+    """The sites of a run of a guide, and their gates."""
+    with Record() as record:
+        guide(*args)
+    gates: dict[str, GateDistribution] = {}
+    for name, site in record.sites.items():
+        if site_is_subsample(site):
+            continue
+        gate = find_gate(site["fn"])
+        if gate is None:
+            raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
+        gates[name] = gate
+    return record.sites, gates
 
 
 def pathwise_noise(gate: GateDistribution) -> Tensor:
@@ -251,19 +258,9 @@ def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
     return axes[0].figure
 
 
-def _locations(guide: AutoGate) -> list[Tensor]:
-    """The location parameter of each gate site: what its posterior's location is computed from."""
-    name = next(iter(guide.family.learned))
-    return [_leaf(getattr(gate, name)) for gate in guide.posterior().values()]
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """The parameter behind a transform of one."""
-    node: Any = x.grad_fn
-    while node is not None and not hasattr(node, "variable"):
-        node = next(parent for parent, _ in node.next_functions if parent is not None)
-    leaf: Tensor = x if node is None else node.variable
-    return leaf
+def _locations(guide: GateGuide) -> list[Tensor]:
+    check_guide(guide, "a gradient", "posterior", "locations")
+    return list(guide.locations())
 
 
 def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

@@ -247,6 +247,7 @@ SLAB_KL = Term("kl_slab", _slab_kl, "slab", is_kl=True, uses_draws=True)
 OTHER_KL = Term("kl_other", _other_kl, "other", is_kl=True, uses_draws=True)
 
 TERMS = (NLL, PRICE, DECAY, GATE_KL, SLAB_KL, OTHER_KL)
+#: The terms of each objective, whose order is that of their sum.
 OBJECTIVES: dict[str, tuple[Term, ...]] = {
     "l0": (NLL, OTHER_KL, PRICE, DECAY),
     "free_energy": (NLL, OTHER_KL, PRICE, DECAY, GATE_KL),

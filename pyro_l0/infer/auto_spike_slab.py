@@ -14,7 +14,7 @@ from torch.distributions import Transform, biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.gate import find_gate
-from pyro_l0.infer.autoguide import AutoGate, Parameters, Plan, site_key
+from pyro_l0.infer.auto_gate import AutoGate, Parameters, Plan, site_key
 
 __all__ = ["AutoSpikeSlab"]
 

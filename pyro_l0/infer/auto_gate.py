@@ -23,20 +23,9 @@ from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
 from pyro_l0.infer._prior import DrawsElsewhere, drawn_options, same
+from pyro_l0.infer.guide import ActiveRate
 
-__all__ = ["ActiveRate", "AutoGate"]
-
-
-class ActiveRate(NamedTuple):
-    """Realised rates of open gates: the mean of P(z != 0) under the posterior.
-
-    Attributes:
-        by_site: mean over the gates of each site, tensors of shape ``()``.
-        overall: mean over all gates, shape ``()``.
-    """
-
-    by_site: dict[str, Tensor]
-    overall: Tensor
+__all__ = ["AutoGate", "Parameters", "Plan", "site_key"]
 
 
 Parameters = Any  # a ParameterDict, or a mapping of subsampled tensors
@@ -394,6 +383,11 @@ class AutoGate(AutoGuide):
         """
         sites = self.sites
         return {name: self._gate(plan, sites[site_key(name)]) for name, plan in self._gate_plans().items()}
+
+    def locations(self) -> list[nn.Parameter]:
+        """The parameter that each posterior gate's location is computed from, in the order of :meth:`posterior`."""
+        key = next(iter(self.family.learned))
+        return [self.sites[site_key(name)][key] for name in self._gate_plans()]  # type: ignore[index]
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some gate sites, as when they leave the network.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution, check_rate, concatenate
-from pyro_l0.infer.autoguide import AutoGate
+from pyro_l0.infer.guide import GateGuide, check_guide
 
 __all__ = ["SparsityTarget"]
 
@@ -40,7 +40,7 @@ class SparsityTarget:
     used have no price, and smaller ones leave. :meth:`project` makes up for the last units at the end.
 
     Args:
-        guide: the gates' guide, after its first call.
+        guide: the gates' guide, after its first call; an AutoGate, or another :class:`~pyro_l0.infer.GateGuide`.
         budget: largest fraction of the cost of the full network, in (0, 1); or by site, the largest fraction of open
             units.
         cost: cost of given gates by site (P(z != 0) or 0 and 1), a tensor of shape ``()``, such as
@@ -62,6 +62,7 @@ class SparsityTarget:
     Example:
         >>> import pyro
         >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer import AutoGate
         >>> def model():
         ...     pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
         >>> guide = AutoGate(model)
@@ -80,7 +81,7 @@ class SparsityTarget:
 
     def __init__(
         self,
-        guide: AutoGate,
+        guide: GateGuide,
         budget: float | Mapping[str, float],
         cost: Cost | None = None,
         *,
@@ -89,6 +90,7 @@ class SparsityTarget:
         warm_up: int = 0,
         every: int = 10,
     ) -> None:
+        check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "close")
         gates = guide.test_gates()
         by_site = isinstance(budget, Mapping)
         budgets = dict(budget) if isinstance(budget, Mapping) else {"budget": budget}
