@@ -384,8 +384,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         """A context in which a network's forward pass computes the norms that a weight decay asks for."""
         if not isinstance(self.square_norm, JointNorms):
             return nullcontext()
-        names = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
-        return self.square_norm.during(names)
+        return self.square_norm.during([n for n in self.square_norm if not is_zero(by_site(self.weight_decay, n))])
 
 
 def _adder(parts: dict[str, Tensor]) -> _Add:

@@ -86,8 +86,11 @@ def _decay(block: Block, options: Options) -> Tensor | None:
 
 def _are_numbers(block: Block, options: Options) -> bool:
     """Whether the coefficients of a block's sites are numbers."""
-    coefficients = (options.lam, options.group_size, options.weight_decay)
-    return not any(isinstance(by_site(value, name), Tensor) for value in coefficients for name in block.names)
+    for value in (options.lam, options.group_size, options.weight_decay):
+        of_sites = map(value.get, block.names) if isinstance(value, dict) else (value,)
+        if any(isinstance(x, Tensor) for x in of_sites):
+            return False
+    return True
 
 
 def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Options) -> Tensor:
