@@ -81,12 +81,16 @@ def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Ga
     layers = gate_names(network)
     if not isinstance(gates, Mapping):
         raise TypeError(f"Expected gates by site name, such as guide.test_gates(), but got a {type(gates).__name__}.")
-    for what, names in (("no value", layers.keys() - gates.keys()), ("no layer", gates.keys() - layers.keys())):
-        if names:
-            raise ValueError(
-                f"Expected one value per gate of the network, which has {sorted(layers)}, "
-                f"but there is {what} for {', '.join(map(repr, sorted(names)))}{_why(network, layers, gates)}."
-            )
+    differences = [
+        f"{what} for {', '.join(map(repr, sorted(names)))}"
+        for what, names in (("no value", layers.keys() - gates.keys()), ("no layer", gates.keys() - layers.keys()))
+        if names
+    ]
+    if differences:
+        raise ValueError(
+            f"Expected one value per gate of the network, which has {sorted(layers)}, "
+            f"but there is {' and '.join(differences)}{_why(network, layers, gates)}."
+        )
     for name, layer in layers.items():
         _check_value(name, layer, gates[name])
     return layers

@@ -89,14 +89,14 @@ class DropoutRun:
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""
         parts = {"net": self.net, "optimiser": self.optimiser, "schedule": self.schedule}
-        return {**{name: part.state_dict() for name, part in parts.items()}, "random": random_states()}
+        return {**{name: part.state_dict() for name, part in parts.items()}, "random": random_states(self.data.device)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state`."""
         self.net.load_state_dict(state["net"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
-        set_random_state(state["random"])
+        set_random_state(state["random"], self.data.device)
 
 
 def cifar_units(

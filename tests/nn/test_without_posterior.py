@@ -180,7 +180,7 @@ def test_an_example_of_integers_is_refused_where_dropout_becomes_gates():
             network(),
             {f"net.{name}": value for name, value in GATES.items()},
             ValueError,
-            r"no value for '2', '5' \(the paths start at different modules; name_gates",
+            r"no value for '2', '5' and no layer for .* \(the paths start at different modules; name_gates",
         ),
         (
             fix_gates(network(), GATES),
