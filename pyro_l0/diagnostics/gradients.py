@@ -90,7 +90,7 @@ def measure_gradient(
         guide: its guide, after its first call.
         *args: the model's arguments; the same batch at every draw, whose own noise is not what is measured.
         name: of the report.
-        draws: how many; at least two.
+        draws: how many; a ValueError if fewer than two.
         exact: compare with :func:`exact_gradient`, for few gates.
 
     Example:

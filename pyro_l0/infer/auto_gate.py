@@ -81,8 +81,7 @@ class AutoGate(AutoGuide):
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         if not (isinstance(family, type) and issubclass(family, GateDistribution)):
             raise TypeError(f"Expected family to be a gate's class, but got {family!r}.")
-        rates = init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]
-        for rate in rates:
+        for rate in init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]:
             check_rate("init_active_prob", rate, family.__name__)
         if not 0 <= init_jitter < math.inf:
             raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
@@ -323,7 +322,7 @@ class AutoGate(AutoGuide):
         return {name: self._gate(plan, sites[site_key(name)]) for name, plan in self._gate_plans().items()}
 
     def locations(self) -> list[nn.Parameter]:
-        """The parameter that each posterior gate's location is computed from, in the order of :meth:`posterior`."""
+        """The parameter that each site's locations are computed from, in the order of :meth:`posterior`."""
         key = next(iter(self.family.learned))
         return [self.sites[site_key(name)][key] for name in self._gate_plans()]  # type: ignore[index]
 
