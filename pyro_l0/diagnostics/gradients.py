@@ -13,13 +13,13 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_l0._record import Record
+from pyro_l0._record import Record, Site
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.infer.autoguide import AutoGate
 from pyro_l0.infer.elbo import L0_ELBO
+from pyro_l0.infer.guide import GateGuide, check_guide
 from pyro_l0.maths.quadrature import Nodes, Stretch
 
 __all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients"]
@@ -77,7 +77,7 @@ class GradientReport:
 def measure_gradient(
     elbo: L0_ELBO,
     model: Callable[..., Any],
-    guide: AutoGate,
+    guide: GateGuide,
     *args: Any,
     name: str = "",
     draws: int = 1000,
@@ -91,15 +91,13 @@ def measure_gradient(
         guide: its guide, after its first call.
         *args: the model's arguments; the same batch at every draw, whose own noise is not what is measured.
         name: of the report.
-        draws: how many.
+        draws: how many; a ValueError if fewer than two.
         exact: compare with :func:`exact_gradient`, for few gates.
-
-    Raises:
-        ValueError: fewer than two draws, or an exact gradient of too many gates.
 
     Example:
         >>> import pyro, pyro.distributions as dist
         >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer import AutoGate
         >>> def model():
         ...     z = pyro.sample("z", HardConcrete(torch.zeros(2)).to_event(1))
         ...     pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.5))
@@ -112,27 +110,19 @@ def measure_gradient(
     if draws < 2:
         raise ValueError(f"Expected draws of at least 2, but got {draws}.")
     locations = _locations(guide)
-    rows = []
     start = time.perf_counter()
-    for _ in range(draws):
-        loss = elbo.differentiable_loss(model, guide, *args)
-        rows.append(_flat(torch.autograd.grad(loss, locations, allow_unused=True), locations))
+    losses = (elbo.differentiable_loss(model, guide, *args) for _ in range(draws))
+    rows = [_flat(torch.autograd.grad(loss, locations, allow_unused=True), locations) for loss in losses]
     seconds = (time.perf_counter() - start) / draws
     gradients = torch.stack(rows)
-    slopes = torch.autograd.grad(sum(gate.mean.sum() for gate in guide.posterior().values()), locations)  # type: ignore[arg-type]
-    return GradientReport(
-        name,
-        gradients.mean(0),
-        gradients.var(0),
-        draws,
-        seconds,
-        _flat(slopes, locations),
-        exact_gradient(elbo, model, guide, *args) if exact else None,
-    )
+    means = torch.stack([gate.mean.sum() for gate in guide.posterior().values()]).sum()
+    slope = _flat(torch.autograd.grad(means, locations), locations)
+    found = exact_gradient(elbo, model, guide, *args) if exact else None
+    return GradientReport(name, gradients.mean(0), gradients.var(0), draws, seconds, slope, found)
 
 
 def exact_gradient(
-    elbo: L0_ELBO, model: Callable[..., Any], guide: AutoGate, *args: Any, max_states: int = 2**15
+    elbo: L0_ELBO, model: Callable[..., Any], guide: GateGuide, *args: Any, max_states: int = 2**15
 ) -> Tensor:
     """The gradient of an objective for the gates' locations without sampling, one entry per gate.
 
@@ -149,16 +139,7 @@ def exact_gradient(
     Raises:
         ValueError: there are more states, or the guide has latent variables other than gates.
     """
-    with Record() as record:
-        guide(*args)
-    gates: dict[str, GateDistribution] = {}
-    for name, site in record.sites.items():
-        if site_is_subsample(site):
-            continue
-        gate = find_gate(site["fn"])
-        if gate is None:
-            raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
-        gates[name] = gate
+    sites, gates = _gates_alone(guide, args)
     pairs = [pair for gate in gates.values() for pair in _points(gate)]
     values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
     states = math.prod(len(points) for points in values)
@@ -171,17 +152,30 @@ def exact_gradient(
             drawn = {
                 name: piece.view(gate.batch_shape) for (name, gate), piece in zip(gates.items(), pieces, strict=True)
             }
-            costs.append(elbo.evaluate(model, record.sites, drawn, args, {}).cost)
+            costs.append(elbo.evaluate(model, sites, drawn, args, {}).cost)
     joint = log_masses[0]
     for log_mass in log_masses[1:]:
         joint = (joint.unsqueeze(-1) + log_mass).flatten()
     expected = (torch.exp(joint) * torch.stack(costs).to(joint)).sum()
-    analytic = elbo.evaluate(model, record.sites, {}, args, {}).parts
-    for name, factor in (("l0", 1.0), ("l2", 1.0), ("kl_gate", elbo.kl_scale_now())):
-        if name in analytic:
-            expected = expected + factor * analytic[name]
+    for part in elbo.evaluate(model, sites, {}, args, {}).analytic:
+        expected = expected + part
     locations = _locations(guide)
     return _flat(torch.autograd.grad(expected, locations), locations)
+
+
+def _gates_alone(guide: GateGuide, args: tuple[Any, ...]) -> tuple[dict[str, Site], dict[str, GateDistribution]]:
+    """The sites of a run of a guide, and their gates."""
+    with Record() as record:
+        guide(*args)
+    gates: dict[str, GateDistribution] = {}
+    for name, site in record.sites.items():
+        if site_is_subsample(site):
+            continue
+        gate = find_gate(site["fn"])
+        if gate is None:
+            raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
+        gates[name] = gate
+    return record.sites, gates
 
 
 def pathwise_noise(gate: GateDistribution) -> Tensor:
@@ -254,19 +248,9 @@ def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
     return axes[0].figure
 
 
-def _locations(guide: AutoGate) -> list[Tensor]:
-    """The location parameter of each gate site: what its posterior's location is computed from."""
-    name = next(iter(guide.family.learned))
-    return [_leaf(getattr(gate, name)) for gate in guide.posterior().values()]
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """The parameter behind a transform of one."""
-    node: Any = x.grad_fn
-    while node is not None and not hasattr(node, "variable"):
-        node = next(parent for parent, _ in node.next_functions if parent is not None)
-    leaf: Tensor = x if node is None else node.variable
-    return leaf
+def _locations(guide: GateGuide) -> list[Tensor]:
+    check_guide(guide, "a gradient", "posterior", "locations")
+    return list(guide.locations())
 
 
 def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

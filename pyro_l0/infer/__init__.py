@@ -1,21 +1,28 @@
 """Objectives, guides and reparameterisation for models with gates."""
 
 from pyro_l0._record import factor
-from pyro_l0.infer.autoguide import ActiveRate, AutoGate
-from pyro_l0.infer.constraint import SparsityTarget
+from pyro_l0.infer.auto_gate import AutoGate
+from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
+from pyro_l0.infer.blocks import Block
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
+from pyro_l0.infer.guide import ActiveRate, GateGuide
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
-from pyro_l0.infer.spike_slab import AutoSpikeSlab
+from pyro_l0.infer.sparsity_target import SparsityTarget
+from pyro_l0.infer.terms import OBJECTIVES, Term
 
 __all__ = [
     "L0_ELBO",
+    "OBJECTIVES",
     "ActiveRate",
     "AutoGate",
     "AutoSpikeSlab",
+    "Block",
     "Estimators",
+    "GateGuide",
     "RectifyReparam",
     "SparsityTarget",
+    "Term",
     "complete_samples",
     "factor",
 ]

@@ -7,12 +7,14 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 
-__all__ = ["DrawsElsewhere", "drawn_options", "same"]
+__all__ = ["DrawsElsewhere", "inherited_options"]
 
 # A fair coin that sets a temperature stays unnoticed once in a thousand set-ups.
 _REDRAWS = 10
@@ -48,7 +50,41 @@ def _is_gate(msg: Any) -> bool:
     return msg["type"] == "sample" and find_gate(msg["fn"]) is not None
 
 
-def drawn_options(first: Options, draw: Callable[[], Options]) -> set[tuple[str, str]]:
+def inherited_options(
+    family: type[GateDistribution], prototype: Trace, draws: bool, run: Callable[[], Trace]
+) -> dict[str, dict[str, Any]]:
+    """The options that posterior gates take over from their priors: those that no latent variable changes.
+
+    Args:
+        family: the posterior gates'.
+        prototype: trace of a run of the model.
+        draws: whether the model drew other things than gates before a gate.
+        run: runs the model again.
+    """
+    options = _prior_options(family, prototype)
+    usual = family.from_active_prob(0.5).fixed_options
+    special = {
+        name: {key: value for key, value in fixed.items() if not _same(value, usual[key])}
+        for name, fixed in options.items()
+    }
+    # What depends on draws of several gates is a tensor, behind them.
+    behind = [name for name, site in prototype.iter_stochastic_nodes() if find_gate(site["fn"]) is not None][1:]
+    if not draws and not any(isinstance(x, Tensor) for name in behind for x in special.get(name, {}).values()):
+        return options
+    drawn = _drawn_options(special, lambda: _prior_options(family, run()))
+    return {
+        name: {key: value for key, value in fixed.items() if (name, key) not in drawn}
+        for name, fixed in options.items()
+    }
+
+
+def _prior_options(family: type[GateDistribution], trace: Trace) -> dict[str, dict[str, Any]]:
+    """The parameters of priors of a family that a guide does not learn."""
+    priors = {name: find_gate(site["fn"]) for name, site in trace.iter_stochastic_nodes()}
+    return {name: prior.fixed_options for name, prior in priors.items() if type(prior) is family}
+
+
+def _drawn_options(first: Options, draw: Callable[[], Options]) -> set[tuple[str, str]]:
     """The options that other draws of a model change; random numbers elsewhere stay what they were.
 
     Args:
@@ -67,7 +103,7 @@ def drawn_options(first: Options, draw: Callable[[], Options]) -> set[tuple[str,
             if not left:
                 break
             again = draw()
-            drawn |= {(site, key) for site, key in left if not same(first[site][key], again.get(site, {}).get(key))}
+            drawn |= {(site, key) for site, key in left if not _same(first[site][key], again.get(site, {}).get(key))}
             # A tensor that is there before the run depends on no draw.
             lasting = {(site, key) for site, key in left if _is_tensor(first[site][key], again.get(site, {}).get(key))}
             left -= drawn | lasting
@@ -80,7 +116,7 @@ def _is_tensor(x: Any, y: Any) -> bool:
     return isinstance(x, Tensor) and x is y
 
 
-def same(x: Any, y: Any) -> bool:
+def _same(x: Any, y: Any) -> bool:
     """Whether two options, each a number or a tensor, are equal."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x.shape == y.shape and torch.equal(x, y)

@@ -7,47 +7,39 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBO
 from pyro.infer.util import torch_item
 from pyro.poutine import Trace
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import kl_divergence
 
 from pyro_l0._record import Record, Site, is_likelihood
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.infer.checks import (
-    check_arguments,
-    check_auxiliary,
-    check_coefficient,
+from pyro_l0.infer.blocks import Kind, Run, blocks_of
+from pyro_l0.infer.coefficients import (
+    Coefficient,
+    as_dict,
+    by_site,
     check_kl_scale,
-    check_pair,
-    check_shape,
-    number_of_bad,
-    odd_arguments,
-    refuse_without_likelihood,
+    drop,
+    is_zero,
 )
 from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation
-from pyro_l0.infer.slabs import slab_kl
-from pyro_l0.infer.terms import active_prob, base, log_prob_sum, other_kl, site_sum
-from pyro_l0.infer.watch import BadTerm, Run, Watch, bad_values, sentences
+from pyro_l0.infer.options import check_draws, check_extra_terms, check_numbers, check_objective, check_slab
+from pyro_l0.infer.pairs import check_arguments, number_of_bad, odd_arguments, refuse_without_likelihood
+from pyro_l0.infer.terms import OBJECTIVES, TERMS, JointNorms, Term
+from pyro_l0.infer.watch import BadTerm, Watch, bad_values, sentences
 
 __all__ = ["L0_ELBO", "Coefficient", "Objective"]
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
-Coefficient = float | Tensor | Mapping[str, float | Tensor]
-
+_Program = Callable[..., Any]
 _Add = Callable[[str, str, Tensor], None]  # term, site, value
-
-_TERMS = ("nll", "l0", "l2", "kl_gate", "kl_slab", "kl_other")
 
 
 class _Outcome(NamedTuple):
@@ -79,7 +71,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     main memory every loss that is trained is looked at. One that is not finite raises.
 
     Args:
-        objective: which loss.
+        objective: which loss; a row of :data:`~pyro_l0.infer.OBJECTIVES`.
         lam: price :math:`\lambda` of one open weight in nats; a number, a tensor that broadcasts against the gates,
             or a dict of these by site (other sites are free). The paper's :math:`\lambda / N` on the mean loss is
             ``lam`` :math:`= \lambda` here.
@@ -102,6 +94,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         num_particles: samples per step.
         max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
         vectorize_particles: draw the particles in one run of the model.
+        extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.Term`.
 
     Raises:
         ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a
@@ -129,7 +122,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def __init__(
         self,
-        objective: Objective = "free_energy",
+        objective: Objective | str = "free_energy",
         lam: Coefficient = 0.0,
         group_size: Coefficient | None = None,
         slab: Mapping[str, str] | None = None,
@@ -141,62 +134,39 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         estimator: EstimatorName | None = None,
         max_plate_nesting: float = math.inf,
         vectorize_particles: bool = False,
+        extra_terms: Sequence[Term] = (),
     ) -> None:
-        if objective not in ("l0", "free_energy", "spike_slab"):
-            raise ValueError(f"Expected objective 'l0', 'free_energy' or 'spike_slab', but got {objective!r}.")
-        if isinstance(num_particles, bool) or not isinstance(num_particles, int) or num_particles < 1:
-            raise ValueError(f"Expected num_particles of at least 1, but got {num_particles!r}.")
-        for name, value in (("lam", lam), ("group_size", group_size), ("weight_decay", weight_decay)):
-            check_coefficient(name, value)
-        if not callable(kl_scale):
-            check_coefficient("kl_scale", kl_scale)
-            if isinstance(kl_scale, Tensor) and kl_scale.dim():
-                raise ValueError(f"Expected kl_scale to be one number, but got a shape of {tuple(kl_scale.shape)}.")
-        if estimator is not None and estimator not in get_args(EstimatorName):
-            raise ValueError(f"Expected estimator to be one of {get_args(EstimatorName)}, but got {estimator!r}.")
-        if estimator == "leave_one_out" and num_particles < 2:
-            raise ValueError(f"Expected num_particles of at least 2 for 'leave_one_out', but got {num_particles}.")
-        if estimator is not None and vectorize_particles:
-            raise ValueError("Expected no vectorize_particles with an estimator, which draws particles by itself.")
-        if objective == "spike_slab":
-            if not slab:
-                raise ValueError("Expected slab={'w': 'z', ...} for objective='spike_slab', but got none.")
-            for name, value in (("lam", lam), ("weight_decay", weight_decay)):
-                if isinstance(value, Tensor | Mapping) or value != 0:
-                    raise ValueError(
-                        f"Expected no {name} for objective='spike_slab', whose slab KL is the price of a weight, "
-                        f"but got {value!r}."
-                    )
-        elif slab:
-            raise ValueError(f"Expected slab for objective='spike_slab' only, but got {slab!r} for {objective!r}.")
+        check_objective(objective)
+        self.objective_terms = (*OBJECTIVES[objective], *check_extra_terms(extra_terms))
+        size = 1.0 if group_size is None else group_size
+        check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
+        check_draws(num_particles, estimator, vectorize_particles)
+        check_slab(objective, slab, lam=lam, weight_decay=weight_decay)
         super().__init__(  # type: ignore[no-untyped-call]
             num_particles=num_particles,
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
         )
         self.objective = objective
-        self.lam = _as_dict(lam)
-        self.group_size = 1.0 if group_size is None else _as_dict(group_size)
+        self.lam = as_dict(lam)
+        self.group_size = as_dict(size)
         self.slab = dict(slab or {})
         self.kl_scale = kl_scale
-        self.weight_decay = _as_dict(weight_decay)
+        self.weight_decay = as_dict(weight_decay)
         # A copy of its own class: that of square_norms computes all sites' norms together.
-        self.square_norm: dict[str, Callable[[], Tensor]] = (
-            dict(square_norm or {}) if not isinstance(square_norm, dict) else copy.copy(square_norm)
-        )
+        self.square_norm = copy.copy(square_norm) if isinstance(square_norm, dict) else dict(square_norm or {})
         self.estimator = None if estimator is None else Estimators(estimator)
         self.step = 0
+        self._by_kind = {k: [term for term in self.objective_terms if term.kind == k] for k in get_args(Kind)}
         self._watch = Watch()
 
     # ------------------------------------------------------------ Pyro's interface
 
-    def differentiable_loss(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def differentiable_loss(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> Tensor:
         """The loss with its graph, shape ``()``; advances ``step`` unless gradients are off."""
         return self._step(model, guide, args, kwargs)[0]
 
-    def loss(self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
+    def loss(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> float:
         """The loss as a number, without gradients; ``step`` stays."""
         with torch.no_grad():
             outcome = self._terms(model, guide, args, kwargs)
@@ -204,7 +174,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._watch.value(self.step, value, outcome.explain)
         return value
 
-    def loss_and_grads(self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
+    def loss_and_grads(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> float:
         """The loss as a number, after adding its gradients to the parameters' ``.grad``."""
         step = self.step
         loss, outcome = self._step(model, guide, args, kwargs)
@@ -214,9 +184,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._watch.value(step, value, outcome.explain)
         return value
 
-    def terms(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    def terms(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The parts that add up to the loss, without gradients; ``step`` stays.
 
         Returns:
@@ -226,7 +194,15 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         """
         with torch.no_grad():
             parts = self._terms(model, guide, args, kwargs).parts
-        return {name: torch.as_tensor(parts.get(name, 0.0)) for name in _TERMS}
+        return {term.name: torch.as_tensor(parts.get(term.name, 0.0)) for term in (*TERMS, *self.objective_terms)}
+
+    def drop(self, sites: Collection[str]) -> None:
+        """Forget the coefficients and norms of gate sites that have left the model.
+
+        Args:
+            sites: names; what has no entry is passed over.
+        """
+        drop(self, sites)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: the step, and the score function's baseline."""
@@ -243,14 +219,12 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             self.estimator.baseline = state["baseline"]
 
     def _get_trace(
-        self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any
+        self, model: _Program, guide: _Program, args: Any, kwargs: Any
     ) -> tuple[dict[str, Site], dict[str, Site]]:
         guide_sites = self._run(guide, args, kwargs)
         return self._run(model, args, kwargs, guide_sites), guide_sites
 
-    def _step(
-        self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Tensor, _Outcome]:
+    def _step(self, model: _Program, guide: _Program, args: Any, kwargs: Any) -> tuple[Tensor, _Outcome]:
         """The loss, looked at where that is cheap or due, and how it came about."""
         outcome = self._terms(model, guide, args, kwargs)
         loss = _total(outcome.parts)
@@ -261,9 +235,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             self.step += 1
         return loss, outcome
 
-    def _run(
-        self, program: Callable[..., Any], args: Any, kwargs: Any, values: dict[str, Site] | None = None
-    ) -> dict[str, Site]:
+    def _run(self, program: _Program, args: Any, kwargs: Any, values: dict[str, Site] | None = None) -> dict[str, Site]:
         """The sample sites of a guide, or of a model with the guide's values, by name and in their order."""
         record = Record(values)
         try:
@@ -297,7 +269,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         check_kl_scale(value, self.step)
         return value
 
-    def _terms(self, model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any) -> _Outcome:
+    def _terms(self, model: _Program, guide: _Program, args: Any, kwargs: Any) -> _Outcome:
         check_arguments(model, args, kwargs)
         parts: dict[str, Tensor] = {}
         runs: list[Run] = []
@@ -316,8 +288,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                 for model_sites, guide_sites in traces:
                     runs.append(Run(model_sites, guide_sites))
                     self._add_particle(_adder(parts), runs[-1])
+        kls = {term.name for term in self.objective_terms if term.is_kl}
         for name in parts:
-            factor = (kl_scale if name.startswith("kl") else 1.0) / particles
+            factor = (kl_scale if name in kls else 1.0) / particles
             if factor != 1.0:
                 parts[name] = parts[name] * factor
         if surrogate is not None:
@@ -325,7 +298,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
 
     @torch.no_grad()
-    def _explain(self, runs: Sequence[Run], model: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    def _explain(self, runs: Sequence[Run], model: _Program, args: Any, kwargs: Any) -> str:
         """Which terms of some runs are not finite, and where that may come from."""
         bad: list[BadTerm] = []
         causes: list[str] = odd_arguments(model, args, kwargs)
@@ -335,8 +308,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                 bad.append(BadTerm(term, name, float(value)))
 
         for run in runs:
-            apart = {name: {**site, "joint": None} for name, site in run.guide.items()}
-            self._add_particle(note, Run(run.model, apart))
+            self._add_particle(note, run, apart=True)
             # An estimator's surrogate is no term of its own: then any site may be the cause.
             for name in dict.fromkeys(entry.site for entry in bad) or run.model:
                 causes += [cause for sites in run for cause in (bad_values(sites[name]) if name in sites else [])]
@@ -349,27 +321,27 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     def _estimate(
         self,
         estimator: Estimators,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
+        model: _Program,
+        guide: _Program,
         args: Any,
         kwargs: Any,
         runs: list[Run],
     ) -> Estimate:
         """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
         sites = self._run(guide, args, kwargs)
-        gates = {name: gate for name, gate in _gates_of(sites).items() if isinstance(gate, BernoulliGate)}
+        found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
+        gates = {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
         if not gates:
             raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
 
-        def evaluate(values: dict[str, Tensor]) -> Evaluation:
-            evaluation, run = self._evaluate(model, sites, values, args, kwargs)
-            runs.append(run)
-            return evaluation
+        def evaluate(values: Mapping[str, Tensor]) -> Evaluation:
+            runs.append(self._at_values(model, sites, values, args, kwargs))
+            return self._evaluation(runs[-1])
 
         return estimator(evaluate, gates, self.num_particles)
 
     def evaluate(
-        self, model: Callable[..., Any], sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
+        self, model: _Program, sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> Evaluation:
         """The objective of one particle at given values of its gates.
 
@@ -380,198 +352,39 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
         """
-        return self._evaluate(model, sites, values, args, kwargs)[0]
+        return self._evaluation(self._at_values(model, sites, values, args, kwargs))
 
-    def _evaluate(
-        self, model: Callable[..., Any], sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
-    ) -> tuple[Evaluation, Run]:
-        kl_scale = self.kl_scale_now()
+    def _at_values(
+        self, model: _Program, sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> Run:
         drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in sites.items()}
+        return Run(self._run(model, args, kwargs, drawn), drawn)
+
+    def _evaluation(self, run: Run) -> Evaluation:
         parts: dict[str, Tensor] = {}
-        run = Run(self._run(model, args, kwargs, drawn), drawn)
         self._add_particle(_adder(parts), run)
-        factors = {"nll": 1.0, "kl_other": kl_scale, "kl_slab": kl_scale}
-        terms = [parts[name] * factor for name, factor in factors.items() if name in parts]
-        return Evaluation(parts, reduce(operator.add, terms) if terms else torch.zeros(())), run
+        kl_scale = self.kl_scale_now()
+        present = [term for term in self.objective_terms if term.name in parts]
+        scaled = [(term, parts[term.name] * kl_scale if term.is_kl else parts[term.name]) for term in present]
+        cost = [part for term, part in scaled if term.uses_draws]
+        analytic = [part for term, part in scaled if not term.uses_draws]
+        return Evaluation(parts, reduce(operator.add, cost) if cost else torch.zeros(()), analytic)
 
-    def _add_particle(self, add: _Add, run: Run) -> None:
-        """Hand out every term of one run."""
-        model, guide = run
-        gates: dict[str, GateDistribution] = {}
-        for name, site in model.items():
-            if site["type"] != "sample" or site_is_subsample(site):
-                continue
-            if site["is_observed"]:
-                try:
-                    add("nll", name, log_prob_sum(site, -1.0))
-                except ValueError as error:
-                    raise ValueError(f"The nll of site {name!r} failed at step {self.step}: {error}") from error
-                continue
-            posterior = guide.get(name)
-            gate = check_pair(name, site, posterior)
-            assert posterior is not None
-            if gate is not None:
-                if self.estimator is None and not gate.has_rsample and torch.is_grad_enabled():
-                    instead = (
-                        f"choose an estimator of L0_ELBO, one of {get_args(EstimatorName)}"
-                        if isinstance(gate, BernoulliGate)
-                        else "only a BernoulliGate can do without them"
-                    )
-                    raise ValueError(
-                        f"The posterior at gate site {name!r}, a {type(gate).__name__}, has no pathwise draws; "
-                        f"{instead}."
-                    )
-                gates[name] = gate
-            elif name in self.slab:
-                gate_name = self.slab[name]
-                if gate_name in guide and gate_name in model:
-                    kl = slab_kl(name, site, posterior, gate_name, guide[gate_name], model[gate_name])
-                    add("kl_slab", name, kl)
-            else:
-                add("kl_other", name, other_kl(name, site, posterior))
-        for name, site in guide.items():
-            if site["type"] == "sample" and name not in model and not site_is_subsample(site):
-                check_auxiliary(name, site)
-                add("kl_other", name, log_prob_sum(site))
-        self._check_names(gates, model)
-        for joint, names in _jointly_drawn(guide, gates):
-            posteriors = {name: guide[name] for name in names}
-            if self.objective != "spike_slab" and not self._add_joint_price(add, joint, posteriors):
-                for name, posterior in posteriors.items():
-                    self._add_price(add, name, posterior)
-            if self.objective != "l0" and not self._add_joint_kl(add, joint, [model[name] for name in names]):
-                for name, posterior in posteriors.items():
-                    self._add_kl(add, name, model[name], posterior)
-
-    def _add_price(self, add: _Add, name: str, posterior: Site) -> None:
-        """The penalties of one gate site."""
-        price = _by_site(self.lam, name, 0.0)
-        decay = _by_site(self.weight_decay, name, 0.0)
-        free, decays = _is_zero(price), not _is_zero(decay)
-        if free and not decays:
-            return
-        active = active_prob(posterior["fn"])
-        size = _by_site(self.group_size, name, 1.0)
-        for option, value in (("lam", price), ("group_size", size), ("weight_decay", decay)):
-            check_shape(option, value, name, active)
-        if not free:
-            add("l0", name, site_sum(price * size * active, posterior))
-        if decays:
-            norm = self._square_norm(name, active.shape)
-            add("l2", name, site_sum(0.5 * decay * (norm * active), posterior))
+    def _add_particle(self, add: _Add, run: Run, apart: bool = False) -> None:
+        """Hand out every term of one run, on request site by site."""
+        for block in blocks_of(run, self):
+            for term in self._by_kind[block.kind]:
+                whole = block.joint is None or (not apart and term.takes(block, self))
+                for part in (block,) if whole else block.apart:
+                    value = term.value(part, self)
+                    if value is not None:
+                        add(term.name, ", ".join(part.names), value)
 
     def _norms_on_the_way(self) -> AbstractContextManager[None]:
         """A context in which a network's forward pass computes the norms that a weight decay asks for."""
-        during = getattr(self.square_norm, "during", None)
-        if during is None:
+        if not isinstance(self.square_norm, JointNorms):
             return nullcontext()
-        decays = self.weight_decay
-        names = [name for name in self.square_norm if not _is_zero(_by_site(decays, name, 0.0))]
-        context: AbstractContextManager[None] = during(names)
-        return context
-
-    def _square_norms(self, posteriors: Mapping[str, Site], decays: Sequence[float], active: Tensor) -> Tensor:
-        """Half the squared norms of the weights of several sites' gates times their decays, side by side."""
-        together = getattr(self.square_norm, "together", None)
-        norms: Tensor | None = None
-        if together is not None and all(decays) and self.square_norm.keys() >= posteriors.keys():
-            norms = together(list(posteriors))
-        if norms is None:
-            each = [
-                self._square_norm(name, site["value"].shape) if decay else torch.zeros_like(site["value"])
-                for (name, site), decay in zip(posteriors.items(), decays, strict=True)
-            ]
-            norms = torch.cat([norm.flatten() for norm in each])
-        norms = norms.to(active.dtype)
-        if len(set(decays)) == 1:
-            return decays[0] * norms
-        sizes = tuple(site["value"].numel() for site in posteriors.values())
-        return norms * _side_by_side(tuple(decays), sizes, active.dtype, active.device)
-
-    def _square_norm(self, name: str, shape: torch.Size) -> Tensor:
-        """The squared norms of the weights of a site's gates."""
-        if name not in self.square_norm:
-            raise ValueError(
-                f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
-                f"got some for {sorted(self.square_norm)}."
-            )
-        norm = self.square_norm[name]()
-        if norm.shape != shape:
-            raise ValueError(
-                f"Expected a square_norm of shape {tuple(shape)} for gate site {name!r}, but got {tuple(norm.shape)}."
-            )
-        return norm
-
-    def _add_joint_price(self, add: _Add, joint: JointDraw | None, posteriors: Mapping[str, Site]) -> bool:
-        """The price of all gates of a joint draw; False, and nothing done, where it takes more than numbers."""
-        if joint is None:
-            return False
-        prices: list[float] = []
-        decays: list[float] = []
-        for name in posteriors:
-            price, size = _by_site(self.lam, name, 0.0), _by_site(self.group_size, name, 1.0)
-            decay = _by_site(self.weight_decay, name, 0.0)
-            if isinstance(price, Tensor) or isinstance(size, Tensor) or isinstance(decay, Tensor):
-                return False
-            prices.append(float(price * size))
-            decays.append(0.5 * decay)
-        if not any(prices) and not any(decays):
-            return True
-        active = joint.active_prob
-        sizes = tuple(site["value"].numel() for site in posteriors.values())
-        if any(prices):
-            add(
-                "l0",
-                ", ".join(posteriors),
-                torch.dot(_side_by_side(tuple(prices), sizes, active.dtype, active.device), active),
-            )
-        if any(decays):
-            add("l2", ", ".join(posteriors), torch.dot(self._square_norms(posteriors, decays, active), active))
-        return True
-
-    def _add_kl(self, add: _Add, name: str, site: Site, posterior: Site) -> None:
-        """The KL of one gate site."""
-        fn = posterior["fn"]
-        try:
-            kl = kl_divergence(fn, site["fn"])
-        except NotImplementedError as error:
-            raise ValueError(
-                f"No KL is derived for gate site {name!r} with posterior {fn} and prior {site['fn']}; "
-                "sampling it would give a biased gradient."
-            ) from error
-        if kl.shape != fn.batch_shape:
-            raise ValueError(
-                f"Expected a KL of shape {tuple(fn.batch_shape)} at gate site {name!r}, but got {tuple(kl.shape)}."
-            )
-        add("kl_gate", name, scale_and_mask(kl, posterior["scale"], posterior["mask"]).sum())
-
-    def _add_joint_kl(self, add: _Add, joint: JointDraw | None, sites: Sequence[Site]) -> bool:
-        """The KL of all gates of a joint draw; False, and nothing done, if their priors are no joint gate."""
-        if joint is None:
-            return False
-        priors = [base(site["fn"]) for site in sites]
-        prior = concatenate(priors) if all(isinstance(fn, GateDistribution) for fn in priors) else None
-        posterior = concatenate(joint.gates)
-        if prior is None or posterior is None or type(prior) is not type(posterior):
-            return False
-        add("kl_gate", ", ".join(site["name"] for site in sites), kl_divergence(posterior, prior).sum())
-        return True
-
-    def _check_names(self, gates: Collection[str], model: dict[str, Site]) -> None:
-        for option in ("lam", "group_size", "weight_decay", "square_norm"):
-            value = getattr(self, option)
-            unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
-            if unknown:
-                raise ValueError(
-                    f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}."
-                )
-        for slab, gate in self.slab.items():
-            if slab not in model or model[slab]["is_observed"] or model[slab]["type"] != "sample" or slab in gates:
-                raise ValueError(f"Expected slab to name latent weights of the model, but got {slab!r}.")
-            if gate not in gates:
-                raise ValueError(
-                    f"Expected slab site {slab!r} to name its gate site, one of {sorted(gates)}, but got {gate!r}."
-                )
+        return self.square_norm.during([n for n in self.square_norm if not is_zero(by_site(self.weight_decay, n))])
 
 
 def _adder(parts: dict[str, Tensor]) -> _Add:
@@ -583,45 +396,5 @@ def _adder(parts: dict[str, Tensor]) -> _Add:
     return add
 
 
-def _gates_of(sites: Mapping[str, Site]) -> dict[str, GateDistribution]:
-    """The gates among the sites of a run."""
-    found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
-    return {name: gate for name, gate in found.items() if gate is not None}
-
-
-def _by_site(value: Any, name: str, default: float) -> Any:
-    return value.get(name, default) if isinstance(value, dict) else value
-
-
-def _as_dict(value: Coefficient) -> float | Tensor | dict[str, float | Tensor]:
-    """A coefficient whose kind is told faster than an abstract mapping's."""
-    return dict(value) if isinstance(value, Mapping) else value
-
-
 def _total(parts: Mapping[str, Tensor]) -> Tensor:
     return reduce(operator.add, parts.values()) if parts else torch.zeros(())
-
-
-def _is_zero(value: Any) -> bool:
-    """Whether a coefficient is known to be zero without reading a device."""
-    return isinstance(value, float | int) and value == 0
-
-
-def _jointly_drawn(
-    guide: Mapping[str, Site], gates: Mapping[str, GateDistribution]
-) -> list[tuple[JointDraw | None, list[str]]]:
-    """The gate sites of each joint draw in its order, and every other gate site by itself."""
-    groups: dict[int, tuple[JointDraw | None, list[str]]] = {}
-    for i, (name, site) in enumerate(guide.items()):
-        if name in gates:
-            joint = site.get("joint")
-            groups.setdefault(-i - 1 if joint is None else id(joint), (joint, []))[1].append(name)
-    return list(groups.values())
-
-
-@lru_cache(maxsize=16)
-def _side_by_side(
-    values: tuple[float, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Each value as often as its size says, in one vector."""
-    return torch.cat([torch.full((n,), x, dtype=dtype, device=device) for x, n in zip(values, sizes, strict=True)])

@@ -32,10 +32,12 @@ class Evaluation(NamedTuple):
     Attributes:
         parts: its parts by name, shape ``()``.
         cost: the sum of the parts that depend on the gates' values.
+        analytic: the other parts as they enter the loss.
     """
 
     parts: dict[str, Tensor]
     cost: Tensor
+    analytic: Sequence[Tensor] = ()
 
 
 _Evaluate = Callable[[_Values], Evaluation]

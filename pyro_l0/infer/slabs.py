@@ -1,66 +1,33 @@
-"""The KL of a slab, weighted by the gates that switch it."""
+"""Where the gates of a slab's weights lie along its dimensions."""
 
 from __future__ import annotations
 
-from pyro.distributions.util import scale_and_mask, sum_rightmost
-from torch import Tensor
-
 from pyro_l0._record import Site
-from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.infer.terms import active_prob, base, kl_or_sample
 
-__all__ = ["slab_kl"]
+__all__ = ["places_of"]
 
-_Shape = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
-def slab_kl(name: str, site: Site, posterior: Site, gate_name: str, gates: Site, plates_of_gates: Site) -> Tensor:
-    r"""The term :math:`\sum P(z \neq 0)\, KL(q(w) \| p(w))` of Eq. 20.
-
-    Batch dimensions of gates and slab belong together. A gate without event dimensions switches a whole event: its KL
-    is summed over the event first. Gates with event dimensions switch elements along the event's last dimensions, as
-    torch broadcasts ``z * w``; one of size 1 is shared.
+def places_of(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates: Site) -> Shape:
+    """The gates' shape with a dimension of size 1 wherever they are shared, one for each dimension of the slab.
 
     Args:
         name: slab site.
-        site: the slab in the model.
-        posterior: the slab in the guide.
         gate_name: gate site.
+        slab: the slab in the model.
         gates: the gates in the guide.
         plates_of_gates: the gates in the model, whose plates tell which dimensions belong together.
 
     Raises:
-        ValueError: the gates fit the slab in no way or in several, or switch parts of a slab that is joint.
+        ValueError: the gates fit the slab in no way or in several.
     """
-    if find_gate(gates["fn"]) is None:
-        raise ValueError(f"Expected a gate at site {gate_name!r} for slab site {name!r}, but got {gates['fn']}.")
-    q, p = posterior["fn"], site["fn"]
-    # Elements have KLs of their own where both sides are products of them.
-    inner, inner_prior = base(q), base(p)
-    if inner.event_dim != inner_prior.event_dim:
-        inner, inner_prior = q, p
-    joint: int = inner.event_dim
-    places = _places(name, gate_name, site, gates, plates_of_gates)
-    split = len(places) - joint
-    if any(size > 1 for size in places[split:]):
-        raise ValueError(
-            f"Expected one gate at site {gate_name!r} for every event of slab site {name!r}, whose joint distribution "
-            f"{inner} has no KL by element, but got gates of shape {places} against {tuple(q.shape())}."
-        )
-    kl = kl_or_sample(name, inner, inner_prior, posterior["value"])
-    weighted = sum_rightmost(kl * active_prob(gates["fn"]).reshape(places[:split]), q.event_dim - joint)
-    total: Tensor = scale_and_mask(weighted, posterior["scale"], posterior["mask"]).sum()
-    return total
-
-
-def _places(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates: Site) -> _Shape:
-    """The gates' shape with a dimension of size 1 wherever they are shared, one for each dimension of the slab."""
     batch, event = tuple(gates["fn"].batch_shape), tuple(gates["fn"].event_shape)
     slab_batch, slab_event = tuple(slab["fn"].batch_shape), tuple(slab["fn"].event_shape)
     whole, slab_whole = batch + event, slab_batch + slab_event
     last, first = _padded(whole, len(slab_whole))
     along_last, along_first = _padded(event, len(slab_event))
-    found: list[_Shape] = []
+    found: list[Shape] = []
     if _fits(along_last, slab_event) and _fits(batch, slab_batch):
         found = [(1,) * (len(slab_batch) - len(batch)) + batch + along_last]
         if len(event) < len(slab_event) and _other_plates(plates_of_gates, slab, batch):
@@ -87,24 +54,24 @@ def _places(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates:
     return found[0]
 
 
-def _padded(shape: _Shape, dims: int) -> tuple[_Shape, _Shape]:
+def _padded(shape: Shape, dims: int) -> tuple[Shape, Shape]:
     """A shape among the last and among the first of some dimensions."""
     ones = (1,) * (dims - len(shape))
     return ones + shape, shape + ones
 
 
-def _fits(shape: _Shape, to: _Shape) -> bool:
+def _fits(shape: Shape, to: Shape) -> bool:
     """Whether a shape broadcasts to another."""
     aligned = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, larger) for size, larger in aligned)
 
 
-def _other_plates(gates: Site, slab: Site, batch: _Shape) -> bool:
+def _other_plates(gates: Site, slab: Site, batch: Shape) -> bool:
     """Whether gates vary over a plate where the slab has another one."""
     plates = {frame.dim: frame.name for frame in slab["cond_indep_stack"] if frame.vectorized}
     own = {frame.dim: frame.name for frame in gates["cond_indep_stack"] if frame.vectorized}
     return any(size > 1 and d in own and d in plates and own[d] != plates[d] for d, size in _from_the_right(batch))
 
 
-def _from_the_right(shape: _Shape) -> list[tuple[int, int]]:
+def _from_the_right(shape: Shape) -> list[tuple[int, int]]:
     return [(-i, size) for i, size in enumerate(reversed(shape), 1)]

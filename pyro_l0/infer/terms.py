@@ -1,54 +1,202 @@
-"""Single terms of an objective: what one recorded site adds to it."""
+"""The terms of the objectives, each written once over a block of sites, and which objective has which."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from pyro.distributions import Delta
-from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
-from torch.distributions import Independent, kl_divergence
+from torch.distributions import kl_divergence
 
 from pyro_l0._record import Site
-from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.infer.blocks import Block, Kind, base
+from pyro_l0.infer.coefficients import Options, by_site, check_shapes, is_zero
+from pyro_l0.infer.slabs import places_of
 
-__all__ = ["active_prob", "base", "kl_or_sample", "log_prob_sum", "other_kl", "site_sum"]
+__all__ = ["OBJECTIVES", "TERMS", "JointNorms", "Term"]
 
-
-def base(fn: Any) -> Any:
-    """What is inside of ``to_event``."""
-    while isinstance(fn, Independent):
-        fn = fn.base_dist
-    return fn
+Value = Callable[[Block, Any], Tensor | None]  # Any: the Options; a function may ask for an L0_ELBO
 
 
-def active_prob(fn: Any) -> Tensor:
-    """P(z != 0) of every gate of a site, 0 where a masked distribution masks it."""
-    if isinstance(fn, GateDistribution):
-        return fn.active_prob
-    active = active_prob(fn.base_dist)
-    if isinstance(fn, MaskedDistribution):
-        mask = fn._mask
-        if isinstance(mask, Tensor):
-            mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
-        return active * mask
-    return active
+@runtime_checkable
+class JointNorms(Protocol):
+    """Squared norms by site that can be computed together; :func:`pyro_l0.nn.square_norms` returns such."""
+
+    def during(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """A context for the network's forward pass, which computes the norms of some sites on the way."""
+        ...
+
+    def together(self, names: Sequence[str]) -> Tensor | None:
+        """The norms of several sites side by side."""
+        ...
 
 
-def site_sum(value: Tensor, site: Site) -> Tensor:
-    """Sum a per-gate term under its site's scale and mask."""
-    scale, mask = site["scale"], site["mask"]
-    if mask is not None or isinstance(scale, Tensor):
-        value = sum_rightmost(value, site["fn"].event_dim)
-    total: Tensor = scale_and_mask(value, scale, mask).sum()
-    return total
+class Term(NamedTuple):
+    """One term of an objective.
+
+    Attributes:
+        name: its name in :meth:`L0_ELBO.terms <pyro_l0.infer.L0_ELBO.terms>`.
+        value: what a block adds to the loss, in nats, shape ``()``, as a function of the block and the objective; None
+            for nothing.
+        kind: the blocks that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"`` sites.
+        is_kl: whether ``kl_scale`` scales it.
+        uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator where gates have two
+            values.
+        takes: whether it is evaluated over a block of several sites at once; it gets them one by one otherwise.
+    """
+
+    name: str
+    value: Value
+    kind: Kind = "gates"
+    is_kl: bool = False
+    uses_draws: bool = False
+    takes: Callable[[Block, Any], bool] = lambda block, options: False
 
 
-def log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
+# ------------------------------------------------------------ gates
+
+
+def _price(block: Block, options: Options) -> Tensor | None:
+    prices = [by_site(options.lam, name) for name in block.names]
+    if all(map(is_zero, prices)):
+        return None
+    if block.joint is None:
+        check_shapes(options, block.name, block.active_prob)
+    return block.open_gates(
+        [price * by_site(options.group_size, name, 1.0) for name, price in zip(block.names, prices, strict=True)]
+    )
+
+
+def _decay(block: Block, options: Options) -> Tensor | None:
+    decays = [by_site(options.weight_decay, name) for name in block.names]
+    if all(map(is_zero, decays)):
+        return None
+    if block.joint is None:
+        check_shapes(options, block.name, block.active_prob)
+    return block.open_gates([0.5 * decay for decay in decays], _square_norms(block, decays, options))
+
+
+def _are_numbers(block: Block, options: Options) -> bool:
+    """Whether the coefficients of a block's sites are numbers."""
+    for value in (options.lam, options.group_size, options.weight_decay):
+        of_sites = map(value.get, block.names) if isinstance(value, dict) else (value,)
+        if any(isinstance(x, Tensor) for x in of_sites):
+            return False
+    return True
+
+
+def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Options) -> Tensor:
+    """Squared norms of the weights of a block's gates; 0 for sites without a decay."""
+    norms = options.square_norm
+    if block.joint is None:
+        return _square_norm(block.name, block.shapes[0], options)
+    if isinstance(norms, JointNorms) and all(decays) and norms.keys() >= set(block.names):
+        found = norms.together(block.names)
+        if found is not None:
+            return found
+    each = [
+        _square_norm(name, shape, options) if decay else block.active_prob.new_zeros(shape)
+        for name, shape, decay in zip(block.names, block.shapes, decays, strict=True)
+    ]
+    return torch.cat([norm.flatten() for norm in each])
+
+
+def _square_norm(name: str, shape: torch.Size, options: Options) -> Tensor:
+    """The squared norms of the weights of one site's gates."""
+    if name not in options.square_norm:
+        raise ValueError(
+            f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
+            f"got some for {sorted(options.square_norm)}."
+        )
+    norm = options.square_norm[name]()
+    if norm.shape != shape:
+        raise ValueError(
+            f"Expected a square_norm of shape {tuple(shape)} for gate site {name!r}, but got {tuple(norm.shape)}."
+        )
+    return norm
+
+
+def _gate_kl(block: Block, options: Options) -> Tensor:
+    assert block.pair is not None
+    posterior, prior = block.pair
+    try:
+        kl = kl_divergence(posterior, prior)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"No KL is derived for gate site {block.name!r} with posterior {posterior} and prior {prior}; "
+            "sampling it would give a biased gradient."
+        ) from error
+    if kl.shape != posterior.batch_shape:
+        raise ValueError(
+            f"Expected a KL of shape {tuple(posterior.batch_shape)} at gate site {block.name!r}, but got "
+            f"{tuple(kl.shape)}."
+        )
+    return block.total(kl)
+
+
+# ------------------------------------------------------------ other sites
+
+
+def _nll(block: Block, options: Options) -> Tensor:
+    try:
+        return _log_prob_sum(block.prior, -1.0)
+    except ValueError as error:
+        raise ValueError(f"The nll of site {block.name!r} failed at step {options.step}: {error}") from error
+
+
+def _other_kl(block: Block, options: Options) -> Tensor:
+    """KL of a latent variable that is neither gate nor slab, or the log density of one of the guide's alone."""
+    if block.name not in block.run.model:
+        return _log_prob_sum(block.posterior)
+    q = block.posterior["fn"]
+    _check_pathwise(block.name, q)
+    # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
+    if not isinstance(base(q), Delta):
+        try:
+            return block.total(kl_divergence(q, block.prior["fn"]))
+        except NotImplementedError:
+            pass
+    return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
+
+
+def _slab_kl(block: Block, options: Options) -> Tensor:
+    r"""The term :math:`\sum P(z \neq 0)\, KL(q(w) \| p(w))` of Eq. 20.
+
+    Batch dimensions of gates and slab belong together. A gate without event dimensions switches a whole event: its KL
+    is summed over the event first. Gates with event dimensions switch elements along the event's last dimensions, as
+    torch broadcasts ``z * w``; one of size 1 is shared.
+    """
+    name, gates = block.name, Block("gates", (options.slab[block.name],), block.run)
+    if find_gate(gates.posterior["fn"]) is None:
+        raise ValueError(
+            f"Expected a gate at site {gates.name!r} for slab site {name!r}, but got {gates.posterior['fn']}."
+        )
+    q, p = block.posterior["fn"], block.prior["fn"]
+    # Elements have KLs of their own where both sides are products of them.
+    inner, inner_prior = base(q), base(p)
+    if inner.event_dim != inner_prior.event_dim:
+        inner, inner_prior = q, p
+    joint: int = inner.event_dim
+    places = places_of(name, gates.name, block.prior, gates.posterior, gates.prior)
+    split = len(places) - joint
+    if any(size > 1 for size in places[split:]):
+        raise ValueError(
+            f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, whose joint distribution "
+            f"{inner} has no KL by element, but got gates of shape {places} against {tuple(q.shape())}."
+        )
+    kl = _kl_or_sample(name, inner, inner_prior, block.posterior["value"])
+    return block.total(sum_rightmost(kl * gates.active_prob.reshape(places[:split]), q.event_dim - joint))
+
+
+def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     """The log probability of a site's value, or its negative, under the site's scale and mask."""
     log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
     if site["cond_indep_stack"] and is_validation_enabled():
@@ -62,7 +210,7 @@ def log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
 
 
-def kl_or_sample(name: str, q: Any, p: Any, value: Tensor) -> Tensor:
+def _kl_or_sample(name: str, q: Any, p: Any, value: Tensor) -> Tensor:
     """KL(q || p) of a variable that is no gate: in closed form if registered, else log q - log p at a draw of q.
 
     The sampled difference is unbiased, and so is its pathwise gradient, as both densities are smooth: it may be the
@@ -74,7 +222,7 @@ def kl_or_sample(name: str, q: Any, p: Any, value: Tensor) -> Tensor:
     try:
         return kl_divergence(q, p)
     except NotImplementedError:
-        check_pathwise(name, q)
+        _check_pathwise(name, q)
     try:
         log_prior = p.log_prob(value)
     except ValueError as error:
@@ -85,7 +233,7 @@ def kl_or_sample(name: str, q: Any, p: Any, value: Tensor) -> Tensor:
     return difference
 
 
-def check_pathwise(name: str, q: Any) -> None:
+def _check_pathwise(name: str, q: Any) -> None:
     """Refuse a posterior through whose draw no gradient goes."""
     if not getattr(q, "has_rsample", False):
         raise ValueError(
@@ -94,16 +242,17 @@ def check_pathwise(name: str, q: Any) -> None:
         )
 
 
-def other_kl(name: str, site: Site, posterior: Site) -> Tensor:
-    """KL of a latent variable that is neither gate nor slab."""
-    q = posterior["fn"]
-    check_pathwise(name, q)
-    # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
-    if not isinstance(base(q), Delta):
-        try:
-            kl = kl_divergence(q, site["fn"])
-            total: Tensor = scale_and_mask(kl, posterior["scale"], posterior["mask"]).sum()
-            return total
-        except NotImplementedError:
-            pass
-    return log_prob_sum(posterior) - log_prob_sum(site)
+NLL = Term("nll", _nll, "observed", uses_draws=True)
+PRICE = Term("l0", _price, takes=_are_numbers)
+DECAY = Term("l2", _decay, takes=_are_numbers)
+GATE_KL = Term("kl_gate", _gate_kl, is_kl=True, takes=lambda block, options: block.pair is not None)
+SLAB_KL = Term("kl_slab", _slab_kl, "slab", is_kl=True, uses_draws=True)
+OTHER_KL = Term("kl_other", _other_kl, "other", is_kl=True, uses_draws=True)
+
+TERMS = (NLL, PRICE, DECAY, GATE_KL, SLAB_KL, OTHER_KL)
+#: The terms of each objective, whose order is that of their sum.
+OBJECTIVES: dict[str, tuple[Term, ...]] = {
+    "l0": (NLL, OTHER_KL, PRICE, DECAY),
+    "free_energy": (NLL, OTHER_KL, PRICE, DECAY, GATE_KL),
+    "spike_slab": (NLL, OTHER_KL, SLAB_KL, GATE_KL),
+}

@@ -12,21 +12,14 @@ from torch import Tensor
 
 from pyro_l0._record import Site
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.infer.checks import number_of_bad
+from pyro_l0.infer.pairs import number_of_bad
 
-__all__ = ["EVERY", "BadTerm", "Run", "Watch", "bad_values", "sentences"]
+__all__ = ["EVERY", "BadTerm", "Watch", "bad_values", "sentences"]
 
 EVERY = 100  # steps between two looks where a look makes the host wait for a device
 _CLOSED = 0.01  # P(z != 0) above the least that the family can reach
 
 Explain = Callable[[], str]
-
-
-class Run(NamedTuple):
-    """The recorded sites of one run of a model and its guide."""
-
-    model: dict[str, Site]
-    guide: dict[str, Site]
 
 
 class BadTerm(NamedTuple):

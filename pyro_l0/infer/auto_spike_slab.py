@@ -14,7 +14,8 @@ from torch.distributions import Transform, biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.infer.autoguide import AutoGate, Parameters, Plan, site_key
+from pyro_l0.infer._plans import Parameters, Plan, site_key
+from pyro_l0.infer.auto_gate import AutoGate
 
 __all__ = ["AutoSpikeSlab"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import pyro
 import torch
@@ -19,38 +19,26 @@ from torch import Tensor, nn
 from torch.distributions import Transform, constraints, transform_to
 
 from pyro_l0._record import Record, sole_record
-from pyro_l0.distributions.gate import GateDistribution, concatenate
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
-from pyro_l0.infer._prior import DrawsElsewhere, drawn_options, same
+from pyro_l0.infer._plans import (
+    Parameters,
+    Plan,
+    expands,
+    find_groups,
+    first_parameters,
+    full_shape,
+    rows,
+    site_key,
+    take_over,
+)
+from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
+from pyro_l0.infer.guide import ActiveRate
 
-__all__ = ["ActiveRate", "AutoGate"]
-
-
-class ActiveRate(NamedTuple):
-    """Realised rates of open gates: the mean of P(z != 0) under the posterior.
-
-    Attributes:
-        by_site: mean over the gates of each site, tensors of shape ``()``.
-        overall: mean over all gates, shape ``()``.
-    """
-
-    by_site: dict[str, Tensor]
-    overall: Tensor
-
-
-Parameters = Any  # a ParameterDict, or a mapping of subsampled tensors
-
-
-class Plan(NamedTuple):
-    """What the guide knows of one site after it has seen the model."""
-
-    event_dim: int
-    plates: tuple[str, ...]
-    template: GateDistribution | None
-    transform: Transform | None  # of a slab
+__all__ = ["AutoGate"]
 
 
 class AutoGate(AutoGuide):
@@ -95,8 +83,7 @@ class AutoGate(AutoGuide):
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         if not (isinstance(family, type) and issubclass(family, GateDistribution)):
             raise TypeError(f"Expected family to be a gate's class, but got {family!r}.")
-        rates = init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]
-        for rate in rates:
+        for rate in init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]:
             check_rate("init_active_prob", rate, family.__name__)
         if not 0 <= init_jitter < math.inf:
             raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
@@ -109,7 +96,7 @@ class AutoGate(AutoGuide):
         self._kept: dict[str, Any] = {}
         self._names: tuple[str, list[tuple[str, dict[str, Any], str]]] | None = None
         self._watches: list[OptimiserWatch | Displaced] = []
-        # Plain modules, one per site: their attribute access costs far less per step than a PyroModule's.
+        # Plain modules: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,14 +144,17 @@ class AutoGate(AutoGuide):
             prototype: Any = self.prototype_trace
             self.prototype_trace = None
         self._check_sites(prototype)
-        self._make_parameters(prototype, self._inherited(prototype, elsewhere.found, args, kwargs))
+        hide_fn: Any = self._prototype_hide_fn
+        trace = poutine.block(poutine.trace(poutine.block(self.model, hide_fn)).get_trace)
+        inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
+        self._make_parameters(prototype, inherited)
         self.prototype_trace = prototype
         # The guide's own sites have no use for the plates of the data.
         used = {plate for plan in self._plans.values() for plate in plan.plates}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         prototype.detach_()
         if not used:
-            self._groups = self._find_groups()
+            self._groups = find_groups(self._plans)
         sites: Any = self._modules["sites"]
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._gate_plans()))})"
         self._watches = [displaced, OptimiserWatch(what, lambda: list(sites.parameters()))]
@@ -186,81 +176,26 @@ class AutoGate(AutoGuide):
 
     def _make_parameters(self, prototype: Any, inherited: Mapping[str, Mapping[str, Any]]) -> None:
         """A plan and the learned parameters of each site; those of a state that was loaded before keep their values."""
-        modules: Any = self._modules["sites"]
         plans, made = {}, {}
         for name, site in prototype.iter_stochastic_nodes():
             is_gate = find_gate(site["fn"]) is not None
             template = self._first_gate(name, site, inherited.get(name, {})) if is_gate else None
             plates = tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
             plan = Plan(site["fn"].event_dim, plates, template, None if is_gate else self._transform(name, site))
-            shape = _full_shape(site)
-            if template is not None and not _expands(template.batch_shape, shape):
+            shape = full_shape(site)
+            if template is not None and not expands(template.batch_shape, shape):
                 raise ValueError(
                     f"Expected the parameters that {self.family.__name__} does not learn to broadcast to the shape "
                     f"{tuple(shape)} of gate site {name!r}, but got {tuple(template.batch_shape)}; set family_options."
                 )
             plans[name] = plan
             made[site_key(name)] = (
-                self._init_other(name, site, shape, plan) if template is None else self._init_gate(template, shape)
+                self._init_other(name, site, shape, plan)
+                if template is None
+                else first_parameters(template, shape, self.init_jitter)
             )
-        loaded = {f"{key}.{name}": tuple(x.shape) for key, values in modules.items() for name, x in values.items()}
-        expected = {f"{key}.{name}": tuple(x.shape) for key, values in made.items() for name, x in values.items()}
-        if loaded and loaded != expected:
-            raise ValueError(
-                f"Expected the state that was loaded before the first call to have the parameters {expected}, "
-                f"but got {loaded}."
-            )
-        for key, learned in made.items():
-            if not loaded:
-                modules[key] = nn.ParameterDict(learned)
-            for name, parameter in learned.items() if loaded else ():
-                modules[key][name].data = modules[key][name].data.to(parameter)  # where the model is
+        take_over(self._modules["sites"], made)  # type: ignore[arg-type]
         self._plans = plans
-
-    def _inherited(self, prototype: Any, draws: bool, args: Any, kwargs: Any) -> dict[str, dict[str, Any]]:
-        """The options that posterior gates take over from their priors: those that no latent variable changes.
-
-        Args:
-            prototype: trace of a run of the model.
-            draws: whether the model drew other things than gates before a gate.
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-        """
-        options = self._prior_options(prototype)
-        usual = self.family.from_active_prob(0.5).fixed_options
-        special = {
-            name: {key: value for key, value in fixed.items() if not same(value, usual[key])}
-            for name, fixed in options.items()
-        }
-        # What depends on draws of several gates is a tensor, behind them.
-        behind = [name for name, site in prototype.iter_stochastic_nodes() if find_gate(site["fn"]) is not None][1:]
-        if not draws and not any(isinstance(x, Tensor) for name in behind for x in special.get(name, {}).values()):
-            return options
-        hide_fn: Any = self._prototype_hide_fn
-        trace = poutine.block(poutine.trace(poutine.block(self.model, hide_fn)).get_trace)
-        drawn = drawn_options(special, lambda: self._prior_options(trace(*args, **kwargs)))
-        return {
-            name: {key: value for key, value in fixed.items() if (name, key) not in drawn}
-            for name, fixed in options.items()
-        }
-
-    def _prior_options(self, trace: Any) -> dict[str, dict[str, Any]]:
-        """The parameters of priors of this guide's family that a guide does not learn."""
-        priors = {name: find_gate(site["fn"]) for name, site in trace.iter_stochastic_nodes()}
-        return {name: prior.fixed_options for name, prior in priors.items() if type(prior) is self.family}
-
-    def _find_groups(self) -> list[list[str]]:
-        """Put the gates together that can be drawn jointly."""
-        groups: list[list[str]] = []
-        templates = {name: plan.template for name, plan in self._plans.items() if plan.template is not None}
-        for name, template in templates.items():
-            for group in groups:
-                if concatenate([templates[group[0]], template]) is not None:
-                    group.append(name)
-                    break
-            else:
-                groups.append([name])
-        return groups
 
     def _first_gate(self, name: str, site: dict[str, Any], inherited: Mapping[str, Any]) -> GateDistribution:
         """The gate that a site starts from, shape ``()``; it keeps the parameters that are not learned."""
@@ -272,15 +207,6 @@ class AutoGate(AutoGuide):
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
         start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
         return self.family.from_active_prob(start, **options)
-
-    def _init_gate(self, template: GateDistribution, shape: torch.Size) -> dict[str, nn.Parameter]:
-        learned = {}
-        for i, (key, constraint) in enumerate(self.family.learned.items()):
-            unconstrained = transform_to(constraint).inv(getattr(template, key)).expand(shape).clone()
-            if i == 0 and self.init_jitter > 0:
-                unconstrained += self.init_jitter * torch.randn_like(unconstrained)
-            learned[key] = nn.Parameter(unconstrained)
-        return learned
 
     def _transform(self, name: str, site: dict[str, Any]) -> Transform | None:
         return None
@@ -397,6 +323,11 @@ class AutoGate(AutoGuide):
         sites = self.sites
         return {name: self._gate(plan, sites[site_key(name)]) for name, plan in self._gate_plans().items()}
 
+    def locations(self) -> list[nn.Parameter]:
+        """The parameter that each site's locations are computed from, in the order of :meth:`posterior`."""
+        key = next(iter(self.family.learned))
+        return [self.sites[site_key(name)][key] for name in self._gate_plans()]  # type: ignore[index]
+
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some gate sites, as when they leave the network.
 
@@ -416,7 +347,7 @@ class AutoGate(AutoGuide):
             if plan is None or plan.template is None or plan.plates or any(x.dim() != 1 for x in parameters.values()):
                 raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
             size = next(iter(parameters.values())).numel()
-            self._plans[name] = plan._replace(template=plan.template.apply_to_tensors(partial(_rows, size, index)))
+            self._plans[name] = plan._replace(template=plan.template.apply_to_tensors(partial(rows, size, index)))
             for key, old in list(parameters.items()):
                 new = nn.Parameter(old.detach()[index.to(old.device)].clone()) if len(index) else None
                 replaced[old] = new, index
@@ -426,7 +357,7 @@ class AutoGate(AutoGuide):
                 del self._plans[name], self.sites[site_key(name)]
         self._kept = {}
         self._names = None
-        self._groups = self._find_groups() if self._groups is not None else None
+        self._groups = find_groups(self._plans) if self._groups is not None else None
         return replaced
 
     @torch.no_grad()
@@ -469,34 +400,3 @@ class AutoGate(AutoGuide):
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         return {name: gate.median.clone() for name, gate in self.posterior().items()}
-
-
-@lru_cache(maxsize=1024)
-def site_key(name: str) -> str:
-    """A site's name as a key of a module dict, which may hold no dots and no names of its own attributes."""
-    key = name.replace("/", "//").replace(".", "/")
-    return f"/{key}" if hasattr(_NO_SITES, key) else key
-
-
-_NO_SITES = nn.ModuleDict()
-
-
-def _rows(size: int, index: Tensor, x: Tensor) -> Tensor:
-    """Some entries of a parameter that has one for each of ``size`` gates; other parameters as they are."""
-    return x[index.to(x.device)] if x.shape == (size,) else x
-
-
-def _expands(shape: torch.Size, to: torch.Size) -> bool:
-    try:
-        return bool(torch.broadcast_shapes(shape, to) == to)
-    except RuntimeError:
-        return False
-
-
-def _full_shape(site: dict[str, Any]) -> torch.Size:
-    """Shape of a site's value with every subsampled plate at its full size."""
-    shape = list(site["value"].shape)
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized:
-            shape[frame.dim - site["fn"].event_dim] = frame.full_size or frame.size
-    return torch.Size(shape)

@@ -1,83 +1,32 @@
-"""What an objective refuses of a model, its guide and its own options."""
+"""Matches a model with its guide, and refuses those that do not fit."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from numbers import Real
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor, nn
 
 from pyro_l0._record import Site
+from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.infer.estimators import EstimatorName
 
 __all__ = [
     "check_arguments",
     "check_auxiliary",
-    "check_coefficient",
-    "check_kl_scale",
+    "check_draws",
     "check_pair",
-    "check_shape",
+    "check_slabs",
     "number_of_bad",
     "odd_arguments",
     "refuse_without_likelihood",
 ]
-
-
-# ------------------------------------------------------------ options
-
-
-def check_coefficient(name: str, value: Any) -> None:
-    """Refuse a coefficient that is negative or not finite."""
-    if value is None and name == "group_size":
-        return
-    for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
-        where = f"{name}[{key!r}]" if key else name
-        if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
-            raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
-        number = torch.as_tensor(entry)
-        if not bool((torch.isfinite(number) & (number >= 0)).all()):
-            raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
-
-
-def check_kl_scale(value: Any, step: int) -> None:
-    """Refuse what a schedule of the KL's factor returns, as far as can be told without reading a device."""
-    if isinstance(value, Tensor):
-        if value.dim():
-            raise ValueError(f"Expected kl_scale({step}) to be one number, but got a shape of {tuple(value.shape)}.")
-        if value.device.type != "cpu":
-            return
-    elif not isinstance(value, Real):
-        raise TypeError(f"Expected kl_scale({step}) to be a number or a tensor, but got {type(value).__name__}.")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"Expected kl_scale({step}) to be finite and not negative, but got {float(value)}.")
-
-
-def check_shape(option: str, value: Any, name: str, gates: Tensor) -> None:
-    """Refuse a coefficient that has more than a number per gate.
-
-    Args:
-        option: its name.
-        value: a number, or a tensor that should broadcast against the gates.
-        name: gate site.
-        gates: a tensor of the gates' shape.
-    """
-    if isinstance(value, Tensor) and value.dim():
-        try:
-            fits = torch.broadcast_shapes(value.shape, gates.shape) == gates.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
-            raise ValueError(
-                f"Expected {option} to broadcast against gate site {name!r} of shape {tuple(gates.shape)}, but got "
-                f"shape {tuple(value.shape)}; give a dict by site if it is meant for another one."
-            )
 
 
 # ------------------------------------------------------------ model and guide
@@ -123,6 +72,30 @@ def _agree(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         return x is not None and y is not None and not isinstance(x, bool) and not isinstance(y, bool)
     return bool(x == y)
+
+
+def check_draws(name: str, gate: GateDistribution) -> None:
+    """Refuse a posterior gate whose draws have no derivative, where one is needed."""
+    if not gate.has_rsample and torch.is_grad_enabled():
+        instead = (
+            f"choose an estimator of L0_ELBO, one of {get_args(EstimatorName)}"
+            if isinstance(gate, BernoulliGate)
+            else "only a BernoulliGate can do without them"
+        )
+        raise ValueError(
+            f"The posterior at gate site {name!r}, a {type(gate).__name__}, has no pathwise draws; {instead}."
+        )
+
+
+def check_slabs(slabs: Mapping[str, str], gates: Collection[str], model: Mapping[str, Site]) -> None:
+    """Refuse slabs that are no weights of the model, and gates of slabs that are none."""
+    for slab, gate in slabs.items():
+        if slab not in model or model[slab]["is_observed"] or model[slab]["type"] != "sample" or slab in gates:
+            raise ValueError(f"Expected slab to name latent weights of the model, but got {slab!r}.")
+        if gate not in gates:
+            raise ValueError(
+                f"Expected slab site {slab!r} to name its gate site, one of {sorted(gates)}, but got {gate!r}."
+            )
 
 
 def check_auxiliary(name: str, site: Site) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.distributions.parameters import check_rate
-from pyro_l0.infer.autoguide import AutoGate
+from pyro_l0.infer.guide import GateGuide, check_guide
+from pyro_l0.infer.projection import places_to_close
 
 __all__ = ["SparsityTarget"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
-_WASTE = 0.95
 _FAR = 1.25  # times the budget
 # Of the budget; a unit has no price where the network without it would cost less. In a LeNet-5 of a tenth of its
 # multiply-adds the first maps, a sixth of the budget, lose theirs, and the second ones, a twentieth, always keep it.
@@ -41,7 +41,7 @@ class SparsityTarget:
     used have no price, and smaller ones leave. :meth:`project` makes up for the last units at the end.
 
     Args:
-        guide: the gates' guide, after its first call.
+        guide: the gates' guide, after its first call; an AutoGate, or another :class:`~pyro_l0.infer.GateGuide`.
         budget: largest fraction of the cost of the full network, in (0, 1); or by site, the largest fraction of open
             units.
         cost: cost of given gates by site (P(z != 0) or 0 and 1), a tensor of shape ``()``, such as
@@ -63,6 +63,7 @@ class SparsityTarget:
     Example:
         >>> import pyro
         >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer import AutoGate
         >>> def model():
         ...     pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
         >>> guide = AutoGate(model)
@@ -81,7 +82,7 @@ class SparsityTarget:
 
     def __init__(
         self,
-        guide: AutoGate,
+        guide: GateGuide,
         budget: float | Mapping[str, float],
         cost: Cost | None = None,
         *,
@@ -90,6 +91,7 @@ class SparsityTarget:
         warm_up: int = 0,
         every: int = 10,
     ) -> None:
+        check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "close")
         gates = guide.test_gates()
         by_site = isinstance(budget, Mapping)
         budgets = dict(budget) if isinstance(budget, Mapping) else {"budget": budget}
@@ -238,39 +240,11 @@ class SparsityTarget:
                 "accuracy; train longer after the warm-up, or raise the gates' learning rate or the dual rate.",
                 stacklevel=2,
             )
-        prior = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
+        probs = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
         open_gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
-        order = sorted(
-            (float(prob), name, i)
-            for name, probs in prior.items()
-            for i, prob in enumerate(probs.flatten().tolist())
-            if bool(open_gates[name].flatten()[i])
+        leaving = places_to_close(
+            open_gates, probs, lambda gates: self._raw(gates) / self.total, self.budget, self._sites
         )
-        closed: list[tuple[str, int]] = []
-        # First without the gates that would waste the budget, such as the map of an early layer; then with them.
-        for least in (_WASTE * self.budget, torch.zeros_like(self.budget)):
-            for _, name, i in order:
-                over = self._raw(open_gates) / self.total > self.budget
-                if not bool(over.any()):
-                    break
-                gate = open_gates[name].view(-1)
-                concerned = not self._sites or (name in self._sites and bool(over[self._sites.index(name)]))
-                if not gate[i] or gate.sum() <= 1 or not concerned:
-                    continue
-                gate[i] = 0.0
-                if bool((over & (self._raw(open_gates) / self.total < least)).any()):
-                    gate[i] = 1.0
-                else:
-                    closed.append((name, i))
-        if bool((self._raw(open_gates) / self.total > self.budget).any()):
-            raise ValueError(f"Expected a budget that one open gate per site meets, but got {self.budget.tolist()}.")
-        leaving: dict[str, list[int]] = {}
-        for name, i in reversed(closed):
-            gate = open_gates[name].view(-1)
-            gate[i] = 1.0
-            if bool((self._raw(open_gates) / self.total > self.budget).any()):
-                gate[i] = 0.0
-                leaving.setdefault(name, []).append(i)
         for name, places in leaving.items():
             self.guide.close(name, torch.tensor(places))
 

@@ -1,0 +1,177 @@
+"""What a term of an objective is evaluated over: a recorded site, or the gates of several sites side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import Independent
+
+from pyro_l0._record import Site
+from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
+from pyro_l0.infer.coefficients import Options, check_names
+from pyro_l0.infer.estimators import Estimators
+from pyro_l0.infer.pairs import check_auxiliary, check_draws, check_pair, check_slabs
+
+__all__ = ["Block", "Kind", "Run", "base", "blocks_of"]
+
+Kind = Literal["observed", "slab", "other", "gates"]
+
+
+class Run(NamedTuple):
+    """The recorded sites of one run of a model and its guide."""
+
+    model: dict[str, Site]
+    guide: dict[str, Site]
+
+
+class Block:
+    """Sites that a term is evaluated over at once: one, or the gates of several that were drawn jointly.
+
+    Args:
+        kind: what the sites are.
+        names: the sites.
+        run: the run that they are from, whose other sites a term may look up.
+        joint: the gates' joint draw, all of numbers outside of plates and masks; None for one site by itself.
+    """
+
+    def __init__(self, kind: Kind, names: Sequence[str], run: Run, joint: JointDraw | None = None) -> None:
+        self.kind = kind
+        self.names = names
+        self.run = run
+        self.joint = joint
+
+    @property
+    def name(self) -> str:
+        """The site, or the first one."""
+        return self.names[0]
+
+    @property
+    def prior(self) -> Site:
+        """The site in the model."""
+        return self.run.model[self.names[0]]
+
+    @property
+    def posterior(self) -> Site:
+        """The site in the guide."""
+        return self.run.guide[self.names[0]]
+
+    @cached_property
+    def apart(self) -> list[Block]:
+        """The block's sites one by one."""
+        return [Block(self.kind, (name,), self.run) for name in self.names]
+
+    @cached_property
+    def active_prob(self) -> Tensor:
+        """P(z != 0): of the site's gates in their shape, 0 where they are masked; side by side of several sites."""
+        return _active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
+
+    @cached_property
+    def pair(self) -> tuple[Any, Any] | None:
+        """Posterior and prior, of several sites as one gate each; None where the priors are none."""
+        if self.joint is None:
+            return self.posterior["fn"], self.prior["fn"]
+        priors = [base(self.run.model[name]["fn"]) for name in self.names]
+        prior = concatenate(priors) if all(isinstance(fn, GateDistribution) for fn in priors) else None
+        posterior = concatenate(self.joint.gates)
+        return None if prior is None or type(prior) is not type(posterior) else (posterior, prior)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Shape of each site's gates."""
+        return [self.active_prob.shape] if self.joint is None else [draw.shape for draw in self.joint.draws]
+
+    def open_gates(self, weights: Sequence[float | Tensor], norms: Tensor | None = None) -> Tensor:
+        """Sum of P(z != 0) times a weight per site and, if given, times a number per gate; under scale and mask."""
+        active = self.active_prob
+        if self.joint is None:
+            site = self.posterior
+            value = weights[0] * (active if norms is None else norms * active)
+            if site["mask"] is not None or isinstance(site["scale"], Tensor):
+                value = sum_rightmost(value, site["fn"].event_dim)
+            return self.total(value)
+        if norms is not None and len(set(weights)) == 1:
+            return torch.dot(weights[0] * norms.to(active.dtype), active)
+        sizes = tuple(shape.numel() for shape in self.shapes)
+        each = _side_by_side(tuple(map(float, weights)), sizes, active.dtype, active.device)
+        return torch.dot(each if norms is None else norms.to(active.dtype) * each, active)
+
+    def total(self, value: Tensor) -> Tensor:
+        """Sum of a number per entry of the batch under scale and mask; those of a joint draw are 1 and None."""
+        total: Tensor = scale_and_mask(value, self.posterior["scale"], self.posterior["mask"]).sum()
+        return total
+
+
+class _Objective(Options, Protocol):
+    estimator: Estimators | None
+
+
+def blocks_of(run: Run, options: _Objective) -> Iterator[Block]:
+    """The blocks of a run: sites of other kinds as they come, then the gates.
+
+    Raises:
+        ValueError: model and guide, or options and model, do not fit.
+    """
+    model, guide = run
+    gates: dict[str, GateDistribution] = {}
+    for name, site in model.items():
+        if site["type"] != "sample" or site_is_subsample(site):
+            continue
+        if site["is_observed"]:
+            yield Block("observed", (name,), run)
+            continue
+        gate = check_pair(name, site, guide.get(name))
+        if gate is not None:
+            if options.estimator is None:
+                check_draws(name, gate)
+            gates[name] = gate
+        elif name not in options.slab:
+            yield Block("other", (name,), run)
+        elif options.slab[name] in guide and options.slab[name] in model:
+            yield Block("slab", (name,), run)
+    for name, site in guide.items():
+        if site["type"] == "sample" and name not in model and not site_is_subsample(site):
+            check_auxiliary(name, site)
+            yield Block("other", (name,), run)
+    check_names(options, gates)
+    check_slabs(options.slab, gates, model)
+    groups: dict[int, list[str]] = {}
+    for i, name in enumerate(name for name in guide if name in gates):
+        joint = guide[name].get("joint")
+        groups.setdefault(-i - 1 if joint is None else id(joint), []).append(name)
+    for names in groups.values():
+        yield Block("gates", names, run, guide[names[0]].get("joint"))
+
+
+def base(fn: Any) -> Any:
+    """What is inside of ``to_event``."""
+    while isinstance(fn, Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def _active_prob(fn: Any) -> Tensor:
+    """P(z != 0) of every gate of a site, 0 where a masked distribution masks it."""
+    if isinstance(fn, GateDistribution):
+        return fn.active_prob
+    active = _active_prob(fn.base_dist)
+    if isinstance(fn, MaskedDistribution):
+        mask = fn._mask
+        if isinstance(mask, Tensor):
+            mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
+        return active * mask
+    return active
+
+
+@lru_cache(maxsize=16)
+def _side_by_side(
+    values: tuple[float, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Each value as often as its size says, in one vector."""
+    return torch.cat([torch.full((n,), x, dtype=dtype, device=device) for x, n in zip(values, sizes, strict=True)])

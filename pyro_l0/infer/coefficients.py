@@ -1,0 +1,121 @@
+"""An objective's coefficients: numbers, tensors or both by gate site; what is refused of them, and what sites have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BySite",
+    "Coefficient",
+    "Options",
+    "as_dict",
+    "by_site",
+    "check_coefficient",
+    "check_kl_scale",
+    "check_names",
+    "check_shapes",
+    "drop",
+    "is_zero",
+]
+
+Coefficient = float | Tensor | Mapping[str, float | Tensor]
+BySite = float | Tensor | dict[str, float | Tensor]
+_BY_SITE = ("lam", "group_size", "weight_decay", "square_norm")
+
+
+class Options(Protocol):
+    """What a term reads of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
+
+    lam: BySite
+    group_size: BySite
+    weight_decay: BySite
+    square_norm: dict[str, Callable[[], Tensor]]
+    slab: dict[str, str]
+    step: int
+
+
+def as_dict(value: Coefficient) -> BySite:
+    """A coefficient whose kind is told faster than an abstract mapping's."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def by_site(value: BySite, name: str, default: float = 0.0) -> float | Tensor:
+    """What a coefficient is for one site."""
+    return value.get(name, default) if isinstance(value, dict) else value
+
+
+def is_zero(value: float | Tensor) -> bool:
+    """Whether a coefficient is known to be zero without reading a device."""
+    return isinstance(value, float | int) and value == 0
+
+
+def drop(options: Options, sites: Collection[str]) -> None:
+    """Forget the entries of some sites."""
+    for option in _BY_SITE:
+        value = getattr(options, option)
+        for site in sites if isinstance(value, dict) else ():
+            value.pop(site, None)
+
+
+def check_coefficient(name: str, value: Any) -> None:
+    """Refuse a coefficient that is negative or not finite."""
+    for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
+        where = f"{name}[{key!r}]" if key else name
+        if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
+            raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
+        number = torch.as_tensor(entry)
+        if not bool((torch.isfinite(number) & (number >= 0)).all()):
+            raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
+
+
+def check_kl_scale(value: Any, step: int) -> None:
+    """Refuse what a schedule of the KL's factor returns, as far as can be told without reading a device."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            raise ValueError(f"Expected kl_scale({step}) to be one number, but got a shape of {tuple(value.shape)}.")
+        if value.device.type != "cpu":
+            return
+    elif not isinstance(value, Real):
+        raise TypeError(f"Expected kl_scale({step}) to be a number or a tensor, but got {type(value).__name__}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"Expected kl_scale({step}) to be finite and not negative, but got {float(value)}.")
+
+
+def check_shapes(options: Options, name: str, gates: Tensor) -> None:
+    """Refuse coefficients that have more than a number per gate.
+
+    Args:
+        options: the objective.
+        name: gate site.
+        gates: a tensor of the gates' shape.
+    """
+    for option in ("lam", "group_size", "weight_decay"):
+        value = by_site(getattr(options, option), name)
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        try:
+            fits = torch.broadcast_shapes(value.shape, gates.shape) == gates.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"Expected {option} to broadcast against gate site {name!r} of shape {tuple(gates.shape)}, but got "
+                f"shape {tuple(value.shape)}; give a dict by site if it is meant for another one."
+            )
+
+
+def check_names(options: Options, gates: Collection[str]) -> None:
+    """Refuse coefficients by site for what is no gate site."""
+    for option in _BY_SITE:
+        value = getattr(options, option)
+        unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
+        if unknown:
+            raise ValueError(
+                f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}."
+            )

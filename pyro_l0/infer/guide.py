@@ -1,0 +1,76 @@
+"""What targets, shrinking and diagnostics ask of a guide over gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from pyro_l0.distributions.gate import GateDistribution
+
+__all__ = ["ActiveRate", "GateGuide", "check_guide"]
+
+
+class ActiveRate(NamedTuple):
+    """Realised rates of open gates: the mean of P(z != 0) under the posterior.
+
+    Attributes:
+        by_site: mean over the gates of each site, tensors of shape ``()``.
+        overall: mean over all gates, shape ``()``.
+    """
+
+    by_site: dict[str, Tensor]
+    overall: Tensor
+
+
+class GateGuide(Protocol):
+    """A guide over gates; :class:`~pyro_l0.infer.AutoGate` is one, and so is any of your own with these methods.
+
+    :class:`~pyro_l0.infer.SparsityTarget` asks for ``posterior``, ``test_gates`` and ``close``,
+    :class:`~pyro_l0.compaction.Shrinker` for ``posterior`` and ``keep``,
+    :func:`~pyro_l0.diagnostics.measure_gradient` for a call, ``posterior`` and ``locations``.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample the gates' sites; takes the model's arguments."""
+        ...
+
+    def posterior(self) -> Mapping[str, GateDistribution]:
+        """The posterior gates by site, differentiable for the guide's parameters."""
+        ...
+
+    def test_gates(self) -> Mapping[str, Tensor]:
+        """The deterministic gates that prune, by site, without gradients."""
+        ...
+
+    def locations(self) -> Sequence[Tensor]:
+        """The parameter that places the gates of each site of :meth:`posterior`, in its order and with its shape."""
+        ...
+
+    def close(self, name: str, places: Tensor) -> None:
+        """Close the gates at some places of a flattened site, so that their test gates are 0."""
+        ...
+
+    def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
+        """Keep the units at some places of some sites; a site without any leaves.
+
+        Returns:
+            For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
+        """
+        ...
+
+
+def check_guide(guide: object, asked: str, *methods: str) -> None:
+    """Refuse a guide without the methods that are needed.
+
+    Raises:
+        TypeError: some are missing.
+    """
+    missing = [name for name in methods if not hasattr(guide, name)]
+    if missing:
+        raise TypeError(
+            f"Expected a guide over gates with {', '.join(methods)} for {asked}, but got a {type(guide).__name__} "
+            f"without {', '.join(missing)}; give the AutoGate itself, not a list or a function that holds it, or write "
+            "the methods of pyro_l0.infer.GateGuide."
+        )
