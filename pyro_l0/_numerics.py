@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pyro_l0.fast.switch import is_open
+
 __all__ = [
     "DEFAULT_STRETCH",
     "MOST_NODES",
@@ -766,7 +768,7 @@ def hard_concrete_kl_same_temperature(
     log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand_as(log_alpha_q)
-    if transformed():
+    if transformed() or not is_open("kl"):
         return _kl_same_temperature(log_alpha_q, log_alpha_p, temperature, stretch, rule)
     return _apply(_KLSameTemperature, log_alpha_q, log_alpha_p, temperature, stretch, rule)
 

@@ -9,15 +9,15 @@ import pyro_l0
 
 ROOT = Path(pyro_l0.__file__).parent
 MAY_IMPORT = {
-    "_numerics": set(),
-    "_record": set(),
+    "fast": set(),
+    "_numerics": {"fast"},
     "_components": {"_numerics"},
     "_kumaraswamy": {"_numerics"},
     "distributions": {"_numerics", "_components", "_kumaraswamy"},
-    "infer": {"_record", "distributions"},
-    "nn": {"_record", "distributions"},
+    "infer": {"fast", "distributions"},
+    "nn": {"fast", "distributions"},
     "compaction": {"nn"},
-    "diagnostics": {"_numerics", "_record", "distributions", "infer"},
+    "diagnostics": {"_numerics", "fast", "distributions", "infer"},
 }
 # Extras, which are imported where they are used.
 OPTIONAL = {
@@ -58,7 +58,9 @@ def test_imports_run_one_way(path):
 
 def test_numerics_know_no_pyro():
     """The maths needs torch and numpy alone."""
-    for name in ("_numerics", "_components", "_kumaraswamy"):
+    for name in ("_numerics", "_components", "_kumaraswamy", "fast/switch", "fast/__init__"):
         top, _ = imports(ROOT / f"{name}.py")
         assert not any(name.startswith("pyro.") for name in top)
-        assert all(name.startswith("pyro_l0._numerics") for name in top if name.startswith("pyro_l0"))
+        assert all(
+            name.startswith(("pyro_l0._numerics", "pyro_l0.fast.switch")) for name in top if name.startswith("pyro_l0")
+        )

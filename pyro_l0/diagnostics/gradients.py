@@ -14,10 +14,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0._numerics import Nodes, Stretch
-from pyro_l0._record import Record
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.distributions.quadrature import integrate
+from pyro_l0.fast.record import Record
 from pyro_l0.infer.autoguide import AutoGate
 from pyro_l0.infer.elbo import L0_ELBO
 

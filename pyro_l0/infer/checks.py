@@ -13,8 +13,8 @@ import torch
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor, nn
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0.fast.record import Site
 
 __all__ = [
     "check_arguments",

@@ -20,9 +20,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_l0._record import Record, Site, is_likelihood
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, find_gate
+from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.checks import (
     check_arguments,
     check_auxiliary,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.gate import find_gate
+from pyro_l0.fast.record import Site
 from pyro_l0.infer.terms import active_prob, base, kl_or_sample
 
 __all__ = ["slab_kl"]

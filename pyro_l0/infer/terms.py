@@ -13,8 +13,8 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import Independent, kl_divergence
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.fast.record import Site
 
 __all__ = ["active_prob", "base", "kl_or_sample", "log_prob_sum", "other_kl", "site_sum"]
 
