@@ -207,7 +207,7 @@ def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
 
 
 def may_defer(x: Tensor, z: Tensor) -> bool:
-    """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform or compiler, fast on."""
+    """Whether a product can wait: plain tensors, one gate per unit, with gradients; no transform or compiler."""
     if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled() or not is_open("deferred_products"):
         return False
     if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point() or (type(x) is Tensor and x.is_nested):
