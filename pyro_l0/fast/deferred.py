@@ -10,7 +10,7 @@ in between, are one product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,14 @@ from pyro_l0.fast.switch import is_open
 
 __all__ = ["defer_product", "may_be_in_block", "may_defer", "multiply_along"]
 
-_CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
+_CONVOLUTIONS: dict[object, int] = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
 _FLATTENINGS = {torch.flatten, Tensor.flatten}
 # A block that runs for the first time has hooks. Before torch 2.8 there was no asking: there may always be some.
-_top_hooks: Callable[[bool], Any] = getattr(
+_top_hooks: Callable[[bool], object] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
 )
 # What can be told without the product.
-_DESCRIPTIONS: set[Any] = {Tensor.dim, Tensor.size, Tensor.is_floating_point} | {
+_DESCRIPTIONS: set[object] = {Tensor.dim, Tensor.size, Tensor.is_floating_point} | {
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")
 }
 
@@ -78,8 +78,8 @@ class _DeferredProduct(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., object], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> object:
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # another library's tensors know what to do with a plain one
         kwargs = kwargs or {}
@@ -114,8 +114,8 @@ class _DeferredProduct(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., object], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> object:
         before = args
         args, kwargs = tree_map_only(cls, cls._compute, args), tree_map_only(cls, cls._compute, kwargs or {})
         out = func(*args, **kwargs)
@@ -132,11 +132,11 @@ class _Product(torch.autograd.Function):
         ctx.dim = dim
         product = torch.empty_like(x)
         product.untyped_storage().resize_(0)
-        deferred: Any = torch.Tensor._make_subclass(_DeferredProduct, product)
+        deferred = torch.Tensor._make_subclass(_DeferredProduct, product)
         deferred.__dict__.update(
             product=product, plain=x, factor=z, gated_dim=dim, versions=(x._version, z._version), views=[]
         )
-        return deferred  # type: ignore[no-any-return]
+        return deferred
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,7 +161,7 @@ def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
     return not x.plain.requires_grad or (weight.requires_grad and x.plain.numel() > weight.numel())
 
 
-def _flatten(x: _DeferredProduct, start_dim: Any = 0, end_dim: Any = -1, **others: Any) -> Tensor | None:
+def _flatten(x: _DeferredProduct, start_dim: int = 0, end_dim: int = -1, **others: object) -> Tensor | None:
     """Gated feature maps as features, which wait on; None for any other flattening.
 
     They have a memory of their own, so that a change in place of either must be the last use of both.
@@ -172,10 +172,10 @@ def _flatten(x: _DeferredProduct, start_dim: Any = 0, end_dim: Any = -1, **other
     if not x._pending() or not may_defer(x, x.factor):
         return None
     factor = x.factor.unsqueeze(1).expand(-1, math.prod(x.shape[2:])).reshape(-1)
-    flat: Any = defer_product(x.plain.flatten(1), factor)
+    flat = defer_product(x.plain.flatten(1), factor)
     for one, other in ((x, flat), (flat, x)):
         one.__dict__["views"].append((other.__dict__["product"], other.__dict__["product"]._version))
-    return flat  # type: ignore[no-any-return]
+    return flat
 
 
 def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:

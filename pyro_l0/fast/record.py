@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
-from pyro.distributions import Delta
+from pyro.distributions import Delta, Distribution
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
@@ -20,7 +21,7 @@ __all__ = ["Record", "Site", "is_deterministic", "is_likelihood", "sample", "sol
 Site = Any  # a message of Pyro's
 
 # What all sites that are recorded without Pyro's messages have in common.
-_PLAIN: dict[str, Any] = {
+_PLAIN: dict[str, object] = {
     "type": "sample",
     "scale": 1.0,
     "mask": None,
@@ -66,31 +67,20 @@ class Record(Messenger):
             raise RuntimeError(f"Multiple sample sites named {site['name']!r}.")
         self.sites[site["name"]] = site
 
-    def sample(self, name: str, fn: Any, value: Tensor | None = None, **extra: Any) -> Tensor:
+    def sample(self, name: str, fn: Callable[[], Tensor], value: Tensor | None = None, **extra: object) -> Tensor:
         """``pyro.sample(name, fn)`` for a latent site when no other handler is active, at a third of its time.
 
-        Args:
-            name: the site.
-            fn: its distribution.
-            value: a draw that was made elsewhere.
-            **extra: further entries of the recorded site.
+        A draw that was made elsewhere may be handed on, and so may further entries of the recorded site.
         """
         other = self._other(name)
         if other is not None:
             value = other["value"]
-        drawn: Tensor = fn() if value is None else value
-        site = {**_PLAIN, "name": name, "fn": fn, "value": drawn, "is_observed": False, "infer": {}, **extra}
-        self._keep(site)
+        drawn = fn() if value is None else value
+        self._keep({**_PLAIN, "name": name, "fn": fn, "value": drawn, "is_observed": False, "infer": {}, **extra})
         return drawn
 
-    def observe(self, name: str, fn: Any, value: Tensor) -> None:
-        """``pyro.sample(name, fn, obs=value)`` when no other handler is active.
-
-        Args:
-            name: the site.
-            fn: its distribution.
-            value: what was observed.
-        """
+    def observe(self, name: str, fn: Distribution, value: Tensor) -> None:
+        """``pyro.sample(name, fn, obs=value)`` when no other handler is active."""
         self._keep({**_PLAIN, "name": name, "fn": fn, "value": value, "is_observed": True, "infer": {}})
 
 
@@ -118,7 +108,7 @@ def sole_record() -> Record | None:
     return None
 
 
-def sample(name: str, fn: Any) -> Tensor:
+def sample(name: str, fn: TorchDistributionMixin) -> Tensor:
     """``pyro.sample``, by the shorter way where that makes no difference; a site is drawn once in a run.
 
     A gate that acts at several places of a network asks again for its site, and gets the same value as long as a

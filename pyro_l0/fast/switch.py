@@ -18,25 +18,16 @@ _closed: ContextVar[frozenset[Door]] = ContextVar("_closed", default=frozenset()
 
 @contextmanager
 def disabled(*doors: Door) -> Iterator[None]:
-    """A context in which the plain way is taken: the same numbers to rounding, in more time.
-
-    ===========================  ===================================================  ================================
-    door                         the faster way                                       the plain one
-    ===========================  ===================================================  ================================
-    ``"record"``                 sites are handed to the loss without Pyro's          ``pyro.sample``
-                                 messages, which joint draws build on
-    ``"joint_draws"``            gates of one kind are drawn, priced and integrated   site by site
-                                 as one vector
-    ``"kl"``                     one node with written-out derivatives, in blocks     autograd of the formula
-    ``"deferred_products"``      gates multiply the weights of the layer behind,      gates multiply units
-                                 which recorded norms build on
-    ``"recorded_norms"``         layers compute the norms of a weight decay           a node of their own
-    ===========================  ===================================================  ================================
+    """A context in which plain ways are taken: the same numbers to rounding, in more time.
 
     What ``torch.compile`` traces has plain formulas anyway, and keeps the short way to a site.
 
     Args:
-        doors: which to close; all if none is given.
+        doors: which to close; all if none is given. ``"record"``: a loss takes sites without Pyro's messages, and so
+            can draw jointly. ``"joint_draws"``: gates of one kind are drawn, priced and integrated as one vector.
+            ``"kl"``: the closed form is one node with written-out derivatives, worked on in blocks.
+            ``"deferred_products"``: gates multiply the weights of the layer behind, and so norms can be recorded.
+            ``"recorded_norms"``: such layers compute the norms that a weight decay asks for.
 
     Raises:
         ValueError: there is no such door.
@@ -58,10 +49,6 @@ def disabled(*doors: Door) -> Iterator[None]:
 
 
 def is_open(door: Door) -> bool:
-    """Whether a faster way is to be taken.
-
-    Args:
-        door: its name.
-    """
+    """Whether a faster way, named as in :func:`disabled`, is to be taken."""
     # A context variable can't be traced.
     return torch.compiler.is_compiling() or door not in _closed.get()
