@@ -17,6 +17,7 @@ from pyro_l0.distributions import (
 if TYPE_CHECKING:
     from pyro_l0 import compaction as compaction
     from pyro_l0 import diagnostics as diagnostics
+    from pyro_l0 import fast as fast
     from pyro_l0 import infer as infer
     from pyro_l0 import nn as nn
 
@@ -35,7 +36,7 @@ __all__ = [
 
 # Parts that are imported when they are first used, so that ``import pyro_l0`` stays quick. They are not in ``__all__``,
 # because a star would put this ``nn`` in the place of torch's.
-_PARTS = ("compaction", "diagnostics", "infer", "nn")
+_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn")
 
 if not TYPE_CHECKING:
 

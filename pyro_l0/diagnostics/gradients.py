@@ -13,11 +13,11 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_l0._record import Record, Site
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.guide import GateGuide, check_guide
 from pyro_l0.maths.quadrature import Nodes, Stretch

@@ -1,11 +1,11 @@
 """Objectives, guides and reparameterisation for models with gates."""
 
-from pyro_l0._record import factor
 from pyro_l0.infer.auto_gate import AutoGate
 from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.blocks import Block
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
+from pyro_l0.infer.factor import factor
 from pyro_l0.infer.guide import ActiveRate, GateGuide
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.sparsity_target import SparsityTarget

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Transform, transform_to
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.gate import GateDistribution, concatenate
+from pyro_l0.fast.record import Site
 
 __all__ = [
     "Parameters",

@@ -18,11 +18,12 @@ from pyro.poutine import Trace, runtime
 from torch import Tensor, nn
 from torch.distributions import Transform, constraints, transform_to
 
-from pyro_l0._record import Record, sole_record
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Record, sole_record
+from pyro_l0.fast.switch import is_open
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
 from pyro_l0.infer._plans import (
     Parameters,
@@ -225,7 +226,7 @@ class AutoGate(AutoGuide):
         self._enter_store()
         record = sole_record()
         if record is not None and self._groups is not None:
-            return self._draw_jointly(record, self._groups)
+            return self._draw_jointly(record, self._groups if is_open("joint_draws") else [])
         self._state_parameters()
         plates = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
         sites: Any = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
@@ -278,8 +279,8 @@ class AutoGate(AutoGuide):
             joint = gates[0].draw_jointly(gates)
             for name, fn, draw in zip(names, fns, joint.draws, strict=True):
                 values[name] = record.sample(name, fn, draw, joint=joint)
-        for name, plan in self._plans.items():
-            if plan.template is None:
+        for name in self._plans:
+            if name not in values:
                 values[name] = record.sample(name, self._fn(name, sites[site_key(name)]._parameters))
         return values
 

@@ -13,8 +13,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Independent
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
+from pyro_l0.fast.record import Site
 from pyro_l0.infer.coefficients import Options, check_names
 from pyro_l0.infer.estimators import Estimators
 from pyro_l0.infer.pairs import check_auxiliary, check_draws, check_pair, check_slabs

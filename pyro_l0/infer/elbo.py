@@ -17,9 +17,9 @@ from pyro.infer.util import torch_item
 from pyro.poutine import Trace
 from torch import Tensor
 
-from pyro_l0._record import Record, Site, is_likelihood
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.blocks import Kind, Run, blocks_of
 from pyro_l0.infer.coefficients import (
     Coefficient,

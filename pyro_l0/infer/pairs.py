@@ -11,10 +11,10 @@ import torch
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor, nn
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site
 from pyro_l0.infer.estimators import EstimatorName
 
 __all__ = [

@@ -14,9 +14,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Independent
 
-from pyro_l0._record import Site, is_deterministic
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site, is_deterministic
 
 __all__ = ["RectifyReparam", "complete_samples"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyro_l0._record import Site
+from pyro_l0.fast.record import Site
 
 __all__ = ["places_of"]
 

@@ -15,8 +15,8 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site
 from pyro_l0.infer.blocks import Block, Kind, base
 from pyro_l0.infer.coefficients import Options, by_site, check_shapes, is_zero
 from pyro_l0.infer.slabs import places_of

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0._record import Site
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site
 from pyro_l0.infer.pairs import number_of_bad
 
 __all__ = ["EVERY", "BadTerm", "Watch", "bad_values", "sentences"]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_l0.fast.switch import is_open
 from pyro_l0.maths.host import transformed
 from pyro_l0.maths.node import Context, apply
 from pyro_l0.maths.quadrature import Nodes, Stretch
@@ -292,7 +293,7 @@ def same_temperature(
     log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand_as(log_alpha_q)
-    if transformed():
+    if transformed() or not is_open("kl"):
         return _closed_form(log_alpha_q, log_alpha_p, temperature, stretch, rule)
     return apply(_SameTemperature, log_alpha_q, log_alpha_p, temperature, stretch, rule)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.deferred import record_norms, recorded_norms
+from pyro_l0.fast.gated_linear import record_norms, recorded_norms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, Kind, Layer, PerDevice, Units, read_network, units_held
 

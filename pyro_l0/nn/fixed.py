@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.deferred import multiply_along
+from pyro_l0.fast.deferred import multiply_along
 from pyro_l0.nn.gate import Gate, check_units, gate_names, keep_being_called
 
 __all__ = ["FixedGate", "check_gates", "fix_gates"]

@@ -15,11 +15,11 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_l0._record import sample
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.nn.deferred import defer_product, may_defer, multiply_along
-from pyro_l0.nn.recompute import draw_in_block, may_be_in_block, refuse_reentrant
+from pyro_l0.fast.deferred import defer_product, may_be_in_block, may_defer, multiply_along
+from pyro_l0.fast.record import sample
+from pyro_l0.nn.recompute import draw_in_block, refuse_reentrant
 
 __all__ = ["Gate", "check_units", "gate_names", "keep_being_called", "name_gates"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_l0._record import Record
+from pyro_l0.fast.record import Record
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import read_network
 

@@ -20,12 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["draw_in_block", "may_be_in_block", "refuse_reentrant"]
+__all__ = ["draw_in_block", "refuse_reentrant"]
 
-# A block that runs for the first time has hooks. Before torch 2.8 there was no asking: there may always be some.
-_top_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
-)
 _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
 
@@ -54,13 +50,6 @@ class _Block:
 
 
 _blocks: WeakKeyDictionary[Any, _Block] = WeakKeyDictionary()  # by torch's object, which lives as long as the graph
-
-
-def may_be_in_block() -> bool:
-    """Whether a checkpointed block may be running, for the first time or again."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1 or _top_hooks(True) is not None
 
 
 def draw_in_block(gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]) -> tuple[Tensor, bool]:

@@ -3,7 +3,9 @@
 The first run writes FILE; with ``--against`` a run compares itself with one and ends with 1 where something is not
 equal bit for bit. A change that should change no number is checked so: record on the commit before it, compare on the
 one after. ``--plain`` takes the slow way everywhere (``pyro_l0.fast.disabled``); then the values must agree to
-rounding. ``--data-dir`` is a folder with MNIST, for LeNet-5.
+rounding: a step's to 1e-4, which is 100 times the usual distance, three epochs' to 1e-2. Gates whose random numbers
+come in another order site by site (normal draws, mixtures) keep their joint draws. ``--data-dir`` is a folder with
+MNIST, for LeNet-5.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_gpu import Work, settings, small_network
 
 import mnist
+from pyro_l0 import fast
 from tests.cases import ATOMIC, FAMILIES, stack
 
 TRAININGS = {
@@ -45,7 +49,11 @@ ON_MNIST = {
     "LeNet-5, shrinking and weight decay": "--network lenet5 --lam 5 --shrink --weight-decay 5e-4",
     "LeNet-5, target": "--network lenet5 --target 0.3 --target-epochs 2 --shrink",
 }
+# Draws that are others when they are made site by site; tests/fast compares these families at equal noise.
+IN_ANOTHER_ORDER = ("RectifiedNormal", "ExponentialGate", "ExponentialUniformGate", "PowerLawGate", "spike and slab")
+TOLERANCE, TOLERANCE_OF_TRAININGS = 1e-4, 1e-2
 Entry = dict[str, Any]
+Way = Callable[[str], AbstractContextManager[Any]]
 
 
 def entry(tensors: list[Tensor]) -> Entry:
@@ -56,7 +64,7 @@ def entry(tensors: list[Tensor]) -> Entry:
     return {"sha256": digest.hexdigest(), "norms": [float(x.detach().double().norm()) for x in tensors]}
 
 
-def distributions() -> Iterator[tuple[str, Entry]]:
+def distributions(way: Way) -> Iterator[tuple[str, Entry]]:
     """Draws and KLs of every family with their gradients."""
     for dtype in (torch.float32, torch.float64):
         for family in (*FAMILIES, *ATOMIC):
@@ -66,25 +74,33 @@ def distributions() -> Iterator[tuple[str, Entry]]:
             gate = gate.with_learned(**{**{k: getattr(gate, k) for k in gate.learned}, next(iter(gate.learned)): leaf})
             draws = gate.rsample((50,)) if gate.has_rsample else gate.sample((50,))
             prior = stack(family, family.parameters[::-1], dtype)
-            kl = kl_divergence(gate, prior)
+            with way("kl"):
+                kl = kl_divergence(gate, prior)
             (draws.sum() + kl.sum() if draws.requires_grad else kl.sum()).backward()
             assert leaf.grad is not None
             shown = [gate.active_prob, gate.mean, gate.median, gate.test_gate, gate.log_prob(draws.detach())]
             yield f"{family.gate.__name__}, {dtype}", entry([draws, kl, leaf.grad, *shown])
 
 
-def steps() -> Iterator[tuple[str, Entry]]:
+def plain(name: str) -> AbstractContextManager[Any]:
+    """The plain ways that leave an entry's random numbers as they are."""
+    some = any(part in name for part in IN_ANOTHER_ORDER)
+    return fast.disabled(*(("kl", "deferred_products", "recorded_norms") if some else ()))
+
+
+def steps(way: Way) -> Iterator[tuple[str, Entry]]:
     """Losses and gradients of three steps of every objective, family and estimator on three networks."""
     for name, kind, options in settings():
         net, x = small_network(kind)
         torch.manual_seed(1)
-        work = Work(net, x, "cpu", **options)
-        losses = [work.step() for _ in range(3)]
+        with way(name):
+            work = Work(net, x, "cpu", **options)
+            losses = [work.step() for _ in range(3)]
         grads = [p.grad for p in work.loss.parameters() if p.grad is not None]
         yield name, entry([*losses, *grads])
 
 
-def trainings(data_dir: Path | None) -> Iterator[tuple[str, Entry]]:
+def trainings(data_dir: Path | None, way: Way) -> Iterator[tuple[str, Entry]]:
     """Three epochs of the main example in several forms."""
     runs = {name: f"{text} --epochs 3" for name, text in TRAININGS.items()}
     if data_dir is not None:
@@ -93,7 +109,7 @@ def trainings(data_dir: Path | None) -> Iterator[tuple[str, Entry]]:
     for name, text in runs.items():
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             options = tyro.cli(mnist.Options, args=[*text.split(), "--out", folder])
-            with contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stderr(io.StringIO()), way(name):
                 metrics = mnist.main(options)
             state = torch.load(Path(folder) / "checkpoint.pt", weights_only=True)["run"]
         numbers = [[e["loss"], e["test_error_percent"], e["expected_macs"]] for e in metrics["history"]]
@@ -122,15 +138,10 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    way: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if options.plain:
-        from pyro_l0 import fast
-
-        way = fast.disabled()
+    way: Way = plain if options.plain else lambda _: contextlib.nullcontext()
     found: dict[str, Entry] = {}
-    with way:
-        for part in (distributions(), steps(), trainings(options.data_dir)):
-            found.update(part)
+    for part in (distributions(way), steps(way), trainings(options.data_dir, way)):
+        found.update(part)
     options.file.write_text(json.dumps(found, indent=1))
     if options.against is None:
         print(f"{len(found)} entries written to {options.file}")
@@ -138,9 +149,19 @@ def main() -> None:
     before: dict[str, Entry] = json.loads(options.against.read_text())
     different = [name for name in before if name not in found or found[name]["sha256"] != before[name]["sha256"]]
     print(f"{len(before) - len(different)} of {len(before)} entries equal bit for bit")
+    far = [name for name in different if not options.plain or not _is_near(name, before[name], found.get(name))]
     for name in different:
-        print(f"  {name}: {_distance(before[name], found.get(name)):.1e} from it, relative to its norm")
-    sys.exit(bool(different))
+        distance = _distance(before[name], found.get(name))
+        print(f"  {name}: {distance:.1e} from it, relative to its norm" + (", too far" if name in far else ""))
+    if options.plain:
+        print(f"{len(before) - len(far)} of {len(before)} entries equal to rounding")
+    sys.exit(bool(far))
+
+
+def _is_near(name: str, before: Entry, after: Entry | None) -> bool:
+    """Whether an entry agrees to rounding, which the epochs of a training enlarge."""
+    is_training = name in TRAININGS or name in ON_MNIST
+    return _distance(before, after) <= (TOLERANCE_OF_TRAININGS if is_training else TOLERANCE)
 
 
 def _distance(before: Entry, after: Entry | None) -> float:

@@ -10,8 +10,8 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 from pyro_l0 import HardConcrete, RectifiedNormal
-from pyro_l0._record import Record, sample
 from pyro_l0.distributions.gate import concatenate
+from pyro_l0.fast.record import Record, sample
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.maths import hard_concrete, joint_draw, quadrature
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_l0 import HardConcrete
+from pyro_l0.fast.deferred import defer_product, multiply_along
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_names, name_gates
-from pyro_l0.nn.deferred import defer_product, multiply_along
 
 
 def network():

@@ -10,9 +10,7 @@ in between, are one product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.nn.recompute import may_be_in_block
+from pyro_l0.fast.gated_linear import gated_linear
+from pyro_l0.fast.switch import is_open
 
-__all__ = ["defer_product", "may_defer", "multiply_along", "record_norms", "recorded_norms"]
+__all__ = ["defer_product", "may_be_in_block", "may_defer", "multiply_along"]
 
-
-_CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
+_CONVOLUTIONS: dict[object, int] = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
 _FLATTENINGS = {torch.flatten, Tensor.flatten}
+# A block that runs for the first time has hooks. Before torch 2.8 there was no asking: there may always be some.
+_top_hooks: Callable[[bool], object] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
+)
 # What can be told without the product.
-_DESCRIPTIONS: set[Any] = {Tensor.dim, Tensor.size, Tensor.is_floating_point} | {
+_DESCRIPTIONS: set[object] = {Tensor.dim, Tensor.size, Tensor.is_floating_point} | {
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")
 }
 
@@ -76,8 +78,8 @@ class _DeferredProduct(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., object], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> object:
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # another library's tensors know what to do with a plain one
         kwargs = kwargs or {}
@@ -100,7 +102,7 @@ class _DeferredProduct(Tensor):
                     factor = first.factor.to(weight.dtype)
                     if _is_autocast_on(weight.device.type):
                         return F.linear(first.plain, weight * factor, bias)
-                    return _gated_linear(first.plain, factor, weight, bias)
+                    return gated_linear(first.plain, factor, weight, bias)
             if func in _FLATTENINGS and args and not may_be_in_block():
                 flat = _flatten(*args, **kwargs)
                 if flat is not None:
@@ -112,8 +114,8 @@ class _DeferredProduct(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., object], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> object:
         before = args
         args, kwargs = tree_map_only(cls, cls._compute, args), tree_map_only(cls, cls._compute, kwargs or {})
         out = func(*args, **kwargs)
@@ -130,11 +132,11 @@ class _Product(torch.autograd.Function):
         ctx.dim = dim
         product = torch.empty_like(x)
         product.untyped_storage().resize_(0)
-        deferred: Any = torch.Tensor._make_subclass(_DeferredProduct, product)
+        deferred = torch.Tensor._make_subclass(_DeferredProduct, product)
         deferred.__dict__.update(
             product=product, plain=x, factor=z, gated_dim=dim, versions=(x._version, z._version), views=[]
         )
-        return deferred  # type: ignore[no-any-return]
+        return deferred
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,97 +146,9 @@ class _Product(torch.autograd.Function):
         return of_x, (grad * x).sum(others).to(z.dtype) if ctx.needs_input_grad[1] else None, None
 
 
-class _Graph:
-    """Whether the graph of some norms has been used up. It holds no tensor, whose graph would hold it in turn."""
-
-    used = False
-
-
-class _GatedLinear(torch.autograd.Function):
-    """W (x * z) + b for rows x, and the squared norms of W's columns if there is a mark for their graph.
-
-    The gates' gradient comes from that of the weights. That of the norms is added in place while the weights are at
-    hand, where a node of its own would write and read two more matrices of their size.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, graph: _Graph | None
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(x, z, weight)
-        ctx.set_materialize_grads(False)
-        ctx.graph = graph
-        scaled = weight * z
-        norms = None if graph is None else weight.square().sum(0)
-        return F.linear(x, scaled, bias), norms
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_norms: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.graph is not None:
-            ctx.graph.used = True
-        x, z, weight = ctx.saved_tensors
-        if grad is None:
-            return None, None, None if of_norms is None else weight * (2 * of_norms), None, None
-        of_x = grad @ (weight * z) if ctx.needs_input_grad[0] else None
-        of_product = grad.t() @ x  # gradient of weight * z
-        of_z = (weight * of_product).sum(0)
-        if torch.is_grad_enabled():  # a graph of this gradient is being built
-            of_weight = of_product * z
-            if of_norms is not None:
-                of_weight = torch.addcmul(of_weight, weight, of_norms, value=2)
-        else:  # in place: the matrix is large
-            of_weight = of_product.mul_(z)
-            if of_norms is not None:
-                of_weight.addcmul_(weight, of_norms, value=2)
-        return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None, None
-
-
 def _is_autocast_on(device_type: str) -> bool:
     """Whether autocast is on for a kind of device; torch refuses the question for those that have none."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-
-
-# The weights whose norms are asked for, with those that a layer has computed.
-_recorded: ContextVar[dict[Tensor, tuple[Tensor, _Graph] | None] | None] = ContextVar("_recorded", default=None)
-
-
-def _gated_linear(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    recorded = _recorded.get()
-    graph = _Graph() if recorded is not None and weight in recorded and _may_record(weight) else None
-    out, norms = _GatedLinear.apply(x.flatten(0, -2), z, weight, bias, graph)  # type: ignore[no-untyped-call]
-    if recorded is not None and graph is not None:
-        recorded[weight] = norms, graph
-    return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
-
-
-def _may_record(weight: Tensor) -> bool:
-    """Whether a layer can compute norms that are of use, and are not there yet.
-
-    Without a graph they would have no gradient. A mode that watches operations, such as selective checkpointing, has
-    to see the same ones when a layer runs again for the gradient.
-    """
-    if not weight.requires_grad or not torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-        return False
-    return recorded_norms(weight) is None
-
-
-@contextmanager
-def record_norms(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, dense layers behind gates record the squared norms of these weights' columns on the way."""
-    token = _recorded.set(dict.fromkeys(weights))
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
-
-
-def recorded_norms(weight: Tensor) -> Tensor | None:
-    """The norms that these weights' layer has recorded, with their graph; None if there are none of any use."""
-    if torch.compiler.is_compiling():  # a context variable can't be traced
-        return None
-    recorded = _recorded.get()
-    found = None if recorded is None else recorded.get(weight)
-    return None if found is None or found[1].used else found[0]
 
 
 def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
@@ -247,7 +161,7 @@ def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
     return not x.plain.requires_grad or (weight.requires_grad and x.plain.numel() > weight.numel())
 
 
-def _flatten(x: _DeferredProduct, start_dim: Any = 0, end_dim: Any = -1, **others: Any) -> Tensor | None:
+def _flatten(x: _DeferredProduct, start_dim: int = 0, end_dim: int = -1, **others: object) -> Tensor | None:
     """Gated feature maps as features, which wait on; None for any other flattening.
 
     They have a memory of their own, so that a change in place of either must be the last use of both.
@@ -258,10 +172,10 @@ def _flatten(x: _DeferredProduct, start_dim: Any = 0, end_dim: Any = -1, **other
     if not x._pending() or not may_defer(x, x.factor):
         return None
     factor = x.factor.unsqueeze(1).expand(-1, math.prod(x.shape[2:])).reshape(-1)
-    flat: Any = defer_product(x.plain.flatten(1), factor)
+    flat = defer_product(x.plain.flatten(1), factor)
     for one, other in ((x, flat), (flat, x)):
         one.__dict__["views"].append((other.__dict__["product"], other.__dict__["product"]._version))
-    return flat  # type: ignore[no-any-return]
+    return flat
 
 
 def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
@@ -293,9 +207,16 @@ def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
 
 
 def may_defer(x: Tensor, z: Tensor) -> bool:
-    """Whether a product can wait: of plain tensors, one gate per unit, with gradients, no transform, no compiler."""
-    if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled():
+    """Whether a product can wait: plain tensors, one gate per unit, with gradients; no transform or compiler."""
+    if z.dim() != 1 or not z.requires_grad or not torch.is_grad_enabled() or not is_open("deferred_products"):
         return False
     if type(x) not in (Tensor, _DeferredProduct) or not x.is_floating_point() or (type(x) is Tensor and x.is_nested):
         return False
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def may_be_in_block() -> bool:
+    """Whether a checkpointed block may be running, for the first time or again."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1 or _top_hooks(True) is not None

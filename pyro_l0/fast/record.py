@@ -1,24 +1,27 @@
-"""The handler under which a loss runs a model and a guide."""
+"""The handler under which a loss runs a model and a guide, and the short way to its sites."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
-from pyro.distributions import Delta, Unit
+from pyro.distributions import Delta, Distribution
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["Record", "Site", "factor", "is_deterministic", "is_likelihood", "sample", "sole_record"]
+from pyro_l0.fast.switch import is_open
+
+__all__ = ["Record", "Site", "is_deterministic", "is_likelihood", "sample", "sole_record"]
 
 Site = Any  # a message of Pyro's
 
 # What all sites that are recorded without Pyro's messages have in common.
-_PLAIN: dict[str, Any] = {
+_PLAIN: dict[str, object] = {
     "type": "sample",
     "scale": 1.0,
     "mask": None,
@@ -64,31 +67,20 @@ class Record(Messenger):
             raise RuntimeError(f"Multiple sample sites named {site['name']!r}.")
         self.sites[site["name"]] = site
 
-    def sample(self, name: str, fn: Any, value: Tensor | None = None, **extra: Any) -> Tensor:
+    def sample(self, name: str, fn: Callable[[], Tensor], value: Tensor | None = None, **extra: object) -> Tensor:
         """``pyro.sample(name, fn)`` for a latent site when no other handler is active, at a third of its time.
 
-        Args:
-            name: the site.
-            fn: its distribution.
-            value: a draw that was made elsewhere.
-            **extra: further entries of the recorded site.
+        A draw that was made elsewhere may be handed on, and so may further entries of the recorded site.
         """
         other = self._other(name)
         if other is not None:
             value = other["value"]
-        drawn: Tensor = fn() if value is None else value
-        site = {**_PLAIN, "name": name, "fn": fn, "value": drawn, "is_observed": False, "infer": {}, **extra}
-        self._keep(site)
+        drawn = fn() if value is None else value
+        self._keep({**_PLAIN, "name": name, "fn": fn, "value": drawn, "is_observed": False, "infer": {}, **extra})
         return drawn
 
-    def observe(self, name: str, fn: Any, value: Tensor) -> None:
-        """``pyro.sample(name, fn, obs=value)`` when no other handler is active.
-
-        Args:
-            name: the site.
-            fn: its distribution.
-            value: what was observed.
-        """
+    def observe(self, name: str, fn: Distribution, value: Tensor) -> None:
+        """``pyro.sample(name, fn, obs=value)`` when no other handler is active."""
         self._keep({**_PLAIN, "name": name, "fn": fn, "value": value, "is_observed": True, "infer": {}})
 
 
@@ -109,14 +101,14 @@ def is_likelihood(site: Site) -> bool:
 
 
 def sole_record() -> Record | None:
-    """The active record if there is no other handler, which could tell a site from a message."""
+    """The active record if there is no other handler, which could tell a site from a message; None with fast off."""
     stack = runtime._PYRO_STACK
-    if len(stack) == 1 and type(stack[0]) is Record:
+    if len(stack) == 1 and type(stack[0]) is Record and is_open("record"):
         return stack[0]
     return None
 
 
-def sample(name: str, fn: Any) -> Tensor:
+def sample(name: str, fn: TorchDistributionMixin) -> Tensor:
     """``pyro.sample``, by the shorter way where that makes no difference; a site is drawn once in a run.
 
     A gate that acts at several places of a network asks again for its site, and gets the same value as long as a
@@ -135,33 +127,3 @@ def sample(name: str, fn: Any) -> Tensor:
             return again
     value: Tensor = pyro.sample(name, fn)
     return value
-
-
-def factor(name: str, log_factor: Tensor) -> None:
-    """Add a log probability to a model, such as a minibatch's log likelihood times the number of minibatches.
-
-    As ``pyro.factor`` in a model, whose check of the value makes the host wait for an accelerator in every step; and
-    by a shorter way for a loss of this library, where that makes no difference.
-
-    Args:
-        name: name of the site.
-        log_factor: log probability in nats, shape of the plates around it; outside of plates any, by its sum.
-
-    Raises:
-        TypeError: ``log_factor`` is not a tensor.
-
-    Example:
-        >>> import torch
-        >>> from pyro_l0.infer import L0_ELBO
-        >>> L0_ELBO("l0").loss(lambda: factor("y", torch.tensor(-2.5)), lambda: None)
-        2.5
-    """
-    if not isinstance(log_factor, Tensor):
-        raise TypeError(f"Expected log_factor to be a tensor, but got {type(log_factor).__name__}.")
-    fn = Unit(log_factor, validate_args=False)
-    no_data = fn.sample()
-    record = sole_record()
-    if record is not None:
-        record.observe(name, fn, no_data)
-    else:
-        pyro.sample(name, fn, obs=no_data)

@@ -1,0 +1,54 @@
+"""Which of the faster ways are taken. It imports torch alone, so that the maths may ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, get_args
+
+import torch
+
+__all__ = ["Door", "disabled", "is_open"]
+
+Door = Literal["record", "joint_draws", "kl", "deferred_products", "recorded_norms"]
+
+_closed: ContextVar[frozenset[Door]] = ContextVar("_closed", default=frozenset())
+
+
+@contextmanager
+def disabled(*doors: Door) -> Iterator[None]:
+    """A context in which plain ways are taken: the same numbers to rounding, in more time.
+
+    What ``torch.compile`` traces has plain formulas anyway, and keeps the short way to a site.
+
+    Args:
+        doors: which to close; all if none is given. ``"record"``: a loss takes sites without Pyro's messages, and so
+            can draw jointly. ``"joint_draws"``: gates of one kind are drawn, priced and integrated as one vector.
+            ``"kl"``: the closed form is one node with written-out derivatives, worked on in blocks.
+            ``"deferred_products"``: gates multiply the weights of the layer behind, and so norms can be recorded.
+            ``"recorded_norms"``: such layers compute the norms that a weight decay asks for.
+
+    Raises:
+        ValueError: there is no such door.
+
+    Example:
+        >>> with disabled("kl"):
+        ...     is_open("kl"), is_open("record")
+        (False, True)
+    """
+    known = get_args(Door)
+    unknown = [door for door in doors if door not in known]
+    if unknown:
+        raise ValueError(f"Expected doors among {known}, but got {unknown}.")
+    token = _closed.set(_closed.get() | frozenset(doors or known))
+    try:
+        yield
+    finally:
+        _closed.reset(token)
+
+
+def is_open(door: Door) -> bool:
+    """Whether a faster way, named as in :func:`disabled`, is to be taken."""
+    # A context variable can't be traced.
+    return torch.compiler.is_compiling() or door not in _closed.get()

@@ -1,0 +1,249 @@
+"""Losses, gradients and certificates with the faster ways and without them, to rounding."""
+
+import pyro
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from networks import Classifier, build
+from pyro_l0 import BernoulliGate, HardConcrete, fast
+from pyro_l0.compaction import compact
+from pyro_l0.fast.record import Record, sample
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, factor
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, name_gates, square_norms
+from tests.cases import ATOMIC, FAMILIES
+from wide_resnet import wide_resnet
+
+NUM_DATA = 1000
+SETTINGS = {
+    "weight decay": ({"objective": "l0", "weight_decay": 0.5}, False),
+    "free energy": ({"objective": "free_energy", "kl_scale": 0.7}, False),
+    "target": ({"objective": "l0"}, True),
+}
+
+
+def network(kind):
+    """A network of the examples in float64, and a batch of more rows than its last layer has outputs."""
+    if kind == "residual":
+        return wide_resnet(10, 1).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    return build(kind, 784).double(), torch.rand(24, 784, dtype=torch.float64)
+
+
+def run(kind, setting, steps=3):
+    """Losses of some steps, the last gradients, and the compacted network's outputs, with plan and certificate."""
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    net, x = network(kind)
+    y = torch.arange(len(x)) % 10
+    options, has_target = SETTINGS[setting]
+    norms = {"square_norm": square_norms(net, x[:1])} if "weight_decay" in options else {}
+    cost = NetworkCost(net, x[:1])
+    model = Classifier(net, NUM_DATA)
+    name_gates(net)
+    guide = AutoGate(model, init_active_prob=0.5, init_jitter=2.0)
+    loss = L0_ELBO(lam=0.3, group_size=cost.group_sizes, **options, **norms)(model, guide)
+    loss(x[:2], y[:2])
+    target = SparsityTarget(guide, 0.3, cost.macs, warm_up=2, every=1) if has_target else None
+    optimiser = torch.optim.SGD(loss.parameters(), 1e-2)
+    values = []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        value = loss(x, y) / NUM_DATA
+        if target is not None:
+            value = value + target.penalty() / NUM_DATA
+        value.backward()
+        optimiser.step()
+        if target is not None:
+            target.ascend()
+        values.append(value.detach())
+    gradients = {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
+    small = compact(net, guide.test_gates(), x)
+    with torch.no_grad():
+        small_outputs, outputs = small.network(x), fix_gates(net, guide.test_gates()).eval()(x)
+    return {"losses": values, "gradients": gradients, "outputs": [small_outputs, outputs]}, small
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", ["mlp", "lenet5", "residual"])
+def test_training_and_compaction(kind, setting):
+    """Three steps and the compacted network; the seeds are the same, and so are uniform draws site by site."""
+    ours, small = run(kind, setting)
+    with fast.disabled():
+        theirs, plain = run(kind, setting)
+    assert any(gradient.abs().sum() > 0 for gradient in ours["gradients"].values())
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+    assert small.plan.to_json() == plain.plan.to_json()
+    for one in (small, plain):
+        assert one.certificate < 1e-10
+
+
+class SameNoise(TorchFunctionMode):
+    """Every random number is one constant, in whatever order and shape it is drawn."""
+
+    VALUES = {torch.rand: 0.3, torch.rand_like: 0.3, torch.randn: 0.4, torch.randn_like: 0.4}  # noqa: RUF012
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.VALUES:
+            return func(*args, **kwargs).fill_(self.VALUES[func])
+        if func in (torch.Tensor.exponential_, torch.Tensor.normal_):
+            return args[0].fill_(0.7)
+        if func is torch.bernoulli:
+            return (args[0] > 0.45).to(args[0])
+        return func(*args, **kwargs)
+
+
+def gated(sizes=(12, 9, 5)):
+    """A small network with three layers of gates, and a batch."""
+    layers = []
+    for i, size in enumerate(sizes):
+        layers += [Gate(size), nn.Linear(size, (*sizes[1:], 3)[i]), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double(), torch.randn(24, sizes[0], dtype=torch.float64)
+
+
+def loss_and_gradients(net, x, guide, elbo):
+    """With constant noise; the classes are those of the rows' places."""
+
+    def model():
+        factor("y", -50 * F.cross_entropy(net(x), torch.arange(len(x)) % 3))
+
+    with SameNoise():
+        torch.manual_seed(1)  # for multinomial draws
+        value = elbo.differentiable_loss(model, guide)
+        value.backward()
+    parameters = {**dict(net.named_parameters()), **dict(guide.named_parameters())}
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    for p in parameters.values():
+        p.grad = None
+    return {"loss": value.detach(), **gradients}
+
+
+@pytest.mark.parametrize("family", [f.gate for f in (*FAMILIES, *ATOMIC)], ids=lambda family: family.__name__)
+def test_families(family):
+    """Every family by the free energy, at the same noise: normal draws and those of mixtures come in another order."""
+    torch.manual_seed(0)
+    net, x = gated()
+    guide = AutoGate(lambda: net(x), family, init_jitter=0.5)
+    guide()
+    estimator = "arm" if family is BernoulliGate else None
+    elbo = L0_ELBO("free_energy", lam=0.2, kl_scale=0.8, estimator=estimator)
+    ours = loss_and_gradients(net, x, guide, elbo)
+    with fast.disabled():
+        theirs = loss_and_gradients(net, x, guide, elbo)
+    assert len(ours) > 6
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_spike_and_slab():
+    """Slabs beside gates, with particles."""
+    torch.manual_seed(0)
+
+    def model():
+        w = sample("w", pyro.distributions.Normal(torch.zeros(5, dtype=torch.float64), 1.0).to_event(1))
+        z = sample("z", HardConcrete(torch.zeros(5, dtype=torch.float64)).to_event(1))
+        factor("y", -((w * z).sum() - 2.0).square())
+
+    guide = AutoSpikeSlab(model, slab={"w": "z"})
+    guide()
+    elbo = L0_ELBO("spike_slab", slab={"w": "z"}, num_particles=2)
+    found = []
+    for closed in ((), ("record",), ("joint_draws", "kl")):
+        with SameNoise(), fast.disabled(*closed) if closed else fast.disabled("recorded_norms"):
+            value = elbo.differentiable_loss(model, guide)
+        found.append([value, *torch.autograd.grad(value, list(guide.parameters()))])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-10, atol=1e-12)
+
+
+# ------------------------------------------------------------ the switch
+
+
+def nodes(value):
+    """Names of the nodes of a graph."""
+    found, frontier = set(), [value.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            frontier += [parent for parent, _ in node.next_functions]
+    return {node.name() for node in found}
+
+
+@pytest.mark.parametrize(
+    ("door", "gone"),
+    [
+        ("record", {"_HardConcreteDrawBackward"}),
+        ("joint_draws", {"_HardConcreteDrawBackward"}),
+        ("kl", {"_KLSameTemperatureBackward"}),
+        ("deferred_products", {"_ProductBackward", "_GatedLinearBackward"}),
+        ("recorded_norms", set()),
+        (None, {"_HardConcreteDrawBackward", "_KLSameTemperatureBackward", "_GatedLinearBackward"}),
+    ],
+)
+def test_each_door_closes_its_own_way(door, gone, monkeypatch):
+    """The nodes of the faster way are in the graph with its door open, and not with it closed."""
+    net, x = gated()
+    elbo = L0_ELBO("free_energy", weight_decay=0.1, square_norm=square_norms(net, x[:1]))
+    short = []
+    observe = Record.observe
+    monkeypatch.setattr(Record, "observe", lambda self, *args: short.append(args) or observe(self, *args))
+
+    def model():
+        factor("y", -net(x).square().sum())
+
+    guide = AutoGate(model)
+    guide()
+    open_nodes = nodes(elbo.differentiable_loss(model, guide))
+    assert short
+    short.clear()
+    with fast.disabled(*([] if door is None else [door])):
+        closed_nodes = nodes(elbo.differentiable_loss(model, guide))
+    assert (short == []) is (door in ("record", None))
+    if door in ("joint_draws", "kl", "deferred_products"):
+        assert (gone & open_nodes) == gone - {"_ProductBackward"}
+    assert not gone & closed_nodes
+    # With recorded norms nothing is left to the decay's own node.
+    assert "_SquaredColumnsBackward" not in open_nodes
+    has_own_node = door in ("deferred_products", "recorded_norms", None)
+    assert ("_SquaredColumnsBackward" in closed_nodes) is has_own_node
+
+
+def test_doors_nest_and_open_again():
+    """An inner context closes more, never less; an error opens what it closed."""
+
+    def fail():
+        with fast.disabled("record"):
+            assert [fast.is_open(door) for door in ("kl", "record", "joint_draws")] == [False, False, True]
+            raise ZeroDivisionError
+
+    with fast.disabled("kl"):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert fast.is_open("record")
+        assert not fast.is_open("kl")
+        with fast.disabled():
+            assert not fast.is_open("joint_draws")
+    assert fast.is_open("kl")
+
+
+def test_unknown_doors_are_refused():
+    """A misspelt door would time the fast way against itself."""
+    with (
+        pytest.raises(ValueError, match=r"Expected doors among .*'record'.* but got \['norms'\]"),
+        fast.disabled("norms"),
+    ):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
+def test_disabled_around_compiled_networks():
+    """A network that is compiled as one graph runs with fast off, too."""
+    net, x = gated()
+    fixed = fix_gates(net, {name: torch.full((gate.size,), 0.5) for name, gate in name_gates(net).items()})
+    compiled = torch.compile(fixed, fullgraph=True, backend="eager")
+    asks = torch.compile(lambda a: fast.is_open("kl") * a, fullgraph=True, backend="eager")
+    with fast.disabled():
+        torch.testing.assert_close(compiled(x), fixed(x))
+        torch.testing.assert_close(asks(x), x)
