@@ -12,7 +12,7 @@ from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite_graph
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.fixed import check_gates, fix_gates
-from pyro_l0.nn.graph import read_network
+from pyro_l0.nn.reading import read_network
 
 __all__ = ["CompactionError", "compact"]
 

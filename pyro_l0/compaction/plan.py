@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pyro_l0.nn.fixed import check_gates
-from pyro_l0.nn.graph import GateGraph, operation, read_network
+from pyro_l0.nn.graph import GateGraph
 from pyro_l0.nn.pieces import Constant, Expand
+from pyro_l0.nn.reading import read_network
+from pyro_l0.nn.tracing import operation
 
 __all__ = ["Analysis", "Plan", "along", "analyse", "is_uniform", "plan", "plan_graph"]
 

@@ -15,8 +15,10 @@ from pyro_l0.compaction.plan import Plan, along, analyse
 from pyro_l0.compaction.smaller import batch_norm_like, gate_like, layer_like
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.graph import GateGraph, dims_read, is_homogeneous, read_network
+from pyro_l0.nn.graph import GateGraph
+from pyro_l0.nn.kinds import dims_read, is_homogeneous
 from pyro_l0.nn.pieces import Constant, Expand, Select, Shift, Sized
+from pyro_l0.nn.reading import read_network
 from pyro_l0.nn.tracing import place
 
 __all__ = ["rewrite", "rewrite_graph"]

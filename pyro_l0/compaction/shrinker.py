@@ -13,10 +13,11 @@ from pyro_l0.compaction.optimiser import Replaced, layer_slices, move
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
 from pyro_l0.compaction.trainable import check_hooks, check_rewriting, check_trainable
-from pyro_l0.nn.cost import square_norms
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.graph import GateGraph, read_network
+from pyro_l0.nn.graph import GateGraph
+from pyro_l0.nn.reading import read_network
+from pyro_l0.nn.square_norms import square_norms
 
 __all__ = ["GatePosterior", "Replica", "Shrinker"]
 

@@ -11,7 +11,7 @@ from pyro_l0.compaction.plan import plan_graph
 from pyro_l0.compaction.rewrite import rewrite_graph
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.graph import read_network
+from pyro_l0.nn.reading import read_network
 
 __all__ = ["check_hooks", "check_rewriting", "check_trainable"]
 

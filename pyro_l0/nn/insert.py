@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from pyro_l0._record import Record
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.graph import read_network
+from pyro_l0.nn.reading import read_network
 
 __all__ = ["gate_dropout", "insert_gates"]
 

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pyro_l0 import BernoulliGate, HardConcrete, _numerics
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, cost, name_gates, square_norms
+from pyro_l0.nn import Gate, name_gates, square_norms
 from pyro_l0.nn.deferred import defer_product, record_norms, recorded_norms
+from pyro_l0.nn.square_norms import _SquaredColumns
 
 
 def columns(layer):
@@ -242,8 +243,8 @@ def test_no_other_pass_over_dense_weights(monkeypatch):
     elbo = L0_ELBO("l0", weight_decay=0.7, square_norm=square_norms(net, x))
     expected = elbo.terms(model, guide)["l2"]
     asked = []
-    apply = cost._SquaredColumns.apply
-    monkeypatch.setattr(cost._SquaredColumns, "apply", lambda *weights: asked.append(weights) or apply(*weights))
+    apply = _SquaredColumns.apply
+    monkeypatch.setattr(_SquaredColumns, "apply", lambda *weights: asked.append(weights) or apply(*weights))
     elbo.differentiable_loss(model, guide)
     assert asked == []
     torch.testing.assert_close(elbo.terms(model, guide)["l2"], expected)
