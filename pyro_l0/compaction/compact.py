@@ -12,6 +12,7 @@ from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite_graph
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.fixed import check_gates, fix_gates
+from pyro_l0.nn.graph import GateGraph
 from pyro_l0.nn.reading import read_network
 
 __all__ = ["CompactionError", "compact"]
@@ -36,9 +37,9 @@ def compact(
         gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
         example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only, and
             refuses others.
-        tolerance: largest difference that is accepted, relative to the largest absolute output of the same batch; if
-            not given, 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and 5e-2 in bfloat16. Outputs that are all 0
-            are compared relative to those on the other batches (the example and two random ones).
+        tolerance: largest difference that is accepted, relative to the largest absolute output of the same batch, or
+            of the others (the example and two random ones) where that is 0; if not given, 1e-10 in float64, 1e-5 in
+            float32, 1e-2 in float16 and 5e-2 in bfloat16.
         before: the plans by which the network has shrunk while it trained (:attr:`Shrinker.plans`), so that what is
             saved can be loaded into the network as it was at the start.
 
@@ -64,7 +65,12 @@ def compact(
     found = plan_graph(graph, gates, example_input.shape, keep_gates=False)
     small = rewrite_graph(graph, found, like, keep_gates=False)
     certificate = certify(fix_gates(network, gates).eval(), small, example_input)
-    tolerance = tolerance_of(like.dtype) if tolerance is None else tolerance
+    _judge(network, graph, certificate, tolerance_of(like.dtype) if tolerance is None else tolerance)
+    return Compacted(small, found, certificate, tuple(before))
+
+
+def _judge(network: nn.Module, graph: GateGraph, certificate: float, tolerance: float) -> None:
+    """Refuse a difference above the tolerance, and warn of what the compacted network lacks."""
     if not certificate <= tolerance:
         lost = hooks(network)
         raise CompactionError(
@@ -81,6 +87,5 @@ def compact(
         warnings.warn(
             f"The compacted network is the network in evaluation mode, without {', '.join(graph.left_out)}; it can't "
             "be trained further as the network was.",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return Compacted(small, found, certificate, tuple(before))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn.utils import parametrize
 
 from pyro_l0.compaction.plan import Plan, along, analyse
@@ -24,7 +25,7 @@ from pyro_l0.nn.tracing import place
 __all__ = ["rewrite", "rewrite_graph"]
 
 
-_DROPOUT: dict[Any, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
+_DROPOUT: dict[object, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
 _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -198,7 +199,7 @@ class _Rewriter:
         assert layer is not None
         parent, rows = step.parents[0], list(self._units(name))
         columns = list(self._units(parent))
-        module = cast("nn.Linear | nn.Conv2d", self.old.modules[layer.path])
+        module = self.old.module(layer)
         offset = self.plan.offsets[name]
         # A copy: a parametrisation may change what it keeps when it is asked for weights in training mode.
         module = copy.deepcopy(module).eval() if parametrize.is_parametrized(module) else module
@@ -317,14 +318,15 @@ class _Rewriter:
     def _copy(self, node: fx.Node, values: Mapping[str, fx.Node]) -> fx.Node:
         """The same function or method on new arguments."""
 
-        def argument(old: fx.Node) -> Any:
+        def argument(old: fx.Node) -> Argument:
             if old.name in values:
                 return values[old.name]
             step = self.old.steps[old.name]
             if step.kind != "shape":
                 return self.values[old.name]
             if self.old.steps[node.name].kind == "unitwise" and self.old.steps[node.name].dim in dims_read(old):
-                return old.meta["value"]  # a number of units, which is another one now
+                value: Argument = old.meta["value"]  # a number of units, which is another one now
+                return value
             if old.name not in self.values:
                 self.values[old.name] = self.graph.node_copy(old, argument)
             return self.values[old.name]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.optimiser import Replaced, layer_slices, move
+from pyro_l0.compaction.optimiser import Replaced, add_biases, check_state, layer_slices, move
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
 from pyro_l0.compaction.trainable import check_hooks, check_rewriting, check_trainable
@@ -200,7 +200,7 @@ class Shrinker:
                 stacklevel=2,
             )
             return False
-        self._check_state()
+        check_state(self.optimiser)
         check_hooks(network)
         self._carry_out(found, graph)
         return True
@@ -238,7 +238,7 @@ class Shrinker:
         for replica in self.replicas:
             self._replace(replica, found, None, units)
         move(self.optimiser, replaced)
-        self._add_biases(graph)
+        add_biases(self.optimiser, graph, self.main.holder.get_submodule(self.main.path))
         for site, index in units.items():
             self._kept[site] = self._kept[site][index]
             self._streaks[site] = self._streaks[site][index]
@@ -246,35 +246,10 @@ class Shrinker:
         for site in gone:
             del self._kept[site], self._streaks[site]
         if self.elbo is not None:
-            for option in ("lam", "group_size", "weight_decay", "square_norm"):
-                value = getattr(self.elbo, option)
-                for site in gone if isinstance(value, dict) else ():
-                    value.pop(site, None)
+            _drop(self.elbo, gone)
             if self.elbo.square_norm:  # of the layers that are there now
                 self.elbo.square_norm = square_norms(self.main.holder.get_submodule(self.main.path), self.example_input)
         self._plans.append(found)
-
-    def _check_state(self) -> None:
-        """Refuse an optimiser whose state can't be cut to the parameters that are left."""
-        for parameter, state in self.optimiser.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"Expected an optimiser whose state has the shapes of the parameters, but {key!r} of "
-                        f"{type(self.optimiser).__name__} has {tuple(value.shape)} for {tuple(parameter.shape)}."
-                    )
-
-    def _add_biases(self, graph: GateGraph) -> None:
-        """Let the optimiser train the biases that layers got in place of the constants of units that left."""
-        modules = dict(self.main.holder.get_submodule(self.main.path).named_modules())
-        for layer in graph.layers().values():
-            before = graph.modules[layer.path]
-            small: Any = modules.get(layer.path)
-            if small is None or before.bias is not None or small.bias is None:
-                continue
-            for group in self.optimiser.param_groups:
-                if any(parameter is small.weight for parameter in group["params"]):
-                    group["params"].append(small.bias)
 
     def _replace(self, replica: Replica, found: Plan, graph: GateGraph | None, units: Mapping[str, Tensor]) -> Replaced:
         """Put the smaller network in the place of one; return what became of its parameters if its graph is given."""
@@ -294,3 +269,11 @@ class Shrinker:
         for parameter in replaced:  # in a list that is stale now, whose norm of gradients should be seen to be wrong
             parameter.grad = None
         return replaced
+
+
+def _drop(elbo: Any, sites: Collection[str]) -> None:
+    """Let an objective forget sites that left."""
+    for option in ("lam", "group_size", "weight_decay", "square_norm"):
+        value = getattr(elbo, option)
+        for site in sites if isinstance(value, dict) else ():
+            value.pop(site, None)

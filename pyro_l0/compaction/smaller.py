@@ -49,7 +49,7 @@ def batch_norm_like(module: nn.Module, units: list[int], scale: Tensor | None) -
     """Batch normalisation of some units, which come divided by ``scale``."""
     options: Any = module
     affine = options.affine or scale is not None
-    norm = type(options)(len(units), options.eps, options.momentum, affine, dtype=options.running_mean.dtype)
+    norm: nn.Module = type(options)(len(units), options.eps, options.momentum, affine, dtype=options.running_mean.dtype)
     state = {name: value.detach().cpu() for name, value in options.state_dict().items()}
     state = {name: value[units] if value.dim() else value for name, value in state.items()}
     if affine and not options.affine:

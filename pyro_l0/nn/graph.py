@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_l0.nn.kinds import Kind
+from pyro_l0.nn.kinds import Kind, LayerModule
 from pyro_l0.nn.units import PerDevice, Units, either, product
 
 __all__ = ["GateGraph", "Layer", "Step"]
@@ -83,6 +83,12 @@ class GateGraph:
     def layers(self) -> dict[str, Layer]:
         """The layers by node name."""
         return {name: step.layer for name, step in self.steps.items() if step.layer is not None}
+
+    def module(self, layer: Layer) -> LayerModule:
+        """The module of a layer."""
+        module = self.modules[layer.path]
+        assert isinstance(module, LayerModule)
+        return module
 
     def site(self, name: str) -> str:
         """The site of a gate's node."""

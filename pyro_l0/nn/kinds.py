@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,12 @@ from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.pieces import Constant, Expand, Select, Shift, Sized
 from pyro_l0.nn.tracing import operation, place
 
-__all__ = ["Convolution", "Kind", "dims_read", "is_homogeneous", "kind_of", "shape_of", "tensors"]
+__all__ = ["Convolution", "Kind", "LayerModule", "dims_read", "is_homogeneous", "kind_of", "shape_of", "tensors"]
 
 
 Kind = Literal["input", "layer", "gate", "unitwise", "reshape", "expand", "constant", "add", "output", "shape"]
-Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+LayerModule = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 _REMEDY = (
     " Make a network of what is before or behind it, and read that one; the model calls both and what is between them."
 )
@@ -56,6 +57,14 @@ _UNITWISE_MODULES = (
     nn.Softplus,
     Shift,
 )
+_MODULES: dict[Kind, tuple[type[nn.Module], ...]] = {
+    "gate": (Gate,),
+    "layer": (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    "unitwise": _UNITWISE_MODULES,
+    "reshape": (nn.Flatten, nn.Unflatten, Select),
+    "expand": (Expand,),
+    "constant": (Constant,),
+}
 _HOMOGENEOUS_FUNCTIONS = frozenset(
     {
         torch.relu,
@@ -129,65 +138,59 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
             f"Expected a network that returns one tensor, but got {_described(node.args[0])} {place(node)}; wrap it in "
             "a module whose forward returns the tensor that counts."
         )
-    if shape_of(node) is None and node.op != "call_module" and node.target in _SHAPES:
-        return "shape"
     if node.op == "call_module":
-        module = modules[str(node.target)]
-        if isinstance(module, FixedGate):
-            raise ValueError(
-                f"Expected a network with Gate layers, but {node.target!r} is a FixedGate: the gates of this network "
-                "are fixed already. Pass the network as it was before fix_gates or compact."
-            )
-        if isinstance(module, Gate):
-            return "gate"
-        if isinstance(module, nn.Linear):
-            return "layer"
-        if isinstance(module, Convolution):
-            if module.groups != 1:
-                raise ValueError(
-                    f"Expected convolutions with groups=1, but {node.target!r} has {module.groups}.{_REMEDY}"
-                )
-            return "layer"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            raise ValueError(f"Expected running statistics in {node.target!r}, but it has none.{_REMEDY}")
-        if isinstance(module, _UNITWISE_MODULES):
-            return "unitwise"
-        if isinstance(module, (nn.Flatten, nn.Unflatten, Select)):
-            return "reshape"
-        if isinstance(module, (Expand, Constant)):
-            return "expand" if isinstance(module, Expand) else "constant"
-        what = f"module {node.target!r} ({type(module).__name__})"
+        kind = _kind_of_module(node.target, modules[str(node.target)])
+        what = f"module {node.target!r} ({operation(node, modules)})"
     elif node.op == "get_attr":
-        made = (
-            "a tensor made"
-            if "_constant" in str(node.target)
-            else f"parameter or buffer {node.target!r}, used directly"
-        )
-        what = f"{made} {place(node)}"
+        kind = None
+        used = "a tensor made", f"parameter or buffer {node.target!r}, used directly"
+        what = f"{used['_constant' not in str(node.target)]} {place(node)}"
     else:
-        inputs = tensors(node)
-        if len(inputs) == 2 and node.target in _ADDITIONS and node.kwargs.get("alpha", 1) == 1:
-            return "add"
-        if len(inputs) == 1 and node.target in _RESHAPES:
-            return "reshape"
-        if len(inputs) == 1 and node.target in (
-            _UNITWISE_FUNCTIONS if node.op == "call_function" else _UNITWISE_METHODS
-        ):
-            if any(0 in dims_read(arg) for arg in node.all_input_nodes if shape_of(arg) is None):
-                raise ValueError(
-                    f"Expected {node.name!r} {place(node)} not to depend on the size of the batch; let it depend on "
-                    "the sizes of one example."
-                )
-            return "unitwise"
-        of = f" of {len(inputs)} tensors" if len(inputs) > 1 else ""
+        kind, count = _kind_of_function(node), len(tensors(node))
+        of = f" of {count} tensors" if count > 1 else ""
         what = f"{node.op.removeprefix('call_')} {operation(node, modules)!r}{of} {place(node)}"
-    raise ValueError(
-        f"Expected dense layers, convolutions, gates, unitwise operations, pooling, flattening and sums, "
-        f"but got {what}.{_REMEDY}"
-    )
+    if kind is None:
+        raise ValueError(
+            f"Expected dense layers, convolutions, gates, unitwise operations, pooling, flattening and sums, "
+            f"but got {what}.{_REMEDY}"
+        )
+    return kind
 
 
-def _described(output: Any) -> str:
+def _kind_of_module(path: object, module: nn.Module) -> Kind | None:
+    if isinstance(module, FixedGate):
+        raise ValueError(
+            f"Expected a network with Gate layers, but {path!r} is a FixedGate: the gates of this network "
+            "are fixed already. Pass the network as it was before fix_gates or compact."
+        )
+    if isinstance(module, Convolution) and module.groups != 1:
+        raise ValueError(f"Expected convolutions with groups=1, but {path!r} has {module.groups}.{_REMEDY}")
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+        raise ValueError(f"Expected running statistics in {path!r}, but it has none.{_REMEDY}")
+    return next((kind for kind, classes in _MODULES.items() if isinstance(module, classes)), None)
+
+
+def _kind_of_function(node: fx.Node) -> Kind | None:
+    inputs = tensors(node)
+    if shape_of(node) is None and node.target in _SHAPES:
+        return "shape"
+    if len(inputs) == 2 and node.target in _ADDITIONS and node.kwargs.get("alpha", 1) == 1:
+        return "add"
+    if len(inputs) == 1 and node.target in _RESHAPES:
+        return "reshape"
+    if len(inputs) != 1 or node.target not in (
+        _UNITWISE_FUNCTIONS if node.op == "call_function" else _UNITWISE_METHODS
+    ):
+        return None
+    if any(0 in dims_read(arg) for arg in node.all_input_nodes if shape_of(arg) is None):
+        raise ValueError(
+            f"Expected {node.name!r} {place(node)} not to depend on the size of the batch; let it depend on "
+            "the sizes of one example."
+        )
+    return "unitwise"
+
+
+def _described(output: object) -> str:
     """What a network returns, if that is not one tensor of its own making."""
     if isinstance(output, (tuple, list, dict)):
         return f"a {type(output).__name__.removeprefix('immutable_')} of {len(output)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ def read_called(network: nn.Module, example_input: Tensor) -> GateGraph:
 
 def weight_id(graph: GateGraph, layer: Layer) -> int:
     """The same number for layers that share their weights."""
-    module = graph.modules[layer.path]
+    module = graph.module(layer)
     weight = module._parameters.get("weight")  # one that a parametrisation computes is another at each access
     return id(module if weight is None else weight)
 
@@ -49,7 +48,7 @@ def readers(graph: GateGraph) -> Iterator[tuple[str, Layer, Tensor, Tensor]]:
     constant is not. Once, where a gate acts at several places in front of a layer or of layers with the same weights.
     """
     shapes = {node.name: node.meta.get("shape") for node in graph.graph.nodes}
-    found: set[tuple[Any, ...]] = set()
+    found: set[tuple[object, ...]] = set()
     for name, layer in graph.layers().items():
         inputs = torch.arange(layer.in_units)
         frontier = [(parent, inputs, inputs) for parent in graph.steps[name].parents]

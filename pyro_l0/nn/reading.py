@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from pyro_l0.nn.gate import Gate, gate_names
 from pyro_l0.nn.graph import GateGraph, Layer, Step
-from pyro_l0.nn.kinds import Convolution, Kind, kind_of, shape_of, tensors
+from pyro_l0.nn.kinds import Convolution, Kind, LayerModule, kind_of, shape_of, tensors
 from pyro_l0.nn.pieces import Expand, Select
 from pyro_l0.nn.tracing import operation, place, trace
 
@@ -105,7 +106,7 @@ def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping
             fix(inputs[0], -1, node.target)
             fix(node, -1, node.target)
         elif (
-            isinstance(module, (*Convolution, nn.modules.batchnorm._BatchNorm))
+            isinstance(module, Convolution | nn.modules.batchnorm._BatchNorm)
             or "pool" in operation(node, modules).lower()
         ):
             fix(inputs[0], 1, node.target)
@@ -140,16 +141,51 @@ def _step(
     if kind == "shape":
         return Step(kind)
     inputs = tensors(node)
-    parents = tuple(parent.name for parent in inputs)
+    parents = {parent.name: steps[parent.name] for parent in inputs}
     shape = shape_of(inputs[0] if kind == "output" else node)
     assert shape is not None
     dim = dims.get(node.name, 1)
+    _check_dims(node, kind, parents, shape, dim)
+    step = Step(kind, () if kind == "constant" else tuple(parents), dim, shape[dim])
+    module = modules.get(str(node.target)) if node.op == "call_module" else None
+    if isinstance(module, LayerModule):
+        return replace(step, layer=_layer(str(node.target), module, shape))
+    if isinstance(module, Select):
+        return replace(step, source=module.index.cpu())
+    if isinstance(module, Expand):
+        taken = step.size - module.constants.shape[module.dim]
+        order = module.order.cpu()
+        return replace(step, source=torch.where(order < taken, order, -1))
+    if kind == "reshape":
+        return replace(step, source=_source(node, shape, dim, steps))
+    if isinstance(module, Gate) and module.size != step.size:
+        raise ValueError(
+            f"Expected one gate per unit of {step.parents[0]!r}, which has {step.size}, but {node.target!r} has "
+            f"{module.size}."
+        )
+    if kind in ("unitwise", "add") and any(parent.size != step.size for parent in parents.values()):
+        raise ValueError(
+            f"Expected {node.name!r} {place(node)} to keep units apart, but it takes {', '.join(map(repr, parents))} "
+            f"with {' and '.join(str(parent.size) for parent in parents.values())} units to {step.size}."
+        )
+    return step
+
+
+def _layer(path: str, module: LayerModule, shape: torch.Size) -> Layer:
+    if isinstance(module, nn.Linear):
+        return Layer(path, module.in_features, module.out_features, 1, math.prod(shape[1:-1]))
+    taps = math.prod(module.kernel_size)
+    return Layer(path, module.in_channels, module.out_channels, taps, math.prod(shape[2:]))
+
+
+def _check_dims(node: fx.Node, kind: Kind, parents: Mapping[str, Step], shape: torch.Size, dim: int) -> None:
+    """Refuse units that stand elsewhere than those that they are made of, or nowhere."""
     if node.op != "call_module" and node.target in (torch.mean, "mean"):
-        _check_mean(node, steps[parents[0]])
-    for parent in inputs:
-        if kind in ("unitwise", "add") and steps[parent.name].size and steps[parent.name].dim != dim:
+        _check_mean(node, next(iter(parents.values())))
+    for parent in parents.values():
+        if kind in ("unitwise", "add") and parent.size and parent.dim != dim:
             raise ValueError(
-                f"Expected units in dimension {steps[parent.name].dim} throughout, but {node.name!r} {place(node)} has "
+                f"Expected units in dimension {parent.dim} throughout, but {node.name!r} {place(node)} has "
                 f"them in {dim}; let layers and gates around it act on one dimension."
             )
     if len(shape) <= dim:
@@ -157,47 +193,6 @@ def _step(
             f"Expected a batch of units at {node.name!r} {place(node)}, with the batch in dimension 0 and the units in "
             f"{dim}, but got shape {tuple(shape)}."
         )
-    size = shape[dim]
-    if kind == "layer":
-        module = modules[str(node.target)]
-        if isinstance(module, nn.Linear):
-            positions = math.prod(shape[1:-1])
-            layer = Layer(str(node.target), module.in_features, module.out_features, 1, positions)
-        else:
-            assert isinstance(module, Convolution)
-            taps = math.prod(module.kernel_size)
-            layer = Layer(str(node.target), module.in_channels, module.out_channels, taps, math.prod(shape[2:]))
-        return Step(kind, parents, dim, size, layer)
-    select = modules.get(str(node.target)) if node.op == "call_module" else None
-    if isinstance(select, Select):
-        return Step(kind, parents, dim, size, source=select.index.cpu())
-    if isinstance(select, Expand):
-        taken = size - select.constants.shape[select.dim]
-        order = select.order.cpu()
-        return Step(kind, parents, dim, size, source=torch.where(order < taken, order, -1))
-    if kind == "constant":
-        return Step(kind, (), dim, size)
-    before = shape_of(inputs[0]) if kind == "reshape" else None
-    if before is not None and before[0] != shape[0]:
-        raise ValueError(
-            f"Expected reshapes to keep the batch in front, but {node.name!r} takes {tuple(before)} to {tuple(shape)} "
-            f"{place(node)}; write x.flatten(1), or x.shape[0] in the place of -1."
-        )
-    if kind == "reshape":
-        return Step(kind, parents, dim, size, source=_source(inputs[0], shape, dim, steps))
-    if kind == "gate":
-        gate = modules[str(node.target)]
-        assert isinstance(gate, Gate)
-        if gate.size != size:
-            raise ValueError(
-                f"Expected one gate per unit of {parents[0]!r}, which has {size}, but {node.target!r} has {gate.size}."
-            )
-    elif kind in ("unitwise", "add") and any(steps[parent].size != size for parent in parents):
-        raise ValueError(
-            f"Expected {node.name!r} {place(node)} to keep units apart, but it takes {', '.join(map(repr, parents))} "
-            f"with {' and '.join(str(steps[parent].size) for parent in parents)} units to {size}."
-        )
-    return Step(kind, parents, dim, size)
 
 
 def _check_mean(node: fx.Node, parent: Step) -> None:
@@ -244,9 +239,15 @@ def units_held(before: torch.Size, parent: Step, shape: torch.Size, dim: int) ->
     return ids.movedim(dim, 0).reshape(shape[dim], -1)
 
 
-def _source(parent: fx.Node, shape: torch.Size, dim: int, steps: Mapping[str, Step]) -> Tensor | None:
+def _source(node: fx.Node, shape: torch.Size, dim: int, steps: Mapping[str, Step]) -> Tensor | None:
     """The unit of the parent that each unit of a reshaped tensor holds, None if some unit holds several."""
+    parent = tensors(node)[0]
     before = shape_of(parent)
     assert before is not None
+    if before[0] != shape[0]:
+        raise ValueError(
+            f"Expected reshapes to keep the batch in front, but {node.name!r} takes {tuple(before)} to {tuple(shape)} "
+            f"{place(node)}; write x.flatten(1), or x.shape[0] in the place of -1."
+        )
     ids = units_held(before, steps[parent.name], shape, dim)
     return ids[:, 0].clone() if bool((ids == ids[:, :1]).all()) else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from pyro_l0.nn.deferred import record_norms, recorded_norms
 from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.kinds import LayerModule
 from pyro_l0.nn.neighbours import read_called, readers
 from pyro_l0.nn.units import PerDevice
 
@@ -35,7 +36,7 @@ def square_norms(network: nn.Module, example_input: Tensor) -> SquareNorms:
     graph = read_called(network, example_input)
     layers: dict[str, list[_Read]] = {name: [] for name in graph.sites.values()}
     for site, layer, inputs, units in readers(graph):
-        layers[site].append(_Read(graph.modules[layer.path], layer.in_units, inputs, units))
+        layers[site].append(_Read(graph.module(layer), layer.in_units, inputs, units))
     sizes = {name: gate.size for name, gate in gate_names(network).items()}
     return SquareNorms({name: _SquareNorm(sizes[name], found) for name, found in layers.items()})
 
@@ -70,9 +71,9 @@ class SquareNorms(dict[str, Callable[[], Tensor]]):
         return torch.cat([norm.of(columns) for norm in norms])
 
 
-def _columns(layers: Sequence[nn.Module]) -> dict[nn.Module, Tensor]:
+def _columns(layers: Sequence[LayerModule]) -> dict[LayerModule, Tensor]:
     """The squared norms of each layer's columns: recorded ones, and all others in one node."""
-    weights: dict[nn.Module, Any] = {layer: layer.weight for layer in layers}
+    weights = {layer: layer.weight for layer in layers}
     recorded = {layer: recorded_norms(weight) for layer, weight in weights.items()}
     others = [layer for layer, norms in recorded.items() if norms is None]
     if others:
@@ -85,12 +86,12 @@ class _SquaredColumns(torch.autograd.Function):
     """Squared norms of columns, over all dimensions but the second, with one pass over the weights per gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: FunctionCtx, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*weights)
         return tuple(w.square().sum([dim for dim in range(w.dim()) if dim != 1]) for w in weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: BackwardCFunction, *grads: Tensor) -> tuple[Tensor, ...]:
         weights: tuple[Tensor, ...] = ctx.saved_tensors
         return tuple(
             w * (2 * grad).reshape((1, -1) + (1,) * (w.dim() - 2)) for w, grad in zip(weights, grads, strict=True)
@@ -100,7 +101,7 @@ class _SquaredColumns(torch.autograd.Function):
 class _Read:
     """A layer that reads units of a gate: which of its inputs, and the unit that each stems from."""
 
-    def __init__(self, module: nn.Module, size: int, inputs: Tensor, units: Tensor) -> None:
+    def __init__(self, module: LayerModule, size: int, inputs: Tensor, units: Tensor) -> None:
         self.module = module
         self.inputs = None if torch.equal(inputs, torch.arange(size)) else PerDevice(inputs)
         self.units = PerDevice(units)
@@ -132,7 +133,7 @@ class _SquareNorm:
         """Shape ``(size,)``."""
         return self.of(_columns(self.modules))
 
-    def of(self, columns: Mapping[nn.Module, Tensor]) -> Tensor:
+    def of(self, columns: Mapping[LayerModule, Tensor]) -> Tensor:
         """The same, from the squared norms of each layer's columns."""
         total: Tensor | None = None
         for read in self.reads:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 __all__ = ["PerDevice", "Units", "either", "product"]
 
@@ -74,12 +74,12 @@ class _Product(torch.autograd.Function):
     """Product over the last dimension; factors of 0 have their gradient without the host's counting them."""
 
     @staticmethod
-    def forward(ctx: Any, factors: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, factors: Tensor) -> Tensor:
         ctx.save_for_backward(factors)
         return factors.prod(-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> Tensor:
         (factors,) = ctx.saved_tensors
         one = torch.ones_like(factors[..., :1])
         before = torch.cat([one, factors[..., :-1]], -1).cumprod(-1)
