@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, Layer
 from pyro_l0.nn.neighbours import read_called, readers, weight_id, writers
-from pyro_l0.nn.units import Units
+from pyro_l0.nn.units import Units, in_common
 
 __all__ = ["NetworkCost"]
 
@@ -132,7 +132,7 @@ def _tied_layers(graph: GateGraph) -> list[list[str]]:
 
 def _count_shared(reads: Sequence[Units], writes: Sequence[Units], layer: Layer) -> Tensor:
     """Expected number of pairs of units whose weight one of several layers needs."""
-    (read, own_reads), (written, own_writes) = _in_common(reads), _in_common(writes)
+    (read, own_reads), (written, own_writes) = _apart(reads), _apart(writes)
     none: Tensor | float = 1.0
     for one, other in zip(own_reads, own_writes, strict=True):
         none = none * (1 - _vector(one, layer.in_units)[:, None] * _vector(other, layer.out_units))
@@ -140,13 +140,12 @@ def _count_shared(reads: Sequence[Units], writes: Sequence[Units], layer: Layer)
     return some.sum()
 
 
-def _in_common(parts: Sequence[Units]) -> tuple[Units, list[Units]]:
+def _apart(parts: Sequence[Units]) -> tuple[Units, list[Units]]:
     """What is common to several events, and what else there is to each."""
     if all(part is parts[0] for part in parts):
         return parts[0], [Units() for _ in parts]
-    shared = {site: prob for site, prob in parts[0].sites.items() if all(site in part.sites for part in parts)}
-    others = [{site: prob for site, prob in part.sites.items() if site not in shared} for part in parts]
-    return Units(shared), [Units(sites, part.rest) for sites, part in zip(others, parts, strict=True)]
+    shared, others = in_common(parts)
+    return Units(shared), others
 
 
 def _vector(units: Units, size: int) -> Tensor:

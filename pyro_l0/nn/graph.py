@@ -92,7 +92,12 @@ class GateGraph:
 
     def site(self, name: str) -> str:
         """The site of a gate's node."""
-        return self.sites[str(next(node.target for node in self.graph.nodes if node.name == name))]
+        return self._gate_sites[name]
+
+    @cached_property
+    def _gate_sites(self) -> dict[str, str]:
+        gates = [node for node in self.graph.nodes if self.steps[node.name].kind == "gate"]
+        return {node.name: self.sites[str(node.target)] for node in gates}
 
     def present(self, active: Mapping[str, Tensor]) -> dict[str, Units]:
         """For each node, that each of its units varies with the input.
@@ -102,12 +107,10 @@ class GateGraph:
         """
         present: dict[str, Units] = {}
         device = next((probs.device for probs in active.values()), None)
-        targets = {node.name: str(node.target) for node in self.graph.nodes}
         for name, step in self.steps.items():
             parents = [present[parent] for parent in step.parents]
             if step.kind == "gate":
-                site = self.sites[targets[name]]
-                present[name] = parents[0].gated(site, active[site])
+                present[name] = parents[0].gated(self.site(name), active[self.site(name)])
             elif step.kind == "layer" or (step.kind == "reshape" and step.source is None):
                 present[name] = parents[0].any()
             elif step.kind == "reshape":
@@ -132,13 +135,11 @@ class GateGraph:
         """For each node, that the output depends on each of its units; arguments as in :meth:`present`."""
         uses: dict[str, list[Units]] = {name: [] for name in self.steps}
         needed: dict[str, Units] = {}
-        targets = {node.name: str(node.target) for node in self.graph.nodes}
         for name, step in reversed(self.steps.items()):
             here = Units() if step.kind == "output" else either(uses[name])
             needed[name] = here
             if step.kind == "gate":
-                site = self.sites[targets[name]]
-                here = here.gated(site, active[site])
+                here = here.gated(self.site(name), active[self.site(name)])
             elif step.kind == "layer" or (step.kind == "reshape" and step.source is None):
                 here = here.any()
             elif step.kind == "reshape":

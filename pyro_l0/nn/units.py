@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-__all__ = ["PerDevice", "Units", "either", "product"]
+__all__ = ["PerDevice", "Units", "either", "in_common", "product"]
 
 
 class PerDevice:
@@ -100,12 +100,20 @@ def either(parts: Iterable[Units]) -> Units:
         return units[0]
     if not units:
         return Units({}, torch.zeros(()))
-    shared = {site: prob for site, prob in units[0].sites.items() if all(site in part.sites for part in units)}
+    shared, others = in_common(units)
     none: Tensor | None = None
-    for part in units:
-        own = Units({site: prob for site, prob in part.sites.items() if site not in shared}, part.rest).probs()
+    for part in others:
+        own = part.probs()
         if own is None:
             return Units(shared)
         none = 1 - own if none is None else none * (1 - own)
     assert none is not None
     return Units(shared, 1 - none)
+
+
+def in_common(parts: Sequence[Units]) -> tuple[dict[str, Tensor], list[Units]]:
+    """The sites that several events share, and what else there is to each."""
+    shared = {site: prob for site, prob in parts[0].sites.items() if all(site in part.sites for part in parts)}
+    return shared, [
+        Units({site: part.sites[site] for site in part.sites if site not in shared}, part.rest) for part in parts
+    ]
