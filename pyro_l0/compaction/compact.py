@@ -32,8 +32,7 @@ def compact(
     """Turn a network with gates into a smaller one without, that computes the same.
 
     Args:
-        network: a network of dense layers, convolutions, gates and what stands between them; it is not changed. The
-            result is in evaluation mode.
+        network: dense layers, convolutions, gates and what is between; not changed. The result is in evaluation mode.
         gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
         example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only, and
             refuses others.
@@ -51,6 +50,7 @@ def compact(
         UserWarning: code of the network that runs in training mode alone is left out.
 
     Example:
+        >>> import torch
         >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
         >>> compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).network.get_submodule("0")
