@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +71,7 @@ def hooks(network: nn.Module) -> list[str]:
     return found
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_ours(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(f"{__name__.partition('.')[0]}.")
 
 

@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pyro_l0.nn.fixed import check_gates
-from pyro_l0.nn.graph import GateGraph, operation, read_network
-from pyro_l0.nn.pieces import Constant, Expand
+from pyro_l0.nn.graph import GateGraph
+from pyro_l0.nn.kinds import LayerModule
+from pyro_l0.nn.pieces import Constant
+from pyro_l0.nn.reading import read_network
+from pyro_l0.nn.tracing import operation
 
 __all__ = ["Analysis", "Plan", "along", "analyse", "is_uniform", "plan", "plan_graph"]
 
 Offset = Literal["none", "vector", "map"]
 _FORMAT = 1
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _AVERAGES = (F.avg_pool1d, F.avg_pool2d)
 
 
@@ -121,35 +123,7 @@ def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Tensor,
 def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch.Size, keep_gates: bool) -> Plan:
     """:func:`plan` for a network that was read already, with gates that were checked."""
     found = analyse(graph, gates, keep_gates)
-    needed: dict[str, Tensor] = {
-        name: torch.zeros(step.size, dtype=torch.bool) for name, step in graph.steps.items() if step.kind != "shape"
-    }
-    for name, step in reversed(graph.steps.items()):
-        if step.kind == "shape":
-            continue
-        here = torch.ones_like(needed[name]) if step.kind == "output" else needed[name]
-        needed[name] = here
-        if step.kind == "gate":
-            here = here & (gates[graph.site(name)] != 0).cpu()
-        elif step.kind == "layer":
-            assert step.layer is not None
-            used = bool((here & found.varies[name]).any())
-            here = torch.full((step.layer.in_units,), used)
-        elif step.kind == "reshape" and step.source is None:
-            here = torch.full((graph.steps[step.parents[0]].size,), bool(here.any()))
-        elif step.kind == "reshape":
-            assert step.source is not None
-            sources = torch.zeros(graph.steps[step.parents[0]].size, dtype=torch.bool)
-            sources[step.source[here]] = True
-            here = sources
-        elif step.kind == "expand":
-            assert step.source is not None
-            sources = torch.zeros(graph.steps[step.parents[0]].size, dtype=torch.bool)
-            sources[step.source[here & (step.source >= 0)]] = True
-            here = sources
-        for parent in step.parents:
-            needed[parent] = needed[parent] | here
-    kept = {name: here & found.varies[name] for name, here in needed.items()}
+    kept = {name: needed & found.varies[name] for name, needed in _needed(graph, gates, found).items()}
     if keep_gates:  # a gate that acts at several places has one size
         for site in set(graph.sites.values()):
             places = [name for name, step in graph.steps.items() if step.kind == "gate" and graph.site(name) == site]
@@ -173,6 +147,29 @@ def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch
     )
 
 
+def _needed(graph: GateGraph, gates: Mapping[str, Tensor], found: Analysis) -> dict[str, Tensor]:
+    """By node, the units that the output depends on."""
+    needed: dict[str, Tensor] = {
+        name: torch.zeros(step.size, dtype=torch.bool) for name, step in graph.steps.items() if step.kind != "shape"
+    }
+    for name, step in reversed(graph.steps.items()):
+        if step.kind == "shape":
+            continue
+        here = torch.ones_like(needed[name]) if step.kind == "output" else needed[name]
+        needed[name] = here
+        if step.kind == "gate":
+            here = here & (gates[graph.site(name)] != 0).cpu()
+        elif step.layer is not None:
+            here = (here & found.varies[name]).any().expand(step.layer.in_units)
+        elif step.kind in ("reshape", "expand"):
+            read = torch.zeros(graph.steps[step.parents[0]].size, dtype=torch.bool)
+            read[slice(None) if step.source is None else step.source[here & (step.source >= 0)]] = here.any()
+            here = read
+        for parent in step.parents:
+            needed[parent] = needed[parent] | here
+    return needed
+
+
 @torch.no_grad()
 def analyse(graph: GateGraph, gates: Mapping[str, Tensor], keep_gates: bool = False) -> Analysis:
     """Follow constants through a network whose gates are fixed.
@@ -182,64 +179,56 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor], keep_gates: bool = Fa
         gates: values by site.
         keep_gates: whether gates that are not 0 stay random, so that what they make of a constant varies.
     """
-    varies: dict[str, Tensor] = {}
-    constants: dict[str, Tensor] = {}
+    varies, constants = dict[str, Tensor](), dict[str, Tensor]()
     offsets: dict[str, Offset] = {}
     sized = False
     like = next((p for module in graph.modules.values() for p in module.parameters()), torch.zeros(()))
     for node in graph.graph.nodes:
-        name = node.name
-        step = graph.steps[name]
+        name, step = node.name, graph.steps[node.name]
         if step.kind == "shape":
             continue
-        shape = None if step.kind == "output" else (1, *node.meta["shape"][1:])
-        if step.kind == "constant":
-            constant = graph.modules[str(node.target)]
-            assert isinstance(constant, Constant)
-            varies[name] = torch.zeros(step.size, dtype=torch.bool)
-            constants[name] = constant.value.cpu()
-            continue
         if step.kind == "input":
-            assert shape is not None
             varies[name] = torch.ones(step.size, dtype=torch.bool)
-            constants[name] = torch.zeros(shape, dtype=like.dtype)
+            constants[name] = torch.zeros((1, *node.meta["shape"][1:]), dtype=like.dtype)
             continue
-        parent = step.parents[0]
-        before, value = varies[parent], constants[parent]
-        sized = sized or (
-            step.kind in ("layer", "unitwise") and bool(value.any()) and _reads_the_size(node, graph.modules)
-        )
+        if step.kind == "constant":
+            varies[name] = torch.zeros(step.size, dtype=torch.bool)
+            constants[name] = cast(Constant, graph.modules[str(node.target)]).value.cpu()
+            continue
+        varying, value = varies[step.parents[0]], constants[step.parents[0]]
+        if step.kind in ("layer", "unitwise") and bool(value.any()):
+            sized = sized or _reads_the_size(node, graph.modules)
         if step.kind == "gate":
             gate = gates[graph.site(name)].to(value)
             if keep_gates:
-                before = before | value.movedim(step.dim, 0).flatten(1).ne(0).any(1)
-            before, value = before & (gate != 0), value * along(gate, value.dim(), step.dim)
+                varying = varying | value.movedim(step.dim, 0).flatten(1).ne(0).any(1)
+            varying, value = varying & (gate != 0), value * along(gate, value.dim(), step.dim)
         elif step.kind == "layer":
             offsets[name], value = _layer_on_constants(graph, name, value)
-            before = before.any().expand(step.size)
-        elif step.kind == "reshape":
-            assert shape is not None
-            before = before.any().expand(step.size) if step.source is None else before[step.source]
-            if value.numel() == torch.Size(shape).numel():
-                value = value.reshape(shape)
-            else:  # units were selected
-                assert step.source is not None
-                value = value.index_select(step.dim, step.source)
-        elif step.kind == "expand":
-            expand = graph.modules[str(node.target)]
-            assert step.source is not None
-            assert isinstance(expand, Expand)
-            before = before[step.source.clamp(min=0)] & (step.source >= 0)
-            value = copy.deepcopy(expand).cpu()(value)
+            varying = varying.any().expand(step.size)
         elif step.kind == "add":
-            other = step.parents[1]
-            before, value = before | varies[other], value + constants[other]
+            varying, value = varying | varies[step.parents[1]], value + constants[step.parents[1]]
         elif step.kind == "unitwise":
             value = _on_constants(node, graph.modules, value)
-        varies[name] = before
-        constants[name] = value.masked_fill(along(before, value.dim(), step.dim), 0.0)
+        elif step.kind in ("reshape", "expand"):
+            varying, value = _renamed(node, graph, varying, value)
+        varies[name] = varying
+        constants[name] = value.masked_fill(along(varying, value.dim(), step.dim), 0.0)
         sized = sized or not is_uniform(constants[name], step.dim)
     return Analysis(varies, constants, offsets, sized)
+
+
+def _renamed(node: fx.Node, graph: GateGraph, varying: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Which units of a reshaped or expanded tensor vary, and the constants among them."""
+    step, shape = graph.steps[node.name], (1, *node.meta["shape"][1:])
+    if step.source is None:
+        return varying.any().expand(step.size), value.reshape(shape)
+    if step.kind == "expand":
+        varying = varying[step.source.clamp(min=0)] & (step.source >= 0)
+        return varying, cast(Tensor, copy.deepcopy(graph.modules[str(node.target)]).cpu()(value))
+    if value.numel() == torch.Size(shape).numel():
+        return varying[step.source], value.reshape(shape)
+    return varying[step.source], value.index_select(step.dim, step.source)  # units were selected
 
 
 def along(value: Tensor, rank: int, dim: int) -> Tensor:
@@ -258,9 +247,8 @@ def is_uniform(value: Tensor, dim: int) -> bool:
 def _layer_on_constants(graph: GateGraph, name: str, constants: Tensor) -> tuple[Offset, Tensor]:
     """How a layer takes in constant inputs, and what it makes of them alone."""
     step = graph.steps[name]
-    layer = step.layer
-    assert layer is not None
-    module: Any = copy.deepcopy(graph.modules[layer.path]).cpu().eval()
+    assert step.layer is not None
+    module = copy.deepcopy(graph.module(step.layer)).cpu().eval()
     value: Tensor = module(constants)
     parent = graph.steps[step.parents[0]]
     if not bool(constants.any()):
@@ -268,7 +256,7 @@ def _layer_on_constants(graph: GateGraph, name: str, constants: Tensor) -> tuple
     return ("map" if _pads_zeros(module) or not is_uniform(constants, parent.dim) else "vector"), value
 
 
-def _pads_zeros(module: Any) -> bool:
+def _pads_zeros(module: LayerModule) -> bool:
     """Whether a layer takes zeros for what is beyond the border."""
     if isinstance(module, nn.Linear) or module.padding_mode != "zeros":
         return False
@@ -283,13 +271,13 @@ def _reads_the_size(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         if node.target in _AVERAGES:
             return _any(node.kwargs.get("padding", (*node.args, 0, 0, 0, 0)[3]))
         return "pool" not in operation(node, modules) and any(arg.meta["shape"] is None for arg in node.all_input_nodes)
-    module: Any = modules[str(node.target)]
+    module = modules[str(node.target)]
     if isinstance(module, (nn.AvgPool1d, nn.AvgPool2d)):
         return _any(module.padding)
-    return isinstance(module, _LAYERS) and _pads_zeros(module)
+    return isinstance(module, LayerModule) and _pads_zeros(module)
 
 
-def _any(padding: Any) -> bool:
+def _any(padding: object) -> bool:
     return any(padding) if isinstance(padding, tuple) else bool(padding)
 
 

@@ -1,99 +1,32 @@
-"""Carries a plan out on a copy of a network, and certifies that the copy computes the same."""
+"""Carries a plan out on a copy of a network."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn.utils import parametrize
 
-from pyro_l0.compaction.comparison import certify, check_values, hooks, tolerance_of
-from pyro_l0.compaction.plan import Plan, along, analyse, plan_graph
-from pyro_l0.compaction.storage import Compacted
-from pyro_l0.nn.fixed import FixedGate, check_gates, fix_gates
+from pyro_l0.compaction.plan import Plan, along, analyse
+from pyro_l0.compaction.smaller import batch_norm_like, gate_like, layer_like
+from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.graph import GateGraph, dims_read, is_homogeneous, read_network
+from pyro_l0.nn.graph import GateGraph
+from pyro_l0.nn.kinds import dims_read, is_homogeneous
 from pyro_l0.nn.pieces import Constant, Expand, Select, Shift, Sized
+from pyro_l0.nn.reading import read_network
 from pyro_l0.nn.tracing import place
 
-__all__ = ["CompactionError", "compact", "rewrite", "rewrite_graph"]
+__all__ = ["rewrite", "rewrite_graph"]
 
-_DROPOUT: dict[Any, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
+
+_DROPOUT: dict[object, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
 _Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-class CompactionError(RuntimeError):
-    """A compacted network that does not compute what the network with fixed gates computes."""
-
-
-def compact(
-    network: nn.Module,
-    gates: Mapping[str, Tensor],
-    example_input: Tensor,
-    tolerance: float | None = None,
-    before: Sequence[Plan] = (),
-) -> Compacted:
-    """Turn a network with gates into a smaller one without, that computes the same.
-
-    Args:
-        network: a network of dense layers, convolutions, gates and what stands between them; it is not changed. The
-            result is in evaluation mode.
-        gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
-        example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only, and
-            refuses others.
-        tolerance: largest difference that is accepted, relative to the largest absolute output of the same batch; if
-            not given, 1e-10 in float64, 1e-5 in float32, 1e-2 in float16 and 5e-2 in bfloat16. Outputs that are all 0
-            are compared relative to those on the other batches (the example and two random ones).
-        before: the plans by which the network has shrunk while it trained (:attr:`Shrinker.plans`), so that what is
-            saved can be loaded into the network as it was at the start.
-
-    Raises:
-        ValueError: a gate has no value or a wrong one, or the network holds an operation that can't be followed.
-        CompactionError: the two networks differ by more than the tolerance.
-
-    Warns:
-        UserWarning: code of the network that runs in training mode alone is left out.
-
-    Example:
-        >>> from pyro_l0.nn import Gate
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
-        >>> compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).network.get_submodule("0")
-        Linear(in_features=2, out_features=2, bias=True)
-    """
-    graph = read_network(network, example_input)
-    if isinstance(gates, Mapping):
-        check_values(network, gates, example_input)
-    check_gates(network, gates)
-    like = next(network.parameters(), example_input)
-    gates = {site: gate.to(like.device) for site, gate in gates.items()}
-    found = plan_graph(graph, gates, example_input.shape, keep_gates=False)
-    small = rewrite_graph(graph, found, like, keep_gates=False)
-    certificate = certify(fix_gates(network, gates).eval(), small, example_input)
-    tolerance = tolerance_of(like.dtype) if tolerance is None else tolerance
-    if not certificate <= tolerance:
-        lost = hooks(network)
-        raise CompactionError(
-            f"The compacted network differs from the network with fixed gates by {certificate:.2e} of its largest "
-            f"output, more than the tolerance of {tolerance:.0e}. "
-            + (
-                f"It lacks the {', '.join(lost)}; take them off, or write what they do as modules of the network."
-                if lost
-                else "If that is rounding, compact in float64 (network, gates and example_input) or raise tolerance; "
-                "otherwise the network's code does what its operations do not show."
-            )
-        )
-    if graph.left_out:
-        warnings.warn(
-            f"The compacted network is the network in evaluation mode, without {', '.join(graph.left_out)}; it can't "
-            "be trained further as the network was.",
-            stacklevel=2,
-        )
-    return Compacted(small, found, certificate, tuple(before))
 
 
 def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.GraphModule:
@@ -252,7 +185,7 @@ class _Rewriter:
             x = self._with_units(parent, units, name)
             path = str(self.nodes[name].target)
             if path not in self.modules:
-                self.modules[path] = _gate_like(cast(Gate, self.old.modules[path]), units)
+                self.modules[path] = gate_like(cast(Gate, self.old.modules[path]), units)
             self.values[name], self.scales[name] = self.graph.call_module(path, (x,)), None
             return
         x, scale = self._scaled(parent, units, name)
@@ -266,7 +199,7 @@ class _Rewriter:
         assert layer is not None
         parent, rows = step.parents[0], list(self._units(name))
         columns = list(self._units(parent))
-        module = cast("nn.Linear | nn.Conv2d", self.old.modules[layer.path])
+        module = self.old.module(layer)
         offset = self.plan.offsets[name]
         # A copy: a parametrisation may change what it keeps when it is asked for weights in training mode.
         module = copy.deepcopy(module).eval() if parametrize.is_parametrized(module) else module
@@ -285,7 +218,7 @@ class _Rewriter:
         if scale is not None:
             weight = weight * along(scale, weight.dim(), 1)
         self.scales[name] = None
-        self._add(name, layer.path, _layer_like(module, weight, bias), self.values[parent])
+        self._add(name, layer.path, layer_like(module, weight, bias), self.values[parent])
         if offset == "map":
             assert spread is not None
             self._add(name, f"shift_{name}", Shift(spread), self.values[name])
@@ -306,7 +239,7 @@ class _Rewriter:
             self.scales[name] = None
             return
         if isinstance(module, _Batches):
-            self._add(name, str(node.target), _batch_norm_like(module, list(units), scale), x)
+            self._add(name, str(node.target), batch_norm_like(module, list(units), scale), x)
             self.scales[name] = None
             return
         if scale is not None and not is_homogeneous(node, self.old.modules):
@@ -385,73 +318,17 @@ class _Rewriter:
     def _copy(self, node: fx.Node, values: Mapping[str, fx.Node]) -> fx.Node:
         """The same function or method on new arguments."""
 
-        def argument(old: fx.Node) -> Any:
+        def argument(old: fx.Node) -> Argument:
             if old.name in values:
                 return values[old.name]
             step = self.old.steps[old.name]
             if step.kind != "shape":
                 return self.values[old.name]
             if self.old.steps[node.name].kind == "unitwise" and self.old.steps[node.name].dim in dims_read(old):
-                return old.meta["value"]  # a number of units, which is another one now
+                value: Argument = old.meta["value"]  # a number of units, which is another one now
+                return value
             if old.name not in self.values:
                 self.values[old.name] = self.graph.node_copy(old, argument)
             return self.values[old.name]
 
         return self.graph.node_copy(node, argument)
-
-
-def _gate_like(gate: Gate, units: Sequence[int]) -> Gate:
-    """The same site with fewer gates."""
-    index = torch.tensor(units)
-    prior = gate.prior.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == (gate.size,) else x)
-    small = Gate(len(units), gate.dim, prior)
-    small.site_name = gate.site_name
-    return small
-
-
-def _layer_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """The same layer with other weights."""
-    options: Any = module
-    out_units, in_units = weight.shape[:2]
-    if isinstance(module, nn.Linear):
-        layer: nn.Module = nn.Linear(in_units, out_units, bias is not None, dtype=weight.dtype)
-    else:
-        layer = type(options)(
-            in_units,
-            out_units,
-            options.kernel_size,
-            options.stride,
-            options.padding,
-            options.dilation,
-            bias=bias is not None,
-            padding_mode=options.padding_mode,
-            dtype=weight.dtype,
-        )
-    state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    layer.load_state_dict(state)
-    return _frozen_like(layer, module)
-
-
-def _batch_norm_like(module: nn.Module, units: list[int], scale: Tensor | None) -> nn.Module:
-    """Batch normalisation of some units, which come divided by ``scale``."""
-    options: Any = module
-    affine = options.affine or scale is not None
-    norm = type(options)(len(units), options.eps, options.momentum, affine, dtype=options.running_mean.dtype)
-    state = {name: value.detach().cpu() for name, value in options.state_dict().items()}
-    state = {name: value[units] if value.dim() else value for name, value in state.items()}
-    if affine and not options.affine:
-        state["weight"], state["bias"] = torch.ones(len(units)), torch.zeros(len(units))
-    if scale is not None:
-        # ((s x - m) / d) w + b = ((x - m / s) / d) (w s) + b
-        state["weight"] = state["weight"] * scale
-        state["running_mean"] = state["running_mean"] / scale
-    norm.load_state_dict(state)
-    return _frozen_like(norm, module)
-
-
-def _frozen_like(small: nn.Module, module: nn.Module) -> nn.Module:
-    """A module whose parameters need a gradient if those of another do; new ones if all of its weights do."""
-    needs = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    for name, parameter in small.named_parameters():
-        parameter.requires_grad_(needs.get(name, needs.get("weight", True)))
-    return small

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Ga
     return layers
 
 
-def _check_value(name: str, layer: Gate, value: Any) -> None:
+def _check_value(name: str, layer: Gate, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"Expected gates[{name!r}] to be a tensor, but got a {type(value).__name__}.")
     if value.shape != (layer.size,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from pyro_l0.fast.record import Record
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.graph import read_network
+from pyro_l0.nn.reading import read_network
 
 __all__ = ["gate_dropout", "insert_gates"]
 
@@ -47,18 +47,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
           )
         )
     """
-    modules = dict(network.named_modules(remove_duplicate=False))
-    for path, gate in gates.items():
-        if not path or path not in modules:
-            close = get_close_matches(path, [name for name in modules if name], n=3) or list(
-                dict(network.named_children())
-            )
-            raise ValueError(
-                f"Expected paths of modules of the network, but got {path!r}; there are {', '.join(map(repr, close))}."
-            )
-        if not isinstance(gate, Gate):
-            raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
-        _check_place(network, modules, path)
+    _check_gates(network, gates)
     new = copy.deepcopy(network)
     # Inner modules first: a module that has moved into a Sequential is no longer at its path.
     for path in sorted(gates, key=lambda path: -path.count(".")):
@@ -71,6 +60,22 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
     return new
 
 
+def _check_gates(network: nn.Module, gates: Mapping[str, Gate]) -> None:
+    """Refuse what is no gate, and paths that are no modules behind which one can act."""
+    modules = dict(network.named_modules(remove_duplicate=False))
+    for path, gate in gates.items():
+        if not path or path not in modules:
+            close = get_close_matches(path, [name for name in modules if name], n=3) or list(
+                dict(network.named_children())
+            )
+            raise ValueError(
+                f"Expected paths of modules of the network, but got {path!r}; there are {', '.join(map(repr, close))}."
+            )
+        if not isinstance(gate, Gate):
+            raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
+        _check_place(network, modules, path)
+
+
 class _Gated(nn.Sequential):
     """A module and the gate behind it, which describes itself as the module does; its weights are not to be had."""
 
@@ -78,7 +83,7 @@ class _Gated(nn.Sequential):
         super().__init__(module, gate)
         self.path = path
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """The module's output times the gates."""
         gated: Tensor = self[1](self[0](*args, **kwargs))
         return gated
@@ -176,7 +181,37 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
         for path, module in network.named_modules(remove_duplicate=False)
         if isinstance(module, _DROPOUT) and module.p > 0
     }
-    shapes: dict[nn.Module, list[tuple[int, int]]] = {module: [] for module in paths.values()}
+    shapes = _units_by_module(network, paths.values(), example_input)
+    made: dict[int, Gate] = {}
+    for path, module in paths.items():
+        found = shapes[module]
+        _check_dropout(path, module.p, {size for size, _ in found}, len(set(found)) == 1)
+        if len(found) > 1 and id(module) not in made:
+            warnings.warn(
+                f"Dropout layer {path!r} is called {len(found)} times, and the gate in its place acts alike "
+                "each time; make a layer for every place if their units are to be pruned apart.",
+                stacklevel=2,
+            )
+        made.setdefault(id(module), Gate(*found[0]))
+    new = copy.deepcopy(network, dict(made))
+    gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, Gate)}
+    return new, {path: 1 - paths[path].p for path in gates if path in paths}
+
+
+def _check_dropout(path: str, p: float, sizes: set[int], alike: bool) -> None:
+    if p >= 1:
+        raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {p}.")
+    if not alike:
+        raise ValueError(
+            f"Expected {path!r} to be called on one number of units, but it was called on {sorted(sizes)}."
+        )
+
+
+def _units_by_module(
+    network: nn.Module, modules: Iterable[nn.Module], example_input: Tensor
+) -> dict[nn.Module, list[tuple[int, int]]]:
+    """The number and the dimension of the units at every call of some modules, as the network runs on an example."""
+    shapes: dict[nn.Module, list[tuple[int, int]]] = {module: [] for module in modules}
     dims = _dims_by_module(network, example_input)
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -200,24 +235,7 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
             module.training = True
         for handle in handles:
             handle.remove()
-    made: dict[int, Gate] = {}
-    for path, module in paths.items():
-        if module.p >= 1:
-            raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {module.p}.")
-        if len(set(shapes[module])) != 1:
-            found = sorted({size for size, _ in shapes[module]})
-            raise ValueError(f"Expected {path!r} to be called on one number of units, but it was called on {found}.")
-        if len(shapes[module]) > 1 and id(module) not in made:
-            warnings.warn(
-                f"Dropout layer {path!r} is called {len(shapes[module])} times, and the gate in its place acts alike "
-                "each time; make a layer for every place if their units are to be pruned apart.",
-                stacklevel=2,
-            )
-        size, dim = shapes[module][0]
-        made.setdefault(id(module), Gate(size, dim))
-    new = copy.deepcopy(network, dict(made))
-    gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, Gate)}
-    return new, {path: 1 - paths[path].p for path in gates if path in paths}
+    return shapes
 
 
 def _dims_by_module(network: nn.Module, example_input: Tensor) -> dict[nn.Module, int]:

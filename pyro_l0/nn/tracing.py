@@ -107,7 +107,7 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     _check(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
     # On a copy, which the code may change. Its gates pass their input on, instead of asking Pyro for a sample.
-    gates: dict[int, Any] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
+    gates: dict[int, object] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
     try:
         shadow = copy.deepcopy(network, gates)
     except (RuntimeError, TypeError) as error:

@@ -8,7 +8,7 @@ from torch import nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, fix_gates, gate_names
-from pyro_l0.nn.graph import read_network
+from pyro_l0.nn.reading import read_network
 
 VECTORS, SEQUENCES, IMAGES = (
     torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 6), (2, 7, 6), (2, 3, 8, 8))

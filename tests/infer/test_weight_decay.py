@@ -17,7 +17,7 @@ from pyro_l0.fast.deferred import defer_product
 from pyro_l0.fast.gated_linear import record_norms, recorded_norms
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.maths import hard_concrete
-from pyro_l0.nn import Gate, cost, name_gates, square_norms
+from pyro_l0.nn import Gate, name_gates, square_norms
 
 
 def columns(layer):
@@ -244,8 +244,8 @@ def test_no_other_pass_over_dense_weights(monkeypatch):
     elbo = L0_ELBO("l0", weight_decay=0.7, square_norm=square_norms(net, x))
     expected = elbo.terms(model, guide)["l2"]
     asked = []
-    apply = cost._SquaredColumns.apply
-    monkeypatch.setattr(cost._SquaredColumns, "apply", lambda *weights: asked.append(weights) or apply(*weights))
+    apply = _SquaredColumns.apply
+    monkeypatch.setattr(_SquaredColumns, "apply", lambda *weights: asked.append(weights) or apply(*weights))
     elbo.differentiable_loss(model, guide)
     assert asked == []
     torch.testing.assert_close(elbo.terms(model, guide)["l2"], expected)

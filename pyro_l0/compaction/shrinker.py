@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
+from torch import Tensor, nn
 
-from pyro_l0.compaction.comparison import check_values, compare_training, hooks
+from pyro_l0.compaction.optimiser import Replaced, add_biases, check_state, layer_slices, move
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
-from pyro_l0.nn.cost import square_norms
-from pyro_l0.nn.fixed import check_gates, fix_gates
+from pyro_l0.compaction.trainable import check_hooks, check_rewriting, check_trainable
+from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.graph import GateGraph, read_network
-from pyro_l0.nn.pieces import Select
+from pyro_l0.nn.graph import GateGraph
+from pyro_l0.nn.reading import read_network
+from pyro_l0.nn.square_norms import square_norms
 
-__all__ = ["GatePosterior", "Replica", "SelectedInputs", "Shrinker"]
-
-_Replaced = dict[nn.Parameter, tuple[nn.Parameter | None, tuple[Tensor, ...]]]
+__all__ = ["GatePosterior", "Replica", "Shrinker"]
 
 
 class _Posterior(Protocol):
@@ -136,14 +133,14 @@ class Shrinker:
         self.patience = patience
         network = holder.get_submodule(path)
         gates = gate_names(network)
-        _check_trainable(network)
+        check_trainable(network)
         missing = gates.keys() - guide.posterior().keys()
         if missing:
             raise ValueError(
                 f"Expected the guide to hold the network's gates, but it has none for {sorted(missing)}; call it once "
                 "with the model's arguments, and name the gates as the model does."
             )
-        _check_rewriting(network, example_input)
+        check_rewriting(network, example_input)
         self._sizes = {site: gate.size for site, gate in gates.items()}
         self._kept = {site: torch.arange(gate.size) for site, gate in gates.items()}
         self._streaks = {site: torch.zeros(gate.size, dtype=torch.long) for site, gate in gates.items()}
@@ -203,8 +200,8 @@ class Shrinker:
                 stacklevel=2,
             )
             return False
-        self._check_state()
-        _check_hooks(network)
+        check_state(self.optimiser)
+        check_hooks(network)
         self._carry_out(found, graph)
         return True
 
@@ -240,8 +237,8 @@ class Shrinker:
         replaced = self._replace(self.main, found, graph, units)
         for replica in self.replicas:
             self._replace(replica, found, None, units)
-        _move(self.optimiser, replaced)
-        self._add_biases(graph)
+        move(self.optimiser, replaced)
+        add_biases(self.optimiser, graph, self.main.holder.get_submodule(self.main.path))
         for site, index in units.items():
             self._kept[site] = self._kept[site][index]
             self._streaks[site] = self._streaks[site][index]
@@ -249,39 +246,12 @@ class Shrinker:
         for site in gone:
             del self._kept[site], self._streaks[site]
         if self.elbo is not None:
-            for option in ("lam", "group_size", "weight_decay", "square_norm"):
-                value = getattr(self.elbo, option)
-                for site in gone if isinstance(value, dict) else ():
-                    value.pop(site, None)
+            self.elbo.drop(gone)
             if self.elbo.square_norm:  # of the layers that are there now
                 self.elbo.square_norm = square_norms(self.main.holder.get_submodule(self.main.path), self.example_input)
         self._plans.append(found)
 
-    def _check_state(self) -> None:
-        """Refuse an optimiser whose state can't be cut to the parameters that are left."""
-        for parameter, state in self.optimiser.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"Expected an optimiser whose state has the shapes of the parameters, but {key!r} of "
-                        f"{type(self.optimiser).__name__} has {tuple(value.shape)} for {tuple(parameter.shape)}."
-                    )
-
-    def _add_biases(self, graph: GateGraph) -> None:
-        """Let the optimiser train the biases that layers got in place of the constants of units that left."""
-        modules = dict(self.main.holder.get_submodule(self.main.path).named_modules())
-        for layer in graph.layers().values():
-            before = graph.modules[layer.path]
-            small: Any = modules.get(layer.path)
-            if small is None or before.bias is not None or small.bias is None:
-                continue
-            for group in self.optimiser.param_groups:
-                if any(parameter is small.weight for parameter in group["params"]):
-                    group["params"].append(small.bias)
-
-    def _replace(
-        self, replica: Replica, found: Plan, graph: GateGraph | None, units: Mapping[str, Tensor]
-    ) -> _Replaced:
+    def _replace(self, replica: Replica, found: Plan, graph: GateGraph | None, units: Mapping[str, Tensor]) -> Replaced:
         """Put the smaller network in the place of one; return what became of its parameters if its graph is given."""
         old = replica.holder.get_submodule(replica.path)
         if graph is None:
@@ -291,7 +261,7 @@ class Shrinker:
         modes = {path: module.training for path, module in old.named_modules()}
         for path, module in small.named_modules():
             module.training = modes.get(path, modes.get(path.rpartition(".")[0], old.training))
-        replaced: _Replaced = {} if graph is None else _layer_slices(graph, found, small)
+        replaced: Replaced = {} if graph is None else layer_slices(graph, found, small)
         parent, _, name = replica.path.rpartition(".")
         setattr(replica.holder.get_submodule(parent), name, small)
         for parameter, (new, index) in replica.guide.keep(units).items():
@@ -299,154 +269,3 @@ class Shrinker:
         for parameter in replaced:  # in a list that is stale now, whose norm of gradients should be seen to be wrong
             parameter.grad = None
         return replaced
-
-
-class SelectedInputs:
-    """All examples with the inputs that a smaller network reads, chosen when some left, not in every step.
-
-    A network some of whose inputs left begins by selecting the others. Inside of :meth:`of` it does not, and takes
-    examples from the tensor that the context yields.
-
-    Args:
-        inputs: all examples, shape ``(n, ...)``.
-
-    Example:
-        >>> from pyro_l0.compaction import plan, rewrite
-        >>> from pyro_l0.nn import Gate
-        >>> net = nn.Sequential(Gate(3), nn.Linear(3, 1))
-        >>> small = rewrite(net, plan(net, {"0": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 3)))
-        >>> with SelectedInputs(torch.ones(5, 3)).of(small) as inputs:
-        ...     inputs.shape, small(inputs[:2]).shape
-        (torch.Size([5, 2]), torch.Size([2, 1]))
-    """
-
-    def __init__(self, inputs: Tensor) -> None:
-        self.inputs = inputs
-        self._select: Select | None = None
-        self._selected = inputs
-
-    @contextmanager
-    def of(self, network: nn.Module) -> Iterator[Tensor]:
-        """Let a network take the inputs that it reads.
-
-        Args:
-            network: as it is now; shrink it and save it outside of the context alone.
-
-        Yields:
-            The examples with the inputs that the network reads; all inputs, not copied, if it reads all.
-        """
-        found = _first_select(network)
-        if found is None:
-            yield self.inputs
-            return
-        name, select = found
-        if not _same(select, self._select):  # a shrinking may leave the inputs as they are
-            self._selected = select(self.inputs)
-        self._select = select
-        setattr(network, name, nn.Identity())
-        try:
-            yield self._selected
-        finally:
-            setattr(network, name, select)
-
-
-def _first_select(network: nn.Module) -> tuple[str, Select] | None:
-    """The module that alone reads a network's input, if it selects units of it."""
-    if not isinstance(network, fx.GraphModule):
-        return None
-    readers = [user for node in network.graph.nodes if node.op == "placeholder" for user in node.users]
-    modules = dict(network.named_children())
-    select = modules.get(str(readers[0].target)) if len(readers) == 1 else None
-    return (str(readers[0].target), select) if isinstance(select, Select) else None
-
-
-def _check_trainable(network: nn.Module) -> None:
-    """Refuse parameters that would lose their place: parametrised ones, and one that several layers share."""
-    owners: dict[int, str] = {}
-    for path, module in network.named_modules():
-        if parametrize.is_parametrized(module):
-            raise ValueError(f"Expected layers with weights of their own, but {path!r} is parametrised.")
-        for parameter in module.parameters(recurse=False):
-            if owners.setdefault(id(parameter), path) != path:
-                raise ValueError(
-                    f"Expected layers with weights of their own, but {path!r} and {owners[id(parameter)]!r} share some."
-                )
-
-
-def _check_hooks(network: nn.Module) -> None:
-    """Refuse hooks, which the rewritten network would not have."""
-    found = hooks(network)
-    if found:
-        raise ValueError(
-            f"Expected a network without hooks, which shrinking would lose, but it has {', '.join(found)}; take them "
-            "off, put them on the module that holds the network, or train without Shrinker and compact at the end."
-        )
-
-
-def _check_rewriting(network: nn.Module, example_input: Tensor) -> None:
-    """Refuse a network that would train otherwise once it is rewritten from its operations."""
-    graph = read_network(network, example_input)
-    _check_hooks(network)
-    check_values(network, {}, example_input)
-    lost: str | None = ", ".join(graph.left_out)
-    if not lost:
-        like = next(network.parameters(), example_input)
-        gates = {site: torch.linspace(0.5, 1.0, gate.size).to(like) for site, gate in gate_names(network).items()}
-        with torch.random.fork_rng([]):  # layers draw weights when they are made
-            found = plan_graph(graph, gates, example_input.shape, keep_gates=True)
-            small = rewrite_graph(graph, found, like, keep_gates=True)
-        lost = compare_training(fix_gates(network, gates), fix_gates(small, gates), example_input)
-    if lost:
-        raise ValueError(
-            "Expected a network that is all in the operations on its input, because shrinking writes it anew from "
-            f"these, but that would lose or change {lost}. Code under `if self.training`, no_grad blocks, custom "
-            "backward functions and updates of buffers do not belong into it: leave the part out of the network and "
-            "call it before or behind it, or train without Shrinker and compact at the end."
-        )
-
-
-def _same(select: Select, other: Select | None) -> bool:
-    """Whether two modules select the same units."""
-    if select is other or other is None:
-        return select is other
-    return select.dim == other.dim and torch.equal(select.index, other.index)
-
-
-def _layer_slices(graph: GateGraph, found: Plan, small: nn.Module) -> _Replaced:
-    """For each parameter of a network, the one in the smaller network and its places along each dimension."""
-    new = dict(small.named_parameters())
-    replaced: _Replaced = {}
-    for node in graph.graph.nodes:
-        if node.op != "call_module":
-            continue
-        step, path = graph.steps[node.name], str(node.target)
-        rows = torch.tensor(found.kept[node.name], dtype=torch.long)
-        for name, parameter in graph.modules[path].named_parameters(recurse=False):
-            places: tuple[Tensor, ...] = (rows,)
-            if step.kind == "layer" and name == "weight":
-                places = rows, torch.tensor(found.kept[step.parents[0]], dtype=torch.long)
-            replaced[parameter] = new.get(f"{path}.{name}"), places
-    return replaced
-
-
-def _move(optimiser: torch.optim.Optimizer, replaced: _Replaced) -> None:
-    """Let an optimiser go on with the new parameters and the parts of its state that belong to them."""
-    for group in optimiser.param_groups:
-        params: list[nn.Parameter] = []
-        for old in group["params"]:
-            new, places = replaced.get(old, (old, ()))
-            state = optimiser.state.pop(old, None) if new is not old else None
-            if new is None:
-                continue
-            params.append(new)
-            if state is not None:
-                optimiser.state[new] = {key: _slice(value, old.shape, places) for key, value in state.items()}
-        group["params"] = params
-
-
-def _slice(value: Any, shape: torch.Size, places: tuple[Tensor, ...]) -> Any:
-    if not isinstance(value, Tensor) or value.shape != shape:
-        return value
-    for dim, index in enumerate(places):
-        value = value.index_select(dim, index.to(value.device))
-    return value.clone()
