@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -120,20 +120,9 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
 
 
 def _run_options(options: Options, family: FamilyName, lam: float, seed: int) -> mnist.Options:
-    return mnist.Options(
-        data=options.data,
-        data_dir=options.data_dir,
-        network=options.network,
-        family=family,
-        lam=(lam,),
-        epochs=options.epochs,
-        seed=seed,
-        gate_learning_rate=options.gate_learning_rate,
-        weight_decay=options.weight_decay,
-        hold_out=options.hold_out,
-        shrink=True,
-        out=options.out / f"{family}-{lam:g}-{seed}",
-    )
+    both = {field.name for field in fields(mnist.Options)}
+    run = mnist.Options(shrink=True, **{name: x for name, x in asdict(options).items() if name in both})
+    return replace(run, family=family, lam=(lam,), seed=seed, out=options.out / f"{family}-{lam:g}-{seed}")
 
 
 def _result(run: mnist.Options) -> Path:

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
     command.answer_signals()
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,11 +33,12 @@ from tqdm import tqdm
 
 import checkpoint
 import command
+import options as training
 import ranges
-from data import Images, load_digits, load_mnist
+from data import Images, load_images
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
-from training import Run
+from run import Run
 
 __all__ = ["Options", "main", "rate_without_data"]
 
@@ -91,7 +92,7 @@ def main(options: Options) -> dict[str, Any]:
 
 
 def _compare(options: Options) -> dict[str, Any]:
-    images = load_digits() if options.data == "digits" else load_mnist(options.data_dir)
+    images = load_images(options.data, options.data_dir)
     sweep = [] if options.rates_only else [_train(images, options, name, knob) for name, knob in SWEEP]
     rates = []
     for rate in RATES:
@@ -106,14 +107,9 @@ def _compare(options: Options) -> dict[str, Any]:
 
 
 def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) -> dict[str, Any]:
-    digits = options.data == "digits"
-    run = Run(
-        images,
-        gate_learning_rate=2e-2 if digits else 1e-3,
-        seed=options.seed,
-        device=options.device,
-        **knob,
-    )
+    gate_rate = 2e-2 if options.data == "digits" else 1e-3
+    base = training.Options(options.data, seed=options.seed, device=options.device, gate_learning_rate=gate_rate)
+    run = Run(images, replace(base, **knob))
     for _ in tqdm(range(options.epochs), desc=name, leave=False, unit="epoch", disable=None):
         run.train_epoch()
     measured = run.measure()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
-__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_mnist", "read_idx"]
+__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_images", "load_mnist", "read_idx"]
 
 MNIST_URLS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -90,6 +91,22 @@ def load_digits() -> Images:
         torch.from_numpy(test_y),
         image_shape=(1, 8, 8),
     )
+
+
+def load_images(data: Literal["digits", "mnist"], data_dir: Path | None = None, hold_out: int = 0) -> Images:
+    """The data that an example's options name.
+
+    Args:
+        data: embedded digits, or MNIST.
+        data_dir: see :func:`load_mnist`.
+        hold_out: if not 0, so many training images in the place of the test images.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        ValueError: a file is damaged, or there are not that many images.
+    """
+    images = load_digits() if data == "digits" else load_mnist(data_dir)
+    return images.hold_out(hold_out) if hold_out else images
 
 
 def load_mnist(
