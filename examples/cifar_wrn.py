@@ -34,7 +34,7 @@ from cifar import Cifar, load_cifar
 from gated_run import MEASURES, GatedRun, check_finite
 from networks import FAMILIES, Classifier, FamilyName, estimator_options, family_options, init_active_prob
 from plots import plot_training
-from processes import parallel, process_group, random_states, set_random_state, shuffled
+from processes import parallel, process_group, shuffled
 from progress import Progress
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Shrinker, compact
@@ -203,8 +203,7 @@ class Run(GatedRun):
         self.schedule.step()
         mean = float(total) / len(batches)
         check_finite(mean, self.net, self.guide)
-        if self.shrinker is not None and self.shrinker.step():
-            self.parallel = parallel(self.loss)
+        self.shrink()
         return mean
 
     @torch.no_grad()
@@ -224,45 +223,25 @@ class Run(GatedRun):
         images = self._normalised(self.test_x[:16])
         return compact(self.net, self.guide.test_gates(), images, tolerance=1e-4, before=self.plans)
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, random numbers included."""
+    def parts(self) -> dict[str, Any]:
+        """What has a ``state_dict``, by its name in a checkpoint."""
         return {
-            "model": self.net.state_dict(),
-            "guide": self.guide.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "random": random_states(self.device),
-            "objective": self.elbo.state_dict(),
-            "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
+            "shrinker": self.shrinker,
+            "model": self.net,
+            "guide": self.guide,
+            "optimiser": self.optimiser,
+            "schedule": self.schedule,
+            "objective": self.elbo,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned.
-
-        Raises:
-            Exception: an entry is missing, of another kind or of another shape.
-        """
-        if self.shrinker is not None:
-            self.shrinker.load_state_dict(state["shrinker"])
-            self.parallel = parallel(self.loss)
-        self.net.load_state_dict(state["model"])
-        self.guide.load_state_dict(state["guide"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.schedule.load_state_dict(state["schedule"])
+        """Continue from what :meth:`state` returned; raises as :class:`GatedRun` does."""
+        super().load_state(state)
         checkpoint.check_moments(self.optimiser, ("momentum_buffer",) if self.schedule.last_epoch else ())
-        set_random_state(state["random"], self.device)
-        self.elbo.load_state_dict(state["objective"])
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Train, write the files, print a table; returns the metrics.
-
-    Raises:
-        ValueError: an option is outside its range or does not go with another, a file is damaged or of another run, or
-            another run uses ``out``.
-        FileNotFoundError: there are no such data, or no checkpoint to go on from.
-        FloatingPointError: the training diverged; the last checkpoint stays.
-    """
+    """Train, write the files, print a table; returns the metrics, and raises what :func:`mnist.main` does."""
     _check(options)
     with command.folder(options.out), process_group(options.device) as first:
         return _run(load_cifar(options.data, options.data_dir), options, first)

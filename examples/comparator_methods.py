@@ -60,7 +60,6 @@ class Dropout(Layer):
     """Dropout of 0.2 of the inputs and half of the hidden units."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """A noisy pass over a batch."""
         return self.linear(F.dropout(x, 0.2 if self.linear.in_features > 300 else 0.5))
 
 
@@ -72,7 +71,6 @@ class ConcreteDropout(Layer):
         self.logit = nn.Parameter(torch.tensor(-1.4))  # of dropping
 
     def forward(self, x: Tensor) -> Tensor:
-        """A noisy pass over a batch."""
         u = torch.rand_like(x).clamp(1e-6, 1 - 1e-6)
         dropped = torch.sigmoid((self.logit + torch.logit(u)) / 0.1)
         return self.linear(x * (1 - dropped) / torch.sigmoid(-self.logit))
@@ -93,7 +91,6 @@ class Generalized(Layer):
         self.logit = nn.Parameter(torch.full((fan_in,), 1.4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A noisy pass over a batch."""
         rate = torch.sigmoid(self.logit)
         draw = (torch.rand_like(x) < rate).to(x)
         return self.linear(x * (draw + rate - rate.detach()))
@@ -114,6 +111,13 @@ def log_uniform_kl(log_alpha: Tensor) -> Tensor:
     return 0.5 * F.softplus(-log_alpha) - fitted
 
 
+def noisy_product(linear: nn.Linear, x: Tensor, log_var: Tensor) -> Tensor:
+    """What normal weights of these variances make of a batch, with the noise drawn where it arrives."""
+    mean, variance = linear(x), F.linear(x.square(), log_var.exp())
+    noisy: Tensor = mean + torch.sqrt(variance + 1e-8) * torch.randn_like(mean)
+    return noisy
+
+
 class SparseVD(Layer):
     """Gaussian noise per weight whose scale is learned (Molchanov, Ashukha, Vetrov 2017)."""
 
@@ -128,9 +132,7 @@ class SparseVD(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """A noisy pass over a batch, with the noise drawn where it arrives."""
-        mean = self.linear(x)
-        variance = F.linear(x.square(), self.log_var.exp())
-        return mean + torch.sqrt(variance + 1e-8) * torch.randn_like(mean)
+        return noisy_product(self.linear, x, self.log_var)
 
     def penalty(self) -> Tensor:
         """KL of all weights."""
@@ -151,7 +153,6 @@ class VIB(Layer):
         self.log_var = nn.Parameter(torch.full((fan_in,), -9.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A noisy pass over a batch."""
         return self.linear(x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(x)))
 
     def penalty(self) -> Tensor:
@@ -231,7 +232,6 @@ class SBP(Layer):
         self.noise = TruncatedLogNormal(fan_in)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A noisy pass over a batch."""
         return self.linear(x * self.noise.rsample(x.shape))
 
     def penalty(self) -> Tensor:
@@ -259,11 +259,8 @@ class BCGNJ(Layer):
         return self.log_var - torch.log(self.mu.square() + 1e-8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A noisy pass over a batch."""
         scaled = x * (self.mu + torch.exp(0.5 * self.log_var) * torch.randn_like(x))
-        mean = self.linear(scaled)
-        variance = F.linear(scaled.square(), self.weight_log_var.exp())
-        return mean + torch.sqrt(variance + 1e-8) * torch.randn_like(mean)
+        return noisy_product(self.linear, scaled, self.weight_log_var)
 
     def penalty(self) -> Tensor:
         """KL of the groups, and of the weights to a standard normal."""

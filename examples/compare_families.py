@@ -37,8 +37,6 @@ PRINTED = {
     "power_law": [(11_322, 1.8)],
     "exponential_uniform": [(10_002, 1.8)],
 }
-
-
 ENTRIES = ("test_error_percent", "weights_left", "architecture", "seconds")
 
 
@@ -96,7 +94,7 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
     ]
     command.advise("the runs that are finished stay, and the same command goes on with the others")
     missing = [run for run in runs if not _result(run).exists()]
-    command.side_by_side(_train_alone if options.jobs > 1 else _train, missing, options.jobs)
+    command.side_by_side(_train_alone if options.jobs > 1 else mnist.main, missing, options.jobs)
     found = [checkpoint.read_result(_result(run), mnist.describe(run), ENTRIES) for run in runs]
     rows = []
     for family in options.families:
@@ -127,10 +125,6 @@ def _run_options(options: Options, family: FamilyName, lam: float, seed: int) ->
 
 def _result(run: mnist.Options) -> Path:
     return run.out / "metrics.json"
-
-
-def _train(run: mnist.Options) -> None:
-    mnist.main(run)
 
 
 def _train_alone(run: mnist.Options) -> None:

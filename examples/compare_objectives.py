@@ -43,16 +43,10 @@ from run import Run
 __all__ = ["Options", "main", "rate_without_data"]
 
 RATES = (0.5, 0.2, 0.1, 0.05)
-SWEEP: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("l0", {"objective": "l0", "lam": (0.02,)}),
-    ("l0", {"objective": "l0", "lam": (0.05,)}),
-    ("l0", {"objective": "l0", "lam": (0.15,)}),
-    ("free_energy", {"objective": "free_energy", "lam": (0.005,)}),
-    ("free_energy", {"objective": "free_energy", "lam": (0.02,)}),
-    ("free_energy", {"objective": "free_energy", "lam": (0.05,)}),
-    ("spike_slab", {"objective": "spike_slab", "prior_active_prob": 0.5}),
-    ("spike_slab", {"objective": "spike_slab", "prior_active_prob": 0.1}),
-    ("spike_slab", {"objective": "spike_slab", "prior_active_prob": 0.01}),
+SWEEP: tuple[dict[str, Any], ...] = (
+    *({"objective": "l0", "lam": (lam,)} for lam in (0.02, 0.05, 0.15)),
+    *({"objective": "free_energy", "lam": (lam,)} for lam in (0.005, 0.02, 0.05)),
+    *({"objective": "spike_slab", "prior_active_prob": rate} for rate in (0.5, 0.1, 0.01)),
 )
 
 
@@ -93,7 +87,7 @@ def main(options: Options) -> dict[str, Any]:
 
 def _compare(options: Options) -> dict[str, Any]:
     images = load_images(options.data, options.data_dir)
-    sweep = [] if options.rates_only else [_train(images, options, name, knob) for name, knob in SWEEP]
+    sweep = [] if options.rates_only else [_train(images, options, knob["objective"], knob) for knob in SWEEP]
     rates = []
     for rate in RATES:
         knob = {"objective": "free_energy", "lam": (0.0,), "prior_active_prob": rate}
@@ -113,10 +107,8 @@ def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) ->
     for _ in tqdm(range(options.epochs), desc=name, leave=False, unit="epoch", disable=None):
         run.train_epoch()
     measured = run.measure()
-    overall = sum(
-        rate * gate.numel()
-        for rate, gate in zip(measured["active_rate"].values(), run.guide.test_gates().values(), strict=True)
-    ) / sum(gate.numel() for gate in run.guide.test_gates().values())
+    rates = zip(measured["active_rate"].values(), run.units, strict=True)
+    overall = sum(rate * units for rate, units in rates) / sum(run.units)
     text = ", ".join(f"{key} {value[0] if isinstance(value, tuple) else value}" for key, value in knob.items())
     return {"name": name, "knob": text, "weights": run.cost.total_weights, "overall_rate": overall, **measured}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cifar import Cifar
 from data import Images
-from processes import check_shares, place
+from processes import check_shares, parallel, place, random_states, set_random_state
 from pyro_l0.compaction import Plan, Shrinker
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import NetworkCost
@@ -31,12 +31,12 @@ class GatedRun:
         seed: seed of everything random.
         device: where to train.
 
-    Attributes:
-        cost: what the network costs; a subclass sets it.
-        shrinker: if one is set, counts are those of the network at the start.
+    A subclass sets the attributes below; with a shrinker, what is counted is the network at the start.
     """
 
     cost: NetworkCost
+    loss: nn.Module
+    parallel: nn.Module
 
     def __init__(self, images: Images | Cifar, batch_size: int, seed: int, device: str) -> None:
         torch.manual_seed(seed)
@@ -52,6 +52,38 @@ class GatedRun:
     def plans(self) -> Sequence[Plan]:
         """By which the network has shrunk so far."""
         return () if self.shrinker is None else self.shrinker.plans
+
+    def parts(self) -> dict[str, Any]:
+        """What has a ``state_dict``, by its name in a checkpoint; None for what this run does without."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, random numbers included."""
+        states = {name: None if part is None else part.state_dict() for name, part in self.parts().items()}
+        return {**states, "random": random_states(self.device)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state` returned.
+
+        Raises:
+            Exception: an entry is missing, of another kind or of another shape.
+        """
+        if self.shrinker is not None:
+            self.shrinker.load_state_dict(state["shrinker"])
+            self.after_shrinking()
+        for name, part in self.parts().items():
+            if part is not None and part is not self.shrinker:
+                part.load_state_dict(state[name])
+        set_random_state(state["random"], self.device)
+
+    def shrink(self) -> None:
+        """Take out what is closed for good, if a shrinker is there."""
+        if self.shrinker is not None and self.shrinker.step():
+            self.after_shrinking()
+
+    def after_shrinking(self) -> None:
+        """Make anew what depends on the parameters."""
+        self.parallel = parallel(self.loss)
 
     def full(self, gates: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gates in the sizes of the network at the start."""

@@ -69,7 +69,7 @@ def _checkpoint(options: Options) -> Path:
 def _run(options: Options, first: bool) -> dict[str, Any]:
     images = load_images(options.data, options.data_dir, options.hold_out)
     run = Run(images, options)
-    progress = Progress(run, options.out / "checkpoint.pt", _fingerprint(run, images), first, seconds=0.0)
+    progress = Progress(run, options.out / "checkpoint.pt", _fingerprint(run, images), first, {"seconds": 0.0})
     resume = _checkpoint(options) if options.resume else None
     for entry in progress.epochs(options.epochs, ("loss", *MEASURES), _show, resume):
         start = time.perf_counter()
@@ -106,19 +106,9 @@ def _show(entry: dict[str, Any]) -> str:
 def _fingerprint(run: Run, images: Images) -> dict[str, Any]:
     """What a checkpoint and the run that resumes it must agree in."""
     options = run.options
-    same = (
-        "data",
-        "network",
-        "objective",
-        "seed",
-        "hold_out",
-        "weight_decay",
-        "shrink",
-        "prior_active_prob",
-        "batch_size",
-    )
+    same = "data", "network", "objective", "seed", "hold_out", "weight_decay", "shrink", "prior_active_prob"
     return {
-        **{name: value for name, value in asdict(options).items() if name in same},
+        **{name: value for name, value in asdict(options).items() if name in (*same, "batch_size")},
         "units": run.units,
         "family": [options.family, options.family_options, options.estimator],
         "target": [options.target, options.target_of, options.target_epochs],
@@ -160,17 +150,14 @@ def _print_table(metrics: dict[str, Any], options: Options) -> None:
     rows = [
         (f"{error}, final epoch", f"{metrics['test_error_percent']:.2f} %"),
         (f"{error}, best epoch", f"{metrics['best_test_error_percent']:.2f} %"),
-        *(
-            [(f"{error}, compacted and retrained", f"{metrics['retrained_error_percent']:.2f} %")]
-            if "retrained_error_percent" in metrics
-            else []
-        ),
         ("units left", f"{'-'.join(map(str, metrics['architecture']))} of {'-'.join(map(str, metrics['units']))}"),
         ("weights left", f"{metrics['weights_left']:,} of {metrics['weights']:,} ({100 * left:.1f} %)"),
         ("multiply-adds left", f"{metrics['macs_left']:,} of {metrics['macs']:,}"),
         ("largest difference of the compacted network", f"{metrics['certificate']:.1e}"),
         ("seconds", f"{metrics['seconds']:.0f}"),
     ]
+    if "retrained_error_percent" in metrics:
+        rows.insert(2, (f"{error}, compacted and retrained", f"{metrics['retrained_error_percent']:.2f} %"))
     for name, value in rows:
         print(f"{name:46s}{value}")
     print(f"files in {options.out}: {', '.join(sorted(path.name for path in options.out.glob('[!.]*')))}")

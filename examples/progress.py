@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,13 +18,12 @@ __all__ = ["Progress"]
 class Resumable(Protocol):
     """What a checkpoint holds the state of."""
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs."""
+    def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned."""
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass
 class Progress:
     """What a run has found so far, as its checkpoints keep it.
 
@@ -32,19 +32,16 @@ class Progress:
         path: the checkpoint.
         fingerprint: what a checkpoint and the run that resumes it must agree in.
         first: whether this process writes and shows; of several it is one.
-        totals: numbers that grow over the epochs, which checkpoints keep too.
-
-    Attributes:
+        totals: numbers that grow over the epochs.
         history: what was measured after each epoch.
     """
 
-    def __init__(self, run: Resumable, path: Path, fingerprint: dict[str, Any], first: bool, **totals: float) -> None:
-        self.run = run
-        self.path = path
-        self.fingerprint = fingerprint
-        self.first = first
-        self.totals = totals
-        self.history: list[dict[str, Any]] = []
+    run: Resumable
+    path: Path
+    fingerprint: dict[str, Any]
+    first: bool
+    totals: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
 
     def epochs(
         self, number: int, entries: Sequence[str], show: Callable[[dict[str, Any]], str], resume: Path | None

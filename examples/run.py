@@ -26,7 +26,7 @@ from networks import (
     with_mean_weights,
 )
 from options import Options
-from processes import parallel, random_states, set_random_state, shuffled
+from processes import parallel, shuffled
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Replica, SelectedInputs, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
@@ -182,9 +182,7 @@ class Run(GatedRun):
         check_finite(mean, self.trained, self.averaged)
         if self.target is not None:
             self.target.check()
-        if self.shrinker is not None and self.shrinker.step():
-            self.model.net = self.trained[0]
-            self.parallel = parallel(self.loss)
+        self.shrink()
         return mean
 
     def _plain(self) -> nn.Module:
@@ -249,37 +247,29 @@ class Run(GatedRun):
         network.eval()
         return self._error(network)
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, random numbers included."""
+    def parts(self) -> dict[str, Any]:
+        """What has a ``state_dict``, by its name in a checkpoint."""
         return {
-            "model": self.model.state_dict(),
-            "guide": self.guide.state_dict(),
-            "averaged": self.averaged.state_dict(),
-            "steps": self.steps,
-            "optimiser": self.optimiser.state_dict(),
-            "random": random_states(self.device),
-            "objective": self.elbo.state_dict(),
-            "target": None if self.target is None else self.target.state_dict(),
-            "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
+            "shrinker": self.shrinker,
+            "target": self.target,
+            "model": self.model,
+            "guide": self.guide,
+            "averaged": self.averaged,
+            "optimiser": self.optimiser,
+            "objective": self.elbo,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned.
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, random numbers included."""
+        return {**super().state(), "steps": self.steps}
 
-        Raises:
-            Exception: an entry is missing, of another kind or of another shape.
-        """
-        if self.shrinker is not None:
-            self.shrinker.load_state_dict(state["shrinker"])
-            self.model.net = self.trained[0]
-            self.parallel = parallel(self.loss)
-        if self.target is not None:
-            self.target.load_state_dict(state["target"])
-        self.model.load_state_dict(state["model"])
-        self.guide.load_state_dict(state["guide"])
-        self.averaged.load_state_dict(state["averaged"])
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state` returned; raises as :class:`GatedRun` does."""
+        super().load_state(state)
         self.steps = state["steps"]
-        self.optimiser.load_state_dict(state["optimiser"])
         checkpoint.check_moments(self.optimiser, ("step", "exp_avg", "exp_avg_sq") if self.steps else ())
-        set_random_state(state["random"], self.device)
-        self.elbo.load_state_dict(state["objective"])
+
+    def after_shrinking(self) -> None:
+        """Make anew what depends on the parameters."""
+        self.model.net = self.trained[0]
+        super().after_shrinking()
