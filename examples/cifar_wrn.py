@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,22 +26,21 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import checkpoint
 import command
 import ranges
 from cifar import Cifar, load_cifar
+from gated_run import MEASURES, GatedRun, check_finite
 from networks import FAMILIES, Classifier, FamilyName, estimator_options, family_options, init_active_prob
 from plots import plot_training
-from processes import check_shares, process_group, random_states, set_random_state
+from processes import parallel, process_group, shuffled
+from progress import Progress
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
-from training import MEASURES, check_finite
 from wide_resnet import wide_resnet
 
 __all__ = ["Options", "Run", "fingerprint", "main"]
@@ -105,7 +103,7 @@ class Options:
     resume: bool = False
 
 
-class Run:
+class Run(GatedRun):
     """One training run.
 
     Args:
@@ -114,12 +112,8 @@ class Run:
     """
 
     def __init__(self, images: Cifar, options: Options) -> None:
-        torch.manual_seed(options.seed)
+        super().__init__(images, options.batch_size, options.seed, options.device)
         self.options = options
-        self.device = torch.device(options.device)
-        self.train_x, self.train_y, self.test_x, self.test_y = (
-            x.to(self.device) for x in (images.train_x, images.train_y, images.test_x, images.test_y)
-        )
         # One copy padded once; every epoch cuts its crops out of it.
         self.padded = F.pad(self.train_x, (4, 4, 4, 4))
         self.mean, self.std = (255 * torch.tensor(x, device=self.device).view(3, 1, 1) for x in (MEAN, STD))
@@ -159,31 +153,19 @@ class Run:
         )
         milestones = [round(share * options.epochs) for share in STEPS]
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, milestones, gamma=0.2)
-        self.shrinker: Shrinker | None = None
         if options.shrink:
             self.shrinker = Shrinker(self.model, "net", self.guide, example, self.optimiser, self.elbo)
         self.plain = net
         if options.compile:
             self.model.net = torch.compile(net)
-        self.processes, self.process = 1, 0
         if distributed.is_initialized():
-            self.processes, self.process = distributed.get_world_size(), distributed.get_rank()
             torch.manual_seed(options.seed + self.process)
-        check_shares(len(self.train_x), options.batch_size, self.processes)
-        self.parallel = self._parallel()
+        self.parallel = parallel(self.loss)
 
     @property
     def net(self) -> nn.Module:
         """The network as it is now, not compiled."""
         return self.plain if self.shrinker is None else self.model.net
-
-    def _parallel(self) -> nn.Module:
-        """The loss as every process calls it; made again after the network has shrunk."""
-        return DistributedDataParallel(self.loss) if self.processes > 1 else self.loss
-
-    def _full(self, gates: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Gates in the sizes of the network at the start."""
-        return gates if self.shrinker is None else self.shrinker.full(gates)
 
     def _batch(self, index: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
         """Normalised images and classes; with random crops and flips."""
@@ -209,10 +191,7 @@ class Run:
         """
         self.net.train()
         total = torch.zeros((), device=self.device)
-        order = torch.randperm(len(self.train_x)).to(self.device)
-        if self.processes > 1:
-            distributed.broadcast(order, 0)
-        batches = order.split(self.options.batch_size)[: self.options.max_steps]
+        batches = shuffled(len(self.train_x), self.device).split(self.options.batch_size)[: self.options.max_steps]
         for index in batches:
             self.optimiser.zero_grad()
             batch = self._batch(index[self.process :: self.processes], augment=True)
@@ -224,8 +203,7 @@ class Run:
         self.schedule.step()
         mean = float(total) / len(batches)
         check_finite(mean, self.net, self.guide)
-        if self.shrinker is not None and self.shrinker.step():
-            self.parallel = self._parallel()
+        self.shrink()
         return mean
 
     @torch.no_grad()
@@ -236,63 +214,34 @@ class Run:
         wrong = torch.zeros((), device=self.device)
         for x, y in zip(self.test_x.split(500), self.test_y.split(500), strict=True):
             wrong += (fixed(self._normalised(x)).argmax(-1) != y).sum()
-        open_gates = {name: (gate != 0).float() for name, gate in self._full(gates).items()}
-        active = self._full({name: gate.active_prob for name, gate in self.guide.posterior().items()})
-        return {
-            "test_error_percent": 100 * float(wrong) / len(self.test_y),
-            "architecture": [int(gate.sum()) for gate in open_gates.values()],
-            "weights_left": int(self.cost.weights(open_gates)),
-            "macs_left": int(self.cost.macs(open_gates)),
-            "expected_weights": float(self.cost.weights(active)),
-            "expected_macs": float(self.cost.macs(active)),
-        }
+        left = self.left(gates, self.active_prob(self.guide))
+        return {"test_error_percent": 100 * float(wrong) / len(self.test_y), **left}
 
     def compacted(self) -> Compacted:
         """The network under its test gates as a smaller plain network."""
         # A deep residual network in float32 adds up rounding errors of many layers.
-        before = () if self.shrinker is None else self.shrinker.plans
         images = self._normalised(self.test_x[:16])
-        return compact(self.net, self.guide.test_gates(), images, tolerance=1e-4, before=before)
+        return compact(self.net, self.guide.test_gates(), images, tolerance=1e-4, before=self.plans)
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, random numbers included."""
+    def parts(self) -> dict[str, Any]:
+        """What has a ``state_dict``, by its name in a checkpoint."""
         return {
-            "model": self.net.state_dict(),
-            "guide": self.guide.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "random": random_states(self.device),
-            "objective": self.elbo.state_dict(),
-            "shrinker": None if self.shrinker is None else self.shrinker.state_dict(),
+            "shrinker": self.shrinker,
+            "model": self.net,
+            "guide": self.guide,
+            "optimiser": self.optimiser,
+            "schedule": self.schedule,
+            "objective": self.elbo,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned.
-
-        Raises:
-            Exception: an entry is missing, of another kind or of another shape.
-        """
-        if self.shrinker is not None:
-            self.shrinker.load_state_dict(state["shrinker"])
-            self.parallel = self._parallel()
-        self.net.load_state_dict(state["model"])
-        self.guide.load_state_dict(state["guide"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.schedule.load_state_dict(state["schedule"])
+        """Continue from what :meth:`state` returned; raises as :class:`GatedRun` does."""
+        super().load_state(state)
         checkpoint.check_moments(self.optimiser, ("momentum_buffer",) if self.schedule.last_epoch else ())
-        set_random_state(state["random"], self.device)
-        self.elbo.load_state_dict(state["objective"])
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Train, write the files, print a table; returns the metrics.
-
-    Raises:
-        ValueError: an option is outside its range or does not go with another, a file is damaged or of another run, or
-            another run uses ``out``.
-        FileNotFoundError: there are no such data, or no checkpoint to go on from.
-        FloatingPointError: the training diverged; the last checkpoint stays.
-    """
+    """Train, write the files, print a table; returns the metrics, and raises what :func:`mnist.main` does."""
     _check(options)
     with command.folder(options.out), process_group(options.device) as first:
         return _run(load_cifar(options.data, options.data_dir), options, first)
@@ -327,39 +276,19 @@ def fingerprint(options: Options) -> dict[str, Any]:
 def _run(images: Cifar, options: Options, first: bool) -> dict[str, Any]:
     run = Run(images, options)
     path = options.out / "checkpoint.pt"
-    history: list[dict[str, Any]] = []
 
-    def save() -> None:
-        state = {"fingerprint": fingerprint(options), "run": run.state(), "history": history}
-        if first:
-            checkpoint.save(path, state)
-            command.advise(f"{path} holds {len(history)} epochs, and the same command with --resume goes on from there")
+    def show(entry: dict[str, Any]) -> str:
+        share = entry["expected_macs"] / run.cost.total_macs
+        return f"error {entry['test_error_percent']:.2f} %, expected MACs {100 * share:.1f} %"
 
-    if options.resume:
-        state = checkpoint.load(path, fingerprint(options))
-        with checkpoint.fitting(path):
-            checkpoint.check_history(path, state["history"], options.epochs, ("loss", "seconds", *MEASURES))
-            run.load_state(state["run"])
-            history = state["history"]
-    else:
-        save()
-
-    epochs = tqdm(
-        range(len(history), options.epochs),
-        initial=len(history),
-        total=options.epochs,
-        unit="epoch",
-        disable=None if first else True,  # None: shown on a terminal alone
-    )
-    for epoch in epochs:
+    progress = Progress(run, path, fingerprint(options), first)
+    entries = ("loss", "seconds", *MEASURES)
+    for entry in progress.epochs(options.epochs, entries, show, path if options.resume else None):
         start = time.perf_counter()
-        loss = run.train_epoch()
-        seconds = time.perf_counter() - start
-        measured = run.measure()
-        history.append({"epoch": epoch + 1, "loss": loss, "seconds": seconds, **measured})
-        share = measured["expected_macs"] / run.cost.total_macs
-        epochs.set_postfix_str(f"error {measured['test_error_percent']:.2f} %, expected MACs {100 * share:.1f} %")
-        save()
+        entry["loss"] = run.train_epoch()
+        entry["seconds"] = time.perf_counter() - start
+        entry.update(run.measure())
+    history = progress.history
     small = run.compacted()
     metrics = {
         **{key: value for key, value in history[-1].items() if key != "epoch"},

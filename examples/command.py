@@ -123,7 +123,7 @@ def folder(out: Path) -> Iterator[None]:
         yield
 
 
-def side_by_side(function: Callable[[Task], None], tasks: Sequence[Task], jobs: int) -> None:
+def side_by_side(function: Callable[[Task], object], tasks: Sequence[Task], jobs: int) -> None:
     """Call a function for every task, in several processes.
 
     Args:
@@ -163,7 +163,7 @@ def side_by_side(function: Callable[[Task], None], tasks: Sequence[Task], jobs: 
             process.join()
 
 
-def _start(function: Callable[[Task], None]) -> tuple[connection.Connection, Any]:
+def _start(function: Callable[[Task], object]) -> tuple[connection.Connection, Any]:
     """A process that waits for tasks, and the line to it."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
@@ -178,7 +178,7 @@ def _start(function: Callable[[Task], None]) -> tuple[connection.Connection, Any
     return ours, process
 
 
-def _work(function: Callable[[Task], None], line: connection.Connection) -> None:
+def _work(function: Callable[[Task], object], line: connection.Connection) -> None:
     """Do tasks and answer with None or an exception, until nobody sends any."""
     from tqdm import tqdm
 

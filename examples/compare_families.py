@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -37,8 +37,6 @@ PRINTED = {
     "power_law": [(11_322, 1.8)],
     "exponential_uniform": [(10_002, 1.8)],
 }
-
-
 ENTRIES = ("test_error_percent", "weights_left", "architecture", "seconds")
 
 
@@ -96,7 +94,7 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
     ]
     command.advise("the runs that are finished stay, and the same command goes on with the others")
     missing = [run for run in runs if not _result(run).exists()]
-    command.side_by_side(_train_alone if options.jobs > 1 else _train, missing, options.jobs)
+    command.side_by_side(_train_alone if options.jobs > 1 else mnist.main, missing, options.jobs)
     found = [checkpoint.read_result(_result(run), mnist.describe(run), ENTRIES) for run in runs]
     rows = []
     for family in options.families:
@@ -120,28 +118,13 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
 
 
 def _run_options(options: Options, family: FamilyName, lam: float, seed: int) -> mnist.Options:
-    return mnist.Options(
-        data=options.data,
-        data_dir=options.data_dir,
-        network=options.network,
-        family=family,
-        lam=(lam,),
-        epochs=options.epochs,
-        seed=seed,
-        gate_learning_rate=options.gate_learning_rate,
-        weight_decay=options.weight_decay,
-        hold_out=options.hold_out,
-        shrink=True,
-        out=options.out / f"{family}-{lam:g}-{seed}",
-    )
+    both = {field.name for field in fields(mnist.Options)}
+    run = mnist.Options(shrink=True, **{name: x for name, x in asdict(options).items() if name in both})
+    return replace(run, family=family, lam=(lam,), seed=seed, out=options.out / f"{family}-{lam:g}-{seed}")
 
 
 def _result(run: mnist.Options) -> Path:
     return run.out / "metrics.json"
-
-
-def _train(run: mnist.Options) -> None:
-    mnist.main(run)
 
 
 def _train_alone(run: mnist.Options) -> None:

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
     command.answer_signals()
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,25 +33,20 @@ from tqdm import tqdm
 
 import checkpoint
 import command
+import options as training
 import ranges
-from data import Images, load_digits, load_mnist
+from data import Images, load_images
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
-from training import Run
+from run import Run
 
 __all__ = ["Options", "main", "rate_without_data"]
 
 RATES = (0.5, 0.2, 0.1, 0.05)
-SWEEP: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("l0", {"objective": "l0", "lam": (0.02,)}),
-    ("l0", {"objective": "l0", "lam": (0.05,)}),
-    ("l0", {"objective": "l0", "lam": (0.15,)}),
-    ("free_energy", {"objective": "free_energy", "lam": (0.005,)}),
-    ("free_energy", {"objective": "free_energy", "lam": (0.02,)}),
-    ("free_energy", {"objective": "free_energy", "lam": (0.05,)}),
-    ("spike_slab", {"objective": "spike_slab", "prior_active_prob": 0.5}),
-    ("spike_slab", {"objective": "spike_slab", "prior_active_prob": 0.1}),
-    ("spike_slab", {"objective": "spike_slab", "prior_active_prob": 0.01}),
+SWEEP: tuple[dict[str, Any], ...] = (
+    *({"objective": "l0", "lam": (lam,)} for lam in (0.02, 0.05, 0.15)),
+    *({"objective": "free_energy", "lam": (lam,)} for lam in (0.005, 0.02, 0.05)),
+    *({"objective": "spike_slab", "prior_active_prob": rate} for rate in (0.5, 0.1, 0.01)),
 )
 
 
@@ -91,8 +86,8 @@ def main(options: Options) -> dict[str, Any]:
 
 
 def _compare(options: Options) -> dict[str, Any]:
-    images = load_digits() if options.data == "digits" else load_mnist(options.data_dir)
-    sweep = [] if options.rates_only else [_train(images, options, name, knob) for name, knob in SWEEP]
+    images = load_images(options.data, options.data_dir)
+    sweep = [] if options.rates_only else [_train(images, options, knob["objective"], knob) for knob in SWEEP]
     rates = []
     for rate in RATES:
         knob = {"objective": "free_energy", "lam": (0.0,), "prior_active_prob": rate}
@@ -106,21 +101,14 @@ def _compare(options: Options) -> dict[str, Any]:
 
 
 def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) -> dict[str, Any]:
-    digits = options.data == "digits"
-    run = Run(
-        images,
-        gate_learning_rate=2e-2 if digits else 1e-3,
-        seed=options.seed,
-        device=options.device,
-        **knob,
-    )
+    gate_rate = 2e-2 if options.data == "digits" else 1e-3
+    base = training.Options(options.data, seed=options.seed, device=options.device, gate_learning_rate=gate_rate)
+    run = Run(images, replace(base, **knob))
     for _ in tqdm(range(options.epochs), desc=name, leave=False, unit="epoch", disable=None):
         run.train_epoch()
     measured = run.measure()
-    overall = sum(
-        rate * gate.numel()
-        for rate, gate in zip(measured["active_rate"].values(), run.guide.test_gates().values(), strict=True)
-    ) / sum(gate.numel() for gate in run.guide.test_gates().values())
+    rates = zip(measured["active_rate"].values(), run.units, strict=True)
+    overall = sum(rate * units for rate, units in rates) / sum(run.units)
     text = ", ".join(f"{key} {value[0] if isinstance(value, tuple) else value}" for key, value in knob.items())
     return {"name": name, "knob": text, "weights": run.cost.total_weights, "overall_rate": overall, **measured}
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
-__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_mnist", "read_idx"]
+__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_images", "load_mnist", "read_idx"]
 
 MNIST_URLS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -64,13 +65,8 @@ class Images:
         """
         if not 0 < number < len(self.train_x):
             raise ValueError(f"Expected to hold out between 1 and {len(self.train_x) - 1} images, but got {number}.")
-        return Images(
-            self.train_x[:-number],
-            self.train_y[:-number],
-            self.train_x[-number:],
-            self.train_y[-number:],
-            self.image_shape,
-        )
+        x, y = self.train_x, self.train_y
+        return Images(x[:-number], y[:-number], x[-number:], y[-number:], self.image_shape)
 
 
 def load_digits() -> Images:
@@ -83,13 +79,14 @@ def load_digits() -> Images:
         random_state=DIGITS_SPLIT_SEED,
         stratify=digits.target,
     )
-    return Images(
-        torch.from_numpy(train_x),
-        torch.from_numpy(train_y),
-        torch.from_numpy(test_x),
-        torch.from_numpy(test_y),
-        image_shape=(1, 8, 8),
-    )
+    train_x, train_y, test_x, test_y = map(torch.from_numpy, (train_x, train_y, test_x, test_y))
+    return Images(train_x, train_y, test_x, test_y, image_shape=(1, 8, 8))
+
+
+def load_images(data: Literal["digits", "mnist"], data_dir: Path | None = None, hold_out: int = 0) -> Images:
+    """The data that an example's options name; with ``hold_out`` as :meth:`Images.hold_out` returns them."""
+    images = load_digits() if data == "digits" else load_mnist(data_dir)
+    return images.hold_out(hold_out) if hold_out else images
 
 
 def load_mnist(

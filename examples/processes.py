@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["check_shares", "process_group", "random_states", "set_random_state"]
+__all__ = ["check_shares", "parallel", "place", "process_group", "random_states", "set_random_state", "shuffled"]
 
 
 @contextmanager
@@ -52,6 +53,24 @@ def check_shares(num_data: int, batch_size: int, processes: int) -> None:
         )
 
 
+def place() -> tuple[int, int]:
+    """How many processes train together, and which of them this is."""
+    return (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
+
+
+def parallel(loss: nn.Module) -> nn.Module:
+    """A loss whose gradients are averaged over the processes; to be made again when its parameters are others."""
+    return DistributedDataParallel(loss) if place()[0] > 1 else loss
+
+
+def shuffled(num_data: int, device: torch.device) -> Tensor:
+    """A random order of all examples, the same in all processes."""
+    order = torch.randperm(num_data).to(device)
+    if place()[0] > 1:
+        distributed.broadcast(order, 0)
+    return order
+
+
 def random_states(device: torch.device) -> Tensor:
     """The random number generators of all processes, one per row: the host's, and behind it the device's.
 
@@ -78,9 +97,7 @@ def set_random_state(states: Tensor, device: torch.device) -> None:
     Raises:
         ValueError: they are of another number of processes, or of another kind of device.
     """
-    processes, process = 1, 0
-    if distributed.is_initialized():
-        processes, process = distributed.get_world_size(), distributed.get_rank()
+    processes, process = place()
     if len(states) != processes:
         raise ValueError(f"Expected as many processes as the checkpoint has, {len(states)}, but got {processes}.")
     own = states[process].clone()

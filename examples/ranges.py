@@ -37,14 +37,9 @@ def below(most: int) -> Rule:
     return Rule(f"of at most {most}", lambda x: x <= most)
 
 
-POSITIVE = (
-    Rule("to be finite and positive", lambda x: 0 < x < math.inf),
-    Rule(f"of at most {LARGEST:g}", lambda x: x <= LARGEST),
-)
-NOT_NEGATIVE = (
-    Rule("to be finite and not negative", lambda x: 0 <= x < math.inf),
-    Rule(f"of at most {LARGEST:g}", lambda x: x <= LARGEST),
-)
+NOT_HUGE = Rule(f"of at most {LARGEST:g}", lambda x: x <= LARGEST)
+POSITIVE = (Rule("to be finite and positive", lambda x: 0 < x < math.inf), NOT_HUGE)
+NOT_NEGATIVE = (Rule("to be finite and not negative", lambda x: 0 <= x < math.inf), NOT_HUGE)
 RATE = (Rule("strictly between 0 and 1", lambda x: 0 < x < 1),)
 NUMBER = (at_least(1), below(2**31 - 1))
 SEED = (at_least(0), below(2**32 - 1))
@@ -68,10 +63,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "max_steps": NUMBER,
     "prior_active_prob": RATE,
     "retrain": (at_least(0), below(2**31 - 1)),
-    "retrain_noise": (
-        Rule("of at least 0 and finite", lambda x: 0 <= x < math.inf),
-        Rule(f"of at most {LARGEST:g}", lambda x: x <= LARGEST),
-    ),
+    "retrain_noise": (Rule("of at least 0 and finite", lambda x: 0 <= x < math.inf), NOT_HUGE),
     "seed": SEED,
     "seeds": SEED,
     "slab_scale": POSITIVE,

@@ -158,12 +158,7 @@ def noise_scale(x: Array, y: Array) -> float:
 
 
 def make_model(
-    x: Array,
-    y: Array,
-    noise: float,
-    prior_active_prob: float,
-    slab_scale: float,
-    device: str = "cpu",
+    x: Array, y: Array, noise: float, prior_active_prob: float, slab_scale: float, device: str = "cpu"
 ) -> Callable[[], None]:
     """The regression as a Pyro model, with gates ``z`` and slab weights ``w``."""
     inputs, target = (torch.tensor(part, dtype=torch.float32, device=device) for part in (x, y))
@@ -194,13 +189,7 @@ def fit(model: Callable[[], None], steps: int, seed: int) -> Posterior:
     slab = {"w": "z"}
     guide = AutoSpikeSlab(model, slab=slab, init_active_prob=0.5)
     guide()  # makes the parameters
-    elbo = L0_ELBO(
-        "spike_slab",
-        slab=slab,
-        num_particles=PARTICLES,
-        vectorize_particles=True,
-        max_plate_nesting=1,
-    )
+    elbo = L0_ELBO("spike_slab", slab=slab, num_particles=PARTICLES, vectorize_particles=True, max_plate_nesting=1)
     loss_of = elbo(model, guide)
     optimiser = torch.optim.Adam(guide.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import checkpoint
 from cifar import Cifar, load_cifar
 from cifar_wrn import STEPS, Options, Run
+from processes import random_states, set_random_state
 from pyro_l0.nn import Gate
-from training import random_states, set_random_state
 from wide_resnet import wide_resnet
 
 __all__ = ["cifar_units"]

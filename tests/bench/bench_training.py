@@ -23,26 +23,28 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from averages import Average
 from data import Images, load_mnist
 from networks import build
+from options import Options
 from pyro_l0.nn import fix_gates, gate_names, name_gates
-from training import Average, Run
+from run import Run
 
 ROUNDS, STEPS = 60, 10  # of the runs that do not shrink
 
 
 class DenseRun:
-    """The network without gates, trained as :class:`training.Run` trains."""
+    """The network without gates, trained as :class:`run.Run` trains."""
 
-    def __init__(self, images: Images, network: str, batch_size: int, learning_rate: float, seed: int) -> None:
-        torch.manual_seed(seed)
-        gated = build("mlp" if network == "mlp" else "lenet5", 784)
+    def __init__(self, images: Images, options: Options) -> None:
+        torch.manual_seed(options.seed)
+        gated = build(options.network, 784)
         name_gates(gated)
         fixed = fix_gates(gated, {site: torch.ones(gate.size) for site, gate in gate_names(gated).items()})
         self.net = nn.Sequential(*(layer for layer in fixed if type(layer).__name__ != "FixedGate"))
         self.images = images
-        self.batch_size = batch_size
-        self.optimiser = torch.optim.Adam(self.net.parameters(), learning_rate, fused=True)
+        self.batch_size = options.batch_size
+        self.optimiser = torch.optim.Adam(self.net.parameters(), options.learning_rate, fused=True)
         self.average = Average(copy.deepcopy(self.net), self.net)
 
     def train_epoch(self) -> None:
@@ -70,31 +72,20 @@ def main() -> None:
     parser.add_argument("--target", type=float, help="largest fraction of the multiply-adds, beside lam")
     parser.add_argument("--target-epochs", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=200)
-    options = parser.parse_args()
+    given = vars(parser.parse_args())
+    options = Options(data="mnist", **{**given, "lam": tuple(given["lam"])})
     torch.set_num_threads(1)
     images = load_mnist(options.data_dir)
 
     def gated(images: Images, weight_decay: float, shrink: bool) -> Run:
-        return Run(
-            images,
-            options.network,
-            lam=tuple(options.lam),
-            weight_decay=weight_decay,
-            learning_rate=options.learning_rate,
-            gate_learning_rate=options.gate_learning_rate,
-            batch_size=options.batch_size,
-            target=options.target,
-            target_epochs=options.target_epochs,
-            shrink=shrink,
-            seed=1,
-        )
-
-    def dense(images: Images) -> DenseRun:
-        return DenseRun(images, options.network, options.batch_size, options.learning_rate, 1)
+        return Run(images, dataclasses.replace(options, weight_decay=weight_decay, shrink=shrink))
 
     num = STEPS * options.batch_size
     few = dataclasses.replace(images, train_x=images.train_x[:num].clone(), train_y=images.train_y[:num].clone())
-    unshrunk: dict[str, Run | DenseRun] = {"dense": dense(few), "gated, no weight decay": gated(few, 0.0, shrink=False)}
+    unshrunk: dict[str, Run | DenseRun] = {
+        "dense": DenseRun(few, options),
+        "gated, no weight decay": gated(few, 0.0, shrink=False),
+    }
     if options.weight_decay:
         unshrunk["gated"] = gated(few, options.weight_decay, shrink=False)
     seconds = {name: [time_epoch(run) for _ in range(2)] for name, run in unshrunk.items()}
@@ -109,7 +100,7 @@ def main() -> None:
         quartiles = f"quartiles {low:.2f} and {high:.2f} of {ROUNDS} rounds"
         print(f"{name}, without shrinking: {step:.2f} ms a step, {median:.2f} of a dense one ({quartiles})", flush=True)
 
-    shrinking, plain = gated(images, options.weight_decay, shrink=True), dense(images)
+    shrinking, plain = gated(images, options.weight_decay, shrink=True), DenseRun(images, options)
     total, shrunk = 0.0, 0.0
     for epoch in range(options.epochs):
         last, last_shrunk = time_epoch(plain), time_epoch(shrinking)

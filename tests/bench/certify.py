@@ -17,10 +17,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from data import Images, load_mnist
+from options import Options
 from pyro_l0.compaction import compact
-from training import Run
-
-SETTINGS = ("network", "weight_decay", "target", "target_of", "target_epochs", "shrink")
+from run import Run
 
 
 def certificates(folder: Path, images: Images) -> dict[torch.dtype, float]:
@@ -28,7 +27,7 @@ def certificates(folder: Path, images: Images) -> dict[torch.dtype, float]:
     options = json.loads((folder / "metrics.json").read_text())["options"]
     if options["data"] != "mnist" or options["objective"] != "l0" or options["family"] != "hard_concrete":
         raise ValueError(f"Expected a run of the l0 objective on mnist with hard concrete gates, but got {options}.")
-    run = Run(images, **{name: options[name] for name in SETTINGS}, lam=tuple(options["lam"]) or (0.0,))
+    run = Run(images, Options(**{**options, "lam": tuple(options["lam"])}))
     run.load_state(torch.load(folder / "checkpoint.pt", weights_only=True)["run"])
     run.finish()
     net, guide = run.averaged

@@ -12,6 +12,7 @@ import copy
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from data import load_mnist
 from networks import build
+from options import Options
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn import name_gates
-from training import Run
+from run import Run
 
 
 def main() -> None:
@@ -38,13 +40,13 @@ def main() -> None:
     images = load_mnist(options.data_dir)
     for folder in options.runs:
         metrics = json.loads((folder / "metrics.json").read_text())
-        network = metrics["options"]["network"]
-        gated = build(network, images.train_x.shape[1])
+        base = Options(data="mnist", **{name: metrics["options"][name] for name in ("network", "batch_size")})
+        gated = build(base.network, images.train_x.shape[1])
         name_gates(gated, prefix="net.")
         pruned = load_compacted(gated, folder / "pruned").network
         errors = []
         for seed in options.seeds:
-            run = Run(images, network, batch_size=metrics["options"]["batch_size"], seed=seed)
+            run = Run(images, replace(base, seed=seed))
             fresh = copy.deepcopy(pruned)
             for module in fresh.modules():
                 if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):

@@ -223,7 +223,7 @@ def test_a_training_that_diverges(capfd, monkeypatch, tmp_path):
     assert "finite" in line
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert all(value.isfinite().all() for value in state["run"]["model"].values())
-    monkeypatch.setattr("training.RETRAIN_LEARNING_RATE", 1e30)
+    monkeypatch.setattr("run.RETRAIN_LEARNING_RATE", 1e30)
     out = tmp_path / "retrained"
     with pytest.raises(FloatingPointError, match="smaller learning rates, prices or noise"):
         mnist.main(Options(epochs=1, retrain=1, out=out))

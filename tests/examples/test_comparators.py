@@ -9,7 +9,7 @@ import torch
 from scipy import integrate, stats
 
 import comparators
-from comparators import ADMM, METHODS, TruncatedLogNormal, log_uniform_kl
+from comparator_methods import ADMM, METHODS, TruncatedLogNormal, log_uniform_kl
 from data import load_digits
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mnist
+from data import load_digits
 from mnist import Options
 
 SCRIPT = """
@@ -18,11 +19,13 @@ import json, sys
 import torch
 from torch import distributed
 from data import load_digits
-from training import Run, process_group
+from options import Options
+from processes import process_group
+from run import Run
 
 torch.set_num_threads(1)
 with process_group("cpu") as first:
-    run = Run(load_digits(), gate_learning_rate=0.03, lam=(0.1,), shrink=True, seed=1)
+    run = Run(load_digits(), Options(gate_learning_rate=0.03, lam=(0.1,), shrink=True, seed=1))
     for _ in range(30):
         run.train_epoch()
     own = torch.cat([p.detach().flatten() for p in [*run.trained.parameters(), *run.averaged.parameters()]])
@@ -83,7 +86,7 @@ def test_two_processes_agree(tmp_path):
     out = json.loads(printed.strip().splitlines()[-1])
     assert out["equal"], printed
     assert not out["same_noise"], printed
-    single = mnist.Run(mnist.load_digits(), gate_learning_rate=0.03, lam=(0.1,), shrink=True, seed=1)
+    single = mnist.Run(load_digits(), Options(gate_learning_rate=0.03, lam=(0.1,), shrink=True, seed=1))
     for _ in range(30):
         single.train_epoch()
     one = single.measure()

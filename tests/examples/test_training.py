@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from averages import AVERAGE_POWER, Average
 from networks import Classifier
+from processes import check_shares
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate
-from training import AVERAGE_POWER, Average, check_shares
 
 
 def test_averages_reach_back_over_a_tenth_of_the_steps():

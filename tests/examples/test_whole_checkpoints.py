@@ -51,7 +51,7 @@ def test_a_checkpoint_that_lacks_an_entry_is_refused(trained, tmp_path, monkeypa
     """Whichever it is: whole as a file, and no training starts from it."""
     monkeypatch.setattr(mnist.Run, "train_epoch", lambda run: pytest.fail("it went on"))
     images = load_digits()
-    monkeypatch.setattr(mnist, "load_digits", lambda: images)
+    monkeypatch.setattr("data.load_digits", lambda: images)
     whole = torch.load(trained, weights_only=True)
     del whole["sha256"]
     # The baseline is that of an estimator which this run has not; of nine parameters' moments two stand for all.
