@@ -176,10 +176,10 @@ def nodes(value):
     [
         ("record", {"_HardConcreteDrawBackward"}),
         ("joint_draws", {"_HardConcreteDrawBackward"}),
-        ("kl", {"_KLSameTemperatureBackward"}),
+        ("kl", {"_SameTemperatureBackward"}),
         ("deferred_products", {"_ProductBackward", "_GatedLinearBackward"}),
         ("recorded_norms", set()),
-        (None, {"_HardConcreteDrawBackward", "_KLSameTemperatureBackward", "_GatedLinearBackward"}),
+        (None, {"_HardConcreteDrawBackward", "_SameTemperatureBackward", "_GatedLinearBackward"}),
     ],
 )
 def test_each_door_closes_its_own_way(door, gone, monkeypatch):
