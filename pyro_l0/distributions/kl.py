@@ -129,8 +129,11 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
 
 def _kl_between(nodes: Nodes, stretch: Stretch, q: GateDistribution, p: GateDistribution) -> Tensor:
     klterm = special.klterm
-    interior = klterm(q._log_density_in_t(nodes, stretch), p._log_density_in_t(nodes, stretch)) * nodes.weight
-    return klterm(q.log_prob_zero, p.log_prob_zero) + klterm(q.log_prob_one, p.log_prob_one) + interior.sum(-1)
+    zero, one = (q.log_prob_zero, p.log_prob_zero), (q.log_prob_one, p.log_prob_one)
+    # The interior before the atoms: the order in which gradients are summed.
+    between = klterm(q._log_density_in_t(nodes, stretch), p._log_density_in_t(nodes, stretch))
+    interior = (between * nodes.weight).sum(-1)
+    return klterm(*zero) + klterm(*one) + interior
 
 
 def _check_atoms(q: GateDistribution, p: GateDistribution) -> None:
