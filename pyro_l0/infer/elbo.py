@@ -560,9 +560,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         for option in ("lam", "group_size", "weight_decay", "square_norm"):
             value = getattr(self, option)
             unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
+            cost = option == "group_size"
             if unknown:
                 raise ValueError(
-                    f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}."
+                    f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}"
+                    + ("; call the guide before NetworkCost, which then has these names." if cost else ".")
                 )
         for slab, gate in self.slab.items():
             if slab not in model or model[slab]["is_observed"] or model[slab]["type"] != "sample" or slab in gates:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.deferred import record_norms, recorded_norms
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.graph import GateGraph, Kind, Layer, PerDevice, Units, read_network, units_held
+from pyro_l0.nn.graph import GateGraph, Kind, Layer, PerDevice, Units, misplaced, read_network, units_held
 
 __all__ = ["NetworkCost", "square_norms"]
 
@@ -130,15 +130,7 @@ def _read(network: nn.Module, example_input: Tensor) -> GateGraph:
     for path, gate in gate_names(network).items():
         if path not in called:
             where = next(name for name, module in network.named_modules() if module is gate)
-            why = (
-                "computes weights, which are not counted"
-                if "parametrizations" in where.split(".")
-                else "is never called"
-            )
-            raise ValueError(
-                f"Expected gates that are called on the units of a tensor, but gate {path!r} (module {where!r}) {why}; "
-                "put it behind the layer whose units it gates, or take it out."
-            )
+            raise misplaced(path, where, "is never called")
     return graph
 
 
