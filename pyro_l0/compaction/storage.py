@@ -141,17 +141,17 @@ def _open(file: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
     from safetensors import safe_open
 
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise _refusal(file, "it is a folder or another thing than a file")
-        file.open("rb").close()  # safetensors calls a file that it may not open one that is not there
-        with safe_open(str(file), "pt") as stored:
-            return stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        if stat.S_ISREG(file.stat().st_mode):
+            file.open("rb").close()  # safetensors calls a file that it may not open one that is not there
+            with safe_open(str(file), "pt") as stored:
+                return stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except (FileNotFoundError, MemoryError):
         raise
     except OSError as error:
         raise _refusal(file, f"it can't be read: {error}") from error
     except Exception as error:  # damage breaks the reader in many ways
         raise _refusal(file, f"it is damaged or no safetensors file: {error}") from error
+    raise _refusal(file, "it is a folder or another thing than a file")
 
 
 def _refusal(file: Path, reason: str) -> ValueError:
@@ -178,6 +178,8 @@ def _replace(target: Path, data: bytes) -> None:
         old = target.lstat().st_mode
     if old is not None and stat.S_ISDIR(old):
         raise IsADirectoryError(errno.EISDIR, "Expected a place for a file, but got a folder", str(target))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "Expected a folder to save in, but there is none", str(target.parent))
     mode = stat.S_IMODE(old) if old is not None and stat.S_ISREG(old) else None
     # A name that nobody can foresee, made anew: no link that waits there is written through.
     fresh = target.with_name(f".pyro_l0-{secrets.token_hex(8)}.tmp")

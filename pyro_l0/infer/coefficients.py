@@ -117,5 +117,10 @@ def check_names(options: Options, gates: Collection[str]) -> None:
         unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
         if unknown:
             raise ValueError(
-                f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}."
+                f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}"
+                + (
+                    "; call the guide before NetworkCost, which then has these names."
+                    if option == "group_size"
+                    else "."
+                )
             )

@@ -21,7 +21,7 @@ from pyro_l0.fast.deferred import defer_product, may_be_in_block, may_defer, mul
 from pyro_l0.fast.record import sample
 from pyro_l0.nn.recompute import draw_in_block, refuse_reentrant
 
-__all__ = ["Gate", "check_units", "gate_names", "keep_being_called", "name_gates"]
+__all__ = ["Gate", "check_tensor", "check_units", "gate_names", "keep_being_called", "name_gates"]
 
 
 class Gate(nn.Module):
@@ -202,11 +202,7 @@ def check_units(x: Any, size: int, dim: int, name: object) -> None:
         ValueError: the input has another number of units.
         TypeError: it is no tensor, or of a type that does not hold fractions.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
-            "nn.MultiheadAttention returns, hand on the entry that is to be gated."
-        )
+    check_tensor(x, name)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(
             f"Expected units of a floating type at gate {name}, but got {x.dtype}, which would round gates to 0; "
@@ -218,6 +214,15 @@ def check_units(x: Any, size: int, dim: int, name: object) -> None:
     elif x.dim() <= (dim if dim >= 0 else -dim - 1) or x.shape[dim] != size:
         raise ValueError(
             f"Expected {size} units in dimension {dim} at gate {name}, but got an input of shape {tuple(x.shape)}."
+        )
+
+
+def check_tensor(x: Any, name: object) -> None:
+    """Refuse what is no tensor; arguments and errors as of :func:`check_units`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
+            "nn.MultiheadAttention returns, hand on the entry that is to be gated."
         )
 
 
@@ -278,6 +283,7 @@ def _no_export(gate: Gate) -> RuntimeError:
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _path_on_stack(gate: Gate) -> str:
     """Path of a gate in the outermost module that is being called and contains it."""
     root = _root_on_stack(gate)

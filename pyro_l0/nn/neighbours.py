@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, Layer
 from pyro_l0.nn.kinds import Kind
-from pyro_l0.nn.reading import read_network, units_held
+from pyro_l0.nn.reading import misplaced, read_network, units_held
 
 __all__ = ["read_called", "readers", "weight_id", "writers"]
 
@@ -22,15 +22,7 @@ def read_called(network: nn.Module, example_input: Tensor) -> GateGraph:
     for path, gate in gate_names(network).items():
         if path not in called:
             where = next(name for name, module in network.named_modules() if module is gate)
-            why = (
-                "computes weights, which are not counted"
-                if "parametrizations" in where.split(".")
-                else "is never called"
-            )
-            raise ValueError(
-                f"Expected gates that are called on the units of a tensor, but gate {path!r} (module {where!r}) {why}; "
-                "put it behind the layer whose units it gates, or take it out."
-            )
+            raise misplaced(path, where, "is never called")
     return graph
 
 

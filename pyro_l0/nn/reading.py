@@ -18,7 +18,7 @@ from pyro_l0.nn.kinds import Convolution, Kind, LayerModule, kind_of, shape_of, 
 from pyro_l0.nn.pieces import Expand, Select
 from pyro_l0.nn.tracing import operation, place, trace
 
-__all__ = ["read_network", "units_held"]
+__all__ = ["misplaced", "read_network", "units_held"]
 
 
 def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
@@ -33,6 +33,10 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
             on the units of their tensor, or its code can't be read off without data.
         TypeError: ``network`` is no module or ``example_input`` no tensor.
     """
+    if isinstance(network, nn.Module):
+        for where, module in network.named_modules():
+            if isinstance(module, Gate) and "parametrizations" in where.split("."):
+                raise misplaced(module.site_name or where, where, "computes weights, which are not counted")
     graph, left_out = trace(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
     kinds = {node.name: kind_of(node, modules) for node in graph.nodes}
@@ -45,6 +49,20 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     for node in graph.nodes:
         steps[node.name] = _step(node, kinds, modules, dims, steps)
     return GateGraph(graph, modules, sites, steps, left_out)
+
+
+def misplaced(site: str, path: str, why: str) -> ValueError:
+    """The refusal of a gate that acts on no units.
+
+    Args:
+        site: its name.
+        path: of its module.
+        why: what it does instead, as half a sentence.
+    """
+    return ValueError(
+        f"Expected gates that are called on the units of a tensor, but gate {site!r} (module {path!r}) {why}; "
+        "put it behind the layer whose units it gates, or take it out."
+    )
 
 
 def _check_single_use(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:

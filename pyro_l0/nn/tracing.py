@@ -14,13 +14,12 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate import Gate, check_tensor
 from pyro_l0.nn.pieces import Constant, Expand, Select, Shift, Sized
 
 __all__ = ["operation", "place", "trace"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_LEAVES = (Gate, FixedGate, Select, Shift, Sized, Expand, Constant)
 # By a part of what Python or torch says: what the code does in plain words, and what to write instead.
 _CAUSES = {
     "_Mode": ("hands self.training to a function of torch's core", "use F.dropout or a module such as nn.Dropout"),
@@ -40,6 +39,21 @@ _CAUSES = {
         "use operations of torch on whole tensors",
     ),
 }
+
+
+class _Passed(nn.Module):
+    """What stands for a gate while a network is read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_tensor(x, self.path)
+        return x
+
+
+_LEAVES = (_Passed, FixedGate, Select, Shift, Sized, Expand, Constant)
 
 
 class _Mode(int):
@@ -107,7 +121,9 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     _check(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
     # On a copy, which the code may change. Its gates pass their input on, instead of asking Pyro for a sample.
-    gates: dict[int, object] = {id(module): nn.Identity() for module in modules.values() if isinstance(module, Gate)}
+    gates: dict[int, object] = {
+        id(module): _Passed(path) for path, module in modules.items() if isinstance(module, Gate)
+    }
     try:
         shadow = copy.deepcopy(network, gates)
     except (RuntimeError, TypeError) as error:

@@ -163,7 +163,9 @@ from pathlib import Path
 path, generator = Path(sys.argv[2]), random.Random(2)
 def state(k):
     return {"fingerprint": {"network": "mlp"}, "k": k, "w": torch.full((200, 200), float(k))}
+start = time.perf_counter()
 checkpoint.save(path, state(0))
+once = time.perf_counter() - start
 last = 0
 for kill in range(50):
     reader, writer = os.pipe()
@@ -175,7 +177,7 @@ for kill in range(50):
             os.write(writer, b".")
             checkpoint.save(path, state(k))
     os.read(reader, 1)
-    time.sleep(generator.uniform(0, 0.03))
+    time.sleep(generator.uniform(0, 4 * once))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(writer)
