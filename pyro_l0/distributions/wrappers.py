@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from pyro.distributions import Independent, MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution
 
 from pyro_l0.distributions.gate import GateDistribution
 
@@ -26,7 +25,7 @@ def find_gate(fn: Any) -> GateDistribution | None:
     return fn
 
 
-def inside_events(fn: Distribution) -> Distribution:
+def inside_events(fn: Any) -> Any:
     """What is inside of ``to_event``."""
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist

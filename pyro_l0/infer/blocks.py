@@ -7,19 +7,18 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import Independent
 
 from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
+from pyro_l0.distributions.wrappers import active_prob, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.coefficients import Options, check_names
 from pyro_l0.infer.estimators import Estimators
 from pyro_l0.infer.pairs import check_auxiliary, check_draws, check_pair, check_slabs
 
-__all__ = ["Block", "Kind", "Run", "base", "blocks_of"]
+__all__ = ["Block", "Kind", "Run", "blocks_of"]
 
 Kind = Literal["observed", "slab", "other", "gates"]
 
@@ -70,14 +69,14 @@ class Block:
     @cached_property
     def active_prob(self) -> Tensor:
         """P(z != 0): of the site's gates in their shape, 0 where they are masked; side by side of several sites."""
-        return _active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
+        return active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
 
     @cached_property
     def pair(self) -> tuple[Any, Any] | None:
         """Posterior and prior, of several sites as one gate each; None where the priors are none."""
         if self.joint is None:
             return self.posterior["fn"], self.prior["fn"]
-        priors = [base(self.run.model[name]["fn"]) for name in self.names]
+        priors = [inside_events(self.run.model[name]["fn"]) for name in self.names]
         prior = concatenate(priors) if all(isinstance(fn, GateDistribution) for fn in priors) else None
         posterior = concatenate(self.joint.gates)
         return None if prior is None or type(prior) is not type(posterior) else (posterior, prior)
@@ -147,26 +146,6 @@ def blocks_of(run: Run, options: _Objective) -> Iterator[Block]:
         groups.setdefault(-i - 1 if joint is None else id(joint), []).append(name)
     for names in groups.values():
         yield Block("gates", names, run, guide[names[0]].get("joint"))
-
-
-def base(fn: Any) -> Any:
-    """What is inside of ``to_event``."""
-    while isinstance(fn, Independent):
-        fn = fn.base_dist
-    return fn
-
-
-def _active_prob(fn: Any) -> Tensor:
-    """P(z != 0) of every gate of a site, 0 where a masked distribution masks it."""
-    if isinstance(fn, GateDistribution):
-        return fn.active_prob
-    active = _active_prob(fn.base_dist)
-    if isinstance(fn, MaskedDistribution):
-        mask = fn._mask
-        if isinstance(mask, Tensor):
-            mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
-        return active * mask
-    return active
 
 
 @lru_cache(maxsize=16)

@@ -157,6 +157,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.square_norm = copy.copy(square_norm) if isinstance(square_norm, dict) else dict(square_norm or {})
         self.estimator = None if estimator is None else Estimators(estimator)
         self.step = 0
+        self._kls = {term.name for term in self.objective_terms if term.is_kl}
         self._by_kind = {k: [term for term in self.objective_terms if term.kind == k] for k in get_args(Kind)}
         self._watch = Watch()
 
@@ -288,9 +289,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                 for model_sites, guide_sites in traces:
                     runs.append(Run(model_sites, guide_sites))
                     self._add_particle(_adder(parts), runs[-1])
-        kls = {term.name for term in self.objective_terms if term.is_kl}
         for name in parts:
-            factor = (kl_scale if name in kls else 1.0) / particles
+            factor = (kl_scale if name in self._kls else 1.0) / particles
             if factor != 1.0:
                 parts[name] = parts[name] * factor
         if surrogate is not None:

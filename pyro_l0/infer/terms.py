@@ -15,9 +15,9 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.wrappers import find_gate, inside_events
 from pyro_l0.fast.record import Site
-from pyro_l0.infer.blocks import Block, Kind, base
+from pyro_l0.infer.blocks import Block, Kind
 from pyro_l0.infer.coefficients import Options, by_site, check_shapes, is_zero
 from pyro_l0.infer.slabs import places_of
 
@@ -159,7 +159,7 @@ def _other_kl(block: Block, options: Options) -> Tensor:
     q = block.posterior["fn"]
     _check_pathwise(block.name, q)
     # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
-    if not isinstance(base(q), Delta):
+    if not isinstance(inside_events(q), Delta):
         try:
             return block.total(kl_divergence(q, block.prior["fn"]))
         except NotImplementedError:
@@ -181,7 +181,7 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
         )
     q, p = block.posterior["fn"], block.prior["fn"]
     # Elements have KLs of their own where both sides are products of them.
-    inner, inner_prior = base(q), base(p)
+    inner, inner_prior = inside_events(q), inside_events(p)
     if inner.event_dim != inner_prior.event_dim:
         inner, inner_prior = q, p
     joint: int = inner.event_dim
