@@ -32,7 +32,7 @@ from pyro_l0.infer.coefficients import (
 from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation
 from pyro_l0.infer.options import check_draws, check_extra_terms, check_numbers, check_objective, check_slab
 from pyro_l0.infer.pairs import check_arguments, number_of_bad, odd_arguments, refuse_without_likelihood
-from pyro_l0.infer.terms import OBJECTIVES, TERMS, JointNorms, Term
+from pyro_l0.infer.terms import OBJECTIVES, TERMS, Term, joint_norms
 from pyro_l0.infer.watch import BadTerm, Watch, bad_values, sentences
 
 __all__ = ["L0_ELBO", "Coefficient", "Objective"]
@@ -382,9 +382,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def _norms_on_the_way(self) -> AbstractContextManager[None]:
         """A context in which a network's forward pass computes the norms that a weight decay asks for."""
-        if not isinstance(self.square_norm, JointNorms):
+        norms = joint_norms(self.square_norm)
+        if norms is None:
             return nullcontext()
-        return self.square_norm.during([n for n in self.square_norm if not is_zero(by_site(self.weight_decay, n))])
+        return norms.during([n for n in self.square_norm if not is_zero(by_site(self.weight_decay, n))])
 
 
 def _adder(parts: dict[str, Tensor]) -> _Add:

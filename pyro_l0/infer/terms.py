@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from pyro.distributions import Delta
@@ -21,7 +22,7 @@ from pyro_l0.infer.blocks import Block, Kind
 from pyro_l0.infer.coefficients import Options, by_site, check_shapes, is_zero
 from pyro_l0.infer.slabs import places_of
 
-__all__ = ["OBJECTIVES", "TERMS", "JointNorms", "Term"]
+__all__ = ["OBJECTIVES", "TERMS", "JointNorms", "Term", "joint_norms"]
 
 Value = Callable[[Block, Any], Tensor | None]  # Any: the Options; a function may ask for an L0_ELBO
 
@@ -37,6 +38,17 @@ class JointNorms(Protocol):
     def together(self, names: Sequence[str]) -> Tensor | None:
         """The norms of several sites side by side."""
         ...
+
+
+def joint_norms(norms: object) -> JointNorms | None:
+    """Norms by site as what computes them together; None if they can't."""
+    return cast(JointNorms, norms) if _are_joint(type(norms)) else None
+
+
+@lru_cache(maxsize=16)
+def _are_joint(kind: type) -> bool:
+    # Once for a class: a step would take a hundredth longer for asking a protocol about an object.
+    return issubclass(kind, JointNorms)
 
 
 class Term(NamedTuple):
@@ -98,8 +110,9 @@ def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Optio
     norms = options.square_norm
     if block.joint is None:
         return _square_norm(block.name, block.shapes[0], options)
-    if isinstance(norms, JointNorms) and all(decays) and norms.keys() >= set(block.names):
-        found = norms.together(block.names)
+    joint = joint_norms(norms)
+    if joint is not None and all(decays) and norms.keys() >= set(block.names):
+        found = joint.together(block.names)
         if found is not None:
             return found
     each = [
