@@ -21,14 +21,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.blocks import Kind, Run, blocks_of
-from pyro_l0.infer.coefficients import (
-    Coefficient,
-    as_dict,
-    by_site,
-    check_kl_scale,
-    drop,
-    is_zero,
-)
+from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_kl_scale, drop, is_zero
 from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation
 from pyro_l0.infer.options import check_draws, check_extra_terms, check_numbers, check_objective, check_slab
 from pyro_l0.infer.pairs import check_arguments, number_of_bad, odd_arguments, refuse_without_likelihood

@@ -40,7 +40,7 @@ class JointNorms(Protocol):
         ...
 
 
-def joint_norms(norms: object) -> JointNorms | None:
+def joint_norms(norms: Any) -> JointNorms | None:
     """Norms by site as what computes them together; None if they can't."""
     return cast(JointNorms, norms) if _are_joint(type(norms)) else None
 
