@@ -42,7 +42,8 @@ class JointNorms(Protocol):
 
 def joint_norms(norms: Any) -> JointNorms | None:
     """Norms by site as what computes them together; None if they can't."""
-    return cast(JointNorms, norms) if _are_joint(type(norms)) else None
+    kind: Any = type(norms)  # mypy takes a class's __hash__ for its instances'
+    return cast(JointNorms, norms) if _are_joint(kind) else None
 
 
 @lru_cache(maxsize=16)
