@@ -77,23 +77,29 @@ class Term(NamedTuple):
 # ------------------------------------------------------------ gates
 
 
-def _price(block: Block, options: Options) -> Tensor | None:
-    prices = [by_site(options.lam, name) for name in block.names]
-    if all(map(is_zero, prices)):
-        return None
+def _coefficients(value: Any, block: Block, options: Options) -> list[float | Tensor]:
+    """A coefficient of each of a block's sites; none where all are 0."""
+    found = [by_site(value, name) for name in block.names]
+    if all(map(is_zero, found)):
+        return []
     if block.joint is None:
         check_shapes(options, block.name, block.active_prob)
+    return found
+
+
+def _price(block: Block, options: Options) -> Tensor | None:
+    prices = _coefficients(options.lam, block, options)
+    if not prices:
+        return None
     return block.open_gates(
         [price * by_site(options.group_size, name, 1.0) for name, price in zip(block.names, prices, strict=True)]
     )
 
 
 def _decay(block: Block, options: Options) -> Tensor | None:
-    decays = [by_site(options.weight_decay, name) for name in block.names]
-    if all(map(is_zero, decays)):
+    decays = _coefficients(options.weight_decay, block, options)
+    if not decays:
         return None
-    if block.joint is None:
-        check_shapes(options, block.name, block.active_prob)
     return block.open_gates([0.5 * decay for decay in decays], _square_norms(block, decays, options))
 
 

@@ -6,6 +6,19 @@ from torch import nn
 from pyro_l0.nn import Gate, fix_gates, gate_names, name_gates
 
 
+class Net(nn.Module):
+    """Layers by name and a function of them."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
 class Residual(nn.Module):
     """x, or a branch of it, plus another branch, with a gate behind the sum or not."""
 

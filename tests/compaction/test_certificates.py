@@ -10,21 +10,9 @@ from torch import nn
 
 from pyro_l0.compaction import CompactionError, compact
 from pyro_l0.nn import Gate, fix_gates, gate_names
+from tests.compaction.networks import Net
 
 GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
-
-
-class Net(nn.Module):
-    """Layers by name and a function of them."""
-
-    def __init__(self, function, **layers):
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def dense(*middle, function=None):

@@ -8,6 +8,7 @@ from torch import nn
 from pyro_l0.compaction import Shrinker, compact, load_compacted
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names, name_gates, square_norms
+from tests.compaction.networks import Net
 
 
 class Model(nn.Module):
@@ -19,19 +20,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.net(x)
-
-
-class Net(nn.Module):
-    """Layers by name and a function of them."""
-
-    def __init__(self, function, **layers):
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def started(net, x, optimiser=torch.optim.Adam):
