@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pyro.distributions import Independent, MaskedDistribution
+from pyro.distributions import ExpandedDistribution, Independent, MaskedDistribution
 from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = ["active_prob", "find_gate", "inside_events"]
+__all__ = ["active_prob", "find_gate", "innermost", "inside_events"]
 
 
 def find_gate(fn: Any) -> GateDistribution | None:
@@ -43,3 +43,10 @@ def active_prob(fn: Any) -> Tensor:
             mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
         return active * mask
     return active
+
+
+def innermost(fn: object) -> object:
+    """What is inside of ``to_event``, ``mask`` and ``expand``."""
+    while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
+        fn = fn.base_dist
+    return fn

@@ -1,0 +1,54 @@
+"""Gates of two values that depend on the gates before them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GateChain"]
+
+
+class GateChain(nn.Module):
+    r"""Log odds of gates given the gates before them and other latents: :math:`a_j + \sum_{k<j} B_{jk} z_k + U_j^T t`.
+
+    A posterior of this form puts its probability on whole sets of gates: of two features that stand for each other it
+    opens the one or the other. The parameters :math:`a` are a guide's own, by site.
+
+    Args:
+        size: number of gates, in the order in which they are drawn.
+        hyper: number of other latents, :math:`t` being their distance from where they started.
+        coupled: whether there is a B; without it the gates are independent given the other latents.
+    """
+
+    def __init__(self, size: int, hyper: int, coupled: bool, like: Tensor) -> None:
+        super().__init__()
+        self.coupling = nn.Parameter(like.new_zeros(size, size)) if coupled else None
+        self.tilt = nn.Parameter(like.new_zeros(size, hyper)) if hyper else None
+
+    def log_odds(self, base: Tensor, gates: Tensor, hyper: Tensor) -> Tensor:
+        """Log odds of each gate given those before it.
+
+        Args:
+            base: a, shape ``(size,)``.
+            gates: z, shape ``(n, size)``.
+            hyper: t, shape ``(n, hyper)``.
+
+        Returns:
+            Shape ``(n, size)``.
+        """
+        odds = base.expand_as(gates)
+        if self.tilt is not None:
+            odds = odds + hyper @ self.tilt.mT
+        return odds if self.coupling is None else odds + gates @ self.coupling.tril(-1).mT
+
+    @torch.no_grad()
+    def sample(self, base: Tensor, hyper: Tensor) -> Tensor:
+        """Gates, one after the other, shape ``(n, size)`` for other latents of shape ``(n, hyper)``."""
+        noise = torch.rand(len(hyper), len(base), dtype=base.dtype, device=base.device).logit()
+        start = self.log_odds(base, torch.zeros_like(noise), hyper)
+        if self.coupling is None:
+            return (noise < start).to(base.dtype)
+        gates = torch.zeros_like(noise)
+        for j, row in enumerate(self.coupling.detach()):
+            gates[:, j] = noise[:, j] < start[:, j] + gates[:, :j] @ row[:j]
+        return gates

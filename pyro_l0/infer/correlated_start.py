@@ -1,0 +1,152 @@
+"""Makes a correlated posterior for a model: what its sites are to each other, and where it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from pyro.distributions import Beta
+from torch import Tensor
+from torch.distributions import Transform
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.wrappers import find_gate, innermost
+from pyro_l0.fast.record import Site
+from pyro_l0.infer.autoregressive import GateChain
+from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
+from pyro_l0.infer.expansion import OpenModel, expand
+from pyro_l0.infer.hyper import HyperPosterior
+from pyro_l0.infer.layout import Layout
+from pyro_l0.infer.slabs import places_of
+from pyro_l0.infer.structured_slabs import StructuredSlabs
+
+__all__ = ["Structure", "correlated_posterior"]
+
+_DRAWS = 31  # of a prior, whose median is where a latent variable starts
+_RATES = (0.3, 0.6)  # at which a rate is tried
+
+RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]
+
+
+class Structure(NamedTuple):
+    """What a user asks of a correlated posterior.
+
+    Attributes:
+        slab: the gate site of each slab site.
+        hyper: the sites of the other latents.
+        coupled: whether gates depend on the gates before them.
+        structured: whether slabs depend on their gates.
+        chain: whether the gates have two values.
+    """
+
+    slab: Mapping[str, str]
+    hyper: Sequence[str]
+    coupled: bool
+    structured: bool
+    chain: bool
+
+
+def correlated_posterior(
+    sites: Mapping[str, Site], run_at: RunAt, structure: Structure, transform: Callable[[str, Site], Transform | None]
+) -> CorrelatedPosterior:
+    """The posterior that a guide learns from.
+
+    Args:
+        sites: the model's sites in one run.
+        run_at: runs the model and returns its sites, at values of its latent sites by name.
+        structure: what is asked for.
+        transform: the map from the real line to the support of a site; None for the real line itself.
+
+    Raises:
+        ValueError: a site is subsampled, a prior or a support is of another kind, or ``z`` and ``w`` do not enter the
+            model as their product.
+    """
+    gate_names = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
+    slab_names = [name for name in sites if name in structure.slab]
+    for name in (*gate_names, *slab_names, *structure.hyper):
+        _check_whole(name, sites[name])
+    gates = Layout({name: sites[name]["value"].shape for name in gate_names})
+    rates = [
+        rate for name in structure.hyper if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None
+    ]
+    learned = [name for name in structure.hyper if name not in {rate.name for rate in rates}]
+    transforms = {name: found for name in learned if (found := transform(name, sites[name])) is not None}
+    hyper = Layout({name: sites[name]["value"].shape for name in learned}, transforms)
+    slabs = Layout({name: sites[name]["value"].shape for name in slab_names})
+    like = sites[gate_names[0]]["value"]
+    start = hyper.together({name: _median(sites[name], like) for name in learned}) if learned else like.new_zeros(0)
+    posterior = None
+    if structure.structured:
+        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+        values |= {name: _mean(sites[name]) for name in (rate.name for rate in rates)}
+        expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start)
+        start = expansion.hyper
+        posterior = StructuredSlabs(expansion, _gates_of(sites, structure.slab, slab_names, gates))
+    chain = GateChain(gates.size, hyper.size, structure.coupled, like) if structure.chain else None
+    return CorrelatedPosterior(gates, hyper, slabs, rates, chain, HyperPosterior(start), posterior)
+
+
+def _check_whole(name: str, site: Site) -> None:
+    """Refuse a site that is in a minibatch: its posterior would depend on sites that are not drawn."""
+    small = [frame.name for frame in site["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
+    if small:
+        raise ValueError(
+            f"Expected site {name!r} in plates of their full size, but {', '.join(map(repr, small))} is subsampled; use "
+            "gates='mean_field' and slabs='independent'."
+        )
+
+
+def _conjugate_rate(
+    name: str, sites: Mapping[str, Site], run_at: RunAt, gate_names: Sequence[str]
+) -> ConjugateRate | None:
+    """A Beta variable that is itself the prior probability of all gates of some sites; None for any other."""
+    prior = innermost(sites[name]["fn"])
+    if not isinstance(prior, Beta) or sites[name]["value"].numel() != 1:
+        return None
+    moved: dict[str, list[bool]] = {gate: [] for gate in gate_names}
+    latent = {key: site["value"] for key, site in sites.items() if not site["is_observed"]}
+    before = {gate: _odds(sites[gate]) for gate in gate_names}
+    for rate in _RATES:
+        value = torch.full_like(sites[name]["value"], rate)
+        run = run_at({**latent, name: value})
+        for gate in gate_names:
+            odds = _odds(run[gate])
+            is_rate = odds is not None and torch.allclose(odds, torch.logit(value).to(odds), atol=1e-4)
+            moved[gate].append(is_rate)
+            if not is_rate and (odds is None or not torch.equal(odds, before[gate])):
+                return None  # it sets something else about these gates
+    own = tuple(gate for gate, found in moved.items() if all(found))
+    if not own:
+        return None
+    return ConjugateRate(name, own, prior.concentration1.detach().reshape(()), prior.concentration0.detach().reshape(()))
+
+
+def _odds(site: Site) -> Tensor | None:
+    gate = find_gate(site["fn"])
+    return gate.logits.detach() if isinstance(gate, BernoulliGate) else None
+
+
+def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, str], names: Sequence[str], gates: Layout) -> Tensor:
+    """Which gate switches each element of the slabs, shape ``(p,)``."""
+    offsets, at = {}, 0
+    for name, shape in gates.shapes.items():
+        offsets[name], at = at, at + shape.numel()
+    found = []
+    for name in names:
+        gate = slab[name]
+        places = places_of(name, gate, sites[name], sites[gate], sites[gate])
+        index = torch.arange(gates.shapes[gate].numel()).reshape(places) + offsets[gate]
+        found.append(index.expand(sites[name]["value"].shape).reshape(-1))
+    return torch.cat(found).to(sites[names[0]]["value"].device)
+
+
+def _median(site: Site, like: Tensor) -> Tensor:
+    """The median of some draws of a prior."""
+    return site["fn"].sample((_DRAWS,)).detach().to(like).median(0).values
+
+
+def _mean(site: Site) -> Tensor:
+    """The mean of a prior in the shape of the site."""
+    mean: Tensor = site["fn"].mean.detach().expand_as(site["value"])
+    return mean

@@ -1,0 +1,255 @@
+"""A model's log likelihood to second order in its coefficients, with every gate open; where a correlated guide starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_l0.fast.record import Record, Site, is_likelihood
+from pyro_l0.infer.layout import Layout
+
+__all__ = ["Expansion", "OpenModel", "expand", "find_mode"]
+
+_NEWTON_STEPS = 50
+_ARMIJO = 1e-4  # least part of the promised increase
+_LEAST_CURVATURE = 1e-6
+_ROUNDS = 3  # of coefficients and other latents in turn
+_DRAWS = 4  # pairs of them, of the coefficients for the other latents' mode
+_STEP = 0.05  # of differences in other latents, on the real line
+
+
+class OpenModel:
+    """A model's log densities as functions of its coefficients and other latent variables, every gate open.
+
+    Args:
+        run: runs the model and returns its sites, at values of its latent sites by name.
+        values: values of all latent sites; those that the layouts do not name stay.
+        slabs: the slab sites, side by side.
+        gates: the gate sites.
+        hyper: the other sites, on the real line.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Mapping[str, Tensor]], dict[str, Site]],
+        values: Mapping[str, Tensor],
+        slabs: Layout,
+        gates: Layout,
+        hyper: Layout,
+    ) -> None:
+        self._run, self._values = run, values
+        self.slabs, self.gates, self.hyper = slabs, gates, hyper
+
+    def sites(self, slabs: Tensor, hyper: Tensor, gates: Tensor | None = None) -> dict[str, Site]:
+        """The model's sites at slabs, shape ``(p,)``, other latents, shape ``(d,)``, and open gates or those given."""
+        gates = torch.ones(self.gates.size, dtype=slabs.dtype, device=slabs.device) if gates is None else gates
+        given = {**self.slabs.apart(slabs), **self.hyper.apart(hyper), **self.gates.apart(gates)}
+        return self._run({**self._values, **given})
+
+    def log_likelihood(self, slabs: Tensor, hyper: Tensor, gates: Tensor | None = None) -> Tensor:
+        """Log probability of the observed sites in nats, shape ``()``."""
+        return log_likelihood(self.sites(slabs, hyper, gates))
+
+    def slab_prior(self, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations of the slabs' priors, shapes ``(p,)``."""
+        sites = self.sites(torch.zeros(self.slabs.size, dtype=hyper.dtype, device=hyper.device), hyper)
+        priors = [self.slabs.normal(name, sites[name]["fn"]) for name in self.slabs.shapes]
+        return torch.cat([loc for loc, _ in priors]), torch.cat([scale for _, scale in priors])
+
+    def hyper_prior(self, hyper: Tensor) -> Tensor:
+        """Log density of the other latents on the real line, shape ``()``."""
+        sites = self.sites(torch.zeros(self.slabs.size, dtype=hyper.dtype, device=hyper.device), hyper)
+        found = [_log_prob(sites[name]) for name in self.hyper.shapes]
+        return torch.stack([*found, self.hyper.log_jacobian(hyper).sum()]).sum()
+
+    def check_product(self, slab_scale: Tensor, hyper: Tensor) -> None:
+        """Refuse a model in which closed gates do not switch their slabs off: ``z`` and ``w`` must enter as ``z * w``.
+
+        Raises:
+            ValueError: the likelihood changes with the slabs of closed gates.
+        """
+        closed = torch.zeros(self.gates.size, dtype=hyper.dtype, device=hyper.device)
+        with torch.no_grad():
+            first, second = (
+                self.log_likelihood(sign * slab_scale, hyper, closed) for sign in (torch.tensor(0.5), torch.tensor(-1.0))
+            )
+        if not math.isclose(float(first), float(second), rel_tol=1e-5, abs_tol=1e-6):
+            raise ValueError(
+                f"Expected slabs {', '.join(map(repr, self.slabs.shapes))} to enter the model as products with their "
+                f"gates, but with closed gates its log likelihood changes from {float(first):.6g} to "
+                f"{float(second):.6g} when the slabs do; use slabs='independent'."
+            )
+
+
+def log_likelihood(sites: Mapping[str, Site]) -> Tensor:
+    """Log probability of the observed sites of one run, shape ``()``."""
+    return torch.stack([_log_prob(site) for site in sites.values() if is_likelihood(site)]).sum()
+
+
+def _log_prob(site: Site) -> Tensor:
+    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    total: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
+    return total
+
+
+def run_at(program: Callable[[], object], values: Mapping[str, Tensor]) -> dict[str, Site]:
+    """The sample sites of a model at values of its latent sites."""
+    record = Record({name: {"value": x, "is_observed": False, "infer": {}} for name, x in values.items()})
+    with record:
+        program()
+    return record.sites
+
+
+class Expansion(NamedTuple):
+    r"""Second-order expansion of a log likelihood in p coefficients, about a mode, and how it moves with d other latents.
+
+    With :math:`t = \theta - \theta_0` on the real line and :math:`f = \exp(c^T t)`, curvature and linear term are
+    :math:`f A` and :math:`f (b + K t)`, and the slabs' prior deviations :math:`s \exp(E t)`.
+
+    Attributes:
+        curvature: A, positive definite, shape ``(p, p)``.
+        linear: b, shape ``(p,)``.
+        loc: means of the slabs' priors, shape ``(p,)``.
+        scale: s, shape ``(p,)``.
+        hyper: :math:`\theta_0`, shape ``(d,)``.
+        exponents: c, shape ``(d,)``.
+        shifts: K, shape ``(p, d)``.
+        scale_exponents: E, shape ``(p, d)``.
+    """
+
+    curvature: Tensor
+    linear: Tensor
+    loc: Tensor
+    scale: Tensor
+    hyper: Tensor
+    exponents: Tensor
+    shifts: Tensor
+    scale_exponents: Tensor
+
+
+def expand(model: OpenModel, hyper: Tensor) -> Expansion:
+    """Find the mode and expand about it.
+
+    Args:
+        model: the model with open gates.
+        hyper: where the other latents start, on the real line, shape ``(d,)``.
+    """
+    slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device)
+    loc, scale = (x.detach() for x in model.slab_prior(hyper))
+    model.check_product(scale, hyper)
+    for _ in range(_ROUNDS if len(hyper) else 1):
+        slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
+        if len(hyper):
+            hyper = _hyper_mode(model, slabs, hyper, curvature, scale)
+            loc, scale = (x.detach() for x in model.slab_prior(hyper))
+    if len(hyper):
+        slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
+    at, theta = slabs.clone().requires_grad_(), hyper.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model.log_likelihood(at, theta), at, create_graph=True)
+    exponents = _exponents(model, slabs, hyper, curvature)
+    moves = _rows(gradient, theta) if len(hyper) else gradient.new_zeros(len(slabs), 0)
+    gradient = gradient.detach()
+    log_scale = model.slab_prior(theta)[1].log()
+    return Expansion(
+        curvature,
+        gradient + curvature @ slabs,
+        loc,
+        scale,
+        hyper,
+        exponents,
+        moves - gradient.unsqueeze(-1) * exponents,
+        _rows(log_scale, theta) if len(hyper) and log_scale.requires_grad else gradient.new_zeros(len(slabs), len(hyper)),
+    )
+
+
+def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Mode of log likelihood and Gaussian prior by damped Newton steps, and the likelihood's curvature there.
+
+    Args:
+        model: the model with open gates.
+        slabs: where to start, shape ``(p,)``.
+        hyper: the other latents, shape ``(d,)``.
+        loc: means of the prior, shape ``(p,)``.
+        scale: its standard deviations, shape ``(p,)``.
+
+    Returns:
+        The mode and A, the negative Hessian with eigenvalues of at least 1e-6.
+    """
+
+    def value(x: Tensor) -> Tensor:
+        return model.log_likelihood(x, hyper) - 0.5 * ((x - loc) / scale).square().sum()
+
+    for _ in range(_NEWTON_STEPS):
+        curvature = curvature_at(model, slabs, hyper)
+        at = slabs.clone().requires_grad_()
+        before = value(at)
+        (slope,) = torch.autograd.grad(before, at)
+        step = torch.linalg.solve(curvature + torch.diag(scale**-2), slope)
+        promised = float(step @ slope)
+        if not promised > 1e-7 * max(1.0, abs(float(before.detach()))):
+            break
+        length = 1.0
+        with torch.no_grad():
+            while not float(value(slabs + length * step) - before.detach()) >= _ARMIJO * length * promised and length > 1e-6:
+                length /= 2
+        slabs = slabs + length * step
+    return slabs, curvature_at(model, slabs, hyper)
+
+
+def curvature_at(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
+    """The negative Hessian of the log likelihood in the coefficients, made positive definite, shape ``(p, p)``."""
+    at = slabs.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model.log_likelihood(at, hyper), at, create_graph=True)
+    if not slope.requires_grad:
+        return torch.eye(len(slabs), dtype=slabs.dtype, device=slabs.device) * _LEAST_CURVATURE
+    hessian = -_rows(slope, at)
+    values, vectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT).double())
+    return ((vectors * values.clamp(min=_LEAST_CURVATURE)) @ vectors.mT).to(slabs.dtype)
+
+
+def _rows(values: Tensor, at: Tensor) -> Tensor:
+    """Jacobian of a vector, shape ``(len(values), len(at))``."""
+    unit = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    (jacobian,) = torch.autograd.grad(
+        values, at, unit, is_grads_batched=True, allow_unused=True, materialize_grads=True, retain_graph=True
+    )
+    return jacobian.detach()
+
+
+def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor) -> Tensor:
+    """Derivatives of the log of the curvature's trace for the other latents, by central differences."""
+    found = [
+        (torch.log(curvature_at(model, slabs, hyper + move).trace() / curvature_at(model, slabs, hyper - move).trace()))
+        / (2 * _STEP)
+        for move in _STEP * torch.eye(len(hyper), dtype=hyper.dtype, device=hyper.device)
+    ]
+    return torch.stack(found) if found else hyper.new_zeros(0)
+
+
+def _hyper_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor, scale: Tensor) -> Tensor:
+    """The other latents' mode under the Gaussian of the coefficients about their own mode, one step of expectation
+    maximisation. The coefficients at their mode alone would make deviations of prior and noise too small.
+    """
+    precision = curvature + torch.diag(scale**-2)
+    noise = torch.randn(_DRAWS, len(slabs), dtype=slabs.dtype, device=slabs.device)
+    spread = torch.linalg.solve_triangular(torch.linalg.cholesky(precision).mT, noise.mT, upper=True).mT
+    draws = torch.cat([slabs + spread, slabs - spread])
+    theta = hyper.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS([theta], max_iter=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loc, deviation = model.slab_prior(theta)
+        prior = -0.5 * ((draws - loc) / deviation).square().sum(-1) - deviation.log().sum()
+        likelihood = torch.stack([model.log_likelihood(draw, theta) for draw in draws])
+        loss = -(likelihood + prior).mean() - model.hyper_prior(theta)
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    return theta.detach() if bool(torch.isfinite(theta).all()) else hyper

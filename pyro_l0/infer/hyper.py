@@ -1,0 +1,42 @@
+"""The posterior of a model's other latent variables, beside gates and slabs."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["HyperDraw", "HyperPosterior"]
+
+_START = 0.2  # standard deviation on the real line
+
+
+class HyperDraw(NamedTuple):
+    """Draws on the real line, with each entry's normal given the entries before it; shapes ``(n, d)``."""
+
+    values: Tensor
+    means: Tensor
+    deviations: Tensor
+
+
+class HyperPosterior(nn.Module):
+    """A Gaussian of full covariance on the real line.
+
+    Args:
+        start: its mean at the start, shape ``(d,)``.
+    """
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.loc = nn.Parameter(start.clone())
+        self.log_scale = nn.Parameter(torch.full_like(start, math.log(_START)))
+        self.coupling = nn.Parameter(start.new_zeros(len(start), len(start)))
+
+    def draw(self, number: int) -> HyperDraw:
+        """Draws, differentiable for the parameters."""
+        scale = self.log_scale.exp()
+        noise = torch.randn(number, len(self.loc), dtype=scale.dtype, device=scale.device)
+        means = self.loc + noise @ self.coupling.tril(-1).mT
+        return HyperDraw(means + scale * noise, means, scale.expand_as(noise))

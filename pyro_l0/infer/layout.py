@@ -1,0 +1,72 @@
+"""Sites side by side in one vector, on the real line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributions import Transform
+
+from pyro_l0.distributions.wrappers import innermost
+
+__all__ = ["Layout"]
+
+
+class Layout:
+    """Where the entries of each site are in a vector of numbers on the real line.
+
+    Args:
+        shapes: shape of each site's value, outside of the plates of particles.
+        transforms: what carries the real line to a site's support; the identity where there is none.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], transforms: Mapping[str, Transform] | None = None) -> None:
+        self.shapes = dict(shapes)
+        self.transforms = dict(transforms or {})
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+
+    def pieces(self, flat: Tensor) -> dict[str, Tensor]:
+        """The entries of each site, shape ``(..., n)`` each, of a vector ``(..., size)``."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        return dict(zip(self.shapes, flat.split(sizes, -1), strict=True))
+
+    def apart(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each site's value in its shape and support, of one vector."""
+        return {
+            name: self.transforms[name](x.reshape(self.shapes[name]))
+            if name in self.transforms
+            else x.reshape(self.shapes[name])
+            for name, x in self.pieces(flat).items()
+        }
+
+    def together(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The vector of values in their supports, with any dimensions in front."""
+        flat = []
+        for name, shape in self.shapes.items():
+            x = self.transforms[name].inv(values[name]) if name in self.transforms else values[name]
+            flat.append(x.reshape(*x.shape[: x.dim() - len(shape)], shape.numel()))
+        return torch.cat(flat, -1)
+
+    def log_jacobian(self, flat: Tensor) -> Tensor:
+        """Log of the derivative of each entry's transform, shape ``(..., size)``."""
+        found = []
+        for name, x in self.pieces(flat).items():
+            transform = self.transforms.get(name)
+            found.append(torch.zeros_like(x) if transform is None else transform.log_abs_det_jacobian(x, transform(x)))
+        return torch.cat(found, -1) if found else flat
+
+    def normal(self, name: str, prior: object) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each entry of a site under its normal prior, shapes ``(n,)``.
+
+        Raises:
+            ValueError: the prior is not normal.
+        """
+        inside = innermost(prior)
+        if not isinstance(inside, torch.distributions.Normal):
+            raise ValueError(
+                f"Expected a Normal prior of slab site {name!r} for slabs='structured', but got {prior}; use "
+                "slabs='independent'."
+            )
+        shape = self.shapes[name]
+        return inside.loc.expand(shape).reshape(-1), inside.scale.expand(shape).reshape(-1)

@@ -1,0 +1,87 @@
+"""Particles of a loss: one after the other, or all at once by ``torch.vmap``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_l0.fast.record import Record, Site
+from pyro_l0.infer.correlated import Part
+
+__all__ = ["DrawsTogether", "over_particles"]
+
+Sites = dict[str, Site]
+
+
+@runtime_checkable
+class DrawsTogether(Protocol):
+    """A guide that makes many joint draws at a time."""
+
+    def draw_together(self, number: int) -> dict[str, Part] | None:
+        """Parts of joint draws by site; None where its sites are drawn by themselves."""
+        ...
+
+    def event_dims(self) -> Mapping[str, int]:
+        """How many dimensions of each site's value are the event's."""
+        ...
+
+
+def over_particles(
+    evaluate: Callable[[Sites], dict[str, Tensor]],
+    run_guide: Callable[[], Sites],
+    guide: object,
+    number: int,
+    mapped: bool,
+) -> dict[str, Tensor]:
+    """Numbers of a run for each of several particles, shape ``(number,)`` each.
+
+    ``torch.vmap`` maps guide and model, which are written for one particle and need not broadcast.
+
+    Args:
+        evaluate: numbers of shape ``()`` by name, from the sites of a run of the guide.
+        run_guide: runs the guide.
+        guide: the guide, which is asked for joint draws if it makes some.
+        number: of particles.
+        mapped: whether all are evaluated at once.
+
+    Raises:
+        ValueError: the guide or the model can't be mapped.
+    """
+    if not mapped:
+        found = [evaluate(run_guide()) for _ in range(number)]
+        return {name: torch.stack([values[name] for values in found]) for name in found[0]}
+    together = guide.draw_together(number) if isinstance(guide, DrawsTogether) else None
+    try:
+        # Checks of values can't be mapped; a guide's first call runs the model with them.
+        with pyro.validation_enabled(False):
+            if together is None or not isinstance(guide, DrawsTogether):
+                each = torch.vmap(lambda _: evaluate(run_guide()), randomness="different")
+                return each(torch.arange(number))  # type: ignore[no-any-return]
+            event_dims = guide.event_dims()
+            tensors = {name: (part.values, *_full(part, number)) for name, part in together.items()}
+
+            def one(drawn: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+                record = Record()
+                for name, (values, *parameters) in drawn.items():
+                    part = together[name]._replace(values=values, parameters=tuple(parameters))
+                    fn = part.at_site({}, event_dims[name])
+                    record.sample(name, fn, fn.value)
+                return evaluate(record.sites)
+
+            return torch.vmap(one, randomness="different")(tensors)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        raise ValueError(
+            "Expected a model whose particles can be evaluated at once, but torch.vmap can't map it; set "
+            f"vectorize_particles=False, which runs it once for each particle: {error}"
+        ) from error
+
+
+def _full(part: Part, number: int) -> list[Tensor]:
+    """A part's parameters with a row for each draw."""
+    return [x.expand(number, *x.shape[1:]) if x.dim() else x.expand(number) for x in part.parameters]

@@ -1,0 +1,84 @@
+r"""Gaussian slabs given their gates, for a log likelihood that is quadratic in the coefficients.
+
+With coefficients :math:`\beta = z \circ w`, prior :math:`w \sim N(\mu, S^2)` (S diagonal) and log likelihood
+:math:`b^T \beta - \tfrac12 \beta^T A \beta`, the slabs given the gates are Gaussian: with :math:`c = b - A (z \circ \mu)`,
+
+.. math:: w = \mu + m + S L^{-T} \epsilon, \quad L L^T = I + S D_z A D_z S, \quad m = S (L L^T)^{-1} S D_z c.
+
+The diagonal of what is factorised is 1 for closed gates, whose slabs have their prior.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["SlabGivenGates", "log_evidence", "slab_given_gates"]
+
+
+class SlabGivenGates(NamedTuple):
+    """The Gaussian of slabs given their gates, for a batch of n gate vectors over p elements.
+
+    Attributes:
+        cholesky: L, shape ``(n, p, p)``.
+        mean: of the slabs, shape ``(n, p)``.
+        scale: standard deviations of the prior, shape ``(n, p)`` or what broadcasts to it.
+    """
+
+    cholesky: Tensor
+    mean: Tensor
+    scale: Tensor
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """Slabs from standard normal noise, shapes ``(n, p)``."""
+        spread = torch.linalg.solve_triangular(self.cholesky.mT, noise.unsqueeze(-1), upper=True)
+        return self.mean + self.scale * spread.squeeze(-1)
+
+    def conditionals(self, slabs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each slab given those behind it, at a draw and its noise.
+
+        Row j of L^T (w - mean) / S = noise holds the slabs from j on: their densities multiply to the joint one.
+        """
+        deviation = self.scale / self.cholesky.diagonal(dim1=-2, dim2=-1)
+        return slabs - deviation * noise, deviation
+
+
+def slab_given_gates(
+    curvature: Tensor, linear: Tensor, gates: Tensor, scale: Tensor, loc: Tensor | None = None
+) -> SlabGivenGates:
+    """The slabs' Gaussian given gates.
+
+    Args:
+        curvature: A, shape ``(p, p)`` or ``(n, p, p)``.
+        linear: b, shape ``(p,)`` or ``(n, p)``.
+        gates: z of each element, shape ``(n, p)``.
+        scale: standard deviations of the prior, broadcasts to ``(n, p)``.
+        loc: means of the prior, in the same form; 0 if not given.
+    """
+    if loc is not None:
+        linear = linear - torch.einsum("...ij,...j->...i", curvature, gates * loc)
+    gated = gates * scale
+    precision = gated.unsqueeze(-1) * curvature * gated.unsqueeze(-2)
+    precision = precision + torch.eye(gates.shape[-1], dtype=gates.dtype, device=gates.device)
+    cholesky = torch.linalg.cholesky(precision)
+    offset = scale * torch.cholesky_solve((gated * linear).unsqueeze(-1), cholesky).squeeze(-1)
+    return SlabGivenGates(cholesky, offset if loc is None else loc + offset, scale)
+
+
+def log_evidence(curvature: Tensor, linear: Tensor, gates: Tensor, scale: Tensor) -> Tensor:
+    r"""Log of the likelihood's mean under slabs with prior mean 0: :math:`\tfrac12 b^T D_z m - \sum \log L_{ii}`.
+
+    Args:
+        curvature: as :func:`slab_given_gates`.
+        linear: as there.
+        gates: as there.
+        scale: as there.
+
+    Returns:
+        Shape ``(n,)``.
+    """
+    given = slab_given_gates(curvature, linear, gates, scale)
+    log_det = given.cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return 0.5 * (gates * linear * given.mean).sum(-1) - log_det
