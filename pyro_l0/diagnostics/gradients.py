@@ -17,12 +17,10 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.fast.record import Record, Site
+from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.guide import GateGuide, check_guide
 from pyro_l0.maths.quadrature import Nodes, Stretch
-
-__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def exact_gradient(
     Raises:
         ValueError: there are more states, or the guide has latent variables other than gates.
     """
-    sites, gates = _gates_alone(guide, args)
+    record, gates = _gates_alone(guide, args)
     pairs = [pair for gate in gates.values() for pair in _points(gate)]
     values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
     states = math.prod(len(points) for points in values)
@@ -152,19 +150,19 @@ def exact_gradient(
             drawn = {
                 name: piece.view(gate.batch_shape) for (name, gate), piece in zip(gates.items(), pieces, strict=True)
             }
-            costs.append(elbo.evaluate(model, sites, drawn, args, {}).cost)
+            costs.append(elbo.evaluate(model, record, drawn, args, {}).cost)
     joint = log_masses[0]
     for log_mass in log_masses[1:]:
         joint = (joint.unsqueeze(-1) + log_mass).flatten()
     expected = (torch.exp(joint) * torch.stack(costs).to(joint)).sum()
-    for part in elbo.evaluate(model, sites, {}, args, {}).analytic:
+    for part in elbo.evaluate(model, record, {}, args, {}).analytic:
         expected = expected + part
     locations = _locations(guide)
     return _flat(torch.autograd.grad(expected, locations), locations)
 
 
-def _gates_alone(guide: GateGuide, args: tuple[Any, ...]) -> tuple[dict[str, Site], dict[str, GateDistribution]]:
-    """The sites of a run of a guide, and their gates."""
+def _gates_alone(guide: GateGuide, args: tuple[object, ...]) -> tuple[Record, dict[str, GateDistribution]]:
+    """A run of a guide, and its gates."""
     with Record() as record:
         guide(*args)
     gates: dict[str, GateDistribution] = {}
@@ -175,7 +173,7 @@ def _gates_alone(guide: GateGuide, args: tuple[Any, ...]) -> tuple[dict[str, Sit
         if gate is None:
             raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
         gates[name] = gate
-    return record.sites, gates
+    return record, gates
 
 
 def pathwise_noise(gate: GateDistribution) -> Tensor:

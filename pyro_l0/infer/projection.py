@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-__all__ = ["places_to_close"]
-
 _WASTE = 0.95
 _Place = tuple[str, int]  # site, and place in the flattened site
 _Gates = dict[str, Tensor]

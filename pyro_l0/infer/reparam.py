@@ -18,8 +18,6 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, is_deterministic
 
-__all__ = ["RectifyReparam", "complete_samples"]
-
 
 def _with_base(fn: Any, gate: GateDistribution) -> Any:
     """A gate's variable before rectification, in the wrappers of the gate."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pyro_l0.fast.record import Site
 
-__all__ = ["places_of"]
-
 Shape = tuple[int, ...]
 
 

@@ -14,8 +14,6 @@ from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.infer.guide import GateGuide, check_guide
 from pyro_l0.infer.projection import places_to_close
 
-__all__ = ["SparsityTarget"]
-
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _FAR = 1.25  # times the budget
 # Of the budget; a unit has no price where the network without it would cost less. In a LeNet-5 of a tenth of its

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
-from pyro_l0.infer.pairs import number_of_bad
-
-__all__ = ["EVERY", "BadTerm", "Watch", "bad_values", "sentences"]
 
 EVERY = 100  # steps between two looks where a look makes the host wait for a device
 _CLOSED = 0.01  # P(z != 0) above the least that the family can reach
 
 Explain = Callable[[], str]
-
-
-class BadTerm(NamedTuple):
-    """A term that is not finite."""
-
-    term: str
-    site: str
-    value: float
 
 
 class Watch:
@@ -124,12 +112,17 @@ def _subsampled(site: Site) -> bool:
     return any(frame.full_size not in (None, frame.size) for frame in site["cond_indep_stack"])
 
 
+def number_of_bad(x: float | Tensor) -> int:
+    """How many of a tensor's or a number's values are not finite; reads them."""
+    return int((~torch.isfinite(torch.as_tensor(x))).sum())
+
+
 def bad_values(site: Site) -> list[str]:
     """What of a recorded site is not finite: its value if it was observed, the parameters of its distribution."""
     found = []
     if site["is_observed"] and (bad := number_of_bad(site["value"])):
         found.append(f"what is observed at {site['name']!r} holds {bad} values that are not finite")
-    fn: Any = site["fn"]
+    fn = site["fn"]
     while fn is not None:
         for parameter in fn.arg_constraints:
             # Not a property that is computed from another parameter.
@@ -138,11 +131,3 @@ def bad_values(site: Site) -> list[str]:
                 found.append(f"{parameter} of {type(fn).__name__} at {site['name']!r} holds {bad} that are not finite")
         fn = getattr(fn, "base_dist", None)
     return found
-
-
-def sentences(terms: Sequence[BadTerm], causes: Sequence[str]) -> str:
-    """Terms that are not finite, and where they may come from."""
-    named = ", ".join(f"{bad.term} of site {bad.site!r} is {bad.value}" for bad in terms)
-    return (
-        f"{named or 'every term is finite by itself'}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
-    )
