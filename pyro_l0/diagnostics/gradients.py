@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -20,7 +20,12 @@ from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.guide import GateGuide, check_guide
+from pyro_l0.infer.pairs import Program
 from pyro_l0.maths.quadrature import Nodes, Stretch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # an extra
+    from matplotlib.figure import Figure, SubFigure
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,9 @@ class GradientReport:
 
 def measure_gradient(
     elbo: L0_ELBO,
-    model: Callable[..., Any],
+    model: Program,
     guide: GateGuide,
-    *args: Any,
+    *args: object,
     name: str = "",
     draws: int = 1000,
     exact: bool = False,
@@ -119,9 +124,7 @@ def measure_gradient(
     return GradientReport(name, gradients.mean(0), gradients.var(0), draws, seconds, slope, found)
 
 
-def exact_gradient(
-    elbo: L0_ELBO, model: Callable[..., Any], guide: GateGuide, *args: Any, max_states: int = 2**15
-) -> Tensor:
+def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: object, max_states: int = 2**15) -> Tensor:
     """The gradient of an objective for the gates' locations without sampling, one entry per gate.
 
     The expectation is a sum over all states of Bernoulli gates, and over the atoms and the nodes of a quadrature rule
@@ -216,7 +219,7 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
         return square / mean**2
 
 
-def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
+def plot_gradients(reports: Sequence[GradientReport], axes: Sequence[Axes] | None = None) -> Figure | SubFigure:
     """Draw scaled variance, variance times seconds and, where it is known, bias in standard errors, by estimator.
 
     Args:
@@ -246,9 +249,9 @@ def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
     return axes[0].figure
 
 
-def _locations(guide: GateGuide) -> list[Tensor]:
+def _locations(guide: GateGuide) -> Sequence[Tensor]:
     check_guide(guide, "a gradient", "posterior", "locations")
-    return list(guide.locations())
+    return guide.locations()
 
 
 def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pyro.distributions import Independent, MaskedDistribution
+from pyro.distributions import Independent, MaskedDistribution, TorchDistribution
 from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
@@ -43,3 +43,17 @@ def active_prob(fn: Any) -> Tensor:
             mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
         return active * mask
     return active
+
+
+def rewrap(fn: Any, new: TorchDistribution) -> TorchDistribution:
+    """A distribution in the place of a gate, in the gate's wrappers."""
+    if isinstance(fn, GateDistribution):
+        return new
+    wrapped = rewrap(fn.base_dist, new)
+    if isinstance(fn, MaskedDistribution):
+        wrapped = wrapped.mask(fn._mask)
+    elif isinstance(fn, torch.distributions.Independent):
+        wrapped = wrapped.to_event(fn.reinterpreted_batch_ndims)
+    else:
+        wrapped = wrapped.expand(fn.batch_shape)
+    return wrapped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ _FAR = 1.25  # times the budget
 # multiply-adds the first maps, a sixth of the budget, lose theirs, and the second ones, a twentieth, always keep it.
 _OVERSHOOT = 0.92
 _PATIENCE = 50  # updates of a multiplier that grows without effect, before a warning
+
+
+class TargetState(TypedDict):
+    """What a resumed run needs of a target."""
+
+    multiplier: Tensor
+    step: int
+    prices: Tensor | None
+    rest: Tensor
+    last: Tensor
+    stuck: int
 
 
 class SparsityTarget:
@@ -246,7 +257,7 @@ class SparsityTarget:
         for name, places in leaving.items():
             self.guide.close(name, torch.tensor(places))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TargetState:
         """What a resumed run needs."""
         return {
             "multiplier": self.multiplier.clone(),
@@ -257,7 +268,7 @@ class SparsityTarget:
             "stuck": self._stuck,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: TargetState) -> None:
         """Go on from :meth:`state_dict`.
 
         Raises:
