@@ -156,8 +156,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._by_kind = {k: [term for term in self.objective_terms if term.kind == k] for k in get_args(Kind)}
         self._watch = Watch()
 
-    # ------------------------------------------------------------ Pyro's interface
-
     def differentiable_loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Tensor:
         """The loss with its graph, shape ``()``; advances ``step`` unless gradients are off."""
         return self._step(model, guide, args, kwargs)[0]
@@ -256,8 +254,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             refuse_without_likelihood(program, record.sites, returned, args, kwargs)
         return record
 
-    # ------------------------------------------------------------ the terms
-
     def kl_scale_now(self) -> float:
         """The factor on every KL at the present step."""
         if not callable(self.kl_scale):
@@ -292,7 +288,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             if factor != 1.0:
                 parts[name] = parts[name] * factor
         if surrogate is not None:
-            parts["nll"] = parts["nll"] + surrogate if "nll" in parts else surrogate
+            add("nll", "", surrogate)
         return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
 
     @torch.no_grad()

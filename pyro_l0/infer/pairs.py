@@ -23,9 +23,6 @@ Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
 
 
-# ------------------------------------------------------------ model and guide
-
-
 def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistribution | None:
     """The posterior gate of a latent site, None for another latent; raises where model and guide disagree."""
     prior_gate = find_gate(site["fn"])
@@ -141,9 +138,6 @@ def _modules(model: object) -> Iterator[nn.Module]:
         yield from _modules(call)
 
 
-# ------------------------------------------------------------ arguments
-
-
 def check_arguments(program: Program, args: Args, kwargs: Kwargs) -> None:
     """Refuse a minibatch without examples: every tensor among the arguments is empty."""
     empty = False
@@ -158,21 +152,18 @@ def check_arguments(program: Program, args: Args, kwargs: Kwargs) -> None:
 def odd_arguments(program: Program, args: Args, kwargs: Kwargs) -> list[str]:
     """What is suspicious of a program's arguments, with their names; reads them."""
     found = []
-    for name, x in _tensors("", _by_name(program, args, kwargs)):
+    function = program.forward if isinstance(program, nn.Module) else program
+    try:
+        by_name: dict[str, object] = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        by_name = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+    for name, x in _tensors("", by_name):
         bad = number_of_bad(x)
         if not x.numel():
             found.append(f"argument {name!r} is empty, of shape {tuple(x.shape)}")
         elif bad:
             found.append(f"argument {name!r} holds {bad} of {x.numel()} values that are not finite")
     return found
-
-
-def _by_name(program: Program, args: Args, kwargs: Kwargs) -> dict[str, object]:
-    function = program.forward if isinstance(program, nn.Module) else program
-    try:
-        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return {**{str(i): x for i, x in enumerate(args)}, **kwargs}
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
