@@ -146,7 +146,9 @@ class SparsityTarget:
         if not gates:  # all have left
             return torch.zeros_like(self.multiplier[0])
         joint = concatenate(list(gates.values()))
-        active = torch.cat([gate.active_prob.flatten() for gate in gates.values()]) if joint is None else joint.active_prob
+        active = (
+            torch.cat([gate.active_prob.flatten() for gate in gates.values()]) if joint is None else joint.active_prob
+        )
         self._follow(active.device)
         if self._prices is None or len(self._prices) != len(active):  # units may have left since
             self._prices, self._rest = self._linearise(gates, active)
