@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -17,12 +17,15 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.fast.record import Record, Site
+from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.guide import GateGuide, check_guide
+from pyro_l0.infer.pairs import Program
 from pyro_l0.maths.quadrature import Nodes, Stretch
 
-__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # an extra
+    from matplotlib.figure import Figure, SubFigure
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,9 @@ class GradientReport:
 
 def measure_gradient(
     elbo: L0_ELBO,
-    model: Callable[..., Any],
+    model: Program,
     guide: GateGuide,
-    *args: Any,
+    *args: object,
     name: str = "",
     draws: int = 1000,
     exact: bool = False,
@@ -121,9 +124,7 @@ def measure_gradient(
     return GradientReport(name, gradients.mean(0), gradients.var(0), draws, seconds, slope, found)
 
 
-def exact_gradient(
-    elbo: L0_ELBO, model: Callable[..., Any], guide: GateGuide, *args: Any, max_states: int = 2**15
-) -> Tensor:
+def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: object, max_states: int = 2**15) -> Tensor:
     """The gradient of an objective for the gates' locations without sampling, one entry per gate.
 
     The expectation is a sum over all states of Bernoulli gates, and over the atoms and the nodes of a quadrature rule
@@ -139,7 +140,7 @@ def exact_gradient(
     Raises:
         ValueError: there are more states, or the guide has latent variables other than gates.
     """
-    sites, gates = _gates_alone(guide, args)
+    record, gates = _gates_alone(guide, args)
     pairs = [pair for gate in gates.values() for pair in _points(gate)]
     values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
     states = math.prod(len(points) for points in values)
@@ -152,19 +153,19 @@ def exact_gradient(
             drawn = {
                 name: piece.view(gate.batch_shape) for (name, gate), piece in zip(gates.items(), pieces, strict=True)
             }
-            costs.append(elbo.evaluate(model, sites, drawn, args, {}).cost)
+            costs.append(elbo.evaluate(model, record, drawn, args, {}).cost)
     joint = log_masses[0]
     for log_mass in log_masses[1:]:
         joint = (joint.unsqueeze(-1) + log_mass).flatten()
     expected = (torch.exp(joint) * torch.stack(costs).to(joint)).sum()
-    for part in elbo.evaluate(model, sites, {}, args, {}).analytic:
+    for part in elbo.evaluate(model, record, {}, args, {}).analytic:
         expected = expected + part
     locations = _locations(guide)
     return _flat(torch.autograd.grad(expected, locations), locations)
 
 
-def _gates_alone(guide: GateGuide, args: tuple[Any, ...]) -> tuple[dict[str, Site], dict[str, GateDistribution]]:
-    """The sites of a run of a guide, and their gates."""
+def _gates_alone(guide: GateGuide, args: tuple[object, ...]) -> tuple[Record, dict[str, GateDistribution]]:
+    """A run of a guide, and its gates."""
     with Record() as record:
         guide(*args)
     gates: dict[str, GateDistribution] = {}
@@ -175,7 +176,7 @@ def _gates_alone(guide: GateGuide, args: tuple[Any, ...]) -> tuple[dict[str, Sit
         if gate is None:
             raise ValueError(f"Expected a guide of gates alone, but site {name!r} is {site['fn']}.")
         gates[name] = gate
-    return record.sites, gates
+    return record, gates
 
 
 def pathwise_noise(gate: GateDistribution) -> Tensor:
@@ -218,7 +219,7 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
         return square / mean**2
 
 
-def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
+def plot_gradients(reports: Sequence[GradientReport], axes: Sequence[Axes] | None = None) -> Figure | SubFigure:
     """Draw scaled variance, variance times seconds and, where it is known, bias in standard errors, by estimator.
 
     Args:
@@ -248,9 +249,9 @@ def plot_gradients(reports: Sequence[GradientReport], axes: Any = None) -> Any:
     return axes[0].figure
 
 
-def _locations(guide: GateGuide) -> list[Tensor]:
+def _locations(guide: GateGuide) -> Sequence[Tensor]:
     check_guide(guide, "a gradient", "posterior", "locations")
-    return list(guide.locations())
+    return guide.locations()
 
 
 def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pyro.distributions import ExpandedDistribution, Independent, MaskedDistribution
+from pyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, TorchDistribution
 from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = ["active_prob", "find_gate", "innermost", "inside_events"]
+__all__ = ["active_prob", "find_gate", "innermost", "inside_events", "rewrap"]
 
 
 def find_gate(fn: Any) -> GateDistribution | None:
@@ -50,3 +50,17 @@ def innermost(fn: object) -> object:
     while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
         fn = fn.base_dist
     return fn
+
+
+def rewrap(fn: Any, new: TorchDistribution) -> TorchDistribution:
+    """A distribution in the place of a gate, in the gate's wrappers."""
+    if isinstance(fn, GateDistribution):
+        return new
+    wrapped = rewrap(fn.base_dist, new)
+    if isinstance(fn, MaskedDistribution):
+        wrapped = wrapped.mask(fn._mask)
+    elif isinstance(fn, torch.distributions.Independent):
+        wrapped = wrapped.to_event(fn.reinterpreted_batch_ndims)
+    else:
+        wrapped = wrapped.expand(fn.batch_shape)
+    return wrapped

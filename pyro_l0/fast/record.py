@@ -42,6 +42,7 @@ class Record(Messenger):
         super().__init__()
         self.values = values or {}
         self.sites: dict[str, Site] = {}
+        self.joint_draws: dict[str, object] = {}  # of several sites, by each of them
 
     def _process_message(self, msg: Site) -> None:
         if msg["type"] != "sample" or msg["is_observed"]:
@@ -67,16 +68,18 @@ class Record(Messenger):
             raise RuntimeError(f"Multiple sample sites named {site['name']!r}.")
         self.sites[site["name"]] = site
 
-    def sample(self, name: str, fn: Callable[[], Tensor], value: Tensor | None = None, **extra: object) -> Tensor:
+    def sample(self, name: str, fn: Callable[[], Tensor], value: Tensor | None = None, joint: object = None) -> Tensor:
         """``pyro.sample(name, fn)`` for a latent site when no other handler is active, at a third of its time.
 
-        A draw that was made elsewhere may be handed on, and so may further entries of the recorded site.
+        A draw that was made elsewhere may be handed on, with the joint draw of several sites that it is a part of.
         """
         other = self._other(name)
         if other is not None:
             value = other["value"]
         drawn = fn() if value is None else value
-        self._keep({**_PLAIN, "name": name, "fn": fn, "value": drawn, "is_observed": False, "infer": {}, **extra})
+        self._keep({**_PLAIN, "name": name, "fn": fn, "value": drawn, "is_observed": False, "infer": {}})
+        if joint is not None:
+            self.joint_draws[name] = joint
         return drawn
 
     def observe(self, name: str, fn: Distribution, value: Tensor) -> None:

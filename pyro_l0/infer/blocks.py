@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
+from pyro.distributions import TorchDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -15,19 +16,26 @@ from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
 from pyro_l0.distributions.wrappers import active_prob, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.coefficients import Options, check_names
-from pyro_l0.infer.estimators import Estimators
+from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.pairs import check_auxiliary, check_draws, check_pair, check_slabs
-
-__all__ = ["Block", "Kind", "Run", "blocks_of"]
 
 Kind = Literal["observed", "slab", "other", "gates"]
 
 
 class Run(NamedTuple):
-    """The recorded sites of one run of a model and its guide."""
+    """The recorded sites of one run of a model and its guide, and the joint draws that sites of the guide are from.
+
+    Attributes:
+        model: by name.
+        guide: by name.
+        joint_draws: by the names of their sites.
+        at_draws: whether the log ratio of gates of two values is taken at their draws, not its mean.
+    """
 
     model: dict[str, Site]
     guide: dict[str, Site]
+    joint_draws: Mapping[str, object]
+    at_draws: bool = False
 
 
 class Block:
@@ -72,10 +80,11 @@ class Block:
         return active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
 
     @cached_property
-    def pair(self) -> tuple[Any, Any] | None:
+    def pair(self) -> tuple[TorchDistribution, TorchDistribution] | None:
         """Posterior and prior, of several sites as one gate each; None where the priors are none."""
         if self.joint is None:
-            return self.posterior["fn"], self.prior["fn"]
+            q = self.posterior["fn"]
+            return q.base_dist if isinstance(q, Drawn) else q, self.prior["fn"]
         priors = [inside_events(self.run.model[name]["fn"]) for name in self.names]
         prior = concatenate(priors) if all(isinstance(fn, GateDistribution) for fn in priors) else None
         posterior = concatenate(self.joint.gates)
@@ -107,17 +116,13 @@ class Block:
         return total
 
 
-class _Objective(Options, Protocol):
-    estimator: Estimators | None
-
-
-def blocks_of(run: Run, options: _Objective) -> Iterator[Block]:
+def blocks_of(run: Run, options: Options) -> Iterator[Block]:
     """The blocks of a run: sites of other kinds as they come, then the gates.
 
     Raises:
         ValueError: model and guide, or options and model, do not fit.
     """
-    model, guide = run
+    model, guide, joint_draws, _ = run
     gates: dict[str, GateDistribution] = {}
     for name, site in model.items():
         if site["type"] != "sample" or site_is_subsample(site):
@@ -140,12 +145,13 @@ def blocks_of(run: Run, options: _Objective) -> Iterator[Block]:
             yield Block("other", (name,), run)
     check_names(options, gates)
     check_slabs(options.slab, gates, model)
-    groups: dict[int, list[str]] = {}
-    for i, name in enumerate(name for name in guide if name in gates):
-        joint = guide[name].get("joint")
-        groups.setdefault(-i - 1 if joint is None else id(joint), []).append(name)
+    groups: dict[int | str, list[str]] = {}
+    for name in guide:
+        if name in gates:
+            groups.setdefault(id(joint_draws[name]) if name in joint_draws else name, []).append(name)
     for names in groups.values():
-        yield Block("gates", names, run, guide[names[0]].get("joint"))
+        joint = joint_draws.get(names[0])
+        yield Block("gates", names, run, joint if isinstance(joint, JointDraw) else None)
 
 
 @lru_cache(maxsize=16)

@@ -5,24 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from numbers import Real
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BySite",
-    "Coefficient",
-    "Options",
-    "as_dict",
-    "by_site",
-    "check_coefficient",
-    "check_kl_scale",
-    "check_names",
-    "check_shapes",
-    "drop",
-    "is_zero",
-]
+from pyro_l0.infer.estimators import Estimators
 
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
 BySite = float | Tensor | dict[str, float | Tensor]
@@ -30,13 +18,14 @@ _BY_SITE = ("lam", "group_size", "weight_decay", "square_norm")
 
 
 class Options(Protocol):
-    """What a term reads of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
+    """What blocks and terms read of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
 
     lam: BySite
     group_size: BySite
     weight_decay: BySite
     square_norm: dict[str, Callable[[], Tensor]]
     slab: dict[str, str]
+    estimator: Estimators | None
     step: int
 
 
@@ -55,26 +44,22 @@ def is_zero(value: float | Tensor) -> bool:
     return isinstance(value, float | int) and value == 0
 
 
-def drop(options: Options, sites: Collection[str]) -> None:
-    """Forget the entries of some sites."""
-    for option in _BY_SITE:
-        value = getattr(options, option)
-        for site in sites if isinstance(value, dict) else ():
-            value.pop(site, None)
+def check_numbers(kl_scale: float | Callable[[int], float], **coefficients: Coefficient) -> None:
+    """Refuse coefficients that are negative or not finite."""
+    numbers = coefficients if callable(kl_scale) else {**coefficients, "kl_scale": kl_scale}
+    for name, value in numbers.items():
+        for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
+            where = f"{name}[{key!r}]" if key else name
+            if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
+                raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
+            number = torch.as_tensor(entry)
+            if not bool((torch.isfinite(number) & (number >= 0)).all()):
+                raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
+    if isinstance(kl_scale, Tensor) and kl_scale.dim():
+        raise ValueError(f"Expected kl_scale to be one number, but got a shape of {tuple(kl_scale.shape)}.")
 
 
-def check_coefficient(name: str, value: Any) -> None:
-    """Refuse a coefficient that is negative or not finite."""
-    for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
-        where = f"{name}[{key!r}]" if key else name
-        if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
-            raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
-        number = torch.as_tensor(entry)
-        if not bool((torch.isfinite(number) & (number >= 0)).all()):
-            raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
-
-
-def check_kl_scale(value: Any, step: int) -> None:
+def check_kl_scale(value: float | Tensor, step: int) -> None:
     """Refuse what a schedule of the KL's factor returns, as far as can be told without reading a device."""
     if isinstance(value, Tensor):
         if value.dim():
@@ -88,13 +73,7 @@ def check_kl_scale(value: Any, step: int) -> None:
 
 
 def check_shapes(options: Options, name: str, gates: Tensor) -> None:
-    """Refuse coefficients that have more than a number per gate.
-
-    Args:
-        options: the objective.
-        name: gate site.
-        gates: a tensor of the gates' shape.
-    """
+    """Refuse coefficients that have more than a number per gate, given a tensor of the gates' shape."""
     for option in ("lam", "group_size", "weight_decay"):
         value = by_site(getattr(options, option), name)
         if not isinstance(value, Tensor) or not value.dim():
@@ -116,11 +95,6 @@ def check_names(options: Options, gates: Collection[str]) -> None:
         value = getattr(options, option)
         unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
         if unknown:
-            raise ValueError(
-                f"Expected {option} by gate site, one of {sorted(gates)}, but got {', '.join(map(repr, unknown))}"
-                + (
-                    "; call the guide before NetworkCost, which then has these names."
-                    if option == "group_size"
-                    else "."
-                )
-            )
+            got = ", ".join(map(repr, unknown))
+            hint = "; call the guide before NetworkCost, which then has these names" if option == "group_size" else ""
+            raise ValueError(f"Expected {option} by gate site, one of {sorted(gates)}, but got {got}{hint}.")

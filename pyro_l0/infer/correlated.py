@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Transform
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer.autoregressive import GateChain
 from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.hyper import HyperPosterior
@@ -28,45 +29,57 @@ class ConjugateRate(NamedTuple):
         gates: the sites of the gates.
         open: its prior's first parameter, shape ``()``.
         closed: its prior's second parameter.
+        shape: of its site's value, of one entry.
     """
 
     name: str
     gates: tuple[str, ...]
     open: Tensor
     closed: Tensor
+    shape: torch.Size
 
 
 class Part(NamedTuple):
     """A site's part of n joint draws.
 
     Attributes:
-        values: on the real line, shape ``(n, entries of the site)``.
+        values: on the real line, shape ``(n, entries of the site)``, or without the dimension of draws.
         make: the distribution given the parts before, from its parameters.
-        parameters: of that distribution, each broadcasts to the values.
+        parameters: of that distribution, each of the values' shape.
+        shape: of the site's value in one draw.
+        event_dim: how many of its dimensions are the event's.
         transform: what carries values to the site's support; None for the identity.
     """
 
     values: Tensor
     make: Callable[..., TorchDistribution]
     parameters: tuple[Tensor, ...]
+    shape: torch.Size
+    event_dim: int
     transform: Transform | None = None
 
-    def at_site(self, shape: torch.Size, event_dim: int) -> Drawn:
+    def at_site(self, particles: Mapping[int, int]) -> Drawn:
         """The part as the distribution of a site with its value.
 
         Args:
-            shape: of the site's value, with the particles' plates.
-            event_dim: how many of its dimensions are the event's.
+            particles: sizes of the plates of the draws, by their dimensions from the right.
         """
-        base = self.make(*(x.expand_as(self.values).reshape(shape) for x in self.parameters))
+        batch = self.shape[: len(self.shape) - self.event_dim]
+        width = max(len(batch), *(-dim for dim in particles), 0)
+        dims = [1] * (width - len(batch)) + list(batch)
+        for dim, size in particles.items():
+            dims[dim] = size
+        shape = torch.Size(dims) + self.shape[len(batch) :]
+        base = self.make(*(x.reshape(shape) for x in self.parameters))
         value = self.values.reshape(shape)
         if self.transform is not None:
             base, value = TransformedDistribution(base, [self.transform]), self.transform(value)
-        return Drawn(base.to_event(event_dim) if event_dim else base, value)
+        return Drawn(base.to_event(self.event_dim) if self.event_dim else base, value)
 
     def supported(self) -> Tensor:
-        """The values in the site's support, shape ``(n, entries)``."""
-        return self.values if self.transform is None else self.transform(self.values)
+        """The values in the site's support and shape, shape ``(n, *shape)``."""
+        values = self.values.reshape(-1, *self.shape)
+        return values if self.transform is None else self.transform(values)
 
 
 class CorrelatedPosterior(nn.Module):
@@ -99,50 +112,59 @@ class CorrelatedPosterior(nn.Module):
 
     hyper_start: Tensor
 
-    def draw(self, number: int, posterior: Mapping[str, TorchDistribution]) -> dict[str, Part]:
+    def draw(self, number: int, posterior: Mapping[str, GateDistribution]) -> dict[str, Part]:
         """Joint draws, by site in their order.
 
         Args:
             number: of draws.
-            posterior: the gates' distributions by site, or what they are given closed gates before them.
+            posterior: the gates' distributions by site; of a chain, those given closed gates before them.
         """
         parts: dict[str, Part] = {}
         drawn = self.hyper_posterior.draw(number)
-        for i, (name, values) in enumerate(self.hyper.pieces(drawn.values).items()):
-            means, scales = (list(self.hyper.pieces(x).values())[i] for x in (drawn.means, drawn.deviations))
-            parts[name] = Part(values, _normal, (means, scales), self.hyper.transforms.get(name))
+        self._add(parts, self.hyper, _normal, *drawn)
         shift = drawn.values - self.hyper_start
         gates = self._draw_gates(parts, shift, posterior, number)
         for rate in self.rates:
             among = torch.cat([parts[name].values for name in rate.gates], -1)
             opened = among.detach().sum(-1, keepdim=True)
             parameters = rate.open + opened, rate.closed + among.shape[-1] - opened
-            parts[rate.name] = Part(Beta(*parameters, validate_args=False).sample(), _beta, parameters)
+            values = Beta(*parameters, validate_args=False).sample()
+            parts[rate.name] = Part(values, _beta, parameters, rate.shape, 0)
         if self.slab_posterior is not None:
             given = self.slab_posterior.given(gates, shift)
             noise = torch.randn_like(given.mean)
             slabs = given.draw(noise)
-            means, deviations = given.conditionals(slabs, noise)
-            pieces = [list(self.slabs.pieces(x).values()) for x in (slabs, means, deviations.expand_as(slabs))]
-            for name, value, mean, deviation in zip(self.slabs.shapes, *pieces, strict=True):
-                parts[name] = Part(value, _normal, (mean, deviation))
+            self._add(parts, self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
         return parts
 
+    def _add(
+        self,
+        parts: dict[str, Part],
+        layout: Layout,
+        make: Callable[..., TorchDistribution],
+        values: Tensor,
+        *parameters: Tensor,
+    ) -> None:
+        """Add the parts of several sites from what they have side by side, shape ``(n, size)`` each."""
+        pieces = [layout.pieces(x.expand_as(values)) for x in (values, *parameters)]
+        for name, shape in layout.shapes.items():
+            value, *own = (piece[name] for piece in pieces)
+            transform = layout.transforms.get(name)
+            parts[name] = Part(value, make, tuple(own), shape, layout.event_dims[name], transform)
+
     def _draw_gates(
-        self, parts: dict[str, Part], shift: Tensor, posterior: Mapping[str, TorchDistribution], number: int
+        self, parts: dict[str, Part], shift: Tensor, posterior: Mapping[str, GateDistribution], number: int
     ) -> Tensor:
         """Add the gates' parts; the gates side by side, shape ``(number, size)``."""
         if self.chain is None:
-            for name in self.gates.shapes:
-                gate = posterior[name]
+            for name, gate in posterior.items():
                 draws = gate.rsample((number,)) if gate.has_rsample else gate.sample((number,))
-                parts[name] = Part(draws.reshape(number, -1), _same(gate), ())
+                shape = self.gates.shapes[name]
+                parts[name] = Part(draws.reshape(number, -1), _same(gate), (), shape, self.gates.event_dims[name])
             return torch.cat([parts[name].values for name in self.gates.shapes], -1)
         base = torch.cat([posterior[name].logits.reshape(-1) for name in self.gates.shapes])
         gates = self.chain.sample(base, shift)
-        odds = self.gates.pieces(self.chain.log_odds(base, gates, shift))
-        for name, values in self.gates.pieces(gates).items():
-            parts[name] = Part(values, _bernoulli, (odds[name],))
+        self._add(parts, self.gates, _bernoulli, gates, self.chain.log_odds(base, gates, shift))
         return gates
 
 
@@ -158,5 +180,5 @@ def _bernoulli(logits: Tensor) -> TorchDistribution:
     return BernoulliGate(logits, validate_args=False)
 
 
-def _same(gate: TorchDistribution) -> Callable[[], TorchDistribution]:
+def _same(gate: GateDistribution) -> Callable[[], TorchDistribution]:
     return lambda: gate

@@ -66,14 +66,12 @@ def correlated_posterior(
     slab_names = [name for name in sites if name in structure.slab]
     for name in (*gate_names, *slab_names, *structure.hyper):
         _check_whole(name, sites[name])
-    gates = Layout({name: sites[name]["value"].shape for name in gate_names})
-    rates = [
-        rate for name in structure.hyper if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None
-    ]
+    gates = Layout({name: sites[name] for name in gate_names})
+    rates = [rate for name in structure.hyper if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None]
     learned = [name for name in structure.hyper if name not in {rate.name for rate in rates}]
     transforms = {name: found for name in learned if (found := transform(name, sites[name])) is not None}
-    hyper = Layout({name: sites[name]["value"].shape for name in learned}, transforms)
-    slabs = Layout({name: sites[name]["value"].shape for name in slab_names})
+    hyper = Layout({name: sites[name] for name in learned}, transforms)
+    slabs = Layout({name: sites[name] for name in slab_names})
     like = sites[gate_names[0]]["value"]
     start = hyper.together({name: _median(sites[name], like) for name in learned}) if learned else like.new_zeros(0)
     posterior = None
@@ -119,7 +117,8 @@ def _conjugate_rate(
     own = tuple(gate for gate, found in moved.items() if all(found))
     if not own:
         return None
-    return ConjugateRate(name, own, prior.concentration1.detach().reshape(()), prior.concentration0.detach().reshape(()))
+    first, second = (x.detach().reshape(()) for x in (prior.concentration1, prior.concentration0))
+    return ConjugateRate(name, own, first, second, sites[name]["value"].shape)
 
 
 def _odds(site: Site) -> Tensor | None:

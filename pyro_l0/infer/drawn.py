@@ -48,7 +48,9 @@ class Drawn(TorchDistribution):
             ValueError: further draws are asked for.
         """
         if len(sample_shape):
-            raise ValueError(f"Expected one draw of a part of a joint draw, but got sample_shape {tuple(sample_shape)}.")
+            raise ValueError(
+                f"Expected one draw of a part of a joint draw, but got sample_shape {tuple(sample_shape)}."
+            )
         return self.value
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from pyro.infer.autoguide import AutoGuide
@@ -21,18 +21,24 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.blocks import Kind, Run, blocks_of
-from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_kl_scale, drop, is_zero
-from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation
-from pyro_l0.infer.options import check_draws, check_extra_terms, check_numbers, check_objective, check_slab
-from pyro_l0.infer.pairs import check_arguments, number_of_bad, odd_arguments, refuse_without_likelihood
-from pyro_l0.infer.terms import OBJECTIVES, TERMS, Term, joint_norms
-from pyro_l0.infer.watch import BadTerm, Watch, bad_values, sentences
-
-__all__ = ["L0_ELBO", "Coefficient", "Objective"]
+from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_kl_scale, check_numbers, is_zero
+from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation, check_particles
+from pyro_l0.infer.leave_one_out import gates_log_prob, leave_one_out
+from pyro_l0.infer.pairs import Args, Kwargs, Program, check_arguments, odd_arguments, refuse_without_likelihood
+from pyro_l0.infer.particles import over_particles
+from pyro_l0.infer.terms import TERMS, Term, check_slab, joint_norms, terms_of
+from pyro_l0.infer.watch import Watch, bad_values, number_of_bad
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
-_Program = Callable[..., Any]
+_LOG_Q = "log q(z)"  # beside the terms of a particle
 _Add = Callable[[str, str, Tensor], None]  # term, site, value
+
+
+class ElboState(TypedDict):
+    """What a resumed run needs of an objective: the step, and the score function's baseline."""
+
+    step: int
+    baseline: Tensor | None
 
 
 class _Outcome(NamedTuple):
@@ -86,7 +92,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             :class:`~pyro_l0.infer.Estimators`. The gates' KL and price stay analytic.
         num_particles: samples per step.
         max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
-        vectorize_particles: draw the particles in one run of the model.
+        vectorize_particles: draw the particles in one run of the model: in a plate, as in Pyro; with
+            ``"leave_one_out"`` by ``torch.vmap``, for which the model need not broadcast.
+        temper: factor in (0, 1] on the model's side of the log ratio in the gradient of ``"leave_one_out"`` for the
+            gates; a number, or a function of the step. Rising to 1 over the first third of a training, it keeps the
+            gates from settling before the slabs have.
         extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.Term`.
 
     Raises:
@@ -127,13 +137,13 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         estimator: EstimatorName | None = None,
         max_plate_nesting: float = math.inf,
         vectorize_particles: bool = False,
+        temper: float | Callable[[int], float] = 1.0,
         extra_terms: Sequence[Term] = (),
     ) -> None:
-        check_objective(objective)
-        self.objective_terms = (*OBJECTIVES[objective], *check_extra_terms(extra_terms))
+        self.objective_terms = terms_of(objective, extra_terms)
         size = 1.0 if group_size is None else group_size
         check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
-        check_draws(num_particles, estimator, vectorize_particles)
+        check_particles(num_particles, estimator, vectorize_particles)
         check_slab(objective, slab, lam=lam, weight_decay=weight_decay)
         super().__init__(  # type: ignore[no-untyped-call]
             num_particles=num_particles,
@@ -149,18 +159,17 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         # A copy of its own class: that of square_norms computes all sites' norms together.
         self.square_norm = copy.copy(square_norm) if isinstance(square_norm, dict) else dict(square_norm or {})
         self.estimator = None if estimator is None else Estimators(estimator)
+        self.temper = temper
         self.step = 0
         self._kls = {term.name for term in self.objective_terms if term.is_kl}
         self._by_kind = {k: [term for term in self.objective_terms if term.kind == k] for k in get_args(Kind)}
         self._watch = Watch()
 
-    # ------------------------------------------------------------ Pyro's interface
-
-    def differentiable_loss(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> Tensor:
+    def differentiable_loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Tensor:
         """The loss with its graph, shape ``()``; advances ``step`` unless gradients are off."""
         return self._step(model, guide, args, kwargs)[0]
 
-    def loss(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> float:
+    def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """The loss as a number, without gradients; ``step`` stays."""
         with torch.no_grad():
             outcome = self._terms(model, guide, args, kwargs)
@@ -168,7 +177,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._watch.value(self.step, value, outcome.explain)
         return value
 
-    def loss_and_grads(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> float:
+    def loss_and_grads(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """The loss as a number, after adding its gradients to the parameters' ``.grad``."""
         step = self.step
         loss, outcome = self._step(model, guide, args, kwargs)
@@ -178,7 +187,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._watch.value(step, value, outcome.explain)
         return value
 
-    def terms(self, model: _Program, guide: _Program, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def terms(self, model: Program, guide: Program, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """The parts that add up to the loss, without gradients; ``step`` stays.
 
         Returns:
@@ -196,13 +205,16 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         Args:
             sites: names; what has no entry is passed over.
         """
-        drop(self, sites)
+        for value in (self.lam, self.group_size, self.weight_decay, self.square_norm):
+            if isinstance(value, dict):
+                for site in sites:
+                    value.pop(site, None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ElboState:
         """What a resumed run needs: the step, and the score function's baseline."""
         return {"step": self.step, "baseline": None if self.estimator is None else self.estimator.baseline}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: ElboState) -> None:
         """Go on from :meth:`state_dict`.
 
         Args:
@@ -212,25 +224,24 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if self.estimator is not None:
             self.estimator.baseline = state["baseline"]
 
-    def _get_trace(
-        self, model: _Program, guide: _Program, args: Any, kwargs: Any
-    ) -> tuple[dict[str, Site], dict[str, Site]]:
-        guide_sites = self._run(guide, args, kwargs)
-        return self._run(model, args, kwargs, guide_sites), guide_sites
+    def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Run:
+        of_guide = self._run(guide, args, kwargs)
+        return Run(self._run(model, args, kwargs, of_guide.sites).sites, of_guide.sites, of_guide.joint_draws)
 
-    def _step(self, model: _Program, guide: _Program, args: Any, kwargs: Any) -> tuple[Tensor, _Outcome]:
+    def _step(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> tuple[Tensor, _Outcome]:
         """The loss, looked at where that is cheap or due, and how it came about."""
         outcome = self._terms(model, guide, args, kwargs)
         loss = _total(outcome.parts)
         if loss.requires_grad:  # it is trained
             self._watch.loss(self.step, loss, outcome.parts, outcome.explain)
-            self._watch.gates(self.step, outcome.runs[0].guide)
+            if outcome.runs:
+                self._watch.gates(self.step, outcome.runs[0].guide)
         if torch.is_grad_enabled():
             self.step += 1
         return loss, outcome
 
-    def _run(self, program: _Program, args: Any, kwargs: Any, values: dict[str, Site] | None = None) -> dict[str, Site]:
-        """The sample sites of a guide, or of a model with the guide's values, by name and in their order."""
+    def _run(self, program: Program, args: Args, kwargs: Kwargs, values: Mapping[str, Site] | None = None) -> Record:
+        """Record a guide, or a model with the guide's values."""
         record = Record(values)
         try:
             with record:
@@ -251,9 +262,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             raise ValueError(f"The {what} failed at step {self.step}{where}: {error}") from error
         if values is not None and not any(map(is_likelihood, record.sites.values())):
             refuse_without_likelihood(program, record.sites, returned, args, kwargs)
-        return record.sites
-
-    # ------------------------------------------------------------ the terms
+        return record
 
     def kl_scale_now(self) -> float:
         """The factor on every KL at the present step."""
@@ -263,99 +272,129 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         check_kl_scale(value, self.step)
         return value
 
-    def _terms(self, model: _Program, guide: _Program, args: Any, kwargs: Any) -> _Outcome:
+    def _terms(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> _Outcome:
         check_arguments(model, args, kwargs)
         parts: dict[str, Tensor] = {}
         runs: list[Run] = []
         kl_scale = self.kl_scale_now()
         particles = self.num_particles
         surrogate: Tensor | None = None
-        with self._norms_on_the_way():
-            if self.estimator is not None and torch.is_grad_enabled():
+        add = partial(_add_to, parts)
+        norms = joint_norms(self.square_norm)
+        decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
+        with nullcontext() if norms is None else norms.during(decayed):
+            if self.estimator is not None and self.estimator.name == "leave_one_out":
+                surrogate = self._leave_one_out(model, guide, args, kwargs, parts, runs)
+            elif self.estimator is not None and torch.is_grad_enabled():
                 evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs, runs)
                 particles = len(evaluations)
                 for evaluation in evaluations:
                     for name, value in evaluation.parts.items():
-                        parts[name] = parts[name] + value if name in parts else value
+                        add(name, "", value)
             else:
-                traces = self._get_traces(model, guide, args, kwargs)  # type: ignore[no-untyped-call]
-                for model_sites, guide_sites in traces:
-                    runs.append(Run(model_sites, guide_sites))
-                    self._add_particle(_adder(parts), runs[-1])
+                for run in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
+                    runs.append(run)
+                    self._add_particle(add, run)
         for name in parts:
             factor = (kl_scale if name in self._kls else 1.0) / particles
             if factor != 1.0:
                 parts[name] = parts[name] * factor
         if surrogate is not None:
-            parts["nll"] = parts["nll"] + surrogate if "nll" in parts else surrogate
+            add("nll", "", surrogate)
         return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
 
     @torch.no_grad()
-    def _explain(self, runs: Sequence[Run], model: _Program, args: Any, kwargs: Any) -> str:
+    def _explain(self, runs: Sequence[Run], model: Program, args: Args, kwargs: Kwargs) -> str:
         """Which terms of some runs are not finite, and where that may come from."""
-        bad: list[BadTerm] = []
-        causes: list[str] = odd_arguments(model, args, kwargs)
+        bad: list[str] = []
+        suspects: list[str] = []
+        causes = odd_arguments(model, args, kwargs)
 
         def note(term: str, name: str, value: Tensor) -> None:
             if number_of_bad(value):
-                bad.append(BadTerm(term, name, float(value)))
+                bad.append(f"{term} of site {name!r} is {float(value)}")
+                suspects.append(name)
 
         for run in runs:
             self._add_particle(note, run, apart=True)
             # An estimator's surrogate is no term of its own: then any site may be the cause.
-            for name in dict.fromkeys(entry.site for entry in bad) or run.model:
-                causes += [cause for sites in run for cause in (bad_values(sites[name]) if name in sites else [])]
+            for name in suspects or run.model:
+                causes += [cause for of in (run.model, run.guide) if name in of for cause in bad_values(of[name])]
         for option in ("lam", "group_size", "weight_decay", "kl_scale"):
             value = getattr(self, option)
             entries = value.items() if isinstance(value, dict) else [("", value)]
             causes += [f"{option} is not finite" for _, x in entries if not callable(x) and number_of_bad(x)]
-        return sentences(bad, causes)
+        what = ", ".join(bad) or "every term is finite by itself"
+        return f"{what}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
+
+    def _leave_one_out(
+        self, model: Program, guide: Program, args: Args, kwargs: Kwargs, parts: dict[str, Tensor], runs: list[Run]
+    ) -> Tensor | None:
+        """Add the terms of every particle to the parts; a surrogate for the gradient of gates of two values."""
+
+        def evaluate(of_guide: Record) -> dict[str, Tensor]:
+            of_model = self._run(model, args, kwargs, of_guide.sites)
+            run = Run(of_model.sites, of_guide.sites, of_guide.joint_draws, at_draws=torch.is_grad_enabled())
+            if not self.vectorize_particles:
+                runs.append(run)
+            found: dict[str, Tensor] = {}
+            self._add_particle(partial(_add_to, found), run)
+            return {**found, _LOG_Q: gates_log_prob(run.guide)}
+
+        def run_guide() -> Record:
+            return self._run(guide, args, kwargs)
+
+        found = over_particles(evaluate, run_guide, guide, self.num_particles, self.vectorize_particles)
+        log_q = found.pop(_LOG_Q)
+        for name, values in found.items():
+            parts[name] = values.sum()
+        if not torch.is_grad_enabled():
+            return None
+        kl_scale = self.kl_scale_now()
+        loss = reduce(operator.add, (x * kl_scale if name in self._kls else x for name, x in found.items()))
+        temper = self.temper(self.step) if callable(self.temper) else self.temper
+        return leave_one_out(loss, log_q, temper)
 
     def _estimate(
-        self,
-        estimator: Estimators,
-        model: _Program,
-        guide: _Program,
-        args: Any,
-        kwargs: Any,
-        runs: list[Run],
+        self, estimator: Estimators, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]
     ) -> Estimate:
         """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
-        sites = self._run(guide, args, kwargs)
-        found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
+        of_guide = self._run(guide, args, kwargs)
+        found = {name: find_gate(site["fn"]) for name, site in of_guide.sites.items() if site["type"] == "sample"}
         gates = {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
         if not gates:
             raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
 
         def evaluate(values: Mapping[str, Tensor]) -> Evaluation:
-            runs.append(self._at_values(model, sites, values, args, kwargs))
-            return self._evaluation(runs[-1])
+            return self.evaluate(model, of_guide, values, args, kwargs, runs)
 
         return estimator(evaluate, gates, self.num_particles)
 
     def evaluate(
-        self, model: _Program, sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
+        self,
+        model: Program,
+        of_guide: Record,
+        values: Mapping[str, Tensor],
+        args: Args,
+        kwargs: Kwargs,
+        runs: list[Run] | None = None,
     ) -> Evaluation:
         """The objective of one particle at given values of its gates.
 
         Args:
             model: the model.
-            sites: the recorded sites of a run of the guide.
+            of_guide: a recorded run of the guide.
             values: values that replace what the guide drew, by site.
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
+            runs: a list to which the run is added.
         """
-        return self._evaluation(self._at_values(model, sites, values, args, kwargs))
-
-    def _at_values(
-        self, model: _Program, sites: Mapping[str, Site], values: Mapping[str, Tensor], args: Any, kwargs: Any
-    ) -> Run:
-        drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in sites.items()}
-        return Run(self._run(model, args, kwargs, drawn), drawn)
-
-    def _evaluation(self, run: Run) -> Evaluation:
+        drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in of_guide.sites.items()}
+        run = Run(self._run(model, args, kwargs, drawn).sites, drawn, of_guide.joint_draws)
+        if runs is not None:
+            runs.append(run)
         parts: dict[str, Tensor] = {}
-        self._add_particle(_adder(parts), run)
+        self._add_particle(partial(_add_to, parts), run)
         kl_scale = self.kl_scale_now()
         present = [term for term in self.objective_terms if term.name in parts]
         scaled = [(term, parts[term.name] * kl_scale if term.is_kl else parts[term.name]) for term in present]
@@ -373,21 +412,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                     if value is not None:
                         add(term.name, ", ".join(part.names), value)
 
-    def _norms_on_the_way(self) -> AbstractContextManager[None]:
-        """A context in which a network's forward pass computes the norms that a weight decay asks for."""
-        norms = joint_norms(self.square_norm)
-        if norms is None:
-            return nullcontext()
-        return norms.during([n for n in self.square_norm if not is_zero(by_site(self.weight_decay, n))])
 
-
-def _adder(parts: dict[str, Tensor]) -> _Add:
-    """What sums terms over sites and particles."""
-
-    def add(term: str, name: str, value: Tensor) -> None:
-        parts[term] = parts[term] + value if term in parts else value
-
-    return add
+def _add_to(parts: dict[str, Tensor], term: str, site: str, value: Tensor) -> None:
+    """Sum terms over sites and particles."""
+    parts[term] = parts[term] + value if term in parts else value
 
 
 def _total(parts: Mapping[str, Tensor]) -> Tensor:

@@ -6,16 +6,16 @@ gradient, for the gates' log odds, estimates that of the expected cost. The gate
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from functools import reduce
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-
-__all__ = ["BIASED", "Estimate", "EstimatorName", "Estimators", "Evaluation"]
 
 EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
 BIASED: tuple[EstimatorName, ...] = ("straight_through",)
@@ -84,69 +84,54 @@ class Estimators:
         return _ESTIMATORS[self.name](self, evaluate, gates, draws)
 
     def _score_function(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        drawn = [_draw(gates) for _ in range(draws)]
-        evaluations = [evaluate(values) for values in drawn]
-        costs = torch.stack([evaluation.cost.detach() for evaluation in evaluations])
+        drawn, evaluations, costs = _evaluate_draws(evaluate, gates, draws)
         baseline = costs.new_zeros(()) if self.baseline is None else self.baseline.to(costs)
-        surrogate = _zero(costs) + sum(
-            (cost - baseline) * _score(gates, values) for cost, values in zip(costs, drawn, strict=True)
-        )
+        surrogate = _surrogate(gates, drawn, costs - baseline)
         # Only now: a baseline that knew these draws would bias the gradient.
         mean = costs.mean()
         self.baseline = mean if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * mean
         return Estimate(evaluations, surrogate / draws)
 
     def _leave_one_out(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        drawn = [_draw(gates) for _ in range(draws)]
-        evaluations = [evaluate(values) for values in drawn]
-        costs = torch.stack([evaluation.cost.detach() for evaluation in evaluations])
+        drawn, evaluations, costs = _evaluate_draws(evaluate, gates, draws)
         # cost - mean of the others = (cost - mean of all) * draws / (draws - 1)
-        centred = (costs - costs.mean()) / (draws - 1)
-        surrogate = _zero(costs) + sum(
-            cost * _score(gates, values) for cost, values in zip(centred, drawn, strict=True)
-        )
-        return Estimate(evaluations, surrogate)
+        return Estimate(evaluations, _surrogate(gates, drawn, (costs - costs.mean()) / (draws - 1)))
 
     def _arm(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
         evaluations: list[Evaluation] = []
-        surrogate: Tensor | None = None
+        surrogates: list[Tensor] = []
         for _ in range(draws):
             noise = {name: torch.rand_like(gate.logits) for name, gate in gates.items()}
-            pair = [
+            first, second = (
                 evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()}),
                 evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()}),
-            ]
-            evaluations += pair
-            difference = (pair[0].cost - pair[1].cost).detach()
+            )
+            evaluations += [first, second]
             slope = [((noise[name] - 0.5) * _change(gate.logits)).sum() for name, gate in gates.items()]
-            term = difference * torch.stack(slope).sum() / draws
-            surrogate = term if surrogate is None else surrogate + term
-        assert surrogate is not None
-        return Estimate(evaluations, surrogate)
+            surrogates.append((first.cost - second.cost).detach() * torch.stack(slope).sum() / draws)
+        return Estimate(evaluations, reduce(operator.add, surrogates))
 
     def _straight_through(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
         evaluations = []
         for _ in range(draws):
             drawn = _draw(gates)
             evaluations.append(evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()}))
-        return Estimate(evaluations, _zero(evaluations[0].cost))
+        return Estimate(evaluations, evaluations[0].cost.new_zeros(()))
 
     def _rebar(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
         evaluations: list[Evaluation] = []
-        surrogate: Tensor | None = None
+        surrogates: list[Tensor] = []
         for _ in range(draws):
             hard, free, tied = _relaxations(gates)
-            evaluation = evaluate(hard)
-            evaluations.append(evaluation)
+            evaluations.append(evaluate(hard))
             _, free_slope = _cost_and_slope(evaluate, free)
             tied_cost, tied_slope = _cost_and_slope(evaluate, tied)
-            term = (evaluation.cost.detach() - tied_cost) * _score(gates, hard)
+            term = (evaluations[-1].cost.detach() - tied_cost) * _score(gates, hard)
             for name in gates:
                 term = term + (free_slope[name] * _change(free[name])).sum()
                 term = term - (tied_slope[name] * _change(tied[name])).sum()
-            surrogate = term / draws if surrogate is None else surrogate + term / draws
-        assert surrogate is not None
-        return Estimate(evaluations, surrogate)
+            surrogates.append(term / draws)
+        return Estimate(evaluations, reduce(operator.add, surrogates))
 
 
 _ESTIMATORS: dict[EstimatorName, Callable[[Estimators, _Evaluate, _Gates, int], Estimate]] = {
@@ -158,10 +143,6 @@ _ESTIMATORS: dict[EstimatorName, Callable[[Estimators, _Evaluate, _Gates, int], 
 }
 
 
-def _zero(like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=like.dtype, device=like.device)
-
-
 def _change(x: Tensor) -> Tensor:
     """0 with the gradient of x."""
     return x - x.detach()
@@ -169,6 +150,19 @@ def _change(x: Tensor) -> Tensor:
 
 def _draw(gates: _Gates) -> _Values:
     return {name: gate.sample() for name, gate in gates.items()}
+
+
+def _evaluate_draws(evaluate: _Evaluate, gates: _Gates, draws: int) -> tuple[list[_Values], list[Evaluation], Tensor]:
+    """Exact draws, the objective at them, and its costs without their graph, shape ``(draws,)``."""
+    drawn = [_draw(gates) for _ in range(draws)]
+    evaluations = [evaluate(values) for values in drawn]
+    return drawn, evaluations, torch.stack([evaluation.cost.detach() for evaluation in evaluations])
+
+
+def _surrogate(gates: _Gates, drawn: Sequence[_Values], advantages: Tensor) -> Tensor:
+    """0 with the gradient of the draws' log probabilities, each times its advantage."""
+    scores = (x * _score(gates, values) for x, values in zip(advantages, drawn, strict=True))
+    return reduce(operator.add, scores, advantages.new_zeros(()))
 
 
 def _score(gates: _Gates, values: _Values) -> Tensor:
@@ -202,3 +196,18 @@ def _cost_and_slope(evaluate: _Evaluate, values: _Values) -> tuple[Tensor, _Valu
     found: Sequence[Tensor | None] = torch.autograd.grad(cost, list(leaves.values()), allow_unused=True)
     slopes = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves.values(), strict=True)]
     return cost.detach(), dict(zip(leaves, slopes, strict=True))
+
+
+def check_particles(num_particles: object, estimator: EstimatorName | None, vectorize_particles: bool) -> None:
+    """Refuse numbers of particles, and estimators that do not go with them."""
+    if isinstance(num_particles, bool) or not isinstance(num_particles, int) or num_particles < 1:
+        raise ValueError(f"Expected num_particles of at least 1, but got {num_particles!r}.")
+    if estimator is not None and estimator not in get_args(EstimatorName):
+        raise ValueError(f"Expected estimator to be one of {get_args(EstimatorName)}, but got {estimator!r}.")
+    if estimator == "leave_one_out" and num_particles < 2:
+        raise ValueError(f"Expected num_particles of at least 2 for 'leave_one_out', but got {num_particles}.")
+    if estimator not in (None, "leave_one_out") and vectorize_particles:
+        raise ValueError(
+            f"Expected no vectorize_particles with estimator={estimator!r}, which draws particles by itself; "
+            "'leave_one_out' can."
+        )

@@ -76,7 +76,8 @@ class OpenModel:
         closed = torch.zeros(self.gates.size, dtype=hyper.dtype, device=hyper.device)
         with torch.no_grad():
             first, second = (
-                self.log_likelihood(sign * slab_scale, hyper, closed) for sign in (torch.tensor(0.5), torch.tensor(-1.0))
+                self.log_likelihood(sign * slab_scale, hyper, closed)
+                for sign in (torch.tensor(0.5), torch.tensor(-1.0))
             )
         if not math.isclose(float(first), float(second), rel_tol=1e-5, abs_tol=1e-6):
             raise ValueError(
@@ -163,7 +164,9 @@ def expand(model: OpenModel, hyper: Tensor) -> Expansion:
         hyper,
         exponents,
         moves - gradient.unsqueeze(-1) * exponents,
-        _rows(log_scale, theta) if len(hyper) and log_scale.requires_grad else gradient.new_zeros(len(slabs), len(hyper)),
+        _rows(log_scale, theta)
+        if len(hyper) and log_scale.requires_grad
+        else gradient.new_zeros(len(slabs), len(hyper)),
     )
 
 
@@ -195,7 +198,10 @@ def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale
             break
         length = 1.0
         with torch.no_grad():
-            while not float(value(slabs + length * step) - before.detach()) >= _ARMIJO * length * promised and length > 1e-6:
+            while (
+                not float(value(slabs + length * step) - before.detach()) >= _ARMIJO * length * promised
+                and length > 1e-6
+            ):
                 length /= 2
         slabs = slabs + length * step
     return slabs, curvature_at(model, slabs, hyper)

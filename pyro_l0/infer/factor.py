@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pyro_l0.fast.record import sole_record
 
-__all__ = ["factor"]
-
 
 def factor(name: str, log_factor: Tensor) -> None:
     """Add a log probability to a model, such as a minibatch's log likelihood times the number of minibatches.

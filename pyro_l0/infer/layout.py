@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from pyro_l0.distributions.wrappers import innermost
+from pyro_l0.fast.record import Site
 
 __all__ = ["Layout"]
 
@@ -17,12 +18,13 @@ class Layout:
     """Where the entries of each site are in a vector of numbers on the real line.
 
     Args:
-        shapes: shape of each site's value, outside of the plates of particles.
+        sites: from a run of the model, outside of the plates of particles.
         transforms: what carries the real line to a site's support; the identity where there is none.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], transforms: Mapping[str, Transform] | None = None) -> None:
-        self.shapes = dict(shapes)
+    def __init__(self, sites: Mapping[str, Site], transforms: Mapping[str, Transform] | None = None) -> None:
+        self.shapes = {name: site["value"].shape for name, site in sites.items()}
+        self.event_dims = {name: site["fn"].event_dim for name, site in sites.items()}
         self.transforms = dict(transforms or {})
         self.size = sum(shape.numel() for shape in self.shapes.values())
 

@@ -14,14 +14,20 @@ from pyro_l0.fast.record import Site
 __all__ = ["gates_log_prob", "leave_one_out"]
 
 
-def gates_log_prob(sites: Mapping[str, Site]) -> Tensor | None:
-    """Log probability of a guide's gates of two values at its draws, shape ``()``; None without such gates."""
+def gates_log_prob(sites: Mapping[str, Site]) -> Tensor:
+    """Log probability of a guide's gates of two values at its draws, shape ``()``.
+
+    Raises:
+        ValueError: there are none.
+    """
     found = [
         site["fn"].log_prob(site["value"]).sum()
         for site in sites.values()
         if site["type"] == "sample" and isinstance(find_gate(site["fn"]), BernoulliGate)
     ]
-    return torch.stack(found).sum() if found else None
+    if not found:
+        raise ValueError("Expected a BernoulliGate in the guide for estimator='leave_one_out', but found none.")
+    return torch.stack(found).sum()
 
 
 def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:

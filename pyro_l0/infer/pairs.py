@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from pyro.infer.util import is_validation_enabled
@@ -16,20 +16,11 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.watch import number_of_bad
 
-__all__ = [
-    "check_arguments",
-    "check_auxiliary",
-    "check_draws",
-    "check_pair",
-    "check_slabs",
-    "number_of_bad",
-    "odd_arguments",
-    "refuse_without_likelihood",
-]
-
-
-# ------------------------------------------------------------ model and guide
+Program = Callable[..., object]
+Args = tuple[object, ...]
+Kwargs = Mapping[str, object]
 
 
 def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistribution | None:
@@ -59,11 +50,11 @@ def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistributio
     return gate
 
 
-def _kind(fn: Any, gate: GateDistribution | None) -> str:
+def _kind(fn: object, gate: GateDistribution | None) -> str:
     return f"{'no gate' if gate is None else 'a gate'} ({fn})"
 
 
-def _agree(x: Any, y: Any) -> bool:
+def _agree(x: object, y: object) -> bool:
     """Whether two scales or masks are the same, as far as can be told without reading a device."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x is y or x.device.type != "cpu" or y.device.type != "cpu" or not is_validation_enabled():
@@ -109,7 +100,7 @@ def check_auxiliary(name: str, site: Site) -> None:
 
 
 def refuse_without_likelihood(
-    model: Callable[..., Any], sites: Mapping[str, Site], returned: Any, args: Any, kwargs: Any
+    model: Program, sites: Mapping[str, Site], returned: object, args: Args, kwargs: Kwargs
 ) -> None:
     """Refuse a model without a likelihood that looks as if it had one: its loss would be the price of its gates alone.
 
@@ -120,7 +111,7 @@ def refuse_without_likelihood(
         if x is not None and not any(x is site["value"] for site in sites.values()):
             what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             found = f"returns {what}; what a model returns is no part of the loss"
-    if found is None and any(True for _ in _tensors("", [args, kwargs])):
+    if found is None and any(_tensors("", [args, kwargs])):
         found = "is given data"
     if found is None and any(p.requires_grad for module in _modules(model) for p in module.parameters()):
         found = "has parameters to train"
@@ -132,7 +123,7 @@ def refuse_without_likelihood(
         )
 
 
-def _modules(model: Any) -> Iterator[nn.Module]:
+def _modules(model: object) -> Iterator[nn.Module]:
     """A model that is a module, or the modules that a function uses: its object's, and those around it by name."""
     if isinstance(model, nn.Module):
         yield model
@@ -147,10 +138,7 @@ def _modules(model: Any) -> Iterator[nn.Module]:
         yield from _modules(call)
 
 
-# ------------------------------------------------------------ arguments
-
-
-def check_arguments(program: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def check_arguments(program: Program, args: Args, kwargs: Kwargs) -> None:
     """Refuse a minibatch without examples: every tensor among the arguments is empty."""
     empty = False
     for _, x in _tensors("", [args, kwargs]):
@@ -161,10 +149,15 @@ def check_arguments(program: Callable[..., Any], args: Any, kwargs: Any) -> None
         raise ValueError(f"Expected at least one example, but {'; '.join(odd_arguments(program, args, kwargs))}.")
 
 
-def odd_arguments(program: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
+def odd_arguments(program: Program, args: Args, kwargs: Kwargs) -> list[str]:
     """What is suspicious of a program's arguments, with their names; reads them."""
     found = []
-    for name, x in _tensors("", _by_name(program, args, kwargs)):
+    function = program.forward if isinstance(program, nn.Module) else program
+    try:
+        by_name: dict[str, object] = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        by_name = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+    for name, x in _tensors("", by_name):
         bad = number_of_bad(x)
         if not x.numel():
             found.append(f"argument {name!r} is empty, of shape {tuple(x.shape)}")
@@ -173,25 +166,12 @@ def odd_arguments(program: Callable[..., Any], args: Any, kwargs: Any) -> list[s
     return found
 
 
-def number_of_bad(x: Any) -> int:
-    """How many of a tensor's or a number's values are not finite; reads them."""
-    return int((~torch.isfinite(torch.as_tensor(x))).sum())
-
-
-def _by_name(program: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    function = program.forward if isinstance(program, nn.Module) else program
-    try:
-        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     """The tensors in nested lists, tuples and dicts, with their places."""
     return ((place, x) for place, x in _leaves(name, value) if isinstance(x, Tensor))
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _leaves(f"{name}[{key!r}]" if name else str(key), entry)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import pyro
 import torch
 from torch import Tensor
 
-from pyro_l0.fast.record import Record, Site
+from pyro_l0.fast.record import Record
 from pyro_l0.infer.correlated import Part
 
 __all__ = ["DrawsTogether", "over_particles"]
-
-Sites = dict[str, Site]
 
 
 @runtime_checkable
@@ -22,17 +20,13 @@ class DrawsTogether(Protocol):
     """A guide that makes many joint draws at a time."""
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
-        """Parts of joint draws by site; None where its sites are drawn by themselves."""
-        ...
-
-    def event_dims(self) -> Mapping[str, int]:
-        """How many dimensions of each site's value are the event's."""
+        """Parts of joint draws by site; None where some site is drawn by itself."""
         ...
 
 
 def over_particles(
-    evaluate: Callable[[Sites], dict[str, Tensor]],
-    run_guide: Callable[[], Sites],
+    evaluate: Callable[[Record], dict[str, Tensor]],
+    run_guide: Callable[[], Record],
     guide: object,
     number: int,
     mapped: bool,
@@ -42,7 +36,7 @@ def over_particles(
     ``torch.vmap`` maps guide and model, which are written for one particle and need not broadcast.
 
     Args:
-        evaluate: numbers of shape ``()`` by name, from the sites of a run of the guide.
+        evaluate: numbers of shape ``()`` by name, from a run of the guide.
         run_guide: runs the guide.
         guide: the guide, which is asked for joint draws if it makes some.
         number: of particles.
@@ -58,19 +52,18 @@ def over_particles(
     try:
         # Checks of values can't be mapped; a guide's first call runs the model with them.
         with pyro.validation_enabled(False):
-            if together is None or not isinstance(guide, DrawsTogether):
+            if together is None:
                 each = torch.vmap(lambda _: evaluate(run_guide()), randomness="different")
                 return each(torch.arange(number))  # type: ignore[no-any-return]
-            event_dims = guide.event_dims()
             tensors = {name: (part.values, *_full(part, number)) for name, part in together.items()}
 
             def one(drawn: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
                 record = Record()
                 for name, (values, *parameters) in drawn.items():
                     part = together[name]._replace(values=values, parameters=tuple(parameters))
-                    fn = part.at_site({}, event_dims[name])
+                    fn = part.at_site({})
                     record.sample(name, fn, fn.value)
-                return evaluate(record.sites)
+                return evaluate(record)
 
             return torch.vmap(one, randomness="different")(tensors)  # type: ignore[no-any-return]
     except RuntimeError as error:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, MaskedDistribution
+from pyro.distributions import Delta
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import Independent
 
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.wrappers import find_gate, rewrap
 from pyro_l0.fast.record import Site, is_deterministic
-
-__all__ = ["RectifyReparam", "complete_samples"]
-
-
-def _with_base(fn: Any, gate: GateDistribution) -> Any:
-    """A gate's variable before rectification, in the wrappers of the gate."""
-    if fn is gate:
-        return gate.base_distribution()
-    inner = _with_base(fn.base_dist, gate)
-    if isinstance(fn, MaskedDistribution):
-        return inner.mask(fn._mask)
-    if isinstance(fn, Independent):
-        return inner.to_event(fn.reinterpreted_batch_ndims)
-    return inner.expand(fn.batch_shape)
+from pyro_l0.infer.pairs import Args, Kwargs, Program
 
 
 class RectifyReparam(Reparam):
@@ -55,20 +39,20 @@ class RectifyReparam(Reparam):
     def apply(self, msg: ReparamMessage) -> ReparamResult:
         """Replace the gate by a deterministic function of a new continuous site."""
         name = msg["name"]
-        fn: Any = msg["fn"]
-        gate = find_gate(fn)
+        gate = find_gate(msg["fn"])
         if gate is None:
-            raise TypeError(f"RectifyReparam expected a gate at site {name!r}, but got {fn}.")
+            raise TypeError(f"RectifyReparam expected a gate at site {name!r}, but got {msg['fn']}.")
         if msg["is_observed"]:
             raise ValueError(f"RectifyReparam expected a latent gate at site {name!r}, but it is observed.")
-        value = gate.rectify(pyro.sample(f"{name}_base", _with_base(fn, gate)))
-        delta = Delta(value, event_dim=fn.event_dim, validate_args=False).mask(False)
+        base = rewrap(msg["fn"], gate.base_distribution())
+        value = gate.rectify(pyro.sample(f"{name}_base", base))
+        delta = Delta(value, event_dim=base.event_dim, validate_args=False).mask(False)
         return {"fn": delta, "value": value, "is_observed": True}
 
 
 @torch.no_grad()
 def complete_samples(
-    model: Callable[..., Any], samples: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    model: Program, samples: Mapping[str, Tensor], *args: object, **kwargs: object
 ) -> dict[str, Tensor]:
     """Samples of a model's latent variables together with what follows from them: gates and ``pyro.deterministic``.
 
@@ -114,7 +98,7 @@ def complete_samples(
     return {**samples, **{name: torch.stack(x).reshape(lead + x[0].shape) for name, x in found.items()}}
 
 
-def _sites(model: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Site]:
+def _sites(model: Program, args: Args, kwargs: Kwargs) -> dict[str, Site]:
     """The sample sites of one run."""
     nodes: dict[str, Site] = poutine.trace(model).get_trace(*args, **kwargs).nodes
     return {name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pyro_l0.fast.record import Site
 
-__all__ = ["places_of"]
-
 Shape = tuple[int, ...]
 
 
@@ -70,8 +68,5 @@ def _other_plates(gates: Site, slab: Site, batch: Shape) -> bool:
     """Whether gates vary over a plate where the slab has another one."""
     plates = {frame.dim: frame.name for frame in slab["cond_indep_stack"] if frame.vectorized}
     own = {frame.dim: frame.name for frame in gates["cond_indep_stack"] if frame.vectorized}
-    return any(size > 1 and d in own and d in plates and own[d] != plates[d] for d, size in _from_the_right(batch))
-
-
-def _from_the_right(shape: Shape) -> list[tuple[int, int]]:
-    return [(-i, size) for i, size in enumerate(reversed(shape), 1)]
+    from_the_right = ((-i, size) for i, size in enumerate(reversed(batch), 1))
+    return any(size > 1 and d in own and d in plates and own[d] != plates[d] for d, size in from_the_right)

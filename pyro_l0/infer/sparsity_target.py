@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,16 +12,25 @@ from torch import Tensor
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.infer.guide import GateGuide, check_guide
-from pyro_l0.infer.projection import places_to_close
-
-__all__ = ["SparsityTarget"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _FAR = 1.25  # times the budget
 # Of the budget; a unit has no price where the network without it would cost less. In a LeNet-5 of a tenth of its
 # multiply-adds the first maps, a sixth of the budget, lose theirs, and the second ones, a twentieth, always keep it.
 _OVERSHOOT = 0.92
+_WASTE = 0.95  # of the budget; a gate that would leave less than this closes after all others
 _PATIENCE = 50  # updates of a multiplier that grows without effect, before a warning
+
+
+class TargetState(TypedDict):
+    """What a resumed run needs of a target."""
+
+    multiplier: Tensor
+    step: int
+    prices: Tensor | None
+    rest: Tensor
+    last: Tensor
+    stuck: int
 
 
 class SparsityTarget:
@@ -114,9 +123,8 @@ class SparsityTarget:
         self.multiplier = torch.zeros_like(self.budget)
         self._sites = list(budgets) if by_site else []
         self._cost = cost
-        self.total = (
-            self._raw({name: torch.ones_like(gate) for name, gate in gates.items()}) if total is None else total
-        )
+        whole = {name: torch.ones_like(gate) for name, gate in gates.items()}
+        self.total = self._raw(whole) if total is None else total
         self._prices: Tensor | None = None
         self._rest = torch.zeros_like(self.multiplier[0])
         self._last = torch.zeros_like(self.budget)
@@ -138,7 +146,9 @@ class SparsityTarget:
         if not gates:  # all have left
             return torch.zeros_like(self.multiplier[0])
         joint = concatenate(list(gates.values()))
-        active = _flat([gate.active_prob for gate in gates.values()]) if joint is None else joint.active_prob
+        active = (
+            torch.cat([gate.active_prob.flatten() for gate in gates.values()]) if joint is None else joint.active_prob
+        )
         self._follow(active.device)
         if self._prices is None or len(self._prices) != len(active):  # units may have left since
             self._prices, self._rest = self._linearise(gates, active)
@@ -152,7 +162,7 @@ class SparsityTarget:
             value = (self.multiplier * torch.log(self._raw(_apart(active, shapes)) / self.total)).sum()
             (prices,) = torch.autograd.grad(value, active)
             if self._cost is not None:  # the gates of one site cost the same
-                is_open = _flat([gate.test_gate != 0 for gate in gates.values()])
+                is_open = torch.cat([gate.test_gate.flatten() != 0 for gate in gates.values()])
                 z = is_open.to(active).requires_grad_()
                 used = self._raw(_apart(z, shapes)) / self.total / self.budget
                 (saved,) = torch.autograd.grad(used.sum(), z)
@@ -167,6 +177,9 @@ class SparsityTarget:
         gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
         for gate in gates.values():
             self._follow(gate.device)
+        return self._fraction(gates)
+
+    def _fraction(self, gates: Mapping[str, Tensor]) -> Tensor:
         return self._raw(gates) / self.total
 
     def _follow(self, device: torch.device) -> None:
@@ -198,9 +211,8 @@ class SparsityTarget:
         """
         fraction = self.fraction()
         falls = bool((fraction < self._last - 1e-3).any())
-        self._stuck = (
-            0 if falls or not bool((self.multiplier > 0).any()) or self.step < self.warm_up else self._stuck + 1
-        )
+        grows = self.step >= self.warm_up and bool((self.multiplier > 0).any())
+        self._stuck = self._stuck + 1 if grows and not falls else 0
         self._last = fraction
         if self._stuck == _PATIENCE:
             warnings.warn(
@@ -240,15 +252,54 @@ class SparsityTarget:
                 "accuracy; train longer after the warm-up, or raise the gates' learning rate or the dual rate.",
                 stacklevel=2,
             )
-        probs = {name: gate.active_prob for name, gate in self.guide.posterior().items()}
         open_gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
-        leaving = places_to_close(
-            open_gates, probs, lambda gates: self._raw(gates) / self.total, self.budget, self._sites
-        )
+        closed = self._close(open_gates)
+        if bool((self._fraction(open_gates) > self.budget).any()):
+            raise ValueError(f"Expected a budget that one open gate per site meets, but got {self.budget.tolist()}.")
+        leaving: dict[str, list[int]] = {}
+        for name, i in reversed(closed):  # those that a later one made needless stay open
+            gate = open_gates[name].view(-1)
+            gate[i] = 1.0
+            if bool((self._fraction(open_gates) > self.budget).any()):
+                gate[i] = 0.0
+                leaving.setdefault(name, []).append(i)
         for name, places in leaving.items():
             self.guide.close(name, torch.tensor(places))
 
-    def state_dict(self) -> dict[str, Any]:
+    def _close(self, open_gates: dict[str, Tensor]) -> list[tuple[str, int]]:
+        """Close gates, the least probable first, until the budget holds or each site has but one.
+
+        Args:
+            open_gates: 1 for gates that are open, 0 for others; changed to what is left.
+
+        Returns:
+            Site and place in the flattened site of those that were closed, in their order.
+        """
+        order = sorted(
+            (prob, name, i)
+            for name, gate in self.guide.posterior().items()
+            for i, prob in enumerate(gate.active_prob.flatten().tolist())
+            if open_gates[name].view(-1)[i]
+        )
+        closed: list[tuple[str, int]] = []
+        # First without the gates that would waste the budget, such as the map of an early layer; then with them.
+        for least in (_WASTE * self.budget, 0.0 * self.budget):
+            for _, name, i in order:
+                over = self._fraction(open_gates) > self.budget
+                if not bool(over.any()):
+                    break
+                site = open_gates[name].view(-1)
+                concerned = not self._sites or (name in self._sites and bool(over[self._sites.index(name)]))
+                if not site[i] or site.sum() <= 1 or not concerned:
+                    continue
+                site[i] = 0.0
+                if bool((over & (self._fraction(open_gates) < least)).any()):
+                    site[i] = 1.0
+                else:
+                    closed.append((name, i))
+        return closed
+
+    def state_dict(self) -> TargetState:
         """What a resumed run needs."""
         return {
             "multiplier": self.multiplier.clone(),
@@ -259,7 +310,7 @@ class SparsityTarget:
             "stuck": self._stuck,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: TargetState) -> None:
         """Go on from :meth:`state_dict`.
 
         Raises:
@@ -274,11 +325,6 @@ class SparsityTarget:
         self._prices = None if state["prices"] is None else state["prices"].to(self.multiplier.device)
         self._rest = state["rest"].to(self.multiplier.device)
         self._last = state["last"].to(self.multiplier).clone()
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All entries of several tensors, one tensor after the other."""
-    return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def _apart(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

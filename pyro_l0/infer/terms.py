@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import torch
 from pyro.distributions import Delta
@@ -14,17 +14,17 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
-from torch.distributions import kl_divergence
+from torch.distributions import Distribution, kl_divergence
 
+from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.blocks import Block, Kind
-from pyro_l0.infer.coefficients import Options, by_site, check_shapes, is_zero
+from pyro_l0.infer.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero
+from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.slabs import places_of
 
-__all__ = ["OBJECTIVES", "TERMS", "JointNorms", "Term", "joint_norms"]
-
-Value = Callable[[Block, Any], Tensor | None]  # Any: the Options; a function may ask for an L0_ELBO
+_Objective = Any  # the Options; a user's function may ask for an L0_ELBO
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class JointNorms(Protocol):
         ...
 
 
-def joint_norms(norms: Any) -> JointNorms | None:
+def joint_norms(norms: object) -> JointNorms | None:
     """Norms by site as what computes them together; None if they can't."""
     kind: Any = type(norms)  # mypy takes a class's __hash__ for its instances'
     return cast(JointNorms, norms) if _are_joint(kind) else None
@@ -67,17 +67,17 @@ class Term(NamedTuple):
     """
 
     name: str
-    value: Value
+    value: Callable[[Block, _Objective], Tensor | None]
     kind: Kind = "gates"
     is_kl: bool = False
     uses_draws: bool = False
-    takes: Callable[[Block, Any], bool] = lambda block, options: False
+    takes: Callable[[Block, _Objective], bool] = lambda block, options: False
 
 
 # ------------------------------------------------------------ gates
 
 
-def _coefficients(value: Any, block: Block, options: Options) -> list[float | Tensor]:
+def _coefficients(value: BySite, block: Block, options: Options) -> list[float | Tensor]:
     """A coefficient of each of a block's sites; none where all are 0."""
     found = [by_site(value, name) for name in block.names]
     if all(map(is_zero, found)):
@@ -145,6 +145,10 @@ def _square_norm(name: str, shape: torch.Size, options: Options) -> Tensor:
 
 
 def _gate_kl(block: Block, options: Options) -> Tensor:
+    if block.run.at_draws and isinstance(find_gate(block.posterior["fn"]), BernoulliGate):
+        # The leave-one-out gradient has its share of the posterior's log probability, whose own has mean 0.
+        ratios = [_log_prob_sum(one.posterior).detach() - _log_prob_sum(one.prior) for one in block.apart]
+        return torch.stack(ratios).sum()
     assert block.pair is not None
     posterior, prior = block.pair
     try:
@@ -200,6 +204,8 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
             f"Expected a gate at site {gates.name!r} for slab site {name!r}, but got {gates.posterior['fn']}."
         )
     q, p = block.posterior["fn"], block.prior["fn"]
+    if isinstance(q, Drawn):  # given its gates, and its prior where they are closed
+        return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
     # Elements have KLs of their own where both sides are products of them.
     inner, inner_prior = inside_events(q), inside_events(p)
     if inner.event_dim != inner_prior.event_dim:
@@ -220,7 +226,7 @@ def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     """The log probability of a site's value, or its negative, under the site's scale and mask."""
     log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
     if site["cond_indep_stack"] and is_validation_enabled():
-        shaped: Any = {**site, "log_prob": log_prob}
+        shaped: Site = {**site, "log_prob": log_prob}
         check_site_shape(shaped, sys.maxsize)
     scale, mask = site["scale"], site["mask"]
     if mask is None and not isinstance(scale, Tensor):
@@ -230,14 +236,11 @@ def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
 
 
-def _kl_or_sample(name: str, q: Any, p: Any, value: Tensor) -> Tensor:
+def _kl_or_sample(name: str, q: Distribution, p: Distribution, value: Tensor) -> Tensor:
     """KL(q || p) of a variable that is no gate: in closed form if registered, else log q - log p at a draw of q.
 
     The sampled difference is unbiased, and so is its pathwise gradient, as both densities are smooth: it may be the
     draw that the likelihood sees too. With a gate's atoms neither would hold.
-
-    Raises:
-        ValueError: a sample is needed, but ``q`` is not reparameterised, or ``p`` does not admit its draw.
     """
     try:
         return kl_divergence(q, p)
@@ -249,13 +252,12 @@ def _kl_or_sample(name: str, q: Any, p: Any, value: Tensor) -> Tensor:
         raise ValueError(
             f"Expected a posterior at site {name!r} whose draws its prior {p} admits, but got {q}: {error}"
         ) from error
-    difference: Tensor = q.log_prob(value) - log_prior
-    return difference
+    return q.log_prob(value) - log_prior
 
 
-def _check_pathwise(name: str, q: Any) -> None:
+def _check_pathwise(name: str, q: Distribution) -> None:
     """Refuse a posterior through whose draw no gradient goes."""
-    if not getattr(q, "has_rsample", False):
+    if not q.has_rsample:
         raise ValueError(
             f"Expected a reparameterised posterior at latent site {name!r}, whose gradient goes through its sample, "
             f"but got {q}."
@@ -276,3 +278,51 @@ OBJECTIVES: dict[str, tuple[Term, ...]] = {
     "free_energy": (NLL, OTHER_KL, PRICE, DECAY, GATE_KL),
     "spike_slab": (NLL, OTHER_KL, SLAB_KL, GATE_KL),
 }
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def check_slab(objective: str, slab: Mapping[str, str] | None, **prices: Coefficient) -> None:
+    """Refuse slabs for an objective without their KL, and none for one with it; and prices for one without them."""
+    terms = OBJECTIVES[objective]
+    if slab and SLAB_KL not in terms:
+        raise ValueError(f"Expected slab for objective='spike_slab' only, but got {slab!r} for {objective!r}.")
+    if not slab and SLAB_KL in terms:
+        raise ValueError(f"Expected slab={{'w': 'z', ...}} for objective={objective!r}, but got none.")
+    for name, value in prices.items() if PRICE not in terms else ():
+        if isinstance(value, Tensor | Mapping) or value != 0:
+            raise ValueError(
+                f"Expected no {name} for objective={objective!r}, whose slab KL is the price of a weight, "
+                f"but got {value!r}."
+            )
+
+
+def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
+    """An objective's row, and a user's own terms, whose values are looked at where those of the table are right."""
+    if objective not in OBJECTIVES:
+        *others, last = map(repr, OBJECTIVES)
+        raise ValueError(f"Expected objective {', '.join(others)} or {last}, but got {objective!r}.")
+    names = [term.name for term in TERMS]
+    for term in extra_terms:
+        if not isinstance(term, Term):
+            raise TypeError(f"Expected extra_terms to be pyro_l0.infer.Term, but got {type(term).__name__}.")
+        if term.kind not in get_args(Kind):
+            raise ValueError(
+                f"Expected the kind of extra term {term.name!r} in {get_args(Kind)}, but got {term.kind!r}."
+            )
+        if term.name in names:
+            raise ValueError(f"Expected extra terms with names other than {names}, but got {term.name!r}.")
+        names.append(term.name)
+    return (*OBJECTIVES[objective], *(term._replace(value=partial(_scalar, term)) for term in extra_terms))
+
+
+def _scalar(term: Term, block: Block, options: Options) -> Tensor | None:
+    value = term.value(block, options)
+    if value is not None and not (isinstance(value, Tensor) and value.shape == ()):
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"Expected extra term {term.name!r} to be a tensor of shape () at site {block.name!r}, but got {got}; sum "
+            "it over the gates."
+        )
+    return value

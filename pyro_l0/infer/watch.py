@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
-from pyro_l0.infer.pairs import number_of_bad
-
-__all__ = ["EVERY", "BadTerm", "Watch", "bad_values", "sentences"]
 
 EVERY = 100  # steps between two looks where a look makes the host wait for a device
 _CLOSED = 0.01  # P(z != 0) above the least that the family can reach
 
 Explain = Callable[[], str]
-
-
-class BadTerm(NamedTuple):
-    """A term that is not finite."""
-
-    term: str
-    site: str
-    value: float
 
 
 class Watch:
@@ -42,17 +31,7 @@ class Watch:
         self._closed: set[str] = set()
 
     def loss(self, step: int, loss: Tensor, parts: Mapping[str, Tensor], explain: Explain) -> None:
-        """Look at the loss of a step, now or later.
-
-        Args:
-            step: its number.
-            loss: shape ``()``.
-            parts: its terms.
-            explain: what to say of the step's terms if one of them is not finite.
-
-        Raises:
-            ValueError: a loss was not finite.
-        """
+        """Look at the loss of a step, now or later; raises, and explains, what is not finite."""
         if loss.device.type == "cpu":
             return self.value(step, loss.item(), explain)
         if loss.device.type == "meta":
@@ -62,21 +41,13 @@ class Watch:
             self.look(explain)
 
     def value(self, step: int, value: float, explain: Explain) -> None:
-        """Look at a loss that was read.
-
-        Raises:
-            ValueError: it, or one before it, was not finite.
-        """
+        """Look at a loss that was read."""
         if not math.isfinite(value):
             self.look(explain)
             raise ValueError(f"The loss is {value} at step {step}: {explain()}")
 
     def look(self, explain: Explain) -> None:
-        """Look at the steps that were not looked at.
-
-        Raises:
-            ValueError: a loss was not finite.
-        """
+        """Look at the steps that were not looked at."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -88,28 +59,22 @@ class Watch:
                 raise ValueError(f"{name} is {value} at step {step}; at the look at step {last}: {explain()}")
 
     def gates(self, step: int, guide: Mapping[str, Site]) -> None:
-        """Warn once for a site whose gates have all closed; looks every hundredth step.
-
-        Warns:
-            UserWarning: every test gate of a site is 0, and P(z != 0) is as good as its least value.
-        """
+        """Warn once for a site whose test gates are all 0 and P(z != 0) as good as least; every hundredth step."""
         if step % EVERY:
             return
-        sites = [
-            (name, gate)
-            for name, site in guide.items()
-            if site["type"] == "sample" and name not in self._closed and not _subsampled(site)
-            if (gate := find_gate(site["fn"])) is not None and gate.batch_shape.numel()
-        ]
-        if (
-            not sites
-            or sites[0][1]._like.device.type == "meta"
-            or (step == 0 and sites[0][1]._like.device.type != "cpu")
-        ):
+        gates: dict[str, GateDistribution] = {}
+        for name, site in guide.items():
+            gate = find_gate(site["fn"]) if site["type"] == "sample" and name not in self._closed else None
+            subsampled = any(frame.full_size not in (None, frame.size) for frame in site["cond_indep_stack"])
+            if gate is not None and gate.batch_shape.numel() and not subsampled:
+                gates[name] = gate
+        devices = [gate._like.device.type for gate in gates.values()]
+        if not gates or devices[0] == "meta" or (step == 0 and devices[0] != "cpu"):
             return
         with torch.no_grad():
-            excess = torch.stack([(g.active_prob - g.least_active_prob + g.test_gate).max().float() for _, g in sites])
-        for (name, _), most in zip(sites, excess.tolist(), strict=True):
+            excess = [(g.active_prob - g.least_active_prob + g.test_gate).max().float() for g in gates.values()]
+            most_of_site = torch.stack(excess).tolist()
+        for name, most in zip(gates, most_of_site, strict=True):
             if most < _CLOSED:
                 self._closed.add(name)
                 warnings.warn(
@@ -120,8 +85,9 @@ class Watch:
                 )
 
 
-def _subsampled(site: Site) -> bool:
-    return any(frame.full_size not in (None, frame.size) for frame in site["cond_indep_stack"])
+def number_of_bad(x: float | Tensor) -> int:
+    """How many of a tensor's or a number's values are not finite; reads them."""
+    return int((~torch.isfinite(torch.as_tensor(x))).sum())
 
 
 def bad_values(site: Site) -> list[str]:
@@ -129,7 +95,7 @@ def bad_values(site: Site) -> list[str]:
     found = []
     if site["is_observed"] and (bad := number_of_bad(site["value"])):
         found.append(f"what is observed at {site['name']!r} holds {bad} values that are not finite")
-    fn: Any = site["fn"]
+    fn = site["fn"]
     while fn is not None:
         for parameter in fn.arg_constraints:
             # Not a property that is computed from another parameter.
@@ -138,11 +104,3 @@ def bad_values(site: Site) -> list[str]:
                 found.append(f"{parameter} of {type(fn).__name__} at {site['name']!r} holds {bad} that are not finite")
         fn = getattr(fn, "base_dist", None)
     return found
-
-
-def sentences(terms: Sequence[BadTerm], causes: Sequence[str]) -> str:
-    """Terms that are not finite, and where they may come from."""
-    named = ", ".join(f"{bad.term} of site {bad.site!r} is {bad.value}" for bad in terms)
-    return (
-        f"{named or 'every term is finite by itself'}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
-    )
