@@ -2,103 +2,58 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor, nn
-from torch.distributions import Transform, transform_to
+from torch.distributions import constraints, transform_to
 
-from pyro_l0.distributions.gate import GateDistribution, concatenate
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.fast.record import Site
 
-__all__ = [
-    "Parameters",
-    "Plan",
-    "expands",
-    "find_groups",
-    "first_parameters",
-    "full_shape",
-    "rows",
-    "site_key",
-    "take_over",
-]
 
-Parameters = Any  # a ParameterDict, or a mapping of subsampled tensors
-
-
-class Plan(NamedTuple):
-    """What the guide knows of one site after it has seen the model."""
+@dataclass(frozen=True)
+class Plan(ABC):
+    """The event dimensions and the plates of a site, and how its parameters make its posterior."""
 
     event_dim: int
     plates: tuple[str, ...]
-    template: GateDistribution | None
-    transform: Transform | None  # of a slab
+
+    @abstractmethod
+    def posterior(self, parameters: Mapping[str, Tensor]) -> TorchDistributionMixin:
+        """The posterior without event dimensions."""
+
+    def in_events(self, posterior: TorchDistributionMixin) -> TorchDistributionMixin:
+        """The posterior as the site has it."""
+        return posterior.to_event(self.event_dim) if self.event_dim else posterior
 
 
-def find_groups(plans: Mapping[str, Plan]) -> list[list[str]]:
-    """Put the gates together that can be drawn jointly."""
-    groups: list[list[str]] = []
-    templates = {name: plan.template for name, plan in plans.items() if plan.template is not None}
-    for name, template in templates.items():
-        for group in groups:
-            if concatenate([templates[group[0]], template]) is not None:
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return groups
+@dataclass(frozen=True)
+class GatePlan(Plan):
+    """A site of gates. The template, of shape ``()``, has the parameters that are not learned."""
+
+    template: GateDistribution
+
+    def posterior(self, parameters: Mapping[str, Tensor]) -> GateDistribution:
+        values = {
+            key: parameters[key] if constraint is constraints.real else transform_to(constraint)(parameters[key])
+            for key, constraint in self.template.learned.items()
+        }
+        return self.template.with_learned(**values)
+
+    def cut(self, size: int, index: Tensor) -> GatePlan:
+        """The plan of some of ``size`` gates."""
+        template = self.template.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == (size,) else x)
+        return replace(self, template=template)
 
 
-def first_parameters(template: GateDistribution, shape: torch.Size, jitter: float) -> dict[str, nn.Parameter]:
-    """The learned parameters of a site's gates on the real line, with normal noise on the location."""
-    learned = {}
-    for i, (key, constraint) in enumerate(template.learned.items()):
-        unconstrained = transform_to(constraint).inv(getattr(template, key)).expand(shape).clone()
-        if i == 0 and jitter > 0:
-            unconstrained += jitter * torch.randn_like(unconstrained)
-        learned[key] = nn.Parameter(unconstrained)
-    return learned
-
-
-def take_over(modules: nn.ModuleDict, made: Mapping[str, dict[str, nn.Parameter]]) -> None:
-    """Put parameters into a guide's modules; those of a state that was loaded before keep their values.
-
-    Raises:
-        ValueError: what was loaded has other names or shapes.
-    """
-    held: Any = modules
-    loaded = {f"{key}.{name}": tuple(x.shape) for key, values in held.items() for name, x in values.items()}
-    expected = {f"{key}.{name}": tuple(x.shape) for key, values in made.items() for name, x in values.items()}
-    if loaded and loaded != expected:
-        raise ValueError(
-            f"Expected the state that was loaded before the first call to have the parameters {expected}, "
-            f"but got {loaded}."
-        )
-    for key, learned in made.items():
-        if not loaded:
-            held[key] = nn.ParameterDict(learned)
-        for name, parameter in learned.items() if loaded else ():
-            held[key][name].data = held[key][name].data.to(parameter)  # where the model is
-
-
-@lru_cache(maxsize=1024)
-def site_key(name: str) -> str:
-    """A site's name as a key of a module dict, which may hold no dots and no names of its own attributes."""
-    key = name.replace("/", "//").replace(".", "/")
-    return f"/{key}" if hasattr(_NO_SITES, key) else key
-
-
-_NO_SITES = nn.ModuleDict()
-
-
-def expands(shape: torch.Size, to: torch.Size) -> bool:
-    """Whether a shape broadcasts to another."""
-    try:
-        return bool(torch.broadcast_shapes(shape, to) == to)
-    except RuntimeError:
-        return False
+def plates_of(site: Site) -> tuple[str, ...]:
+    """Names of the plates that a site has dimensions for."""
+    return tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
 
 
 def full_shape(site: Site) -> torch.Size:
@@ -110,6 +65,62 @@ def full_shape(site: Site) -> torch.Size:
     return torch.Size(shape)
 
 
-def rows(size: int, index: Tensor, x: Tensor) -> Tensor:
-    """Some entries of a parameter that has one for each of ``size`` gates; other parameters as they are."""
-    return x[index.to(x.device)] if x.shape == (size,) else x
+def expands(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether a shape broadcasts to another."""
+    try:
+        return bool(torch.broadcast_shapes(shape, to) == to)
+    except RuntimeError:
+        return False
+
+
+def unconstrained(gate: GateDistribution) -> dict[str, Tensor]:
+    """The learned parameters of a gate on the real line."""
+    return {key: transform_to(constraint).inv(getattr(gate, key)) for key, constraint in gate.learned.items()}
+
+
+def first_parameters(template: GateDistribution, shape: torch.Size, jitter: float) -> dict[str, nn.Parameter]:
+    """The learned parameters of a site's gates, with normal noise on the location."""
+    learned = {key: value.expand(shape).clone() for key, value in unconstrained(template).items()}
+    if jitter > 0:
+        location = next(iter(learned.values()))
+        location += jitter * torch.randn_like(location)
+    return {key: nn.Parameter(value) for key, value in learned.items()}
+
+
+def take_over(modules: nn.ModuleDict, made: Mapping[str, dict[str, nn.Parameter]]) -> None:
+    """Put parameters into a guide's modules; those of a state that was loaded before keep their values.
+
+    Raises:
+        ValueError: what was loaded has other names or shapes.
+    """
+    new: dict[str, nn.Module] = {key: nn.ParameterDict(learned) for key, learned in made.items()}
+    loaded, expected = dict(modules.named_parameters()), dict(nn.ModuleDict(new).named_parameters())
+    if not loaded:
+        modules.update(new)
+    elif _shapes(loaded) != _shapes(expected):
+        raise ValueError(
+            f"Expected the state that was loaded before the first call to have the parameters {_shapes(expected)}, "
+            f"but got {_shapes(loaded)}."
+        )
+    for name, parameter in loaded.items():
+        parameter.data = parameter.data.to(expected[name])  # where the model is
+
+
+def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in parameters.items()}
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's own dict of its parameters, whose access costs far less per step than the module's."""
+    parameters: dict[str, nn.Parameter] = vars(module)["_parameters"]
+    return parameters
+
+
+@lru_cache(maxsize=1024)
+def site_key(name: str) -> str:
+    """A site's name as a key of a module dict, which may hold no dots and no names of its own attributes."""
+    key = name.replace("/", "//").replace(".", "/")
+    return f"/{key}" if hasattr(_NO_SITES, key) else key
+
+
+_NO_SITES = nn.ModuleDict()
