@@ -21,9 +21,9 @@ from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
 from pyro_l0.infer._mean_field import MeanField
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
-from pyro_l0.infer._plans import (
-    GatePlan,
-    Plan,
+from pyro_l0.infer._posteriors import (
+    GatesPosterior,
+    SitePosterior,
     expands,
     first_parameters,
     full_shape,
@@ -38,7 +38,7 @@ from pyro_l0.infer.guide import ActiveRate
 
 __all__ = ["AutoGate"]
 
-_Plan = TypeVar("_Plan", bound=Plan)
+_Posterior = TypeVar("_Posterior", bound=SitePosterior)
 
 
 class AutoGate(AutoGuide):
@@ -93,8 +93,8 @@ class AutoGate(AutoGuide):
         self.family_options = dict(family_options or {})
         # Plain modules: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
-        self._plans: dict[str, Plan] = {}
-        self._drawing = MeanField(self._plans, self._sites)
+        self._posteriors: dict[str, SitePosterior] = {}
+        self._drawing = MeanField(self._posteriors)
         self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
         self._watches: list[OptimiserWatch | Displaced] = []
 
@@ -109,7 +109,7 @@ class AutoGate(AutoGuide):
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
         state.update(_model=(None,), master=None, _names=None, _watches=[])
-        if self.prototype_trace is not None:  # of which the plans tell what is needed
+        if self.prototype_trace is not None:  # of which the posteriors have what is needed
             state["prototype_trace"] = Trace()
         for parameter in self.parameters():  # a weak reference, which SVI has asked for
             parameter.__dict__.pop("unconstrained", None)
@@ -157,16 +157,15 @@ class AutoGate(AutoGuide):
         self._check_sites(sites)
         trace = poutine.block(poutine.trace(poutine.block(self.model, self._prototype_hide_fn)).get_trace)
         inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
-        starts = {name: self._start(name, site, inherited.get(name, {})) for name, site in sites.items()}
-        take_over(modules, {site_key(name): parameters for name, (_, parameters) in starts.items()})
-        self._plans = {name: plan for name, (plan, _) in starts.items()}
-        self._drawing = MeanField(self._plans, modules)
+        first = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
+        self._posteriors = take_over(modules, first)
+        self._drawing = MeanField(self._posteriors)
         self.prototype_trace = prototype
         # The guide's own sites have no use for the plates of the data.
-        used = {plate for plan in self._plans.values() for plate in plan.plates}
+        used = {plate for posterior in self._posteriors.values() for plate in posterior.plates}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         prototype.detach_()
-        what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._plans_of(GatePlan)))})"
+        what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
         self._watches = [displaced, OptimiserWatch(what, lambda: list(modules.parameters()))]
         with self._pyro_context:
             self._enter_store()
@@ -184,24 +183,24 @@ class AutoGate(AutoGuide):
                     f"but got {', '.join(map(repr, unknown))}."
                 )
 
-    def _start(self, name: str, site: Site, inherited: Mapping[str, object]) -> tuple[Plan, dict[str, nn.Parameter]]:
-        """The plan of a site, and the parameters that it starts from."""
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
+        """The posterior that a site starts from."""
         options = {
             key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
             for key, value in {**inherited, **self.family_options}.items()
         }
         rate = self.init_active_prob
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
-        first = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
-        template = self.family.from_active_prob(first, **options)
+        start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
+        template = self.family.from_active_prob(start, **options)
         shape = full_shape(site)
         if not expands(template.batch_shape, shape):
             raise ValueError(
                 f"Expected the parameters that {self.family.__name__} does not learn to broadcast to the shape "
                 f"{tuple(shape)} of gate site {name!r}, but got {tuple(template.batch_shape)}; set family_options."
             )
-        plan = GatePlan(site["fn"].event_dim, plates_of(site), template)
-        return plan, first_parameters(template, shape, self.init_jitter)
+        parameters = first_parameters(template, shape, self.init_jitter)
+        return GatesPosterior(site["fn"].event_dim, plates_of(site), parameters, template)
 
     # ------------------------------------------------------------ the guide
 
@@ -242,24 +241,23 @@ class AutoGate(AutoGuide):
 
     # ------------------------------------------------------------ summaries
 
-    def _plans_of(self, kind: type[_Plan]) -> dict[str, _Plan]:
-        """The plans of one kind, by site."""
-        if not self._plans and self.prototype_trace is None:
+    def _of_kind(self, kind: type[_Posterior]) -> dict[str, _Posterior]:
+        """The posteriors of one kind, by site."""
+        if not self._posteriors and self.prototype_trace is None:
             raise ValueError("The guide has not seen the model yet; call it once with the model's arguments.")
-        return {name: plan for name, plan in self._plans.items() if isinstance(plan, kind)}
+        return {name: posterior for name, posterior in self._posteriors.items() if isinstance(posterior, kind)}
 
     def posterior(self) -> dict[str, GateDistribution]:
         """The posterior gates by site, of the full size of subsampled plates.
 
         They are live: their parameters are the guide's own, so that they are differentiable and change with training.
         """
-        plans = self._plans_of(GatePlan)
-        return {name: plan.posterior(self._drawing.parameters(name)) for name, plan in plans.items()}
+        return {name: gates.distribution(gates.parameters) for name, gates in self._of_kind(GatesPosterior).items()}
 
     def locations(self) -> list[nn.Parameter]:
         """The parameter that each site's locations are computed from, in the order of :meth:`posterior`."""
         key = next(iter(self.family.learned))
-        return [self._drawing.parameters(name)[key] for name in self._plans_of(GatePlan)]
+        return [gates.parameters[key] for gates in self._of_kind(GatesPosterior).values()]
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some gate sites, as when they leave the network.
@@ -275,19 +273,19 @@ class AutoGate(AutoGuide):
         """
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
         for name, index in units.items():
-            plan = self._plans.get(name)
-            parameters = self._drawing.parameters(name) if plan is not None else {}
-            if not isinstance(plan, GatePlan) or plan.plates or any(x.dim() != 1 for x in parameters.values()):
+            gates = self._posteriors.get(name)
+            flat = gates is not None and all(x.dim() == 1 for x in gates.parameters.values())
+            if not isinstance(gates, GatesPosterior) or gates.plates or not flat:
                 raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
-            self._plans[name] = plan.cut(next(iter(parameters.values())).numel(), index)
-            for key, old in parameters.items():
+            self._posteriors[name] = gates.cut(index)
+            for key, old in gates.parameters.items():
                 new = nn.Parameter(old.detach()[index.to(old.device)].clone()) if len(index) else None
                 replaced[old] = new, index
                 if new is not None:
-                    parameters[key] = new
+                    gates.parameters[key] = new
             if not len(index):
-                del self._plans[name], self._sites[site_key(name)]
-        self._drawing = MeanField(self._plans, self._sites)
+                del self._posteriors[name], self._sites[site_key(name)]
+        self._drawing = MeanField(self._posteriors)
         self._names = None
         return replaced
 
@@ -302,12 +300,12 @@ class AutoGate(AutoGuide):
         Raises:
             ValueError: the name is not a gate site.
         """
-        plans = self._plans_of(GatePlan)
-        if name not in plans:
-            raise ValueError(f"Expected a gate site, one of {sorted(plans)}, but got {name!r}.")
-        closed = self.family.closed(**plans[name].template.fixed_options)
+        gates = self._of_kind(GatesPosterior)
+        if name not in gates:
+            raise ValueError(f"Expected a gate site, one of {sorted(gates)}, but got {name!r}.")
+        closed = self.family.closed(**gates[name].template.fixed_options)
         for key, value in unconstrained(closed).items():
-            parameter = self._drawing.parameters(name)[key]
+            parameter = gates[name].parameters[key]
             here = places.to(parameter.device)
             parameter.view(-1)[here] = value.to(parameter).expand_as(parameter).reshape(-1)[here]
 

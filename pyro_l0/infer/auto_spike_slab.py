@@ -16,7 +16,7 @@ from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
-from pyro_l0.infer._plans import Plan, full_shape, plates_of
+from pyro_l0.infer._posteriors import SitePosterior, full_shape, plates_of
 from pyro_l0.infer.auto_gate import AutoGate
 
 __all__ = ["AutoSpikeSlab"]
@@ -86,9 +86,9 @@ class AutoSpikeSlab(AutoGate):
                 if name not in sites:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
 
-    def _start(self, name: str, site: Site, inherited: Mapping[str, object]) -> tuple[Plan, dict[str, nn.Parameter]]:
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
         if find_gate(site["fn"]) is not None:
-            return super()._start(name, site, inherited)
+            return super()._first(name, site, inherited)
         fn, shape, loc = site["fn"], full_shape(site), self.init_loc.get(name)
         transform = _transform_to_support(name, fn)
         if loc is None:
@@ -105,30 +105,29 @@ class AutoSpikeSlab(AutoGate):
             )
         log_scale = torch.full_like(loc, math.log(self.init_scale))
         parameters = {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
-        return _SlabPlan(fn.event_dim, plates_of(site), transform), parameters
+        return _SlabPosterior(fn.event_dim, plates_of(site), parameters, transform)
 
     def slabs(self) -> dict[str, Slab]:
         """The posterior slabs by site; live and differentiable, as :meth:`posterior`."""
-        plans = self._plans_of(_SlabPlan)
-        return {name: plan.posterior(self._drawing.parameters(name)) for name, plan in plans.items()}
+        return {name: slab.distribution(slab.parameters) for name, slab in self._of_kind(_SlabPosterior).items()}
 
     @torch.no_grad()
     def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Posterior median of every gate and slab, by site; a copy. Takes the model's arguments."""
         medians = super().median(*args, **kwargs)
-        for name, plan in self._plans_of(_SlabPlan).items():
-            loc = self._drawing.parameters(name)["loc"]
-            medians[name] = loc.detach().clone() if plan.transform is None else plan.transform(loc)
+        for name, slab in self._of_kind(_SlabPosterior).items():
+            loc = slab.parameters["loc"]
+            medians[name] = loc.detach().clone() if slab.transform is None else slab.transform(loc)
         return medians
 
 
 @dataclass(frozen=True)
-class _SlabPlan(Plan):
-    """A site of slabs: normals, carried to the prior's support by a transform (None for the real line)."""
+class _SlabPosterior(SitePosterior):
+    """Slabs: normals, carried to the prior's support by a transform (None for the real line)."""
 
     transform: Transform | None
 
-    def posterior(self, parameters: Mapping[str, Tensor]) -> Slab:
+    def distribution(self, parameters: Mapping[str, Tensor]) -> Slab:
         family = LogNormal if isinstance(self.transform, ExpTransform) else Normal
         slab: Slab = family(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
         if family is Normal and self.transform is not None:
