@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pyro
 import torch
@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Displaced", "OptimiserWatch", "put_into_store", "state_parameter"]
+from pyro_l0.fast.record import Site
 
 _of_this_process = WeakTensorKeyDictionary()
 _PATIENCE = 5  # losses, each followed by a step of an optimiser of something else
@@ -32,17 +32,11 @@ def put_into_store(name: str, parameter: nn.Parameter) -> None:
     A value that was loaded or assigned is taken over, as Pyro's own modules do. A parameter that another guide of this
     process left is not: the new guide starts anew, and what is stepped is what its loss depends on.
 
-    Args:
-        name: full name of the parameter.
-        parameter: the guide's.
-
     Raises:
         ValueError: the value that was loaded has another shape.
     """
     store = pyro.get_param_store()
     entry = store._params.get(name)
-    if entry is parameter:
-        return
     if entry is not None and entry not in _of_this_process:
         if entry.shape != parameter.shape:
             raise ValueError(
@@ -59,20 +53,10 @@ def put_into_store(name: str, parameter: nn.Parameter) -> None:
 
 
 @runtime.effectful(type="param")
-def _param(parameter: nn.Parameter, **_: Any) -> Tensor:
+def state_parameter(parameter: nn.Parameter, **_: object) -> Tensor:
+    """``pyro.param`` for handlers such as SVI's, whether or not the store is in use."""
     parameter.unconstrained = weakref.ref(parameter)  # type: ignore[attr-defined]  # which SVI asks for
     return parameter
-
-
-def state_parameter(name: str, parameter: nn.Parameter) -> None:
-    """``pyro.param(name)`` for handlers such as SVI's, whether or not the store is in use.
-
-    Args:
-        name: full name of the parameter.
-        parameter: the guide's.
-    """
-    if parameter.requires_grad:
-        _param(parameter, constraint=constraints.real, name=name)
 
 
 class Displaced(Messenger):
@@ -85,7 +69,7 @@ class Displaced(Messenger):
         super().__init__()
         self._found: dict[str, weakref.ref[Tensor]] = {}
 
-    def _postprocess_message(self, msg: Any) -> None:
+    def _postprocess_message(self, msg: Site) -> None:
         own = msg["args"][1] if msg["type"] == "param" and len(msg["args"]) > 1 else None
         if isinstance(own, nn.Parameter) and msg["value"] is not own:
             self._found[msg["name"]] = weakref.ref(own)
@@ -116,10 +100,7 @@ class OptimiserWatch:
 
     An optimiser that was made before the guide's first call holds none of them, and nothing else would tell: the loss
     falls, since the network is trained. Steps are what tells this from losses whose gradients are accumulated.
-
-    Args:
-        what: the guide, for the warning.
-        parameters: returns the guide's parameters.
+    ``what`` names the guide in the warning.
     """
 
     _open: ClassVar[weakref.WeakSet[OptimiserWatch]] = weakref.WeakSet()
@@ -135,7 +116,7 @@ class OptimiserWatch:
             OptimiserWatch._hook = register_optimizer_step_post_hook(self._after_any_step)
 
     @classmethod
-    def _after_any_step(cls, optimiser: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_any_step(cls, optimiser: Optimizer, args: object, kwargs: object) -> None:
         for watch in list(cls._open):
             watch._after_step(optimiser)
 

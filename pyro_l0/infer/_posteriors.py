@@ -53,19 +53,39 @@ class GatesPosterior(SitePosterior):
         template = self.template.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == shape else x)
         return replace(self, template=template)
 
+    def close(self, places: Tensor) -> None:
+        """Close the gates at some places of the flattened site."""
+        closed = self.template.closed(**self.template.fixed_options)
+        for key, value in _unconstrained(closed).items():
+            parameter = self.parameters[key]
+            here = places.to(parameter.device)
+            parameter.view(-1)[here] = value.to(parameter).expand_as(parameter).reshape(-1)[here]
 
-def unconstrained(gate: GateDistribution) -> dict[str, Tensor]:
-    """The learned parameters of a gate on the real line."""
-    return {key: transform_to(constraint).inv(getattr(gate, key)) for key, constraint in gate.learned.items()}
 
-
-def first_parameters(template: GateDistribution, shape: torch.Size, jitter: float) -> dict[str, nn.Parameter]:
-    """The learned parameters of a site's gates, with normal noise on the location."""
-    learned = {key: value.expand(shape).clone() for key, value in unconstrained(template).items()}
+def first_gates(
+    site: Site, family: type[GateDistribution], rate: float, options: Mapping[str, object], jitter: float
+) -> GatesPosterior:
+    """Gates of one P(z != 0) for a site, with normal noise on the location; constants take no part in a graph."""
+    fixed = {k: x.detach() if isinstance(x, Tensor) and x.requires_grad else x for k, x in options.items()}
+    start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
+    template = family.from_active_prob(start, **fixed)
+    shape = full_shape(site)
+    if not _expands(template.batch_shape, shape):
+        raise ValueError(
+            f"Expected the parameters that {family.__name__} does not learn to broadcast to the shape "
+            f"{tuple(shape)} of gate site {site['name']!r}, but got {tuple(template.batch_shape)}; set family_options."
+        )
+    learned = {key: value.expand(shape).clone() for key, value in _unconstrained(template).items()}
     if jitter > 0:
         location = next(iter(learned.values()))
         location += jitter * torch.randn_like(location)
-    return {key: nn.Parameter(value) for key, value in learned.items()}
+    parameters = {key: nn.Parameter(value) for key, value in learned.items()}
+    return GatesPosterior(site["fn"].event_dim, plates_of(site), parameters, template)
+
+
+def _unconstrained(gate: GateDistribution) -> dict[str, Tensor]:
+    """The learned parameters of a gate on the real line."""
+    return {key: transform_to(constraint).inv(getattr(gate, key)) for key, constraint in gate.learned.items()}
 
 
 def take_over(modules: nn.ModuleDict, made: Mapping[str, SitePosterior]) -> dict[str, SitePosterior]:
@@ -118,7 +138,7 @@ def full_shape(site: Site) -> torch.Size:
     return torch.Size(shape)
 
 
-def expands(shape: torch.Size, to: torch.Size) -> bool:
+def _expands(shape: torch.Size, to: torch.Size) -> bool:
     """Whether a shape broadcasts to another."""
     try:
         return bool(torch.broadcast_shapes(shape, to) == to)

@@ -13,6 +13,7 @@ from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
 from pyro.params.param_store import param_with_module_name
 from pyro.poutine import Trace, runtime
 from torch import Tensor, nn
+from torch.distributions import constraints
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
@@ -21,18 +22,7 @@ from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
 from pyro_l0.infer._mean_field import MeanField
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
-from pyro_l0.infer._posteriors import (
-    GatesPosterior,
-    SitePosterior,
-    expands,
-    first_parameters,
-    full_shape,
-    parameters_of,
-    plates_of,
-    site_key,
-    take_over,
-    unconstrained,
-)
+from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior, first_gates, parameters_of, site_key, take_over
 from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
 from pyro_l0.infer.guide import ActiveRate
 
@@ -122,12 +112,9 @@ class AutoGate(AutoGuide):
             for name, value in state_dict.items():
                 key, _, parameter = name.removeprefix(f"{prefix}sites.").rpartition(".")
                 if name.startswith(f"{prefix}sites.") and key and "." not in key:
-                    if key not in sites:
-                        sites[key] = nn.ParameterDict()
-                    learned = sites[key]
-                    assert isinstance(learned, nn.ParameterDict)
-                    if parameter not in learned:
-                        learned[parameter] = nn.Parameter(torch.empty_like(value))
+                    held = parameters_of(sites[key]) if key in sites else {}
+                    new = held.get(parameter, nn.Parameter(torch.empty_like(value)))
+                    sites[key] = nn.ParameterDict({**held, parameter: new})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ------------------------------------------------------------ set-up
@@ -185,22 +172,9 @@ class AutoGate(AutoGuide):
 
     def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
         """The posterior that a site starts from."""
-        options = {
-            key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-            for key, value in {**inherited, **self.family_options}.items()
-        }
         rate = self.init_active_prob
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
-        start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
-        template = self.family.from_active_prob(start, **options)
-        shape = full_shape(site)
-        if not expands(template.batch_shape, shape):
-            raise ValueError(
-                f"Expected the parameters that {self.family.__name__} does not learn to broadcast to the shape "
-                f"{tuple(shape)} of gate site {name!r}, but got {tuple(template.batch_shape)}; set family_options."
-            )
-        parameters = first_parameters(template, shape, self.init_jitter)
-        return GatesPosterior(site["fn"].event_dim, plates_of(site), parameters, template)
+        return first_gates(site, self.family, rate, {**inherited, **self.family_options}, self.init_jitter)
 
     # ------------------------------------------------------------ the guide
 
@@ -216,7 +190,8 @@ class AutoGate(AutoGuide):
             return self._drawing.draw_for(record)
         if runtime.am_i_wrapped():  # by handlers such as SVI's, which ask for the parameters
             for name, parameters, key in self._full_names():
-                state_parameter(name, parameters[key])
+                if parameters[key].requires_grad:
+                    state_parameter(parameters[key], constraint=constraints.real, name=name)
         return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _enter_store(self) -> None:
@@ -303,11 +278,7 @@ class AutoGate(AutoGuide):
         gates = self._of_kind(GatesPosterior)
         if name not in gates:
             raise ValueError(f"Expected a gate site, one of {sorted(gates)}, but got {name!r}.")
-        closed = self.family.closed(**gates[name].template.fixed_options)
-        for key, value in unconstrained(closed).items():
-            parameter = gates[name].parameters[key]
-            here = places.to(parameter.device)
-            parameter.view(-1)[here] = value.to(parameter).expand_as(parameter).reshape(-1)[here]
+        gates[name].close(places)
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
