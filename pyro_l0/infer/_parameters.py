@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import pyro
@@ -26,8 +26,8 @@ _of_this_process = WeakTensorKeyDictionary()
 _PATIENCE = 5  # losses, each followed by a step of an optimiser of something else
 
 
-def put_into_store(name: str, parameter: nn.Parameter) -> None:
-    """Make a guide's parameter the one that Pyro's parameter store has under a name.
+def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter], str]]]) -> None:
+    """See to it that Pyro's parameter store, where it is in use, has a guide's parameters under their full names.
 
     A value that was loaded or assigned is taken over, as Pyro's own modules do. A parameter that another guide of this
     process left is not: the new guide starts anew, and what is stepped is what its loss depends on.
@@ -35,21 +35,26 @@ def put_into_store(name: str, parameter: nn.Parameter) -> None:
     Raises:
         ValueError: the value that was loaded has another shape.
     """
+    if pyro.settings.get("module_local_params"):
+        return
     store = pyro.get_param_store()
-    entry = store._params.get(name)
-    if entry is not None and entry not in _of_this_process:
-        if entry.shape != parameter.shape:
-            raise ValueError(
-                f"Expected {name!r} in the parameter store of shape {tuple(parameter.shape)}, but got "
-                f"{tuple(entry.shape)}; call pyro.clear_param_store() or load the parameters of this model."
-            )
-        with torch.no_grad():
-            parameter.copy_(entry)
-    _of_this_process[parameter] = True
-    # What replaced parameters were called stays known: the optimisers of guides in turn save their states by name.
-    store._params[name] = parameter
-    store._param_to_name[parameter] = name
-    store._constraints[name] = constraints.real
+    for name, parameters, key in names():
+        parameter, entry = parameters[key], store._params.get(name)
+        if entry is parameter:
+            continue
+        if entry is not None and entry not in _of_this_process:
+            if entry.shape != parameter.shape:
+                raise ValueError(
+                    f"Expected {name!r} in the parameter store of shape {tuple(parameter.shape)}, but got "
+                    f"{tuple(entry.shape)}; call pyro.clear_param_store() or load the parameters of this model."
+                )
+            with torch.no_grad():
+                parameter.copy_(entry)
+        _of_this_process[parameter] = True
+        # What replaced parameters were called stays known: the optimisers of guides in turn save their states by name.
+        store._params[name] = parameter
+        store._param_to_name[parameter] = name
+        store._constraints[name] = constraints.real
 
 
 @runtime.effectful(type="param")
@@ -75,11 +80,7 @@ class Displaced(Messenger):
             self._found[msg["name"]] = weakref.ref(own)
 
     def is_over(self) -> bool:
-        """Look at what happened since the last call, at every loss; whether there is nothing more to look at.
-
-        Warns:
-            UserWarning: within SVI, such parameters are in use: they have gradients.
-        """
+        """At every loss: warn if such parameters have gradients within SVI; whether there is no more to look at."""
         if not any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
             return not self._found
         parameters = {name: own() for name, own in self._found.items()}
@@ -118,28 +119,23 @@ class OptimiserWatch:
     @classmethod
     def _after_any_step(cls, optimiser: Optimizer, args: object, kwargs: object) -> None:
         for watch in list(cls._open):
-            watch._after_step(optimiser)
+            if watch._is_held_by(optimiser):
+                cls._open.discard(watch)
+            elif any(x.grad is not None for x in watch._parameters()):
+                watch._stepped = True
 
-    def _after_step(self, optimiser: Optimizer) -> None:
-        parameters = self._parameters()
-        if _holds(optimiser, parameters):
-            self._open.discard(self)
-        elif any(x.grad is not None for x in parameters):
-            self._stepped = True
+    def _is_held_by(self, optimiser: Optimizer) -> bool:
+        ours = {id(x) for x in self._parameters()}
+        return any(id(x) in ours for group in optimiser.param_groups for x in group["params"])
 
     def is_over(self) -> bool:
-        """Look at what happened since the last call, at every loss; whether there is nothing more to look at.
-
-        Warns:
-            UserWarning: other parameters are trained, while this guide's have gradients and no optimiser holds them.
-        """
+        """At every loss: warn if steps have passed this guide's gradients by; whether there is no more to look at."""
         if self._stepped:
             self._stepped = False
             self._losses += 1
             if self._losses == _PATIENCE:
                 self._open.discard(self)
-                parameters = self._parameters()
-                if not any(issubclass(type(x), Optimizer) and _holds(x, parameters) for x in gc.get_objects()):
+                if not any(issubclass(type(x), Optimizer) and self._is_held_by(x) for x in gc.get_objects()):
                     warnings.warn(
                         f"The parameters of {self._what} have gradients, but no optimiser holds them: the gates do not "
                         "move. A guide makes its parameters at its first call; call it once with the model's "
@@ -150,8 +146,3 @@ class OptimiserWatch:
             OptimiserWatch._hook.remove()
             OptimiserWatch._hook = None
         return self not in self._open
-
-
-def _holds(optimiser: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    ours = {id(x) for x in parameters}
-    return any(id(x) in ours for group in optimiser.param_groups for x in group["params"])

@@ -13,6 +13,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.fast.record import Site
+from pyro_l0.infer.slabs import fits
 
 _NO_SITES = nn.ModuleDict()
 
@@ -69,8 +70,8 @@ def first_gates(
     fixed = {k: x.detach() if isinstance(x, Tensor) and x.requires_grad else x for k, x in options.items()}
     start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
     template = family.from_active_prob(start, **fixed)
-    shape = full_shape(site)
-    if not _expands(template.batch_shape, shape):
+    plates, shape = plates_and_shape(site)
+    if not fits(template.batch_shape, shape):
         raise ValueError(
             f"Expected the parameters that {family.__name__} does not learn to broadcast to the shape "
             f"{tuple(shape)} of gate site {site['name']!r}, but got {tuple(template.batch_shape)}; set family_options."
@@ -80,7 +81,7 @@ def first_gates(
         location = next(iter(learned.values()))
         location += jitter * torch.randn_like(location)
     parameters = {key: nn.Parameter(value) for key, value in learned.items()}
-    return GatesPosterior(site["fn"].event_dim, plates_of(site), parameters, template)
+    return GatesPosterior(site["fn"].event_dim, plates, parameters, template)
 
 
 def _unconstrained(gate: GateDistribution) -> dict[str, Tensor]:
@@ -96,20 +97,16 @@ def take_over(modules: nn.ModuleDict, made: Mapping[str, SitePosterior]) -> dict
     """
     new: dict[str, nn.Module] = {site_key(name): nn.ParameterDict(x.parameters) for name, x in made.items()}
     loaded, expected = dict(modules.named_parameters()), dict(nn.ModuleDict(new).named_parameters())
+    got, wanted = ({name: tuple(x.shape) for name, x in found.items()} for found in (loaded, expected))
     if not loaded:
         modules.update(new)
-    elif _shapes(loaded) != _shapes(expected):
+    elif got != wanted:
         raise ValueError(
-            f"Expected the state that was loaded before the first call to have the parameters {_shapes(expected)}, "
-            f"but got {_shapes(loaded)}."
+            f"Expected the state that was loaded before the first call to have the parameters {wanted}, but got {got}."
         )
     for name, parameter in loaded.items():
         parameter.data = parameter.data.to(expected[name])  # where the model is
     return {name: replace(x, parameters=parameters_of(modules[site_key(name)])) for name, x in made.items()}
-
-
-def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(x.shape) for name, x in parameters.items()}
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -124,23 +121,10 @@ def site_key(name: str) -> str:
     return f"/{key}" if hasattr(_NO_SITES, key) else key
 
 
-def plates_of(site: Site) -> tuple[str, ...]:
-    """Names of the plates that a site has dimensions for."""
-    return tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
-
-
-def full_shape(site: Site) -> torch.Size:
-    """Shape of a site's value with every subsampled plate at its full size."""
+def plates_and_shape(site: Site) -> tuple[tuple[str, ...], torch.Size]:
+    """Names of the plates that a site has dimensions for, and its shape with every plate at its full size."""
+    frames = [frame for frame in site["cond_indep_stack"] if frame.vectorized]
     shape = list(site["value"].shape)
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized:
-            shape[frame.dim - site["fn"].event_dim] = frame.full_size or frame.size
-    return torch.Size(shape)
-
-
-def _expands(shape: torch.Size, to: torch.Size) -> bool:
-    """Whether a shape broadcasts to another."""
-    try:
-        return bool(torch.broadcast_shapes(shape, to) == to)
-    except RuntimeError:
-        return False
+    for frame in frames:
+        shape[frame.dim - site["fn"].event_dim] = frame.full_size or frame.size
+    return tuple(frame.name for frame in frames), torch.Size(shape)

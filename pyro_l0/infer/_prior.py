@@ -26,9 +26,6 @@ class DrawsElsewhere(Messenger):
     """Notice whether a model draws random numbers before a gate of its, other than for gates.
 
     Pyro's messages do not tell: a guide for a part of a model does not see the other part's sites.
-
-    Attributes:
-        found: whether there was such a draw.
     """
 
     found: bool = False
@@ -55,11 +52,7 @@ def inherited_options(
 ) -> dict[str, dict[str, Number]]:
     """The options by site that posterior gates take over from their priors: those that no latent variable changes.
 
-    Args:
-        family: the posterior gates'.
-        prototype: trace of a run of the model.
-        draws: whether the model drew other things than gates before a gate.
-        run: runs the model again.
+    ``draws`` says whether the model drew other things than gates before a gate, ``run`` runs it again.
     """
     options = _prior_options(family, prototype)
     usual = family.from_active_prob(0.5).fixed_options

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
@@ -21,7 +20,7 @@ from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
 from pyro_l0.infer._mean_field import MeanField
-from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
+from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
 from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior, first_gates, parameters_of, site_key, take_over
 from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
 from pyro_l0.infer.guide import ActiveRate
@@ -88,13 +87,6 @@ class AutoGate(AutoGuide):
         self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
         self._watches: list[OptimiserWatch | Displaced] = []
 
-    @property
-    def _sites(self) -> nn.ModuleDict:
-        """``self.sites``, which is a ``pyro.module`` statement where this guide is being called."""
-        sites = self._modules["sites"]
-        assert isinstance(sites, nn.ModuleDict)
-        return sites
-
     def __getstate__(self) -> dict[str, object]:
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
@@ -108,7 +100,7 @@ class AutoGate(AutoGuide):
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Load a state before the first call, too, which finds the parameters here and keeps them."""
         if self.prototype_trace is None:
-            sites = self._sites
+            sites = self.sites
             for name, value in state_dict.items():
                 key, _, parameter = name.removeprefix(f"{prefix}sites.").rpartition(".")
                 if name.startswith(f"{prefix}sites.") and key and "." not in key:
@@ -140,11 +132,12 @@ class AutoGate(AutoGuide):
             self.prototype_trace = None
         assert prototype is not None
         sites: dict[str, Site] = dict(prototype.iter_stochastic_nodes())
-        modules = self._sites
         self._check_sites(sites)
         trace = poutine.block(poutine.trace(poutine.block(self.model, self._prototype_hide_fn)).get_trace)
         inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
         first = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
+        modules = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
+        assert isinstance(modules, nn.ModuleDict)
         self._posteriors = take_over(modules, first)
         self._drawing = MeanField(self._posteriors)
         self.prototype_trace = prototype
@@ -155,7 +148,7 @@ class AutoGate(AutoGuide):
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
         self._watches = [displaced, OptimiserWatch(what, lambda: list(modules.parameters()))]
         with self._pyro_context:
-            self._enter_store()
+            enter_store(self._full_names)
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         """Refuse a model that does not have the sites that the guide was told of."""
@@ -184,7 +177,7 @@ class AutoGate(AutoGuide):
             self._setup_prototype(*args, **kwargs)
         elif self._watches and torch.is_grad_enabled():
             self._watches = [watch for watch in self._watches if not watch.is_over()]
-        self._enter_store()
+        enter_store(self._full_names)
         record = sole_record()
         if record is not None and not self._prototype_frames:
             return self._drawing.draw_for(record)
@@ -194,22 +187,14 @@ class AutoGate(AutoGuide):
                     state_parameter(parameters[key], constraint=constraints.real, name=name)
         return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
-    def _enter_store(self) -> None:
-        """See to it that Pyro's parameter store has this guide's parameters."""
-        if not pyro.settings.get("module_local_params"):
-            entries = pyro.get_param_store()._params
-            for name, parameters, key in self._full_names():
-                if entries.get(name) is not parameters[key]:
-                    put_into_store(name, parameters[key])
-
     def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
         """Names of the parameters in the store, as ``pyro.module`` would make them, and where they are."""
         if self._names is None or self._names[0] != self._pyro_name:
             prefix = self._pyro_get_fullname("sites")
             names = [
-                (param_with_module_name(prefix, f"{site}.{key}"), parameters_of(module), key)
-                for site, module in self._sites.items()
-                for key in parameters_of(module)
+                (param_with_module_name(prefix, f"{site_key(name)}.{key}"), posterior.parameters, key)
+                for name, posterior in self._posteriors.items()
+                for key in posterior.parameters
             ]
             self._names = self._pyro_name, names
         return self._names[1]
@@ -259,7 +244,7 @@ class AutoGate(AutoGuide):
                 if new is not None:
                     gates.parameters[key] = new
             if not len(index):
-                del self._posteriors[name], self._sites[site_key(name)]
+                del self._posteriors[name], self.sites[site_key(name)]
         self._drawing = MeanField(self._posteriors)
         self._names = None
         return replaced

@@ -16,7 +16,7 @@ from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
-from pyro_l0.infer._posteriors import SitePosterior, full_shape, plates_of
+from pyro_l0.infer._posteriors import SitePosterior, plates_and_shape
 from pyro_l0.infer.auto_gate import AutoGate
 
 __all__ = ["AutoSpikeSlab"]
@@ -89,7 +89,8 @@ class AutoSpikeSlab(AutoGate):
     def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
         if find_gate(site["fn"]) is not None:
             return super()._first(name, site, inherited)
-        fn, shape, loc = site["fn"], full_shape(site), self.init_loc.get(name)
+        fn, loc = site["fn"], self.init_loc.get(name)
+        plates, shape = plates_and_shape(site)
         transform = _transform_to_support(name, fn)
         if loc is None:
             loc = _first_loc(fn, transform, site["value"].detach())
@@ -105,7 +106,7 @@ class AutoSpikeSlab(AutoGate):
             )
         log_scale = torch.full_like(loc, math.log(self.init_scale))
         parameters = {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
-        return _SlabPosterior(fn.event_dim, plates_of(site), parameters, transform)
+        return _SlabPosterior(fn.event_dim, plates, parameters, transform)
 
     def slabs(self) -> dict[str, Slab]:
         """The posterior slabs by site; live and differentiable, as :meth:`posterior`."""
@@ -165,12 +166,7 @@ def _first_loc(fn: Distribution, transform: Transform | None, like: Tensor) -> T
     """Where a slab's normals start: at the prior's mean, with a hundredth of its standard deviation as noise.
 
     Where the prior has no finite mean or standard deviation, the median and half the quartile distance of some draws
-    take their places.
-
-    Args:
-        fn: the prior.
-        transform: as :func:`_transform_to_support` says.
-        like: a value of the site.
+    take their places. ``like`` is a value of the site.
     """
     try:
         centre, spread = fn.mean, fn.stddev
