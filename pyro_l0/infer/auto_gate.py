@@ -21,7 +21,15 @@ from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
 from pyro_l0.infer._mean_field import MeanField
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
-from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior, first_gates, parameters_of, site_key, take_over
+from pyro_l0.infer._posteriors import (
+    GatesPosterior,
+    SitePosterior,
+    first_gates,
+    parameters_of,
+    plates_and_shape,
+    site_key,
+    take_over,
+)
 from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
 from pyro_l0.infer.guide import ActiveRate
 
@@ -135,14 +143,15 @@ class AutoGate(AutoGuide):
         self._check_sites(sites)
         trace = poutine.block(poutine.trace(poutine.block(self.model, self._prototype_hide_fn)).get_trace)
         inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
-        first = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
+        found = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
+        first = {name: posterior for name, posterior in found.items() if posterior is not None}
         modules = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
         assert isinstance(modules, nn.ModuleDict)
         self._posteriors = take_over(modules, first)
         self._drawing = MeanField(self._posteriors)
         self.prototype_trace = prototype
         # The guide's own sites have no use for the plates of the data.
-        used = {plate for posterior in self._posteriors.values() for plate in posterior.plates}
+        used = {plate for site in sites.values() for plate in plates_and_shape(site)[0]}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         prototype.detach_()
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
@@ -163,8 +172,8 @@ class AutoGate(AutoGuide):
                     f"but got {', '.join(map(repr, unknown))}."
                 )
 
-    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
-        """The posterior that a site starts from."""
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
+        """The posterior that a site starts from; None for one without parameters of its own."""
         rate = self.init_active_prob
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
         return first_gates(site, self.family, rate, {**inherited, **self.family_options}, self.init_jitter)

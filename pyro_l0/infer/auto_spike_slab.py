@@ -1,23 +1,34 @@
-"""A mean-field guide over gates and slabs."""
+"""Guides over gates and slabs: a mean field, or one in which they depend on each other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from pyro.distributions import LogNormal, Normal, TransformedDistribution
+from pyro import poutine
+from pyro.distributions import LogNormal, Normal, TorchDistribution, TransformedDistribution
 from pyro.infer.autoguide.guides import prototype_hide_fn
+from pyro.params.param_store import param_with_module_name
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform, biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.fast.record import Site
-from pyro_l0.infer._posteriors import SitePosterior, plates_and_shape
+from pyro_l0.fast.record import Site, is_deterministic
+from pyro_l0.infer._correlated_drawing import Correlated
+from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior, parameters_of, plates_and_shape
 from pyro_l0.infer.auto_gate import AutoGate
+from pyro_l0.infer.correlated import CorrelatedPosterior, Part
+from pyro_l0.infer.correlated_start import Structure, correlated_posterior
+from pyro_l0.infer.expansion import run_at
+from pyro_l0.infer.slabs import places_of
+from pyro_l0.infer.summaries import Summary, products, quantiles
 
 __all__ = ["AutoSpikeSlab"]
 
@@ -67,17 +78,36 @@ class AutoSpikeSlab(AutoGate):
         slab: Mapping[str, str],
         init_scale: float = 0.1,
         init_loc: Mapping[str, Tensor] | None = None,
+        *,
+        gates: Literal["mean_field", "autoregressive"] = "mean_field",
+        slabs: Literal["independent", "structured"] = "independent",
+        hyper: Sequence[str] = (),
         **options: Any,
     ) -> None:
         if not 0 < init_scale < math.inf:
             raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
+        _check_kinds(gates, slabs, hyper)
+        self._structure: Structure | None = None
+        if gates != "mean_field" or slabs != "independent" or hyper:
+            options = {"family": BernoulliGate, "init_active_prob": 0.5, "init_jitter": 0.1, **options}
+            is_chain = options["family"] is BernoulliGate
+            if gates == "autoregressive" and not is_chain:
+                raise ValueError(
+                    f"Expected family=BernoulliGate for gates='autoregressive', but got {options['family'].__name__}."
+                )
+            self._structure = Structure(
+                dict(slab), tuple(hyper), gates == "autoregressive", slabs == "structured", is_chain
+            )
         super().__init__(model, **options)
         self.slab = dict(slab)
+        self._pending: dict[str, Tensor] = {}
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
     def _prototype_hide_fn(self, msg: Site) -> bool:  # type: ignore[override]
-        return bool(prototype_hide_fn(msg)) or (find_gate(msg["fn"]) is None and msg["name"] not in self.slab)
+        hyper = () if self._structure is None else self._structure.hyper
+        own = find_gate(msg["fn"]) is not None or msg["name"] in self.slab or msg["name"] in hyper
+        return bool(prototype_hide_fn(msg)) or not own
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         super()._check_sites(sites)
@@ -85,10 +115,17 @@ class AutoSpikeSlab(AutoGate):
             for name in (slab, gate):
                 if name not in sites:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
+        for name in () if self._structure is None else self._structure.hyper:
+            if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
+                raise ValueError(
+                    f"Expected hyper to name latent sites of the model other than gates and slabs, but got {name!r}."
+                )
 
-    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
         if find_gate(site["fn"]) is not None:
             return super()._first(name, site, inherited)
+        if self._structure is not None:
+            return None
         fn, loc = site["fn"], self.init_loc.get(name)
         plates, shape = plates_and_shape(site)
         transform = _transform_to_support(name, fn)
@@ -107,6 +144,154 @@ class AutoSpikeSlab(AutoGate):
         log_scale = torch.full_like(loc, math.log(self.init_scale))
         parameters = {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
         return _SlabPosterior(fn.event_dim, plates, parameters, transform)
+
+    # ------------------------------------------------------------ parts that depend on each other
+
+    def _setup_prototype(self, *args: object, **kwargs: object) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+        sites: dict[str, Site] = {
+            name: site
+            for name, site in trace.nodes.items()
+            if site["type"] == "sample" and not site_is_subsample(site) and not is_deterministic(site)
+        }
+        self._places = {
+            name: places_of(name, gate, sites[name], sites[gate], sites[gate]) for name, gate in self.slab.items()
+        }
+        if self._structure is None:
+            return
+        prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
+        joint = correlated_posterior(
+            sites,
+            lambda values: run_at(lambda: self.model(*args, **kwargs), values),
+            self._structure,
+            lambda name, site: _transform_to_support(name, site["fn"]),
+        )
+        if self._pending:
+            joint.load_state_dict(self._pending)
+            self._pending = {}
+        self.joint = joint
+        self._drawing = Correlated(
+            joint, self._posteriors, {name: plates_and_shape(site)[0] for name, site in sites.items()}
+        )
+        self._names, self.prototype_trace = None, prototype
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
+        if self._structure is not None and self.prototype_trace is None:
+            start = f"{prefix}joint."
+            for name in [name for name in state_dict if name.startswith(start)]:
+                self._pending[name.removeprefix(start)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
+        known = self._names is not None and self._names[0] == self._pyro_name
+        names = super()._full_names()
+        joint = self._modules.get("joint")
+        if not known and joint is not None:
+            prefix = self._pyro_get_fullname("joint")
+            for place, module in joint.named_modules():
+                for key in parameters_of(module):
+                    name = f"{place}.{key}" if place else key
+                    names.append((param_with_module_name(prefix, name), parameters_of(module), key))
+        return names
+
+    def draw_together(self, number: int) -> dict[str, Part] | None:
+        """Parts of joint draws by site, for a loss that takes many particles at once; None for a mean field."""
+        return self._drawing.draw_together(number) if isinstance(self._drawing, Correlated) else None
+
+    def parameter_groups(self, learning_rate: float = 0.1) -> list[dict[str, object]]:
+        """The guide's parameters for an optimiser, each kind with the learning rate that suits it.
+
+        Args:
+            learning_rate: of the gates; slabs get a fifth of it, other latents 0.3 of it.
+        """
+        joint = self._modules.get("joint")
+        sites = {"params": list(self._modules["sites"].parameters()), "lr": learning_rate}  # type: ignore[union-attr]
+        if not isinstance(joint, CorrelatedPosterior):
+            return [sites]
+        chain = [] if joint.chain is None else list(joint.chain.parameters())
+        exponents = joint.slab_posterior.exponents
+        slabs = [x for x in joint.slab_posterior.parameters() if x is not exponents]
+        hyper = [*joint.hyper_posterior.parameters(), *([] if exponents is None else [exponents])]
+        return [
+            {"params": [*sites["params"], *chain], "lr": learning_rate},
+            {"params": slabs, "lr": 0.2 * learning_rate},
+            {"params": hyper, "lr": 0.3 * learning_rate},
+        ]
+
+    # ------------------------------------------------------------ summaries
+
+    def posterior(self) -> dict[str, GateDistribution]:
+        """The posterior gates by site; live and differentiable where gates do not depend on each other.
+
+        Otherwise gates of two values with the marginal probabilities of :meth:`active_probs`, without a gradient.
+        """
+        if isinstance(self._drawing, Correlated) and self._drawing.is_chain:
+            return {name: BernoulliGate(probs=_inside(probs)) for name, probs in self.active_probs().items()}
+        return super().posterior()
+
+    @torch.no_grad()
+    def active_probs(self, draws: int = 10_000) -> dict[str, Tensor]:
+        """Marginal P(z != 0) of every gate, by site and in its shape.
+
+        Args:
+            draws: over which the probabilities given other gates are averaged, where gates depend on each other; the
+                error is below 0.5 / sqrt(draws).
+        """
+        if isinstance(self._drawing, Correlated):
+            return self._drawing.active_probs(draws)
+        return {name: gate.active_prob.clone() for name, gate in super().posterior().items()}
+
+    @torch.no_grad()
+    def draws(self, number: int) -> dict[str, Tensor]:
+        """Joint draws of gates, slabs and the other latents of this guide.
+
+        Args:
+            number: n.
+
+        Returns:
+            By site, shape ``(n, *shape of the site)``.
+        """
+        if isinstance(self._drawing, Correlated):
+            return {name: part.supported() for name, part in self._drawing.draw_together(number).items()}
+        sites: dict[str, TorchDistribution] = {**super().posterior(), **self.slabs()}
+        return {name: fn.sample((number,)) for name, fn in sites.items()}
+
+    def coefficients(self, number: int) -> dict[str, Tensor]:
+        """Draws of the coefficients z * w, by slab site, shape ``(number, *shape of the slab)``."""
+        return products(self.draws(number), self.slab, self._places)
+
+    def quantiles(self, probs: Sequence[float], draws: int = 10_000) -> dict[str, Tensor]:  # type: ignore[override]
+        """Quantiles of the coefficients z * w by slab site, and of the other latents, from draws.
+
+        Args:
+            probs: in [0, 1].
+            draws: how many.
+
+        Returns:
+            Shape ``(len(probs), *shape of the site)``.
+        """
+        return {name: quantiles(x, probs) for name, x in self._effects(self.draws(draws)).items()}
+
+    def summary(self, draws: int = 10_000) -> dict[str, Summary]:
+        """Of the coefficients z * w by slab site, and of the other latents; ``print`` shows a table of each.
+
+        Args:
+            draws: from which all but P(z != 0) is taken.
+        """
+        probs = self.active_probs(draws)
+        found = {}
+        for name, values in self._effects(self.draws(draws)).items():
+            gates = probs[self.slab[name]].reshape(self._places[name]) if name in self.slab else None
+            found[name] = Summary.of(values, None if gates is None else gates.expand(values.shape[1:]))
+        return found
+
+    def _effects(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The coefficients, and the latents that are neither gates nor slabs."""
+        others = {
+            name: x for name, x in draws.items() if name not in self.slab and name not in self._of_kind(GatesPosterior)
+        }
+        return {**products(draws, self.slab, self._places), **others}
 
     def slabs(self) -> dict[str, Slab]:
         """The posterior slabs by site; live and differentiable, as :meth:`posterior`."""
@@ -134,6 +319,24 @@ class _SlabPosterior(SitePosterior):
         if family is Normal and self.transform is not None:
             slab = TransformedDistribution(slab, [self.transform], validate_args=False)
         return slab
+
+
+def _check_kinds(gates: str, slabs: str, hyper: Sequence[str]) -> None:
+    """Refuse unknown kinds of posteriors."""
+    for name, value, known in (
+        ("gates", gates, ("mean_field", "autoregressive")),
+        ("slabs", slabs, ("independent", "structured")),
+    ):
+        if value not in known:
+            raise ValueError(f"Expected {name} to be one of {known}, but got {value!r}.")
+    if isinstance(hyper, str):
+        raise TypeError(f"Expected hyper to be a sequence of names, but got the string {hyper!r}; write ({hyper!r},).")
+
+
+def _inside(probs: Tensor) -> Tensor:
+    """Probabilities that have log odds."""
+    eps = torch.finfo(probs.dtype).eps
+    return probs.clamp(eps, 1 - eps)
 
 
 def _transform_to_support(name: str, fn: Distribution) -> Transform | None:

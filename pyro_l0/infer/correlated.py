@@ -16,7 +16,7 @@ from pyro_l0.infer.autoregressive import GateChain
 from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.hyper import HyperPosterior
 from pyro_l0.infer.layout import Layout
-from pyro_l0.infer.structured_slabs import StructuredSlabs
+from pyro_l0.infer.structured_slabs import SlabPosterior
 
 __all__ = ["ConjugateRate", "CorrelatedPosterior", "Part"]
 
@@ -92,7 +92,7 @@ class CorrelatedPosterior(nn.Module):
         rates: Beta variables that follow from the gates.
         chain: the gates given those before them; None where a family draws them.
         hyper_posterior: of the other latents.
-        slab_posterior: of the slabs given gates and other latents; None where they are drawn by themselves.
+        slab_posterior: of the slabs given gates and other latents.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CorrelatedPosterior(nn.Module):
         rates: Sequence[ConjugateRate],
         chain: GateChain | None,
         hyper_posterior: HyperPosterior,
-        slab_posterior: StructuredSlabs | None,
+        slab_posterior: SlabPosterior,
     ) -> None:
         super().__init__()
         self.gates, self.hyper, self.slabs, self.rates = gates, hyper, slabs, tuple(rates)
@@ -130,12 +130,20 @@ class CorrelatedPosterior(nn.Module):
             parameters = rate.open + opened, rate.closed + among.shape[-1] - opened
             values = Beta(*parameters, validate_args=False).sample()
             parts[rate.name] = Part(values, _beta, parameters, rate.shape, 0)
-        if self.slab_posterior is not None:
-            given = self.slab_posterior.given(gates, shift)
-            noise = torch.randn_like(given.mean)
-            slabs = given.draw(noise)
-            self._add(parts, self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
+        given = self.slab_posterior.given(gates, shift)
+        noise = torch.randn_like(given.mean)
+        slabs = given.draw(noise)
+        self._add(parts, self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
         return parts
+
+    def active_probs(self, number: int, posterior: Mapping[str, GateDistribution]) -> dict[str, Tensor]:
+        """P(z != 0) of the gates by site and in its shape, the mean over draws of what the gates before leave of it."""
+        if self.chain is None:
+            return {name: gate.active_prob for name, gate in posterior.items()}
+        shift = self.hyper_posterior.draw(number).values - self.hyper_start
+        base = torch.cat([posterior[name].logits.reshape(-1) for name in self.gates.shapes])
+        odds = self.chain.log_odds(base, self.chain.sample(base, shift), shift)
+        return self.gates.apart(torch.sigmoid(odds).mean(0))
 
     def _add(
         self,

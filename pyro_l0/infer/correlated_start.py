@@ -19,7 +19,7 @@ from pyro_l0.infer.expansion import OpenModel, expand
 from pyro_l0.infer.hyper import HyperPosterior
 from pyro_l0.infer.layout import Layout
 from pyro_l0.infer.slabs import places_of
-from pyro_l0.infer.structured_slabs import StructuredSlabs
+from pyro_l0.infer.structured_slabs import IndependentSlabs, StructuredSlabs
 
 __all__ = ["Structure", "correlated_posterior"]
 
@@ -74,15 +74,13 @@ def correlated_posterior(
     slabs = Layout({name: sites[name] for name in slab_names})
     like = sites[gate_names[0]]["value"]
     start = hyper.together({name: _median(sites[name], like) for name in learned}) if learned else like.new_zeros(0)
-    posterior = None
-    if structure.structured:
-        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-        values |= {name: _mean(sites[name]) for name in (rate.name for rate in rates)}
-        expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start)
-        start = expansion.hyper
-        posterior = StructuredSlabs(expansion, _gates_of(sites, structure.slab, slab_names, gates))
+    values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+    values |= {rate.name: _mean(sites[rate.name]) for rate in rates}
+    expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start)
+    kind = StructuredSlabs if structure.structured else IndependentSlabs
+    posterior = kind(expansion, _gates_of(sites, structure.slab, slab_names, gates))
     chain = GateChain(gates.size, hyper.size, structure.coupled, like) if structure.chain else None
-    return CorrelatedPosterior(gates, hyper, slabs, rates, chain, HyperPosterior(start), posterior)
+    return CorrelatedPosterior(gates, hyper, slabs, rates, chain, HyperPosterior(expansion.hyper), posterior)
 
 
 def _check_whole(name: str, site: Site) -> None:

@@ -115,6 +115,7 @@ class Expansion(NamedTuple):
     Attributes:
         curvature: A, positive definite, shape ``(p, p)``.
         linear: b, shape ``(p,)``.
+        mode: of likelihood and prior, shape ``(p,)``.
         loc: means of the slabs' priors, shape ``(p,)``.
         scale: s, shape ``(p,)``.
         hyper: :math:`\theta_0`, shape ``(d,)``.
@@ -125,6 +126,7 @@ class Expansion(NamedTuple):
 
     curvature: Tensor
     linear: Tensor
+    mode: Tensor
     loc: Tensor
     scale: Tensor
     hyper: Tensor
@@ -159,6 +161,7 @@ def expand(model: OpenModel, hyper: Tensor) -> Expansion:
     return Expansion(
         curvature,
         gradient + curvature @ slabs,
+        slabs,
         loc,
         scale,
         hyper,
