@@ -5,10 +5,13 @@ from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.blocks import Block
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
+from pyro_l0.infer.evidence import Evidence
 from pyro_l0.infer.factor import factor
+from pyro_l0.infer.fit import Fit, fit
 from pyro_l0.infer.guide import ActiveRate, GateGuide
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.sparsity_target import SparsityTarget
+from pyro_l0.infer.summaries import Summary
 from pyro_l0.infer.terms import OBJECTIVES, Term
 
 __all__ = [
@@ -19,10 +22,14 @@ __all__ = [
     "AutoSpikeSlab",
     "Block",
     "Estimators",
+    "Evidence",
+    "Fit",
     "GateGuide",
     "RectifyReparam",
     "SparsityTarget",
+    "Summary",
     "Term",
     "complete_samples",
     "factor",
+    "fit",
 ]

@@ -55,8 +55,8 @@ class Correlated:
 
     def draw(self, plates: Mapping[str, pyro.plate]) -> dict[str, Tensor]:
         """Sample every site in its plates, with a joint draw for each particle of the plates outside."""
-        outside = [x for x in runtime._PYRO_STACK if isinstance(x, IndepMessenger) and x.dim is not None]
-        particles = {x.dim: x.size for x in sorted(outside, key=lambda x: x.dim or 0)}
+        outside = {x.dim: x.size for x in runtime._PYRO_STACK if isinstance(x, IndepMessenger)}
+        particles = {dim: size for dim, size in outside.items() if dim is not None}
         values: dict[str, Tensor] = {}
         for name, part in self.draw_together(math.prod(particles.values())).items():
             with ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Protocol
 
 import pyro
 from pyro.distributions.torch_distribution import TorchDistributionMixin
@@ -13,6 +14,18 @@ from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.fast.record import Record
 from pyro_l0.fast.switch import is_open
 from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior
+
+
+class Drawing(Protocol):
+    """How a guide draws its sites."""
+
+    def draw(self, plates: Mapping[str, pyro.plate]) -> dict[str, Tensor]:
+        """Sample every site in its plates."""
+        ...
+
+    def draw_for(self, record: Record) -> dict[str, Tensor]:
+        """Sample every site, outside of plates, for a loss that looks at sites alone."""
+        ...
 
 
 class MeanField:

@@ -19,7 +19,7 @@ from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
-from pyro_l0.infer._mean_field import MeanField
+from pyro_l0.infer._mean_field import Drawing, MeanField
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
 from pyro_l0.infer._posteriors import (
     GatesPosterior,
@@ -91,7 +91,7 @@ class AutoGate(AutoGuide):
         # Plain modules: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
         self._posteriors: dict[str, SitePosterior] = {}
-        self._drawing = MeanField(self._posteriors)
+        self._drawing: Drawing = MeanField(self._posteriors)
         self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
         self._watches: list[OptimiserWatch | Displaced] = []
 

@@ -206,15 +206,15 @@ class AutoSpikeSlab(AutoGate):
             learning_rate: of the gates; slabs get a fifth of it, other latents 0.3 of it.
         """
         joint = self._modules.get("joint")
-        sites = {"params": list(self._modules["sites"].parameters()), "lr": learning_rate}  # type: ignore[union-attr]
+        sites = [x for posterior in self._posteriors.values() for x in posterior.parameters.values()]
         if not isinstance(joint, CorrelatedPosterior):
-            return [sites]
+            return [{"params": sites, "lr": learning_rate}]
         chain = [] if joint.chain is None else list(joint.chain.parameters())
         exponents = joint.slab_posterior.exponents
         slabs = [x for x in joint.slab_posterior.parameters() if x is not exponents]
         hyper = [*joint.hyper_posterior.parameters(), *([] if exponents is None else [exponents])]
         return [
-            {"params": [*sites["params"], *chain], "lr": learning_rate},
+            {"params": [*sites, *chain], "lr": learning_rate},
             {"params": slabs, "lr": 0.2 * learning_rate},
             {"params": hyper, "lr": 0.3 * learning_rate},
         ]
@@ -261,7 +261,7 @@ class AutoSpikeSlab(AutoGate):
         """Draws of the coefficients z * w, by slab site, shape ``(number, *shape of the slab)``."""
         return products(self.draws(number), self.slab, self._places)
 
-    def quantiles(self, probs: Sequence[float], draws: int = 10_000) -> dict[str, Tensor]:  # type: ignore[override]
+    def quantiles(self, probs: Sequence[float], draws: int = 10_000) -> dict[str, Tensor]:
         """Quantiles of the coefficients z * w by slab site, and of the other latents, from draws.
 
         Args:

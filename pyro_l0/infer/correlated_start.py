@@ -88,8 +88,8 @@ def _check_whole(name: str, site: Site) -> None:
     small = [frame.name for frame in site["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
     if small:
         raise ValueError(
-            f"Expected site {name!r} in plates of their full size, but {', '.join(map(repr, small))} is subsampled; use "
-            "gates='mean_field' and slabs='independent'."
+            f"Expected site {name!r} in plates of their full size, but {', '.join(map(repr, small))} is subsampled; "
+            "use gates='mean_field' and slabs='independent'."
         )
 
 
@@ -110,13 +110,17 @@ def _conjugate_rate(
             odds = _odds(run[gate])
             is_rate = odds is not None and torch.allclose(odds, torch.logit(value).to(odds), atol=1e-4)
             moved[gate].append(is_rate)
-            if not is_rate and (odds is None or not torch.equal(odds, before[gate])):
+            if not is_rate and not _same(odds, before[gate]):
                 return None  # it sets something else about these gates
     own = tuple(gate for gate, found in moved.items() if all(found))
     if not own:
         return None
     first, second = (x.detach().reshape(()) for x in (prior.concentration1, prior.concentration0))
     return ConjugateRate(name, own, first, second, sites[name]["value"].shape)
+
+
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is not None and y is not None and torch.equal(x, y)
 
 
 def _odds(site: Site) -> Tensor | None:
@@ -140,7 +144,8 @@ def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, str], names: Sequenc
 
 def _median(site: Site, like: Tensor) -> Tensor:
     """The median of some draws of a prior."""
-    return site["fn"].sample((_DRAWS,)).detach().to(like).median(0).values
+    draws: Tensor = site["fn"].sample((_DRAWS,))
+    return draws.detach().to(like).median(0).values
 
 
 def _mean(site: Site) -> Tensor:

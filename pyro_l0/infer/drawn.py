@@ -33,7 +33,7 @@ class Drawn(TorchDistribution):
         return self.base_dist.has_rsample
 
     @property
-    def support(self) -> torch.distributions.constraints.Constraint:
+    def support(self) -> torch.distributions.constraints.Constraint | None:
         """That of the distribution inside."""
         return self.base_dist.support
 

@@ -11,21 +11,20 @@ from functools import partial, reduce
 from typing import Literal, NamedTuple, TypedDict, get_args
 
 import torch
-from pyro.infer.autoguide import AutoGuide
 from pyro.infer.elbo import ELBO
 from pyro.infer.util import torch_item
-from pyro.poutine import Trace
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.fast.record import Record, Site, is_likelihood
+from pyro_l0.fast.record import Record
 from pyro_l0.infer.blocks import Kind, Run, blocks_of
 from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_kl_scale, check_numbers, is_zero
 from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation, check_particles
 from pyro_l0.infer.leave_one_out import gates_log_prob, leave_one_out
-from pyro_l0.infer.pairs import Args, Kwargs, Program, check_arguments, odd_arguments, refuse_without_likelihood
+from pyro_l0.infer.pairs import Args, Kwargs, Program, check_arguments, odd_arguments
 from pyro_l0.infer.particles import over_particles
+from pyro_l0.infer.runs import record_run
 from pyro_l0.infer.terms import TERMS, Term, check_slab, joint_norms, terms_of
 from pyro_l0.infer.watch import Watch, bad_values, number_of_bad
 
@@ -225,8 +224,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             self.estimator.baseline = state["baseline"]
 
     def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Run:
-        of_guide = self._run(guide, args, kwargs)
-        return Run(self._run(model, args, kwargs, of_guide.sites).sites, of_guide.sites, of_guide.joint_draws)
+        of_guide = record_run(guide, args, kwargs, self.step)
+        return Run(
+            record_run(model, args, kwargs, self.step, of_guide.sites).sites, of_guide.sites, of_guide.joint_draws
+        )
 
     def _step(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> tuple[Tensor, _Outcome]:
         """The loss, looked at where that is cheap or due, and how it came about."""
@@ -239,30 +240,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         if torch.is_grad_enabled():
             self.step += 1
         return loss, outcome
-
-    def _run(self, program: Program, args: Args, kwargs: Kwargs, values: Mapping[str, Site] | None = None) -> Record:
-        """Record a guide, or a model with the guide's values."""
-        record = Record(values)
-        try:
-            with record:
-                returned = program(*args, **kwargs)
-        except (ValueError, RuntimeError, ZeroDivisionError) as error:
-            seen = Trace()
-            for name, site in record.sites.items():
-                seen.add_node(name, **site)
-            error.add_note(seen.format_shapes())
-            # A guide of Pyro's runs the model at its first call, and takes the model's arguments.
-            model = program.model if isinstance(program, AutoGuide) else program
-            first = isinstance(program, AutoGuide) and program.prototype_trace is None
-            odd = "; ".join(odd_arguments(model, args, kwargs))
-            if not odd and "found invalid values" not in str(error):  # of torch's validation, which names no site
-                raise
-            what = "guide" if values is None and not first else "likelihood (nll) of the model"
-            where = f", where {odd}" if odd else ""
-            raise ValueError(f"The {what} failed at step {self.step}{where}: {error}") from error
-        if values is not None and not any(map(is_likelihood, record.sites.values())):
-            refuse_without_likelihood(program, record.sites, returned, args, kwargs)
-        return record
 
     def kl_scale_now(self) -> float:
         """The factor on every KL at the present step."""
@@ -333,7 +310,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         """Add the terms of every particle to the parts; a surrogate for the gradient of gates of two values."""
 
         def evaluate(of_guide: Record) -> dict[str, Tensor]:
-            of_model = self._run(model, args, kwargs, of_guide.sites)
+            of_model = record_run(model, args, kwargs, self.step, of_guide.sites)
             run = Run(of_model.sites, of_guide.sites, of_guide.joint_draws, at_draws=torch.is_grad_enabled())
             if not self.vectorize_particles:
                 runs.append(run)
@@ -342,7 +319,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             return {**found, _LOG_Q: gates_log_prob(run.guide)}
 
         def run_guide() -> Record:
-            return self._run(guide, args, kwargs)
+            return record_run(guide, args, kwargs, self.step)
 
         found = over_particles(evaluate, run_guide, guide, self.num_particles, self.vectorize_particles)
         log_q = found.pop(_LOG_Q)
@@ -359,7 +336,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self, estimator: Estimators, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]
     ) -> Estimate:
         """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
-        of_guide = self._run(guide, args, kwargs)
+        of_guide = record_run(guide, args, kwargs, self.step)
         found = {name: find_gate(site["fn"]) for name, site in of_guide.sites.items() if site["type"] == "sample"}
         gates = {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
         if not gates:
@@ -390,7 +367,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             runs: a list to which the run is added.
         """
         drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in of_guide.sites.items()}
-        run = Run(self._run(model, args, kwargs, drawn).sites, drawn, of_guide.joint_draws)
+        run = Run(record_run(model, args, kwargs, self.step, drawn).sites, drawn, of_guide.joint_draws)
         if runs is not None:
             runs.append(run)
         parts: dict[str, Tensor] = {}

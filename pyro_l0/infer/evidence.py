@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_l0.fast.record import Site
-from pyro_l0.infer.blocks import Run
+from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.drawn import Drawn
+from pyro_l0.infer.pairs import Args, Kwargs, Program
+from pyro_l0.infer.particles import over_particles
+from pyro_l0.infer.runs import record_run
 from pyro_l0.infer.slabs import places_of
 
-__all__ = ["Evidence", "log_ratio"]
+__all__ = ["Evidence", "log_ratios"]
+
+_AT_ONCE = 250
 
 
 class Evidence(NamedTuple):
@@ -44,23 +50,64 @@ class Evidence(NamedTuple):
         )
 
 
-def log_ratio(run: Run, slab: Mapping[str, str]) -> Tensor:
-    """log p(D, z, w, ...) - log q(z, w, ...) at one draw of the guide, shape ``()``.
+def log_ratios(
+    model: Program,
+    guide: Program,
+    args: Args,
+    kwargs: Kwargs,
+    slab: Mapping[str, str],
+    draws: int,
+    mapped: bool = True,
+) -> Tensor:
+    """log p(D, z, w, ...) - log q(z, w, ...) at draws of the guide, shape ``(draws,)``.
 
     A slab that does not depend on its gates counts where they are open; where they are closed, its posterior is its
     prior, as in Eq. 20 of the L0 paper.
+
+    Args:
+        model: the model.
+        guide: the guide.
+        args: their arguments.
+        kwargs: their keyword arguments.
+        slab: the gate site of each slab site.
+        draws: how many.
+        mapped: whether ``torch.vmap`` takes them at once.
     """
-    total = torch.zeros(())
-    for name, site in run.model.items():
-        if site["type"] != "sample":
+
+    def evaluate(of_guide: Record) -> dict[str, Tensor]:
+        of_model = record_run(model, args, kwargs, 0, of_guide.sites)
+        return {"ratio": _log_ratio(of_model.sites, of_guide.sites, slab)}
+
+    def run_guide() -> Record:
+        return record_run(guide, args, kwargs, 0)
+
+    with torch.no_grad():
+        pieces = [min(_AT_ONCE, draws - i) for i in range(0, draws, _AT_ONCE)]
+        return torch.cat([over_particles(evaluate, run_guide, guide, n, mapped)["ratio"] for n in pieces])
+
+
+def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, str]) -> Tensor:
+    found = [-_log_prob(site).sum() for name, site in guide.items() if name not in model and _is_latent(site)]
+    for name, site in model.items():
+        if site["type"] != "sample" or site_is_subsample(site):
             continue
         value = _log_prob(site)
-        if name in run.guide:
-            value = value - _log_prob(run.guide[name])
-        if name in slab and not isinstance(run.guide[name]["fn"], Drawn):
-            value = value * _is_open(name, slab[name], run)
-        total = total + value.sum()
-    for name, site in run.guide.items():
-        if site["type"] == "sample" and name not in run.model:
-            total = total - _log_prob(site).sum()
-    return total
+        if name in guide:
+            value = value - _log_prob(guide[name])
+            if name in slab and not isinstance(guide[name]["fn"], Drawn):
+                gates = guide[slab[name]]
+                places = places_of(name, slab[name], site, gates, model[slab[name]])
+                opened = (gates["value"].reshape(places) != 0).to(value.dtype)
+                value = value * opened.reshape(opened.shape[: value.dim()])
+        found.append(value.sum())
+    return torch.stack(found).sum()
+
+
+def _is_latent(site: Site) -> bool:
+    return site["type"] == "sample" and not site_is_subsample(site)
+
+
+def _log_prob(site: Site) -> Tensor:
+    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    scaled: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"])
+    return scaled

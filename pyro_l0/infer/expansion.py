@@ -1,4 +1,4 @@
-"""A model's log likelihood to second order in its coefficients, with every gate open; where a correlated guide starts."""
+"""A model's log likelihood to second order in its coefficients, with open gates; where a correlated guide starts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def run_at(program: Callable[[], object], values: Mapping[str, Tensor]) -> dict[
 
 
 class Expansion(NamedTuple):
-    r"""Second-order expansion of a log likelihood in p coefficients, about a mode, and how it moves with d other latents.
+    r"""Second-order expansion of a log likelihood in p coefficients, and how it moves with d other latents.
 
     With :math:`t = \theta - \theta_0` on the real line and :math:`f = \exp(c^T t)`, curvature and linear term are
     :math:`f A` and :math:`f (b + K t)`, and the slabs' prior deviations :math:`s \exp(E t)`.
@@ -218,7 +218,8 @@ def curvature_at(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
         return torch.eye(len(slabs), dtype=slabs.dtype, device=slabs.device) * _LEAST_CURVATURE
     hessian = -_rows(slope, at)
     values, vectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT).double())
-    return ((vectors * values.clamp(min=_LEAST_CURVATURE)) @ vectors.mT).to(slabs.dtype)
+    positive: Tensor = (vectors * values.clamp(min=_LEAST_CURVATURE)) @ vectors.mT
+    return positive.to(slabs.dtype)
 
 
 def _rows(values: Tensor, at: Tensor) -> Tensor:
@@ -241,8 +242,9 @@ def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor
 
 
 def _hyper_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor, scale: Tensor) -> Tensor:
-    """The other latents' mode under the Gaussian of the coefficients about their own mode, one step of expectation
-    maximisation. The coefficients at their mode alone would make deviations of prior and noise too small.
+    """The other latents' mode under the Gaussian of the coefficients, one step of expectation maximisation.
+
+    The coefficients at their mode alone would make deviations of prior and noise too small.
     """
     precision = curvature + torch.diag(scale**-2)
     noise = torch.randn(_DRAWS, len(slabs), dtype=slabs.dtype, device=slabs.device)

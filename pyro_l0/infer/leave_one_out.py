@@ -33,9 +33,10 @@ def gates_log_prob(sites: Mapping[str, Site]) -> Tensor:
 def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:
     r"""0 with an estimate of the mean loss's gradient for the gates' parameters.
 
-    :math:`\sum_s (c_s - \bar c) \nabla \log q(z_s) / (S - 1)` with the cost :math:`c = \kappa (loss - \log q) + \log q`: each
-    draw's baseline is the mean of the others. Where :math:`\log q` is a part of the loss and the posterior is exact,
-    all costs are the same and the estimate has no variance; taking the gates' KL out would leave one.
+    :math:`\sum_s (c_s - \bar c) \nabla \log q(z_s) / (S - 1)` with the cost
+    :math:`c = \kappa (loss - \log q) + \log q`: each draw's baseline is the mean of the others. Where
+    :math:`\log q` is a part of the loss and the posterior is exact, all costs are the same and the estimate has no
+    variance; taking the gates' KL out would leave one.
 
     Args:
         loss: of each particle, shape ``(S,)``.

@@ -54,7 +54,7 @@ def over_particles(
         with pyro.validation_enabled(False):
             if together is None:
                 each = torch.vmap(lambda _: evaluate(run_guide()), randomness="different")
-                return each(torch.arange(number))  # type: ignore[no-any-return]
+                return each(torch.arange(number))
             tensors = {name: (part.values, *_full(part, number)) for name, part in together.items()}
 
             def one(drawn: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def over_particles(
                     record.sample(name, fn, fn.value)
                 return evaluate(record)
 
-            return torch.vmap(one, randomness="different")(tensors)  # type: ignore[no-any-return]
+            return torch.vmap(one, randomness="different")(tensors)
     except RuntimeError as error:
         if "vmap" not in str(error):
             raise

@@ -1,4 +1,4 @@
-"""Slabs given their gates: one Gaussian of all of them, or each by itself; from an expansion of the model, then learned."""
+"""Slabs given their gates: one Gaussian of all, or each by itself; from an expansion of the model, then learned."""
 
 from __future__ import annotations
 

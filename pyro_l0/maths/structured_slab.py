@@ -1,7 +1,8 @@
 r"""Gaussian slabs given their gates, for a log likelihood that is quadratic in the coefficients.
 
 With coefficients :math:`\beta = z \circ w`, prior :math:`w \sim N(\mu, S^2)` (S diagonal) and log likelihood
-:math:`b^T \beta - \tfrac12 \beta^T A \beta`, the slabs given the gates are Gaussian: with :math:`c = b - A (z \circ \mu)`,
+:math:`b^T \beta - \tfrac12 \beta^T A \beta`, the slabs given the gates are Gaussian. With
+:math:`c = b - A (z \circ \mu)`,
 
 .. math:: w = \mu + m + S L^{-T} \epsilon, \quad L L^T = I + S D_z A D_z S, \quad m = S (L L^T)^{-1} S D_z c.
 
@@ -33,7 +34,7 @@ class SlabGivenGates(NamedTuple):
 
     def draw(self, noise: Tensor) -> Tensor:
         """Slabs from standard normal noise, shapes ``(n, p)``."""
-        spread = torch.linalg.solve_triangular(self.cholesky.mT, noise.unsqueeze(-1), upper=True)
+        spread: Tensor = torch.linalg.solve_triangular(self.cholesky.mT, noise.unsqueeze(-1), upper=True)
         return self.mean + self.scale * spread.squeeze(-1)
 
     def conditionals(self, slabs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
