@@ -21,7 +21,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.blocks import Kind, Run, blocks_of
-from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_kl_scale, check_numbers, is_zero
+from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
 from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation, check_particles
 from pyro_l0.infer.pairs import Args, Kwargs, Program, check_arguments, odd_arguments, refuse_without_likelihood
 from pyro_l0.infer.terms import TERMS, Term, check_slab, joint_norms, terms_of
@@ -254,13 +254,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             refuse_without_likelihood(program, record.sites, returned, args, kwargs)
         return record
 
-    def kl_scale_now(self) -> float:
+    def kl_scale_now(self) -> float | Tensor:
         """The factor on every KL at the present step."""
-        if not callable(self.kl_scale):
-            return self.kl_scale
-        value = self.kl_scale(self.step)
-        check_kl_scale(value, self.step)
-        return value
+        return kl_scale_at(self.kl_scale, self.step)
 
     def _terms(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> _Outcome:
         check_arguments(model, args, kwargs)
