@@ -335,15 +335,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         kwargs: Kwargs,
         runs: list[Run] | None = None,
     ) -> Evaluation:
-        """The objective of one particle at given values of its gates.
+        """The objective of one particle, whose gates have given values in the place of what a guide's run drew.
 
-        Args:
-            model: the model.
-            of_guide: a recorded run of the guide.
-            values: values that replace what the guide drew, by site.
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-            runs: a list to which the run is added.
+        The run at these values is added to ``runs``.
         """
         drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in of_guide.sites.items()}
         run = Run(self._run(model, args, kwargs, drawn).sites, drawn, of_guide.joint_draws)
