@@ -115,11 +115,11 @@ def measure_gradient(
     locations = _locations(guide)
     start = time.perf_counter()
     losses = (elbo.differentiable_loss(model, guide, *args) for _ in range(draws))
-    rows = [_flat(torch.autograd.grad(loss, locations, allow_unused=True), locations) for loss in losses]
+    rows = [_flat(torch.autograd.grad(loss, locations, materialize_grads=True)) for loss in losses]
     seconds = (time.perf_counter() - start) / draws
     gradients = torch.stack(rows)
     means = torch.stack([gate.mean.sum() for gate in guide.posterior().values()]).sum()
-    slope = _flat(torch.autograd.grad(means, locations), locations)
+    slope = _flat(torch.autograd.grad(means, locations))
     found = exact_gradient(elbo, model, guide, *args) if exact else None
     return GradientReport(name, gradients.mean(0), gradients.var(0), draws, seconds, slope, found)
 
@@ -161,7 +161,7 @@ def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: objec
     for part in elbo.evaluate(model, record, {}, args, {}).analytic:
         expected = expected + part
     locations = _locations(guide)
-    return _flat(torch.autograd.grad(expected, locations), locations)
+    return _flat(torch.autograd.grad(expected, locations))
 
 
 def _gates_alone(guide: GateGuide, args: tuple[object, ...]) -> tuple[Record, dict[str, GateDistribution]]:
@@ -254,9 +254,8 @@ def _locations(guide: GateGuide) -> Sequence[Tensor]:
     return guide.locations()
 
 
-def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True)]
-    return torch.cat([g.detach().flatten() for g in filled])
+def _flat(gradients: Sequence[Tensor]) -> Tensor:
+    return torch.cat([gradient.detach().flatten() for gradient in gradients])
 
 
 def _nodes(gate: GateDistribution) -> tuple[Tensor, Tensor]:

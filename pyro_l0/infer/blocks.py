@@ -117,11 +117,7 @@ class Block:
 
 
 def blocks_of(run: Run, options: Options) -> Iterator[Block]:
-    """The blocks of a run: sites of other kinds as they come, then the gates.
-
-    Raises:
-        ValueError: model and guide, or options and model, do not fit.
-    """
+    """The blocks of a run: sites of other kinds as they come, then the gates; refuses what does not fit."""
     model, guide, joint_draws, _ = run
     gates: dict[str, GateDistribution] = {}
     for name, site in model.items():

@@ -14,7 +14,6 @@ from pyro_l0.infer.estimators import Estimators
 
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
 BySite = float | Tensor | dict[str, float | Tensor]
-_BY_SITE = ("lam", "group_size", "weight_decay", "square_norm")
 
 
 class Options(Protocol):
@@ -59,17 +58,21 @@ def check_numbers(kl_scale: float | Callable[[int], float], **coefficients: Coef
         raise ValueError(f"Expected kl_scale to be one number, but got a shape of {tuple(kl_scale.shape)}.")
 
 
-def check_kl_scale(value: float | Tensor, step: int) -> None:
-    """Refuse what a schedule of the KL's factor returns, as far as can be told without reading a device."""
+def kl_scale_at(kl_scale: float | Callable[[int], float], step: int) -> float | Tensor:
+    """The factor on every KL at a step; what a schedule returns is looked at without reading a device."""
+    if not callable(kl_scale):
+        return kl_scale
+    value: float | Tensor = kl_scale(step)
     if isinstance(value, Tensor):
         if value.dim():
             raise ValueError(f"Expected kl_scale({step}) to be one number, but got a shape of {tuple(value.shape)}.")
         if value.device.type != "cpu":
-            return
+            return value
     elif not isinstance(value, Real):
         raise TypeError(f"Expected kl_scale({step}) to be a number or a tensor, but got {type(value).__name__}.")
     if not 0 <= value < math.inf:
         raise ValueError(f"Expected kl_scale({step}) to be finite and not negative, but got {float(value)}.")
+    return value
 
 
 def check_shapes(options: Options, name: str, gates: Tensor) -> None:
@@ -91,7 +94,7 @@ def check_shapes(options: Options, name: str, gates: Tensor) -> None:
 
 def check_names(options: Options, gates: Collection[str]) -> None:
     """Refuse coefficients by site for what is no gate site."""
-    for option in _BY_SITE:
+    for option in ("lam", "group_size", "weight_decay", "square_norm"):
         value = getattr(options, option)
         unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
         if unknown:

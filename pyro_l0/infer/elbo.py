@@ -19,7 +19,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.blocks import Kind, Run, blocks_of
-from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_kl_scale, check_numbers, is_zero
+from pyro_l0.infer.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
 from pyro_l0.infer.estimators import Estimate, EstimatorName, Estimators, Evaluation, check_particles
 from pyro_l0.infer.leave_one_out import gates_log_prob, leave_one_out
 from pyro_l0.infer.pairs import Args, Kwargs, Program, check_arguments, odd_arguments
@@ -241,13 +241,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             self.step += 1
         return loss, outcome
 
-    def kl_scale_now(self) -> float:
+    def kl_scale_now(self) -> float | Tensor:
         """The factor on every KL at the present step."""
-        if not callable(self.kl_scale):
-            return self.kl_scale
-        value = self.kl_scale(self.step)
-        check_kl_scale(value, self.step)
-        return value
+        return kl_scale_at(self.kl_scale, self.step)
 
     def _terms(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> _Outcome:
         check_arguments(model, args, kwargs)
@@ -356,15 +352,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         kwargs: Kwargs,
         runs: list[Run] | None = None,
     ) -> Evaluation:
-        """The objective of one particle at given values of its gates.
+        """The objective of one particle, whose gates have given values in the place of what a guide's run drew.
 
-        Args:
-            model: the model.
-            of_guide: a recorded run of the guide.
-            values: values that replace what the guide drew, by site.
-            args: positional arguments of the model.
-            kwargs: keyword arguments of the model.
-            runs: a list to which the run is added.
+        The run at these values is added to ``runs``.
         """
         drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in of_guide.sites.items()}
         run = Run(record_run(model, args, kwargs, self.step, drawn).sites, drawn, of_guide.joint_draws)

@@ -193,8 +193,7 @@ def _cost_and_slope(evaluate: _Evaluate, values: _Values) -> tuple[Tensor, _Valu
     """The cost at relaxed gates and its gradient for them alone; the weights keep out of the control variate."""
     leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
     cost = evaluate(leaves).cost
-    found: Sequence[Tensor | None] = torch.autograd.grad(cost, list(leaves.values()), allow_unused=True)
-    slopes = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves.values(), strict=True)]
+    slopes = torch.autograd.grad(cost, list(leaves.values()), materialize_grads=True)
     return cost.detach(), dict(zip(leaves, slopes, strict=True))
 
 

@@ -88,8 +88,8 @@ def complete_samples(
     """
     sites = _sites(model, args, kwargs)
     lead = _dimensions_in_front(sites, samples)
-    latent = {name: x.reshape(-1, *x.shape[len(lead) :]) for name, x in samples.items() if name in sites}
-    latent = {name: x for name, x in latent.items() if not is_deterministic(sites[name])}
+    free = [name for name in samples if not is_deterministic(sites[name])]
+    latent = {name: samples[name].reshape(-1, *samples[name].shape[len(lead) :]) for name in free}
     found: dict[str, list[Tensor]] = {name: [] for name, site in sites.items() if is_deterministic(site)}
     for i in range(lead.numel()):
         run = _sites(poutine.condition(model, {name: x[i] for name, x in latent.items()}), args, kwargs)

@@ -10,15 +10,8 @@ Shape = tuple[int, ...]
 def places_of(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates: Site) -> Shape:
     """The gates' shape with a dimension of size 1 wherever they are shared, one for each dimension of the slab.
 
-    Args:
-        name: slab site.
-        gate_name: gate site.
-        slab: the slab in the model.
-        gates: the gates in the guide.
-        plates_of_gates: the gates in the model, whose plates tell which dimensions belong together.
-
-    Raises:
-        ValueError: the gates fit the slab in no way or in several.
+    The slab is the model's, the gates are the guide's; their plates in the model tell which dimensions belong together.
+    Gates that fit the slab in no way or in several are refused.
     """
     batch, event = tuple(gates["fn"].batch_shape), tuple(gates["fn"].event_shape)
     slab_batch, slab_event = tuple(slab["fn"].batch_shape), tuple(slab["fn"].event_shape)

@@ -91,9 +91,8 @@ def _price(block: Block, options: Options) -> Tensor | None:
     prices = _coefficients(options.lam, block, options)
     if not prices:
         return None
-    return block.open_gates(
-        [price * by_site(options.group_size, name, 1.0) for name, price in zip(block.names, prices, strict=True)]
-    )
+    sizes = [by_site(options.group_size, name, 1.0) for name in block.names]
+    return block.open_gates([price * size for price, size in zip(prices, sizes, strict=True)])
 
 
 def _decay(block: Block, options: Options) -> Tensor | None:
@@ -105,11 +104,8 @@ def _decay(block: Block, options: Options) -> Tensor | None:
 
 def _are_numbers(block: Block, options: Options) -> bool:
     """Whether the coefficients of a block's sites are numbers."""
-    for value in (options.lam, options.group_size, options.weight_decay):
-        of_sites = map(value.get, block.names) if isinstance(value, dict) else (value,)
-        if any(isinstance(x, Tensor) for x in of_sites):
-            return False
-    return True
+    values = (options.lam, options.group_size, options.weight_decay)
+    return not any(isinstance(by_site(value, name), Tensor) for value in values for name in block.names)
 
 
 def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Options) -> Tensor:
