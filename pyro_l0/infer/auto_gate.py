@@ -19,9 +19,8 @@ from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
-from pyro_l0.infer._mean_field import MeanField
+from pyro_l0.infer._mean_field import GatesPosterior, MeanField, SitePosterior, first_gates, site_key, take_over
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
-from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior, first_gates, parameters_of, site_key, take_over
 from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
 from pyro_l0.infer.guide import ActiveRate
 
@@ -104,7 +103,7 @@ class AutoGate(AutoGuide):
             for name, value in state_dict.items():
                 key, _, parameter = name.removeprefix(f"{prefix}sites.").rpartition(".")
                 if name.startswith(f"{prefix}sites.") and key and "." not in key:
-                    held = parameters_of(sites[key]) if key in sites else {}
+                    held = dict(sites[key].named_parameters()) if key in sites else {}
                     new = held.get(parameter, nn.Parameter(torch.empty_like(value)))
                     sites[key] = nn.ParameterDict({**held, parameter: new})
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -16,7 +16,7 @@ from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
-from pyro_l0.infer._posteriors import SitePosterior, plates_and_shape
+from pyro_l0.infer._mean_field import SitePosterior, plates_and_shape
 from pyro_l0.infer.auto_gate import AutoGate
 
 __all__ = ["AutoSpikeSlab"]
