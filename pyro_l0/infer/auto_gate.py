@@ -48,6 +48,7 @@ class AutoGate(AutoGuide):
         ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate.
 
     Example:
+        >>> import pyro
         >>> def model():
         ...     with pyro.plate("units", 3):
         ...         pyro.sample("z", HardConcrete.from_active_prob(0.1))
