@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 import pyro
 import torch
@@ -20,59 +20,48 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Displaced", "OptimiserWatch", "put_into_store", "state_parameter"]
+from pyro_l0.fast.record import Site
 
 _of_this_process = WeakTensorKeyDictionary()
 _PATIENCE = 5  # losses, each followed by a step of an optimiser of something else
 
 
-def put_into_store(name: str, parameter: nn.Parameter) -> None:
-    """Make a guide's parameter the one that Pyro's parameter store has under a name.
+def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter], str]]]) -> None:
+    """See to it that Pyro's parameter store, where it is in use, has a guide's parameters under their full names.
 
     A value that was loaded or assigned is taken over, as Pyro's own modules do. A parameter that another guide of this
     process left is not: the new guide starts anew, and what is stepped is what its loss depends on.
 
-    Args:
-        name: full name of the parameter.
-        parameter: the guide's.
-
     Raises:
         ValueError: the value that was loaded has another shape.
     """
-    store = pyro.get_param_store()
-    entry = store._params.get(name)
-    if entry is parameter:
+    if pyro.settings.get("module_local_params"):
         return
-    if entry is not None and entry not in _of_this_process:
-        if entry.shape != parameter.shape:
-            raise ValueError(
-                f"Expected {name!r} in the parameter store of shape {tuple(parameter.shape)}, but got "
-                f"{tuple(entry.shape)}; call pyro.clear_param_store() or load the parameters of this model."
-            )
-        with torch.no_grad():
-            parameter.copy_(entry)
-    _of_this_process[parameter] = True
-    # What replaced parameters were called stays known: the optimisers of guides in turn save their states by name.
-    store._params[name] = parameter
-    store._param_to_name[parameter] = name
-    store._constraints[name] = constraints.real
+    store = pyro.get_param_store()
+    for name, parameters, key in names():
+        parameter, entry = parameters[key], store._params.get(name)
+        if entry is parameter:
+            continue
+        if entry is not None and entry not in _of_this_process:
+            if entry.shape != parameter.shape:
+                raise ValueError(
+                    f"Expected {name!r} in the parameter store of shape {tuple(parameter.shape)}, but got "
+                    f"{tuple(entry.shape)}; call pyro.clear_param_store() or load the parameters of this model."
+                )
+            with torch.no_grad():
+                parameter.copy_(entry)
+        _of_this_process[parameter] = True
+        # What replaced parameters were called stays known: the optimisers of guides in turn save their states by name.
+        store._params[name] = parameter
+        store._param_to_name[parameter] = name
+        store._constraints[name] = constraints.real
 
 
 @runtime.effectful(type="param")
-def _param(parameter: nn.Parameter, **_: Any) -> Tensor:
+def state_parameter(parameter: nn.Parameter, **_: object) -> Tensor:
+    """``pyro.param`` for handlers such as SVI's, whether or not the store is in use."""
     parameter.unconstrained = weakref.ref(parameter)  # type: ignore[attr-defined]  # which SVI asks for
     return parameter
-
-
-def state_parameter(name: str, parameter: nn.Parameter) -> None:
-    """``pyro.param(name)`` for handlers such as SVI's, whether or not the store is in use.
-
-    Args:
-        name: full name of the parameter.
-        parameter: the guide's.
-    """
-    if parameter.requires_grad:
-        _param(parameter, constraint=constraints.real, name=name)
 
 
 class Displaced(Messenger):
@@ -85,17 +74,13 @@ class Displaced(Messenger):
         super().__init__()
         self._found: dict[str, weakref.ref[Tensor]] = {}
 
-    def _postprocess_message(self, msg: Any) -> None:
+    def _postprocess_message(self, msg: Site) -> None:
         own = msg["args"][1] if msg["type"] == "param" and len(msg["args"]) > 1 else None
         if isinstance(own, nn.Parameter) and msg["value"] is not own:
             self._found[msg["name"]] = weakref.ref(own)
 
     def is_over(self) -> bool:
-        """Look at what happened since the last call, at every loss; whether there is nothing more to look at.
-
-        Warns:
-            UserWarning: within SVI, such parameters are in use: they have gradients.
-        """
+        """At every loss: warn if such parameters have gradients within SVI; whether there is no more to look at."""
         if not any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
             return not self._found
         parameters = {name: own() for name, own in self._found.items()}
@@ -116,10 +101,7 @@ class OptimiserWatch:
 
     An optimiser that was made before the guide's first call holds none of them, and nothing else would tell: the loss
     falls, since the network is trained. Steps are what tells this from losses whose gradients are accumulated.
-
-    Args:
-        what: the guide, for the warning.
-        parameters: returns the guide's parameters.
+    ``what`` names the guide in the warning.
     """
 
     _open: ClassVar[weakref.WeakSet[OptimiserWatch]] = weakref.WeakSet()
@@ -135,30 +117,25 @@ class OptimiserWatch:
             OptimiserWatch._hook = register_optimizer_step_post_hook(self._after_any_step)
 
     @classmethod
-    def _after_any_step(cls, optimiser: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_any_step(cls, optimiser: Optimizer, args: object, kwargs: object) -> None:
         for watch in list(cls._open):
-            watch._after_step(optimiser)
+            if watch._is_held_by(optimiser):
+                cls._open.discard(watch)
+            elif any(x.grad is not None for x in watch._parameters()):
+                watch._stepped = True
 
-    def _after_step(self, optimiser: Optimizer) -> None:
-        parameters = self._parameters()
-        if _holds(optimiser, parameters):
-            self._open.discard(self)
-        elif any(x.grad is not None for x in parameters):
-            self._stepped = True
+    def _is_held_by(self, optimiser: Optimizer) -> bool:
+        ours = {id(x) for x in self._parameters()}
+        return any(id(x) in ours for group in optimiser.param_groups for x in group["params"])
 
     def is_over(self) -> bool:
-        """Look at what happened since the last call, at every loss; whether there is nothing more to look at.
-
-        Warns:
-            UserWarning: other parameters are trained, while this guide's have gradients and no optimiser holds them.
-        """
+        """At every loss: warn if steps have passed this guide's gradients by; whether there is no more to look at."""
         if self._stepped:
             self._stepped = False
             self._losses += 1
             if self._losses == _PATIENCE:
                 self._open.discard(self)
-                parameters = self._parameters()
-                if not any(issubclass(type(x), Optimizer) and _holds(x, parameters) for x in gc.get_objects()):
+                if not any(issubclass(type(x), Optimizer) and self._is_held_by(x) for x in gc.get_objects()):
                     warnings.warn(
                         f"The parameters of {self._what} have gradients, but no optimiser holds them: the gates do not "
                         "move. A guide makes its parameters at its first call; call it once with the model's "
@@ -169,8 +146,3 @@ class OptimiserWatch:
             OptimiserWatch._hook.remove()
             OptimiserWatch._hook = None
         return self not in self._open
-
-
-def _holds(optimiser: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    ours = {id(x) for x in parameters}
-    return any(id(x) in ours for group in optimiser.param_groups for x in group["params"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Self
 
 import pyro
 import torch
@@ -12,90 +12,77 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.wrappers import find_gate
-
-__all__ = ["DrawsElsewhere", "inherited_options"]
+from pyro_l0.fast.record import Site
 
 # A fair coin that sets a temperature stays unnoticed once in a thousand set-ups.
 _REDRAWS = 10
 
-Options = Mapping[str, Mapping[str, Any]]
+_Options = dict[tuple[str, str], Number]  # by site and name
 
 
 class DrawsElsewhere(Messenger):
     """Notice whether a model draws random numbers before a gate of its, other than for gates.
 
     Pyro's messages do not tell: a guide for a part of a model does not see the other part's sites.
-
-    Attributes:
-        found: whether there was such a draw.
     """
 
     found: bool = False
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._state = _generators()
         return super().__enter__()
 
-    def _process_message(self, msg: Any) -> None:
+    def _process_message(self, msg: Site) -> None:
         if not self.found and _is_gate(msg):
             self.found = not all(map(torch.equal, self._state, _generators()))
 
-    def _postprocess_message(self, msg: Any) -> None:
+    def _postprocess_message(self, msg: Site) -> None:
         if not self.found and _is_gate(msg):
             self._state = _generators()
 
 
-def _is_gate(msg: Any) -> bool:
+def _is_gate(msg: Site) -> bool:
     return msg["type"] == "sample" and find_gate(msg["fn"]) is not None
 
 
 def inherited_options(
     family: type[GateDistribution], prototype: Trace, draws: bool, run: Callable[[], Trace]
-) -> dict[str, dict[str, Any]]:
-    """The options that posterior gates take over from their priors: those that no latent variable changes.
+) -> dict[str, dict[str, Number]]:
+    """The options by site that posterior gates take over from their priors: those that no latent variable changes.
 
-    Args:
-        family: the posterior gates'.
-        prototype: trace of a run of the model.
-        draws: whether the model drew other things than gates before a gate.
-        run: runs the model again.
+    ``draws`` says whether the model drew other things than gates before a gate, ``run`` runs it again.
     """
     options = _prior_options(family, prototype)
     usual = family.from_active_prob(0.5).fixed_options
-    special = {
-        name: {key: value for key, value in fixed.items() if not _same(value, usual[key])}
-        for name, fixed in options.items()
-    }
+    special = {place: value for place, value in options.items() if not _same(value, usual[place[1]])}
     # What depends on draws of several gates is a tensor, behind them.
     behind = [name for name, site in prototype.iter_stochastic_nodes() if find_gate(site["fn"]) is not None][1:]
-    if not draws and not any(isinstance(x, Tensor) for name in behind for x in special.get(name, {}).values()):
-        return options
-    drawn = _drawn_options(special, lambda: _prior_options(family, run()))
+    drawn: set[tuple[str, str]] = set()
+    if draws or any(isinstance(value, Tensor) and name in behind for (name, _), value in special.items()):
+        drawn = _drawn_options(special, lambda: _prior_options(family, run()))
+    inherited: dict[str, dict[str, Number]] = {}
+    for (name, key), value in options.items():
+        if (name, key) not in drawn:
+            inherited.setdefault(name, {})[key] = value
+    return inherited
+
+
+def _prior_options(family: type[GateDistribution], trace: Trace) -> _Options:
+    """The parameters of priors of a family that a guide does not learn."""
+    priors = {name: find_gate(site["fn"]) for name, site in trace.iter_stochastic_nodes()}
     return {
-        name: {key: value for key, value in fixed.items() if (name, key) not in drawn}
-        for name, fixed in options.items()
+        (name, key): value
+        for name, prior in priors.items()
+        if type(prior) is family
+        for key, value in prior.fixed_options.items()
     }
 
 
-def _prior_options(family: type[GateDistribution], trace: Trace) -> dict[str, dict[str, Any]]:
-    """The parameters of priors of a family that a guide does not learn."""
-    priors = {name: find_gate(site["fn"]) for name, site in trace.iter_stochastic_nodes()}
-    return {name: prior.fixed_options for name, prior in priors.items() if type(prior) is family}
-
-
-def _drawn_options(first: Options, draw: Callable[[], Options]) -> set[tuple[str, str]]:
-    """The options that other draws of a model change; random numbers elsewhere stay what they were.
-
-    Args:
-        first: options by site from one run of the model.
-        draw: runs the model again.
-
-    Returns:
-        Site and name of each.
-    """
-    left = {(site, key) for site, options in first.items() for key in options}
-    drawn: set[tuple[str, str]] = set()
+def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[str, str]]:
+    """Where further runs of a model have other options than the first; random numbers elsewhere stay what they were."""
+    left, drawn = set(first), set()
     state = pyro.util.get_rng_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
@@ -103,24 +90,19 @@ def _drawn_options(first: Options, draw: Callable[[], Options]) -> set[tuple[str
             if not left:
                 break
             again = draw()
-            drawn |= {(site, key) for site, key in left if not _same(first[site][key], again.get(site, {}).get(key))}
+            drawn |= {place for place in left if not _same(first[place], again.get(place))}
             # A tensor that is there before the run depends on no draw.
-            lasting = {(site, key) for site, key in left if _is_tensor(first[site][key], again.get(site, {}).get(key))}
+            lasting = {place for place in left if isinstance(first[place], Tensor) and first[place] is again.get(place)}
             left -= drawn | lasting
     pyro.util.set_rng_state(state)
     return drawn
 
 
-def _is_tensor(x: Any, y: Any) -> bool:
-    """Whether two options are one tensor."""
-    return isinstance(x, Tensor) and x is y
-
-
-def _same(x: Any, y: Any) -> bool:
+def _same(x: Number | None, y: Number | None) -> bool:
     """Whether two options, each a number or a tensor, are equal."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x.shape == y.shape and torch.equal(x, y)
-    return not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y)
+    return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
 
 
 def _generators() -> list[Tensor]:

@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from typing import TypeVar
 
-import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Independent
 from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
 from pyro.params.param_store import param_with_module_name
 from pyro.poutine import Trace, runtime
 from torch import Tensor, nn
-from torch.distributions import Transform, constraints, transform_to
+from torch.distributions import constraints
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.fast.record import Record, sole_record
-from pyro_l0.fast.switch import is_open
-from pyro_l0.infer._parameters import Displaced, OptimiserWatch, put_into_store, state_parameter
-from pyro_l0.infer._plans import (
-    Parameters,
-    Plan,
-    expands,
-    find_groups,
-    first_parameters,
-    full_shape,
-    rows,
-    site_key,
-    take_over,
-)
+from pyro_l0.fast.record import Site, sole_record
+from pyro_l0.infer._mean_field import GatesPosterior, MeanField, SitePosterior, first_gates, site_key, take_over
+from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
 from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
 from pyro_l0.infer.guide import ActiveRate
 
 __all__ = ["AutoGate"]
+
+_Posterior = TypeVar("_Posterior", bound=SitePosterior)
 
 
 class AutoGate(AutoGuide):
@@ -61,6 +48,7 @@ class AutoGate(AutoGuide):
         ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate.
 
     Example:
+        >>> import pyro
         >>> def model():
         ...     with pyro.plate("units", 3):
         ...         pyro.sample("z", HardConcrete.from_active_prob(0.1))
@@ -73,13 +61,13 @@ class AutoGate(AutoGuide):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Callable[..., object],
         family: type[GateDistribution] = HardConcrete,
         init_active_prob: float | Mapping[str, float] = 0.9,
         init_jitter: float = 0.01,
         *,
-        family_options: Mapping[str, Any] | None = None,
-        create_plates: Callable[..., Any] | None = None,
+        family_options: Mapping[str, object] | None = None,
+        create_plates: Callable[..., object] | None = None,
     ) -> None:
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         if not (isinstance(family, type) and issubclass(family, GateDistribution)):
@@ -92,44 +80,42 @@ class AutoGate(AutoGuide):
         self.init_active_prob = init_active_prob
         self.init_jitter = init_jitter
         self.family_options = dict(family_options or {})
-        self._plans: dict[str, Plan] = {}
-        self._groups: list[list[str]] | None = None
-        self._kept: dict[str, Any] = {}
-        self._names: tuple[str, list[tuple[str, dict[str, Any], str]]] | None = None
-        self._watches: list[OptimiserWatch | Displaced] = []
         # Plain modules: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
+        self._posteriors: dict[str, SitePosterior] = {}
+        self._drawing = MeanField(self._posteriors)
+        self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
+        self._watches: list[OptimiserWatch | Displaced] = []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
-        state.update(_model=(None,), master=None, _kept={}, _names=None, _watches=[])
-        if self.prototype_trace is not None:  # of which the plans tell what is needed
+        state.update(_model=(None,), master=None, _names=None, _watches=[])
+        if self.prototype_trace is not None:  # of which the posteriors have what is needed
             state["prototype_trace"] = Trace()
         for parameter in self.parameters():  # a weak reference, which SVI has asked for
             parameter.__dict__.pop("unconstrained", None)
         return state
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Load a state before the first call, too, which finds the parameters here and keeps them."""
         if self.prototype_trace is None:
-            sites: Any = self._modules["sites"]
+            sites = self.sites
             for name, value in state_dict.items():
                 key, _, parameter = name.removeprefix(f"{prefix}sites.").rpartition(".")
                 if name.startswith(f"{prefix}sites.") and key and "." not in key:
-                    if key not in sites:
-                        sites[key] = nn.ParameterDict()
-                    if parameter not in sites[key]:
-                        sites[key][parameter] = nn.Parameter(torch.empty_like(value))
+                    held = dict(sites[key].named_parameters()) if key in sites else {}
+                    new = held.get(parameter, nn.Parameter(torch.empty_like(value)))
+                    sites[key] = nn.ParameterDict({**held, parameter: new})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # ------------------------------------------------------------ set-up
 
     @staticmethod
-    def _prototype_hide_fn(msg: dict[str, Any]) -> bool:
+    def _prototype_hide_fn(msg: Site) -> bool:
         return bool(prototype_hide_fn(msg)) or find_gate(msg["fn"]) is None
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+    def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         if self.model is None:
             raise ValueError(
                 f"This {type(self).__name__} was copied or loaded from a guide that had not been called, and has no "
@@ -142,29 +128,31 @@ class AutoGate(AutoGuide):
         finally:
             self._model = model
             # None until all is well: the next call meets the same error, not half a guide.
-            prototype: Any = self.prototype_trace
+            prototype = self.prototype_trace
             self.prototype_trace = None
-        self._check_sites(prototype)
-        hide_fn: Any = self._prototype_hide_fn
-        trace = poutine.block(poutine.trace(poutine.block(self.model, hide_fn)).get_trace)
+        assert prototype is not None
+        sites: dict[str, Site] = dict(prototype.iter_stochastic_nodes())
+        self._check_sites(sites)
+        trace = poutine.block(poutine.trace(poutine.block(self.model, self._prototype_hide_fn)).get_trace)
         inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
-        self._make_parameters(prototype, inherited)
+        first = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
+        modules = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
+        assert isinstance(modules, nn.ModuleDict)
+        self._posteriors = take_over(modules, first)
+        self._drawing = MeanField(self._posteriors)
         self.prototype_trace = prototype
         # The guide's own sites have no use for the plates of the data.
-        used = {plate for plan in self._plans.values() for plate in plan.plates}
+        used = {plate for posterior in self._posteriors.values() for plate in posterior.plates}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         prototype.detach_()
-        if not used:
-            self._groups = find_groups(self._plans)
-        sites: Any = self._modules["sites"]
-        what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._gate_plans()))})"
-        self._watches = [displaced, OptimiserWatch(what, lambda: list(sites.parameters()))]
+        what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
+        self._watches = [displaced, OptimiserWatch(what, lambda: list(modules.parameters()))]
         with self._pyro_context:
-            self._enter_store()
+            enter_store(self._full_names)
 
-    def _check_sites(self, prototype: Any) -> None:
+    def _check_sites(self, sites: Mapping[str, Site]) -> None:
         """Refuse a model that does not have the sites that the guide was told of."""
-        gates = [name for name, site in prototype.iter_stochastic_nodes() if find_gate(site["fn"]) is not None]
+        gates = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
         if not gates:
             raise ValueError("AutoGate found no gate site in the model.")
         if isinstance(self.init_active_prob, Mapping):
@@ -175,159 +163,61 @@ class AutoGate(AutoGuide):
                     f"but got {', '.join(map(repr, unknown))}."
                 )
 
-    def _make_parameters(self, prototype: Any, inherited: Mapping[str, Mapping[str, Any]]) -> None:
-        """A plan and the learned parameters of each site; those of a state that was loaded before keep their values."""
-        plans, made = {}, {}
-        for name, site in prototype.iter_stochastic_nodes():
-            is_gate = find_gate(site["fn"]) is not None
-            template = self._first_gate(name, site, inherited.get(name, {})) if is_gate else None
-            plates = tuple(frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
-            plan = Plan(site["fn"].event_dim, plates, template, None if is_gate else self._transform(name, site))
-            shape = full_shape(site)
-            if template is not None and not expands(template.batch_shape, shape):
-                raise ValueError(
-                    f"Expected the parameters that {self.family.__name__} does not learn to broadcast to the shape "
-                    f"{tuple(shape)} of gate site {name!r}, but got {tuple(template.batch_shape)}; set family_options."
-                )
-            plans[name] = plan
-            made[site_key(name)] = (
-                self._init_other(name, site, shape, plan)
-                if template is None
-                else first_parameters(template, shape, self.init_jitter)
-            )
-        take_over(self._modules["sites"], made)  # type: ignore[arg-type]
-        self._plans = plans
-
-    def _first_gate(self, name: str, site: dict[str, Any], inherited: Mapping[str, Any]) -> GateDistribution:
-        """The gate that a site starts from, shape ``()``; it keeps the parameters that are not learned."""
-        options = {
-            key: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-            for key, value in {**inherited, **self.family_options}.items()
-        }
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
+        """The posterior that a site starts from."""
         rate = self.init_active_prob
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
-        start = torch.as_tensor(rate, dtype=site["value"].dtype, device=site["value"].device)
-        return self.family.from_active_prob(start, **options)
-
-    def _transform(self, name: str, site: dict[str, Any]) -> Transform | None:
-        return None
-
-    def _init_other(self, name: str, site: dict[str, Any], shape: torch.Size, plan: Plan) -> dict[str, nn.Parameter]:
-        raise AssertionError(f"AutoGate hides every site but gates, yet saw {name!r}.")
+        return first_gates(site, self.family, rate, {**inherited, **self.family_options}, self.init_jitter)
 
     # ------------------------------------------------------------ the guide
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Sample every site of this guide; takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         elif self._watches and torch.is_grad_enabled():
             self._watches = [watch for watch in self._watches if not watch.is_over()]
-        self._enter_store()
+        enter_store(self._full_names)
         record = sole_record()
-        if record is not None and self._groups is not None:
-            return self._draw_jointly(record, self._groups if is_open("joint_draws") else [])
-        self._state_parameters()
-        plates = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
-        sites: Any = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
-        values: dict[str, Tensor] = {}
-        for name, plan in self._plans.items():
-            with ExitStack() as stack:
-                for plate in plan.plates:
-                    stack.enter_context(plates[plate])
-                parameters: Parameters = sites[site_key(name)]._parameters
-                if plan.plates:  # each parameter is full-sized, and a subsampled plate picks its rows
-                    parameters = {key: pyro.subsample(x, event_dim=plan.event_dim) for key, x in parameters.items()}
-                fn = self._distribution(plan, parameters)
-                values[name] = pyro.sample(name, fn.to_event(plan.event_dim) if plan.event_dim else fn)
-        return values
-
-    def _enter_store(self) -> None:
-        """See to it that Pyro's parameter store has this guide's parameters."""
-        if not pyro.settings.get("module_local_params"):
-            entries = pyro.get_param_store()._params
+        if record is not None and not self._prototype_frames:
+            return self._drawing.draw_for(record)
+        if runtime.am_i_wrapped():  # by handlers such as SVI's, which ask for the parameters
             for name, parameters, key in self._full_names():
-                if entries.get(name) is not parameters[key]:
-                    put_into_store(name, parameters[key])
+                if parameters[key].requires_grad:
+                    state_parameter(parameters[key], constraint=constraints.real, name=name)
+        return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
-    def _state_parameters(self) -> None:
-        """Let handlers such as SVI's know of the parameters."""
-        if runtime.am_i_wrapped():
-            for name, parameters, key in self._full_names():
-                state_parameter(name, parameters[key])
-
-    def _full_names(self) -> list[tuple[str, dict[str, Any], str]]:
+    def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
         """Names of the parameters in the store, as ``pyro.module`` would make them, and where they are."""
         if self._names is None or self._names[0] != self._pyro_name:
             prefix = self._pyro_get_fullname("sites")
-            modules: Any = self._modules["sites"]._modules  # type: ignore[union-attr]
             names = [
-                (param_with_module_name(prefix, f"{site}.{key}"), module._parameters, key)
-                for site, module in modules.items()
-                for key in module._parameters
+                (param_with_module_name(prefix, f"{site_key(name)}.{key}"), posterior.parameters, key)
+                for name, posterior in self._posteriors.items()
+                for key in posterior.parameters
             ]
             self._names = self._pyro_name, names
         return self._names[1]
 
-    def _draw_jointly(self, record: Record, groups: list[list[str]]) -> dict[str, Tensor]:
-        """Sample every site for a loss that looks at the sites alone: gates of one kind in one draw."""
-        sites: Any = self._modules["sites"]._modules  # type: ignore[union-attr]
-        values: dict[str, Tensor] = {}
-        for names in groups:
-            fns = [self._fn(name, sites[site_key(name)]._parameters) for name in names]
-            gates = [fn.base_dist if type(fn) is Independent else fn for fn in fns]
-            joint = gates[0].draw_jointly(gates)
-            for name, fn, draw in zip(names, fns, joint.draws, strict=True):
-                values[name] = record.sample(name, fn, draw, joint=joint)
-        for name in self._plans:
-            if name not in values:
-                values[name] = record.sample(name, self._fn(name, sites[site_key(name)]._parameters))
-        return values
-
-    def _fn(self, name: str, parameters: Parameters) -> Any:
-        """The distribution of a site, kept from step to step if it holds the parameters themselves."""
-        fn = self._kept.get(name)
-        if fn is not None:
-            gate = fn.base_dist if type(fn) is Independent else fn
-            if all(getattr(gate, key) is x for key, x in parameters.items()):
-                return fn
-        plan = self._plans[name]
-        fn = self._distribution(plan, parameters)
-        fn = fn.to_event(plan.event_dim) if plan.event_dim else fn
-        if plan.template is not None and all(c is constraints.real for c in self.family.learned.values()):
-            self._kept[name] = fn
-        return fn
-
-    def _distribution(self, plan: Plan, parameters: Parameters) -> Any:
-        return self._gate(plan, parameters)
-
-    def _gate(self, plan: Plan, parameters: Parameters) -> GateDistribution:
-        assert plan.template is not None
-        values = {
-            key: parameters[key] if constraint is constraints.real else transform_to(constraint)(parameters[key])
-            for key, constraint in self.family.learned.items()
-        }
-        return plan.template.with_learned(**values)
-
     # ------------------------------------------------------------ summaries
 
-    def _gate_plans(self) -> dict[str, Plan]:
-        if not self._plans and self.prototype_trace is None:
+    def _of_kind(self, kind: type[_Posterior]) -> dict[str, _Posterior]:
+        """The posteriors of one kind, by site."""
+        if not self._posteriors and self.prototype_trace is None:
             raise ValueError("The guide has not seen the model yet; call it once with the model's arguments.")
-        return self._plans
+        return {name: posterior for name, posterior in self._posteriors.items() if isinstance(posterior, kind)}
 
     def posterior(self) -> dict[str, GateDistribution]:
         """The posterior gates by site, of the full size of subsampled plates.
 
         They are live: their parameters are the guide's own, so that they are differentiable and change with training.
         """
-        sites = self.sites
-        return {name: self._gate(plan, sites[site_key(name)]) for name, plan in self._gate_plans().items()}
+        return {name: gates.distribution(gates.parameters) for name, gates in self._of_kind(GatesPosterior).items()}
 
     def locations(self) -> list[nn.Parameter]:
         """The parameter that each site's locations are computed from, in the order of :meth:`posterior`."""
         key = next(iter(self.family.learned))
-        return [self.sites[site_key(name)][key] for name in self._gate_plans()]  # type: ignore[index]
+        return [gates.parameters[key] for gates in self._of_kind(GatesPosterior).values()]
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some gate sites, as when they leave the network.
@@ -343,22 +233,20 @@ class AutoGate(AutoGuide):
         """
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
         for name, index in units.items():
-            plan = self._plans.get(name)
-            parameters: Parameters = self.sites[site_key(name)] if plan is not None else {}
-            if plan is None or plan.template is None or plan.plates or any(x.dim() != 1 for x in parameters.values()):
+            gates = self._posteriors.get(name)
+            flat = gates is not None and all(x.dim() == 1 for x in gates.parameters.values())
+            if not isinstance(gates, GatesPosterior) or gates.plates or not flat:
                 raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
-            size = next(iter(parameters.values())).numel()
-            self._plans[name] = plan._replace(template=plan.template.apply_to_tensors(partial(rows, size, index)))
-            for key, old in list(parameters.items()):
+            self._posteriors[name] = gates.cut(index)
+            for key, old in gates.parameters.items():
                 new = nn.Parameter(old.detach()[index.to(old.device)].clone()) if len(index) else None
                 replaced[old] = new, index
                 if new is not None:
-                    parameters[key] = new
+                    gates.parameters[key] = new
             if not len(index):
-                del self._plans[name], self.sites[site_key(name)]
-        self._kept = {}
+                del self._posteriors[name], self.sites[site_key(name)]
+        self._drawing = MeanField(self._posteriors)
         self._names = None
-        self._groups = find_groups(self._plans) if self._groups is not None else None
         return replaced
 
     @torch.no_grad()
@@ -372,16 +260,10 @@ class AutoGate(AutoGuide):
         Raises:
             ValueError: the name is not a gate site.
         """
-        plan = self._gate_plans().get(name)
-        if plan is None or plan.template is None:
-            raise ValueError(f"Expected a gate site, one of {sorted(self._gate_plans())}, but got {name!r}.")
-        closed = self.family.closed(**plan.template.fixed_options)
-        for key, constraint in self.family.learned.items():
-            parameter = self.sites[site_key(name)]._parameters[key]
-            assert parameter is not None
-            value = transform_to(constraint).inv(getattr(closed, key)).to(parameter).expand_as(parameter).reshape(-1)
-            here = places.to(parameter.device)
-            parameter.view(-1)[here] = value[here]
+        gates = self._of_kind(GatesPosterior)
+        if name not in gates:
+            raise ValueError(f"Expected a gate site, one of {sorted(gates)}, but got {name!r}.")
+        gates[name].close(places)
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
@@ -396,7 +278,7 @@ class AutoGate(AutoGuide):
         return ActiveRate({name: prob.mean() for name, prob in probs.items()}, overall)
 
     @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Posterior median of every gate, by site; a copy. Takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from pyro.distributions import LogNormal, Normal, TransformedDistribution
 from pyro.infer.autoguide.guides import prototype_hide_fn
 from torch import Tensor, nn
-from torch.distributions import Transform, biject_to, constraints
+from torch.distributions import Distribution, Transform, biject_to, constraints
 from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.infer._plans import Parameters, Plan, site_key
+from pyro_l0.fast.record import Site
+from pyro_l0.infer._mean_field import SitePosterior, plates_and_shape
 from pyro_l0.infer.auto_gate import AutoGate
 
 __all__ = ["AutoSpikeSlab"]
+
+Slab: TypeAlias = Normal | LogNormal | TransformedDistribution
 
 _DRAWS = 31  # whose median is within 0.3 quartile deviations of a Cauchy's centre in two of three cases
 
@@ -59,7 +63,7 @@ class AutoSpikeSlab(AutoGate):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Callable[..., object],
         slab: Mapping[str, str],
         init_scale: float = 0.1,
         init_loc: Mapping[str, Tensor] | None = None,
@@ -72,68 +76,68 @@ class AutoSpikeSlab(AutoGate):
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
-    def _prototype_hide_fn(self, msg: dict[str, Any]) -> bool:  # type: ignore[override]
+    def _prototype_hide_fn(self, msg: Site) -> bool:  # type: ignore[override]
         return bool(prototype_hide_fn(msg)) or (find_gate(msg["fn"]) is None and msg["name"] not in self.slab)
 
-    def _check_sites(self, prototype: Any) -> None:
-        super()._check_sites(prototype)
-        sites = [name for name, _ in prototype.iter_stochastic_nodes()]
+    def _check_sites(self, sites: Mapping[str, Site]) -> None:
+        super()._check_sites(sites)
         for slab, gate in self.slab.items():
             for name in (slab, gate):
                 if name not in sites:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
 
-    def _transform(self, name: str, site: dict[str, Any]) -> Transform | None:
-        return _transform_to_support(name, site["fn"])
-
-    def _init_other(self, name: str, site: dict[str, Any], shape: torch.Size, plan: Plan) -> dict[str, nn.Parameter]:
-        loc = self.init_loc.get(name)
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior:
+        if find_gate(site["fn"]) is not None:
+            return super()._first(name, site, inherited)
+        fn, loc = site["fn"], self.init_loc.get(name)
+        plates, shape = plates_and_shape(site)
+        transform = _transform_to_support(name, fn)
         if loc is None:
-            loc = _start(site["fn"], plan.transform, site["value"].detach())
+            loc = _first_loc(fn, transform, site["value"].detach())
             loc = loc if loc.shape == shape else loc.mean() + torch.zeros(shape).to(loc)
-        elif plan.transform is not None:
-            loc = plan.transform.inv(loc)
+        elif transform is not None:
+            loc = transform.inv(loc)
         if loc.shape != shape:
             raise ValueError(f"Expected init_loc[{name!r}] of shape {tuple(shape)}, but got {tuple(loc.shape)}.")
         if not bool(torch.isfinite(loc).all()):
             raise ValueError(
-                f"Expected slab site {name!r} to start at finite numbers inside the support of its prior {site['fn']}, "
+                f"Expected slab site {name!r} to start at finite numbers inside the support of its prior {fn}, "
                 f"but got {self.init_loc.get(name, loc)}; set init_loc[{name!r}]."
             )
         log_scale = torch.full_like(loc, math.log(self.init_scale))
-        return {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
+        parameters = {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
+        return _SlabPosterior(fn.event_dim, plates, parameters, transform)
 
-    def _distribution(self, plan: Plan, parameters: Parameters) -> Any:
-        return _posterior(parameters, plan.transform) if plan.template is None else self._gate(plan, parameters)
-
-    def _gate_plans(self) -> dict[str, Plan]:
-        return {name: plan for name, plan in super()._gate_plans().items() if name not in self.slab}
-
-    def slabs(self) -> dict[str, Any]:
+    def slabs(self) -> dict[str, Slab]:
         """The posterior slabs by site; live and differentiable, as :meth:`posterior`."""
-        sites: Any = self.sites
-        plans = super()._gate_plans()
-        return {
-            name: _posterior(sites[site_key(name)], plan.transform) for name, plan in plans.items() if name in self.slab
-        }
+        return {name: slab.distribution(slab.parameters) for name, slab in self._of_kind(_SlabPosterior).items()}
 
     @torch.no_grad()
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Posterior median of every gate and slab, by site; a copy. Takes the model's arguments."""
         medians = super().median(*args, **kwargs)
-        sites: Any = self.sites
-        for name in self.slabs():
-            loc, transform = sites[site_key(name)]["loc"], self._plans[name].transform
-            medians[name] = loc.detach().clone() if transform is None else transform(loc)
+        for name, slab in self._of_kind(_SlabPosterior).items():
+            loc = slab.parameters["loc"]
+            medians[name] = loc.detach().clone() if slab.transform is None else slab.transform(loc)
         return medians
 
 
-def _transform_to_support(name: str, fn: Any) -> Transform | None:
-    """The map from the real line to a prior's support; None for the real line itself.
+@dataclass(frozen=True)
+class _SlabPosterior(SitePosterior):
+    """Slabs: normals, carried to the prior's support by a transform (None for the real line)."""
 
-    Args:
-        name: the slab's site.
-        fn: its prior.
+    transform: Transform | None
+
+    def distribution(self, parameters: Mapping[str, Tensor]) -> Slab:
+        family = LogNormal if isinstance(self.transform, ExpTransform) else Normal
+        slab: Slab = family(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
+        if family is Normal and self.transform is not None:
+            slab = TransformedDistribution(slab, [self.transform], validate_args=False)
+        return slab
+
+
+def _transform_to_support(name: str, fn: Distribution) -> Transform | None:
+    """The map from the real line to a prior's support; None for the real line itself.
 
     Raises:
         ValueError: the prior is discrete, or its support is not that of independent numbers.
@@ -158,47 +162,20 @@ def _transform_to_support(name: str, fn: Any) -> Transform | None:
     )
 
 
-def _posterior(parameters: Mapping[str, Tensor], transform: Transform | None) -> Any:
-    """The posterior: normal, log-normal for a support of positive numbers, else a transformed normal.
-
-    Args:
-        parameters: ``loc`` and ``log_scale``.
-        transform: as :func:`_transform_to_support` says.
-    """
-    loc, scale = parameters["loc"], parameters["log_scale"].exp()
-    if transform is None:
-        return Normal(loc, scale, validate_args=False)
-    if isinstance(transform, ExpTransform):
-        return LogNormal(loc, scale, validate_args=False)
-    return TransformedDistribution(Normal(loc, scale, validate_args=False), [transform], validate_args=False)
-
-
-def _start(fn: Any, transform: Transform | None, like: Tensor) -> Tensor:
-    """Where a slab starts: the prior's mean, with a hundredth of its standard deviation as noise.
+def _first_loc(fn: Distribution, transform: Transform | None, like: Tensor) -> Tensor:
+    """Where a slab's normals start: at the prior's mean, with a hundredth of its standard deviation as noise.
 
     Where the prior has no finite mean or standard deviation, the median and half the quartile distance of some draws
-    take their places.
-
-    Args:
-        fn: the prior.
-        transform: as :func:`_transform_to_support` says; the start is what it maps to the slab's median.
-        like: a value of the site.
+    take their places. ``like`` is a value of the site.
     """
-    centre, spread = _moments(fn, like)
-    finite = torch.isfinite(centre) & torch.isfinite(spread)
-    if not bool(finite.all()):
+    try:
+        centre, spread = fn.mean, fn.stddev
+    except NotImplementedError:
+        centre = spread = torch.full_like(like, torch.nan)
+    if not bool((torch.isfinite(centre) & torch.isfinite(spread)).all()):
         low, middle, high = fn.sample((_DRAWS,)).sort(0).values[[_DRAWS // 4, _DRAWS // 2, 3 * _DRAWS // 4]]
         centre = torch.where(torch.isfinite(centre), centre, middle)
         spread = torch.where(torch.isfinite(spread), spread, (high - low) / 2)
     if transform is not None:
         centre, spread = transform.inv(centre), torch.ones_like(spread)
     return (centre + 0.01 * spread * torch.randn_like(like)).detach()
-
-
-def _moments(fn: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of a prior, NaN where it has none."""
-    try:
-        return fn.mean, fn.stddev
-    except NotImplementedError:
-        nothing = torch.full_like(like, torch.nan)
-        return nothing, nothing

@@ -32,25 +32,20 @@ class GateGuide(Protocol):
     :func:`~pyro_l0.diagnostics.measure_gradient` for a call, ``posterior`` and ``locations``.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Sample the gates' sites; takes the model's arguments."""
-        ...
 
     def posterior(self) -> Mapping[str, GateDistribution]:
         """The posterior gates by site, differentiable for the guide's parameters."""
-        ...
 
     def test_gates(self) -> Mapping[str, Tensor]:
         """The deterministic gates that prune, by site, without gradients."""
-        ...
 
     def locations(self) -> Sequence[Tensor]:
         """The parameter that places the gates of each site of :meth:`posterior`, in its order and with its shape."""
-        ...
 
     def close(self, name: str, places: Tensor) -> None:
         """Close the gates at some places of a flattened site, so that their test gates are 0."""
-        ...
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Keep the units at some places of some sites; a site without any leaves.
@@ -58,15 +53,10 @@ class GateGuide(Protocol):
         Returns:
             For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
         """
-        ...
 
 
 def check_guide(guide: object, asked: str, *methods: str) -> None:
-    """Refuse a guide without the methods that are needed.
-
-    Raises:
-        TypeError: some are missing.
-    """
+    """Refuse a guide without the methods that are needed."""
     missing = [name for name in methods if not hasattr(guide, name)]
     if missing:
         raise TypeError(

@@ -19,12 +19,12 @@ def places_of(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gate
     last, first = _padded(whole, len(slab_whole))
     along_last, along_first = _padded(event, len(slab_event))
     found: list[Shape] = []
-    if _fits(along_last, slab_event) and _fits(batch, slab_batch):
+    if fits(along_last, slab_event) and fits(batch, slab_batch):
         found = [(1,) * (len(slab_batch) - len(batch)) + batch + along_last]
         if len(event) < len(slab_event) and _other_plates(plates_of_gates, slab, batch):
-            found += [last] if _fits(last, slab_whole) else []
+            found += [last] if fits(last, slab_whole) else []
     # An event never lies along the first dimensions: what is right for 2 x 3 weights would be another thing for 3 x 3.
-    whole_fits = [shape for shape in ([last] if event else [last, first]) if _fits(shape, slab_whole)]
+    whole_fits = [shape for shape in ([last] if event else [last, first]) if fits(shape, slab_whole)]
     found = list(dict.fromkeys(found or whole_fits))
     shapes = f"batch {batch} and event {event} against batch {slab_batch} and event {slab_event}"
     if not found:
@@ -33,7 +33,7 @@ def places_of(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gate
             f"Expected gates at site {gate_name!r} that broadcast against slab site {name!r} of shape {slab_whole}, "
             f"but got {whole} ({shapes}). Draw one gate per event in the slab's plates, or give the gates as many "
             "event dimensions as the slab has, of size 1 where a gate is "
-            f"shared{such if event and _fits(along_first, slab_event) else ''}."
+            f"shared{such if event and fits(along_first, slab_event) else ''}."
         )
     if len(found) > 1:
         raise ValueError(
@@ -51,7 +51,7 @@ def _padded(shape: Shape, dims: int) -> tuple[Shape, Shape]:
     return ones + shape, shape + ones
 
 
-def _fits(shape: Shape, to: Shape) -> bool:
+def fits(shape: Shape, to: Shape) -> bool:
     """Whether a shape broadcasts to another."""
     aligned = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, larger) for size, larger in aligned)

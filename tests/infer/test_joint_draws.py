@@ -213,7 +213,7 @@ def test_the_guide_sees_parameters_that_were_replaced():
     state = {name: x - 30.0 for name, x in guide.state_dict().items()}
     guide.load_state_dict(state, assign=True)
     assert elbo.terms(model, guide)["l0"] < 1e-9
-    assert copy.deepcopy(guide)._kept == {}
+    assert copy.deepcopy(guide)._drawing._kept == {}
 
 
 @pytest.mark.parametrize(
