@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import last, log, log1mexp
+from pyro_l0.maths.special import Number, last, log, log1mexp
 
 
 def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -24,7 +24,7 @@ def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     return log_e[0] - log_e[1]
 
 
-def transform(noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def transform(noise: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """The gate that standard logistic noise turns into (eq. 10-11 of the L0 paper)."""
     if isinstance(temperature, Tensor):
         y = (log_alpha + noise) / temperature
@@ -33,9 +33,7 @@ def transform(noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, str
     return (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
 
 
-def log_probs(
-    log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def log_probs(log_alpha: Tensor, temperature: Number, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log P(z = 0), log P(z = 1), log P(0 < z < 1) and log P(z != 0) (eq. 12, 24)."""
     a0 = temperature * stretch.t0 - log_alpha
     a1 = temperature * stretch.t1 - log_alpha
@@ -45,7 +43,7 @@ def log_probs(
     return F.logsigmoid(a0), F.logsigmoid(-a1), log_interior, log_active
 
 
-def log_density(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def log_density(z: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """Log density at 0 < z < 1 with respect to dz (eq. 23 stretched, eq. 26 before truncation)."""
     log_low = torch.log(z - stretch.gamma)
     log_high = torch.log(stretch.zeta - z)
@@ -53,23 +51,23 @@ def log_density(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stret
     return log(temperature) + log(stretch.width) - log_low - log_high + F.logsigmoid(a) + F.logsigmoid(-a)
 
 
-def log_density_in_t(t: Tensor, log_alpha: Tensor, temperature: float | Tensor) -> Tensor:
+def log_density_in_t(t: Tensor, log_alpha: Tensor, temperature: Number) -> Tensor:
     """Log density with respect to dt, t the logit of the unstretched variable."""
     a = temperature * t - log_alpha
     return log(temperature) + F.logsigmoid(a) + F.logsigmoid(-a)
 
 
-def cdf_logit(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def cdf_logit(z: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """Logit of the cdf at 0 <= z <= 1 (eq. 24)."""
     return temperature * (torch.log(z - stretch.gamma) - torch.log(stretch.zeta - z)) - log_alpha
 
 
-def icdf(p: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def icdf(p: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """The smallest z with F(z) >= p."""
     return transform(torch.log(p) - torch.log1p(-p), log_alpha, temperature, stretch)
 
 
-def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """Quantile of the gate given 0 < z < 1 (eq. 29 with the limits 0 and 1).
 
     The logit of P0 + u * Pmid is the difference of two logs, each a sum of positive terms.
@@ -80,7 +78,7 @@ def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: float | Tensor, str
     return transform(below - above, log_alpha, temperature, stretch)
 
 
-def mean(log_alpha: Tensor, temperature: float | Tensor, nodes: Nodes) -> Tensor:
+def mean(log_alpha: Tensor, temperature: Number, nodes: Nodes) -> Tensor:
     """E[z], the integral of the survival function."""
     a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
     measure = nodes.weight * nodes.slope
@@ -89,7 +87,7 @@ def mean(log_alpha: Tensor, temperature: float | Tensor, nodes: Nodes) -> Tensor
     return torch.where(mean < 0.5, mean, 1 - co_mean)
 
 
-def variance(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
+def variance(log_alpha: Tensor, temperature: Number, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Var[z] as a sum of non-negative terms, so that small variances keep their relative accuracy."""
     a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
     below, above = torch.sigmoid(a), torch.sigmoid(-a)
@@ -102,7 +100,7 @@ def variance(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, n
     return torch.exp(log_zero) * mean.square() + torch.exp(log_one) * co_mean.square() + interior
 
 
-def entropy(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
+def entropy(log_alpha: Tensor, temperature: Number, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Entropy with respect to the mixed measure; it may be negative."""
     log_zero, log_one, _, _ = log_probs(log_alpha, temperature, stretch)
     log_density = log_density_in_t(nodes.t, log_alpha.unsqueeze(-1), last(temperature))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_l0.maths import hard_concrete
-from pyro_l0.maths.host import transformed
-from pyro_l0.maths.node import Context
+from pyro_l0.maths.host import Context, transformed
 from pyro_l0.maths.quadrature import Stretch
 from pyro_l0.maths.special import cat_flat, clamp_backward
 
-
-class _Context(Context, Protocol):
-    options: tuple[float, Stretch]
+_Context = Context[tuple[float, Stretch]]
 
 
 class _HardConcreteDraw(torch.autograd.Function):

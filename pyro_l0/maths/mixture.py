@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.node import Context, apply
+from pyro_l0.maths.host import Context, apply
 from pyro_l0.maths.quadrature import Stretch
 from pyro_l0.maths.special import Number, clamp_backward
 
@@ -199,18 +199,20 @@ def _gate_slope(component: Component, logits: Tensor, s: Tensor, stretch: Stretc
     # Where the slope is finite.
     s = s.clamp(-stretch.gamma / stretch.width, (1 - stretch.gamma) / stretch.width)  # type: ignore[arg-type]
     slope = component.logit_slope(logits, Point(s, 1 - s)) * stretch.width
-    return clamp_backward(slope, z, 0, 1)  # type: ignore[no-any-return]
-
-
-class _Context(Context, Protocol):
-    options: tuple[Component, Stretch]
+    return clamp_backward(slope, z, 0, 1)
 
 
 class _MixtureGateDraw(torch.autograd.Function):
     """Draws of the stretched and clipped mixture with their derivative for the logits (Eq. 12) as one node."""
 
     @staticmethod
-    def forward(ctx: _Context, logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
+    def forward(
+        ctx: Context[tuple[Component, Stretch]],
+        logits: Tensor,
+        shape: torch.Size,
+        component: Component,
+        stretch: Stretch,
+    ) -> Tensor:
         s = unstretched_draw(component, logits, shape)
         if ctx.needs_input_grad[0]:
             ctx.options = component, stretch
@@ -218,7 +220,7 @@ class _MixtureGateDraw(torch.autograd.Function):
         return (stretch.gamma + stretch.width * s).clamp_(0, 1)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[Component, Stretch]], grad: Tensor) -> tuple[Tensor | None, ...]:
         slope, logits, s = ctx.saved_tensors
         if torch.is_grad_enabled():  # a graph of this gradient is being built
             component, stretch = ctx.options
