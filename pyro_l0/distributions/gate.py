@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.sampled_kl import warn_if_sampled
 from pyro_l0.maths import host
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import cat_flat
-
-__all__ = ["GateDistribution", "GateSupport", "JointDraw", "concatenate"]
+from pyro_l0.maths.special import Number, cat_flat
 
 
 class GateSupport(constraints.interval):
@@ -56,6 +53,7 @@ class GateDistribution(TorchDistribution):
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
+    _fixed: ClassVar[tuple[str, ...]] = ()  # the other parameters; each is kept in an attribute with an underscore
 
     def __init__(
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
@@ -92,18 +90,8 @@ class GateDistribution(TorchDistribution):
 
     @property
     @abstractmethod
-    def test_gate(self) -> Tensor:
-        """The deterministic gate that prunes, shape ``batch_shape``."""
-
-    @property
-    @abstractmethod
     def median(self) -> Tensor:
         """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
-
-    @property
-    @abstractmethod
-    def stretch(self) -> Stretch | None:
-        """Limits of the stretched variable, if it has any; quadrature uses their logit map."""
 
     @classmethod
     @abstractmethod
@@ -119,7 +107,7 @@ class GateDistribution(TorchDistribution):
         """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
 
     @abstractmethod
-    def base_distribution(self) -> TorchDistribution:
+    def base_distribution(self) -> Distribution:
         """The continuous distribution on the real line that :meth:`rectify` turns into this gate."""
 
     @abstractmethod
@@ -141,14 +129,24 @@ class GateDistribution(TorchDistribution):
         Infinity where that is not known, as parameters on a device are not.
         """
 
-    @abstractmethod
+    # ------------------------------------------------------------ what follows
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The deterministic gate that prunes, shape ``batch_shape``: the median, if a family has no other."""
+        return self.median
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """Limits of the stretched variable, None if it has none; quadrature uses their logit map."""
+        return None
+
     def _state(self) -> dict[str, object]:
         """Attributes that hold the parameters.
 
         Those in ``learned`` are tensors of shape ``batch_shape``; others are numbers or tensors that broadcast.
         """
-
-    # ------------------------------------------------------------ what follows
+        return {name: getattr(self, name) for name in (*self.learned, *(f"_{name}" for name in self._fixed))}
 
     @property
     def active_prob(self) -> Tensor:
@@ -172,7 +170,7 @@ class GateDistribution(TorchDistribution):
     @property
     def fixed_options(self) -> dict[str, Number]:
         """The parameters that a guide does not learn, as keywords of ``from_active_prob``."""
-        return {}
+        return {name: getattr(self, f"_{name}") for name in self._fixed}
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log mass at 0 and at 1, log density in between.
@@ -217,8 +215,7 @@ class GateDistribution(TorchDistribution):
         new = type(self).__new__(type(self))
         for name, value in self._state().items():
             setattr(new, name, function(value) if isinstance(value, Tensor) else value)
-        shape = getattr(new, next(iter(self.learned))).shape
-        Distribution.__init__(new, shape, validate_args=False)
+        Distribution.__init__(new, new._like.shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
 
@@ -302,7 +299,6 @@ def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
 def _kind(gate: GateDistribution) -> tuple[object, ...] | None:
     """What gates have in common that can be one gate, None where it takes more than numbers."""
     options = tuple(gate.fixed_options.items())
-    if any(isinstance(option, Tensor) for _, option in options):
+    if not gate.learned or any(isinstance(option, Tensor) for _, option in options):
         return None
-    learned: Tensor = getattr(gate, next(iter(gate.learned)))
-    return type(gate), options, learned.dtype, learned.device
+    return type(gate), options, gate._like.dtype, gate._like.device

@@ -22,15 +22,13 @@ from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
-from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.power_law import PowerLawGate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 from pyro_l0.maths import hard_concrete_kl, host, quadrature, rectified_normal, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
-
-__all__ = ["kl_by_quadrature"]
+from pyro_l0.maths.special import Number
 
 _FAMILIES = (
     BernoulliGate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,8 +12,6 @@ from torch.distributions import constraints
 
 from pyro_l0.maths import host
 from pyro_l0.maths.special import Number
-
-__all__ = ["Number", "as_parameters", "bounded", "check_rate", "inside_unit_interval", "open_uniform"]
 
 
 class _Bounded(constraints.Constraint):
@@ -55,12 +54,8 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
         ValueError: the shapes do not broadcast.
     """
     named = {**full, **shared}
-    tensors = [x for x in named.values() if isinstance(x, Tensor)]
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    if tensors:
-        dtype = torch.float32
-        for x in tensors:
-            dtype = torch.promote_types(dtype, x.dtype)
+    dtypes = [x.dtype for x in named.values() if isinstance(x, Tensor)] or [torch.get_default_dtype()]
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
     device = next((x.device for x in full.values() if isinstance(x, Tensor)), None)
 
     def convert(x: Number) -> Number:

@@ -13,13 +13,14 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import Number, inside_unit_interval
+from pyro_l0.distributions.parameters import bounded, inside_unit_interval
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths import quadrature, special
 from pyro_l0.maths.mixture import Point
 from pyro_l0.maths.quadrature import Nodes, Stretch
+from pyro_l0.maths.special import Number
 
-__all__ = ["StretchedGate", "UnitIntervalGate"]
+STRETCH_LIMITS = {"gamma": bounded(upper=0), "zeta": bounded(lower=1)}
 
 
 class StretchedGate(GateDistribution):
@@ -170,7 +171,7 @@ class _UnitVariable(TorchDistribution):
 
     support = constraints.unit_interval
     has_rsample = True
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+    arg_constraints: ClassVar = {}
 
     def __init__(self, gate: UnitIntervalGate) -> None:
         self.gate = gate
