@@ -100,20 +100,14 @@ class BernoulliGate(GateDistribution):
         """Minus infinity, shape ``batch_shape``."""
         return torch.full_like(self.logits, -math.inf)
 
-    @property
-    def log_active_prob(self) -> Tensor:
-        """log P(z != 0), shape ``batch_shape``."""
-        return F.logsigmoid(self.logits)
+    log_active_prob = log_prob_one
 
     @property
     def median(self) -> Tensor:
         """1 where the gate is open more often than not, shape ``batch_shape``."""
         return (self.logits > 0).to(self.logits.dtype)
 
-    @property
-    def mean(self) -> Tensor:
-        """E[z], shape ``batch_shape``."""
-        return self.probs
+    mean = probs
 
     @property
     def variance(self) -> Tensor:

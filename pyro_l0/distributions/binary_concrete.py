@@ -14,9 +14,9 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate, inside_unit_interval
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.maths import hard_concrete, quadrature
-from pyro_l0.maths.special import Number
+from pyro_l0.maths.special import Number, inside_unit_interval
 
 _REACH = 40.0  # of a standard logistic: 4e-18 of its mass lies beyond
 _OFFSETS = (0.5, 1.5, 4.0, 10.0, 20.0)
@@ -91,20 +91,14 @@ class BinaryConcrete(GateDistribution):
         """Minus infinity, shape ``batch_shape``."""
         return torch.full_like(self.log_alpha, -math.inf)
 
-    @property
-    def log_prob_one(self) -> Tensor:
-        """Minus infinity, shape ``batch_shape``."""
-        return torch.full_like(self.log_alpha, -math.inf)
+    log_prob_one = log_prob_zero
 
     @property
     def log_interior_prob(self) -> Tensor:
         """0, shape ``batch_shape``."""
         return torch.zeros_like(self.log_alpha)
 
-    @property
-    def log_active_prob(self) -> Tensor:
-        """0, shape ``batch_shape``."""
-        return torch.zeros_like(self.log_alpha)
+    log_active_prob = log_interior_prob
 
     @property
     def least_active_prob(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -95,8 +95,8 @@ class GateDistribution(TorchDistribution):
 
     @classmethod
     @abstractmethod
-    def from_active_prob(cls, active_prob: Number, *args: Any, **options: Any) -> Self:
-        """The gate of this family with P(z != 0) = ``active_prob``."""
+    def from_active_prob(cls, active_prob: Number) -> Self:
+        """The gate of this family with P(z != 0) = ``active_prob``; further parameters have defaults."""
 
     @abstractmethod
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:

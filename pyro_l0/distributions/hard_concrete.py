@@ -14,12 +14,12 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import JointDraw
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate, inside_unit_interval, open_uniform
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate
 from pyro_l0.maths import hard_concrete, host, joint_draw, quadrature, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import Number
+from pyro_l0.maths.special import Number, inside_unit_interval, open_uniform
 
 
 class HardConcrete(StretchedGate):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate, open_uniform
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, kumaraswamy, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s
-from pyro_l0.maths.special import Number
+from pyro_l0.maths.special import Number, open_uniform
 
 
 class HardKumaraswamy(UnitIntervalGate):

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.parameters import as_parameters, check_rate, open_uniform
+from pyro_l0.distributions.parameters import as_parameters, check_rate
 from pyro_l0.distributions.stretched import UnitIntervalGate
 from pyro_l0.maths import host, mixture
 from pyro_l0.maths.host import kept
 from pyro_l0.maths.mixture import Component, Point
-from pyro_l0.maths.special import Number, last
+from pyro_l0.maths.special import Number, last, open_uniform
 
 
 class MixtureGate(UnitIntervalGate):

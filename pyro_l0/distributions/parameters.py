@@ -1,4 +1,4 @@
-"""A family's parameters: their constraints, their conversion, rates and draws that keep off their limits."""
+"""A family's parameters: their constraints, their conversion and rates."""
 
 from __future__ import annotations
 
@@ -91,14 +91,3 @@ def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, 
             f"Expected {name} strictly between {low:g} and {high:g}, the range that {family} can reach, "
             f"but got {value}."
         )
-
-
-def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
-    """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
-
-
-def inside_unit_interval(z: Tensor) -> Tensor:
-    """Keep interior draws off the atoms, which rounding may reach."""
-    info = torch.finfo(z.dtype)
-    return z.clamp(info.tiny, 1 - info.eps / 2)

@@ -14,7 +14,7 @@ from torch.types import _size
 
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import Number
+from pyro_l0.maths.special import Number, inside_unit_interval
 
 # Of the mass between the atoms, below the places where panels end.
 _SHARES = (1e-14, 1e-10, 1e-7, 1e-4, 0.01, 0.15, 0.5, 0.85, 0.99, 1 - 1e-4, 1 - 1e-7, 1 - 1e-10, 1 - 1e-14)
@@ -123,9 +123,7 @@ class Rectified(QuadratureGate):
         shape = torch.Size(sample_shape) + self.batch_shape
         low, high = self.base.cdf(self._at(0.0)), self.base.cdf(self._at(1.0))
         u = torch.rand(shape, dtype=low.dtype, device=low.device)
-        info = torch.finfo(low.dtype)
-        inside: Tensor = self.base.icdf(low + u * (high - low)).clamp(info.tiny, 1 - info.eps / 2)
-        return inside
+        return inside_unit_interval(self.base.icdf(low + u * (high - low)))
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``; as far as the base has quantiles."""

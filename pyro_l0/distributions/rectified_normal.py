@@ -12,9 +12,9 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate, inside_unit_interval, open_uniform
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.maths import host, quadrature, rectified_normal, special
-from pyro_l0.maths.special import Number
+from pyro_l0.maths.special import Number, inside_unit_interval, open_uniform
 
 
 class RectifiedNormal(GateDistribution):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_l0.maths.host import Context, apply
 from pyro_l0.maths.quadrature import Stretch
-from pyro_l0.maths.special import Number, clamp_backward
+from pyro_l0.maths.special import Number, clamp_backward, inside_unit_interval
 
 
 class Point(NamedTuple):
@@ -40,44 +40,34 @@ class Component(Protocol):
 
     def log_density(self, x: Point) -> Tensor:
         """Log density."""
-        ...
 
     def log_below(self, x: Point) -> Tensor:
         """log R0."""
-        ...
 
     def log_above(self, x: Point) -> Tensor:
         """log(1 - R0)."""
-        ...
 
     def log_between(self, low: Point, high: Point) -> Tensor:
         """Log of the mass between two points."""
-        ...
 
     def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
         """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
-        ...
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
         """Independent draws of a tensor's type and device."""
-        ...
 
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
         """The point that a draw of the mixture stays below with probability p."""
-        ...
 
     def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
         """Shares of the unit interval at which a quadrature rule starts anew, None where they would be too many."""
-        ...
 
     def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
         """Where panels end that resolve the mixture between two values of s; shape ``logits.shape + (k,)``."""
-        ...
 
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
-        ...
 
 
 def log_s(x: Point) -> Tensor:
@@ -161,8 +151,7 @@ def attach_gradient(
         p: their probabilities, if they have a gradient too.
         ends: if the points follow the distribution between two points, those.
     """
-    info = torch.finfo(s.dtype)
-    s = s.detach().clamp(info.tiny, 1 - info.eps / 2)
+    s = inside_unit_interval(s.detach())
 
     def residual(s: Tensor) -> Tensor:
         x = Point(s, 1 - s)

@@ -39,6 +39,17 @@ def cat_flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in tensors])
 
 
+def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
+    """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
+    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
+
+
+def inside_unit_interval(z: Tensor) -> Tensor:
+    """Keep interior draws off the atoms, which rounding may reach."""
+    info = torch.finfo(z.dtype)
+    return z.clamp(info.tiny, 1 - info.eps / 2)
+
+
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(-x)) for x > 0, accurate at both ends."""
     small = x < LN_2
