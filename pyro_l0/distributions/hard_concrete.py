@@ -17,7 +17,7 @@ from pyro_l0.distributions.gate import JointDraw
 from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate
-from pyro_l0.maths import hard_concrete, host, joint_draw, quadrature, special
+from pyro_l0.maths import hard_concrete, host, quadrature, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, inside_unit_interval, open_uniform
 
@@ -177,9 +177,8 @@ class HardConcrete(StretchedGate):
         """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
         first = gates[0]
         assert not isinstance(first._temperature, Tensor)  # concatenate has seen to it
-        draws, active_prob = joint_draw.hard_concretes(
-            [gate.log_alpha for gate in gates], first._temperature, first.stretch
-        )
+        log_alphas = [gate.log_alpha for gate in gates]
+        draws, active_prob = hard_concrete.draw_jointly(log_alphas, first._temperature, first.stretch)
         return JointDraw(gates, draws, active_prob)
 
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:

@@ -108,7 +108,7 @@ class MixtureGate(UnitIntervalGate):
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
-        if host.transformed() or any(isinstance(x, Tensor) and x.requires_grad for x in self.fixed_options.values()):
+        if host.transformed() or host.learned(*self.fixed_options.values()):
             return super().rsample(sample_shape)
         shape = torch.Size(sample_shape) + self.logits.shape
         return mixture.gate_draw(self.logits, shape, self._component, self.stretch)

@@ -15,7 +15,7 @@ from torch.types import _size
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.parameters import bounded
 from pyro_l0.distributions.quadrature import QuadratureGate
-from pyro_l0.maths import quadrature, special
+from pyro_l0.maths import host, quadrature, special
 from pyro_l0.maths.mixture import Point
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, inside_unit_interval
@@ -47,7 +47,7 @@ class StretchedGate(GateDistribution):
             return self._stretch
         stretch = quadrature.make_stretch(self._gamma, self._zeta, self._like.dtype)
         # Kept, so that a KL sees one object; not with a graph, which belongs to one evaluation.
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in (self._gamma, self._zeta)):
+        if not host.learned(self._gamma, self._zeta):
             self._stretch = stretch
         return stretch
 

@@ -44,6 +44,11 @@ def constant(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is None
 
 
+def learned(*parameters: float | Tensor) -> bool:
+    """Whether a gradient for one of some parameters is asked for."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in parameters)
+
+
 def largest(x: float | Tensor) -> float:
     """The largest value, infinity where it cannot be read."""
     if not isinstance(x, Tensor):
