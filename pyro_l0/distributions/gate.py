@@ -34,9 +34,9 @@ class GateDistribution(TorchDistribution):
     Densities are with respect to :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`: ``log_prob`` is a log mass
     at 0 and at 1 and a log density in between.
 
-    A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned``
-    and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and the guides follow.
-    ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be written where they are wanted.
+    A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned`` and
+    the others in ``_fixed``, and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and
+    guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be written where they are wanted.
 
     Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it (third
     derivatives of a mixture's draws and quantiles, and of draws of a tail, are not theirs). Under
@@ -47,13 +47,14 @@ class GateDistribution(TorchDistribution):
     Class attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
+        _fixed: the other parameters, keywords of ``from_active_prob``; each is kept in an attribute with an underscore.
     """
 
     support: constraints.Constraint = GateSupport()
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
-    _fixed: ClassVar[tuple[str, ...]] = ()  # the other parameters; each is kept in an attribute with an underscore
+    _fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
@@ -301,4 +302,5 @@ def _kind(gate: GateDistribution) -> tuple[object, ...] | None:
     options = tuple(gate.fixed_options.items())
     if not gate.learned or any(isinstance(option, Tensor) for _, option in options):
         return None
-    return type(gate), options, gate._like.dtype, gate._like.device
+    like = gate._like
+    return type(gate), options, like.dtype, like.device
