@@ -10,10 +10,8 @@ from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = ["active_prob", "find_gate", "inside_events"]
 
-
-def find_gate(fn: Any) -> GateDistribution | None:
+def find_gate(fn: object) -> GateDistribution | None:
     """The gate inside ``to_event``, ``mask`` and ``expand`` wrappers, or None."""
     while type(fn) is Independent:  # the usual wrapper; abstract classes answer isinstance slowly
         fn = fn.base_dist
