@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.graph import GateGraph
@@ -286,14 +287,10 @@ def _on_constants(node: fx.Node, modules: Mapping[str, nn.Module], x: Tensor) ->
     if node.op == "call_module":
         return cast(Tensor, copy.deepcopy(modules[str(node.target)]).cpu().eval()(x))
 
-    def value(arg: Any) -> Any:
-        def of(node: fx.Node) -> Any:
-            return x if node.meta["value"] is None else node.meta["value"]
+    def value(arg: fx.Node) -> Argument:
+        return cast(Argument, x if arg.meta["value"] is None else arg.meta["value"])
 
-        return fx.map_arg(arg, of)
-
-    args = tuple(value(arg) for arg in node.args)
-    kwargs = {key: value(arg) for key, arg in node.kwargs.items()}
+    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
     if node.op == "call_method":
         return cast(Tensor, getattr(x, str(node.target))(*args[1:], **kwargs))
     assert callable(node.target)

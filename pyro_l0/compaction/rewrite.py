@@ -13,7 +13,7 @@ from torch.fx.node import Argument
 from torch.nn.utils import parametrize
 
 from pyro_l0.compaction.plan import Plan, along, analyse
-from pyro_l0.compaction.smaller import batch_norm_like, gate_like, layer_like
+from pyro_l0.compaction.smaller import BatchNorm, batch_norm_like, gate_like, layer_like
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import GateGraph
@@ -26,7 +26,6 @@ __all__ = ["rewrite", "rewrite_graph"]
 
 
 _DROPOUT: dict[object, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
-_Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.GraphModule:
@@ -117,9 +116,7 @@ class _Rewriter:
     # ------------------------------------------------------------ helpers
 
     def _call(self, path: str, module: nn.Module, x: fx.Node) -> fx.Node:
-        parts = path.split(".")
-        # GraphModule takes modules by path, whose parents it makes itself.
-        self.modules[".".join(parts)] = module
+        self.modules[path] = module  # by path: GraphModule makes the parents itself
         return self.graph.call_module(path, (x,))
 
     def _add(self, name: str, path: str, module: nn.Module, x: fx.Node) -> None:
@@ -238,7 +235,7 @@ class _Rewriter:
             self._add(name, str(node.target), Shift(value), x)
             self.scales[name] = None
             return
-        if isinstance(module, _Batches):
+        if isinstance(module, BatchNorm):
             self._add(name, str(node.target), batch_norm_like(module, list(units), scale), x)
             self.scales[name] = None
             return

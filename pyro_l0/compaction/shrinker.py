@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,25 @@ class GatePosterior(Protocol):
 
     def posterior(self) -> Mapping[str, _Posterior]:
         """The posterior gates by site."""
-        ...
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some sites."""
-        ...
+
+
+class Objective(Protocol):
+    """What shrinking asks of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
+
+    square_norm: dict[str, Callable[[], Tensor]]
+
+    def drop(self, sites: Collection[str]) -> None:
+        """Forget the coefficients of some sites."""
+
+
+class ShrinkerState(TypedDict):
+    """What a resumed run needs: the plans as JSON, and by site for how long each gate has been closed."""
+
+    plans: list[str]
+    streaks: dict[str, Tensor]
 
 
 class Replica(NamedTuple):
@@ -114,7 +128,7 @@ class Shrinker:
         guide: GatePosterior,
         example_input: Tensor,
         optimiser: torch.optim.Optimizer,
-        elbo: Any = None,
+        elbo: Objective | None = None,
         replicas: Sequence[Replica] = (),
         *,
         threshold: float = 0.01,
@@ -205,14 +219,14 @@ class Shrinker:
         self._carry_out(found, graph)
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ShrinkerState:
         """What a resumed run needs, as plain values."""
         return {
             "plans": [found.to_json() for found in self._plans],
             "streaks": {site: streak.clone() for site, streak in self._streaks.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: ShrinkerState) -> None:
         """Shrink the networks as those were whose state this is; load their parameters afterwards.
 
         Args:

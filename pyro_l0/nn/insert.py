@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -88,14 +87,14 @@ class _Gated(nn.Sequential):
         gated: Tensor = self[1](self[0](*args, **kwargs))
         return gated
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:  # as torch has it, which returns whatever there is
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("0")
             if module is None:
                 raise
-            value = getattr(module, name)
+            value: Tensor | nn.Module = getattr(module, name)
         if not isinstance(value, (Tensor, nn.Module)):
             return value
         raise AttributeError(

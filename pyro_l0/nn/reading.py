@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -235,11 +235,10 @@ def _check_mean(node: fx.Node, parent: Step) -> None:
 
 
 def _mean_dims(node: fx.Node, rank: int) -> list[int]:
-    given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    given = cast(int | list[int] | None, node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None))
     if given is None:
         return list(range(rank))
-    entries: Any = given if isinstance(given, (tuple, list)) else [given]
-    return [entry % rank for entry in entries]
+    return [entry % rank for entry in ([given] if isinstance(given, int) else given)]
 
 
 def units_held(before: torch.Size, parent: Step, shape: torch.Size, dim: int) -> Tensor:

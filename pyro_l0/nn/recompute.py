@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,7 +48,7 @@ class _Block:
         return draws[place] if place < len(draws) else None
 
 
-_blocks: WeakKeyDictionary[Any, _Block] = WeakKeyDictionary()  # by torch's object, which lives as long as the graph
+_blocks: WeakKeyDictionary[object, _Block] = WeakKeyDictionary()  # by torch's object, which lives as long as the graph
 
 
 def draw_in_block(gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]) -> tuple[Tensor, bool]:

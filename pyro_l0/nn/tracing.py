@@ -7,7 +7,6 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -49,8 +48,7 @@ class _Passed(nn.Module):
         self.path = path
 
     def forward(self, x: Tensor) -> Tensor:
-        check_tensor(x, self.path)
-        return x
+        return check_tensor(x, self.path)
 
 
 _LEAVES = (_Passed, FixedGate, Select, Shift, Sized, Expand, Constant)
@@ -83,8 +81,8 @@ class _Tracer(fx.Tracer):
         return isinstance(m, _LEAVES) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         self.within.append(self.path_of_module(m))
         result = super().call_module(m, forward, args, kwargs)
         self.within.pop()
@@ -96,11 +94,11 @@ class _Shapes(fx.Interpreter):
 
     node: fx.Node
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         self.node = n
-        result = super().run_node(n)
-        is_tensor = isinstance(result, Tensor)
-        n.meta.update(shape=result.shape if is_tensor else None, value=None if is_tensor else result)
+        result: object = super().run_node(n)
+        shape, value = (result.shape, None) if isinstance(result, Tensor) else (None, result)
+        n.meta.update(shape=shape, value=value)
         return result
 
 
