@@ -186,7 +186,7 @@ class _Rewriter:
             self.values[name], self.scales[name] = self.graph.call_module(path, (x,)), None
             return
         x, scale = self._scaled(parent, units, name)
-        gate = self.gates[self.old.site(name)][list(units)]
+        gate = self.gates[self.old.gates[name]][list(units)]
         scale = gate if scale is None else scale * gate
         self.values[name], self.scales[name] = x, None if bool((scale == 1).all()) else scale
 

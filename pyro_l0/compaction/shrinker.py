@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol, TypedDict
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.compaction.comparison import check_hooks, check_rewriting, check_trainable
 from pyro_l0.compaction.optimiser import Replaced, add_biases, check_state, layer_slices, move
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
-from pyro_l0.compaction.trainable import check_hooks, check_rewriting, check_trainable
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph
@@ -245,9 +245,8 @@ class Shrinker:
 
     def _carry_out(self, found: Plan, graph: GateGraph) -> None:
         units: dict[str, Tensor] = {site: torch.empty(0, dtype=torch.long) for site in self._kept}
-        for name, step in graph.steps.items():
-            if step.kind == "gate":
-                units[graph.site(name)] = torch.tensor(found.kept[name], dtype=torch.long)
+        for name, site in graph.gates.items():
+            units[site] = torch.tensor(found.kept[name], dtype=torch.long)
         replaced = self._replace(self.main, found, graph, units)
         for replica in self.replicas:
             self._replace(replica, found, None, units)

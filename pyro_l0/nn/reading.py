@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pyro_l0.nn.gate import Gate, gate_names
-from pyro_l0.nn.graph import GateGraph, Layer, Step
+from pyro_l0.nn.graph import GateGraph, Layer, Step, units_held
 from pyro_l0.nn.kinds import Convolution, Kind, LayerModule, kind_of, shape_of, tensors
 from pyro_l0.nn.pieces import Expand, Select
 from pyro_l0.nn.tracing import operation, place, trace
 
-__all__ = ["misplaced", "read_network", "units_held"]
+__all__ = ["read_called", "read_network"]
 
 
 def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
@@ -36,7 +36,7 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     if isinstance(network, nn.Module):
         for where, module in network.named_modules():
             if isinstance(module, Gate) and "parametrizations" in where.split("."):
-                raise misplaced(module.site_name or where, where, "computes weights, which are not counted")
+                raise _misplaced(module.site_name or where, where, "computes weights, which are not counted")
     graph, left_out = trace(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
     kinds = {node.name: kind_of(node, modules) for node in graph.nodes}
@@ -51,14 +51,18 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     return GateGraph(graph, modules, sites, steps, left_out)
 
 
-def misplaced(site: str, path: str, why: str) -> ValueError:
-    """The refusal of a gate that acts on no units.
+def read_called(network: nn.Module, example_input: Tensor) -> GateGraph:
+    """:func:`read_network`, where every gate is called on units."""
+    graph = read_network(network, example_input)
+    for site, gate in gate_names(network).items():
+        if site not in graph.gates.values():
+            path = next(name for name, module in network.named_modules() if module is gate)
+            raise _misplaced(site, path, "is never called")
+    return graph
 
-    Args:
-        site: its name.
-        path: of its module.
-        why: what it does instead, as half a sentence.
-    """
+
+def _misplaced(site: str, path: str, why: str) -> ValueError:
+    """The refusal of a gate, with its module's path, that acts on no units but does what ``why`` says."""
     return ValueError(
         f"Expected gates that are called on the units of a tensor, but gate {site!r} (module {path!r}) {why}; "
         "put it behind the layer whose units it gates, or take it out."
@@ -239,21 +243,6 @@ def _mean_dims(node: fx.Node, rank: int) -> list[int]:
     if given is None:
         return list(range(rank))
     return [entry % rank for entry in ([given] if isinstance(given, int) else given)]
-
-
-def units_held(before: torch.Size, parent: Step, shape: torch.Size, dim: int) -> Tensor:
-    """The units of the parent that each unit of a reshaped tensor holds, one row for each.
-
-    Args:
-        before: shape of the parent's tensor.
-        parent: the parent.
-        shape: shape of the reshaped tensor.
-        dim: dimension of its units.
-    """
-    view = [1] * len(before)
-    view[parent.dim] = parent.size
-    ids = torch.arange(parent.size).view(view).expand(before).reshape(shape)
-    return ids.movedim(dim, 0).reshape(shape[dim], -1)
 
 
 def _source(node: fx.Node, shape: torch.Size, dim: int, steps: Mapping[str, Step]) -> Tensor | None:
