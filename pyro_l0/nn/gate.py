@@ -189,18 +189,7 @@ def _warn_inside_data(name: str) -> None:
 
 
 def check_units(x: object, size: int, dim: int, name: object) -> None:
-    """Refuse what gates can't multiply.
-
-    Args:
-        x: the input of a layer of gates.
-        size: number of gates.
-        dim: dimension of the units.
-        name: of the layer, for the message.
-
-    Raises:
-        ValueError: the input has another number of units.
-        TypeError: it is no tensor, or of a type that does not hold fractions.
-    """
+    """Refuse the input of the layer ``name`` unless dimension ``dim`` holds ``size`` units that gates can multiply."""
     x = check_tensor(x, name)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(
@@ -217,7 +206,7 @@ def check_units(x: object, size: int, dim: int, name: object) -> None:
 
 
 def check_tensor(x: object, name: object) -> Tensor:
-    """Hand on a tensor and refuse anything else; arguments and errors as of :func:`check_units`."""
+    """Hand on the input of a layer, and refuse what is no tensor."""
     if isinstance(x, Tensor):
         return x
     raise TypeError(

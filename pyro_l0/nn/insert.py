@@ -64,9 +64,8 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate]) -> None:
     modules = dict(network.named_modules(remove_duplicate=False))
     for path, gate in gates.items():
         if not path or path not in modules:
-            close = get_close_matches(path, [name for name in modules if name], n=3) or list(
-                dict(network.named_children())
-            )
+            children = [name for name, _ in network.named_children()]
+            close = get_close_matches(path, [name for name in modules if name], n=3) or children
             raise ValueError(
                 f"Expected paths of modules of the network, but got {path!r}; there are {', '.join(map(repr, close))}."
             )
@@ -184,7 +183,11 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
     made: dict[int, Gate] = {}
     for path, module in paths.items():
         found = shapes[module]
-        _check_dropout(path, module.p, {size for size, _ in found}, len(set(found)) == 1)
+        if module.p >= 1:
+            raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {module.p}.")
+        if len(set(found)) != 1:
+            sizes = sorted({size for size, _ in found})
+            raise ValueError(f"Expected {path!r} to be called on one number of units, but it was called on {sizes}.")
         if len(found) > 1 and id(module) not in made:
             warnings.warn(
                 f"Dropout layer {path!r} is called {len(found)} times, and the gate in its place acts alike "
@@ -195,15 +198,6 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
     new = copy.deepcopy(network, dict(made))
     gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, Gate)}
     return new, {path: 1 - paths[path].p for path in gates if path in paths}
-
-
-def _check_dropout(path: str, p: float, sizes: set[int], alike: bool) -> None:
-    if p >= 1:
-        raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {p}.")
-    if not alike:
-        raise ValueError(
-            f"Expected {path!r} to be called on one number of units, but it was called on {sorted(sizes)}."
-        )
 
 
 def _units_by_module(

@@ -124,23 +124,21 @@ def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping
         kind = kinds[node.name]
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         inputs = tensors(node)
+        dim: int | None = None
         if isinstance(module, nn.Linear):
-            fix(inputs[0], -1, node.target)
-            fix(node, -1, node.target)
+            dim = -1
         elif (
             isinstance(module, Convolution | nn.modules.batchnorm._BatchNorm)
             or "pool" in operation(node, modules).lower()
         ):
-            fix(inputs[0], 1, node.target)
-            fix(node, 1, node.target)
+            dim = 1
         elif isinstance(module, (Gate, Select, Expand)):
-            fix(inputs[0], module.dim, node.target)
-            fix(node, module.dim, node.target)
+            dim = module.dim
+        if dim is not None:
+            fix(inputs[0], dim, node.target)
+            fix(node, dim, node.target)
         if kind in ("unitwise", "add", "output"):
-            if kind != "output":
-                links += [(node.name, parent.name) for parent in inputs]
-            else:
-                links.append((node.name, inputs[0].name))
+            links += [(node.name, parent.name) for parent in inputs]
     changed = True
     while changed:
         changed = False

@@ -126,9 +126,9 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
         shadow = copy.deepcopy(network, gates)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"Expected a network that copy.deepcopy can copy, but it can't copy {_name(network)}: {_first_line(error)} "
-            "Take torch.nn.utils.parametrizations.weight_norm in the place of torch.nn.utils.weight_norm, and keep no "
-            "results of earlier calls in attributes."
+            f"Expected a network that copy.deepcopy can copy, but it can't copy {type(network).__name__}: "
+            f"{_first_line(error)} Take torch.nn.utils.parametrizations.weight_norm in the place of "
+            "torch.nn.utils.weight_norm, and keep no results of earlier calls in attributes."
         ) from error
     asked: dict[str, None] = {}
     for path, module in shadow.named_modules():
@@ -164,11 +164,7 @@ def place(node: fx.Node) -> str:
 
 
 def _place(path: str, module: nn.Module) -> str:
-    return f"in module {path!r} ({type(module).__name__})" if path else f"in forward of {_name(module)}"
-
-
-def _name(network: nn.Module) -> str:
-    return type(network).__name__
+    return f"in module {path!r} ({type(module).__name__})" if path else f"in forward of {type(module).__name__}"
 
 
 def _check(network: nn.Module, example_input: Tensor) -> None:
@@ -183,7 +179,7 @@ def _check(network: nn.Module, example_input: Tensor) -> None:
     if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters] != [True]:
         taken = ", ".join(map(str, parameters))
         raise ValueError(
-            f"Expected a network of one input, but forward of {_name(network)} takes ({taken}); "
+            f"Expected a network of one input, but forward of {type(network).__name__} takes ({taken}); "
             "wrap it in a module whose forward takes one tensor and fills in the others."
         )
     if not isinstance(example_input, Tensor):
@@ -237,12 +233,9 @@ def _why(error: Exception, where: str) -> str:
     known = next((cause for part, cause in _CAUSES.items() if part in said), None)
     cause, remedy = known or (f"raises {said}", "use operations of torch that need no values")
     users = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
-    frame = users[-1]
-    line = (
-        ""
-        if frame.filename == __file__
-        else f" (line {frame.lineno} of {Path(frame.filename).name}: {(frame.line or '')[:80]})"
-    )
+    frame, line = users[-1], ""
+    if frame.filename != __file__:
+        line = f" (line {frame.lineno} of {Path(frame.filename).name}: {(frame.line or '')[:80]})"
     return (
         f"Expected a network whose operations can be read off without data, but code {where}{line} {cause}. "
         f"Instead, {remedy}; or leave this part out of the network, and call it before or behind it."
