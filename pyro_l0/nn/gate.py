@@ -108,18 +108,14 @@ class Gate(nn.Module):
             refuse_reentrant(name)
         if z.dim() > 1:
             _warn_inside_data(name)
-        out = self._product(x, z, not in_block)
+        is_last = self.dim in (-1, x.dim() - 1)
+        if not in_block and x.dim() > 1 and (is_last or self.dim == 1) and may_defer(x, z):
+            out = defer_product(x, z, -1 if is_last else 1)
+        else:
+            out = multiply_along(x, z, self.dim)
         if is_alone and is_new and not self.is_reported:
             _tell_without_posterior(self, name, out)
         return out
-
-    def _product(self, x: Tensor, z: Tensor, may_wait: bool) -> Tensor:
-        if may_wait and x.dim() > 1 and may_defer(x, z):
-            if self.dim in (-1, x.dim() - 1):
-                return defer_product(x, z)
-            if self.dim == 1:
-                return defer_product(x, z, 1)
-        return multiply_along(x, z, self.dim)
 
     def __prepare_scriptable__(self) -> Gate:  # what torch.jit.script asks for
         raise _no_export(self)

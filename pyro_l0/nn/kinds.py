@@ -93,11 +93,15 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
     if node.op == "placeholder":
         return "input"
     if node.op == "output":
-        if len(tensors(node)) == 1 and isinstance(node.args[0], fx.Node):
+        output = node.args[0]
+        if len(tensors(node)) == 1 and isinstance(output, fx.Node):
             return "output"
+        got = "what is no tensor"
+        if isinstance(output, (tuple, list, dict)):
+            got = f"a {type(output).__name__.removeprefix('immutable_')} of {len(output)}"
         raise ValueError(
-            f"Expected a network that returns one tensor, but got {_described(node.args[0])} {place(node)}; wrap it in "
-            "a module whose forward returns the tensor that counts."
+            f"Expected a network that returns one tensor, but got {got} {place(node)}; wrap it in a module whose "
+            "forward returns the tensor that counts."
         )
     if node.op == "call_module":
         kind = _kind_of_module(node.target, modules[str(node.target)])
@@ -147,13 +151,6 @@ def _kind_of_function(node: fx.Node) -> Kind | None:
             "the sizes of one example."
         )
     return "unitwise"
-
-
-def _described(output: object) -> str:
-    """What a network returns, if that is not one tensor of its own making."""
-    if isinstance(output, (tuple, list, dict)):
-        return f"a {type(output).__name__.removeprefix('immutable_')} of {len(output)}"
-    return "what is no tensor"
 
 
 def dims_read(node: fx.Node) -> set[int]:

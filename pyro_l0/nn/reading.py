@@ -220,7 +220,9 @@ def _check_mean(node: fx.Node, parent: Step) -> None:
     before, after = shape_of(tensors(node)[0]), shape_of(node)
     assert before is not None
     assert after is not None
-    over = _mean_dims(node, len(before))
+    given = cast(int | list[int] | None, node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None))
+    listed = [given] if isinstance(given, int) else range(len(before)) if given is None else given
+    over = [dim % len(before) for dim in listed]
     message = f"Expected {operation(node, {})!r} {place(node)} to keep units apart and where they are"
     for dim, what in ((0, "the batch"), (parent.dim, f"its {parent.size} units")):
         if dim in over:
@@ -234,13 +236,6 @@ def _check_mean(node: fx.Node, parent: Step) -> None:
             f"the {parent.size} units in dimension {parent.dim}; put the units in dimension 1, as convolutions have "
             "them, or leave this part out of the network."
         )
-
-
-def _mean_dims(node: fx.Node, rank: int) -> list[int]:
-    given = cast(int | list[int] | None, node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None))
-    if given is None:
-        return list(range(rank))
-    return [entry % rank for entry in ([given] if isinstance(given, int) else given)]
 
 
 def _source(node: fx.Node, shape: torch.Size, dim: int, steps: Mapping[str, Step]) -> Tensor | None:

@@ -108,10 +108,6 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     A node's ``meta`` has its ``"shape"`` if it is a tensor and its ``"value"`` if it is none, its ``"place"`` in the
     network in words, and for dropout whose argument is the ``training`` of a module that module's path as ``"mode"``.
 
-    Args:
-        network: a network of one input; it is not changed.
-        example_input: one batch, for the shapes.
-
     Raises:
         ValueError: the operations depend on the data, or the network does not take the example.
         TypeError: ``network`` is no module or ``example_input`` no tensor.
@@ -119,9 +115,7 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     _check(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
     # On a copy, which the code may change. Its gates pass their input on, instead of asking Pyro for a sample.
-    gates: dict[int, object] = {
-        id(module): _Passed(path) for path, module in modules.items() if isinstance(module, Gate)
-    }
+    gates = {id(module): _Passed(path) for path, module in modules.items() if isinstance(module, Gate)}
     try:
         shadow = copy.deepcopy(network, gates)
     except (RuntimeError, TypeError) as error:
