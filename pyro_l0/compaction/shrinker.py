@@ -19,7 +19,7 @@ from pyro_l0.nn.graph import GateGraph
 from pyro_l0.nn.reading import read_network
 from pyro_l0.nn.square_norms import square_norms
 
-__all__ = ["GatePosterior", "Replica", "Shrinker"]
+__all__ = ["GateObjective", "GatePosterior", "Replica", "Shrinker", "ShrinkerState"]
 
 
 class _Posterior(Protocol):
@@ -43,7 +43,7 @@ class GatePosterior(Protocol):
         """Drop all but some units of some sites."""
 
 
-class Objective(Protocol):
+class GateObjective(Protocol):
     """What shrinking asks of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
 
     square_norm: dict[str, Callable[[], Tensor]]
@@ -128,7 +128,7 @@ class Shrinker:
         guide: GatePosterior,
         example_input: Tensor,
         optimiser: torch.optim.Optimizer,
-        elbo: Objective | None = None,
+        elbo: GateObjective | None = None,
         replicas: Sequence[Replica] = (),
         *,
         threshold: float = 0.01,
