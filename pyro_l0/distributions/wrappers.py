@@ -43,10 +43,11 @@ def active_prob(fn: Any) -> Tensor:
     return active
 
 
-def rewrap(fn: Any, new: TorchDistribution) -> TorchDistribution:
+def rewrap(fn: Any, new: Any) -> TorchDistribution:
     """A distribution in the place of a gate, in the gate's wrappers."""
     if isinstance(fn, GateDistribution):
-        return new
+        inner: TorchDistribution = new
+        return inner
     wrapped = rewrap(fn.base_dist, new)
     if isinstance(fn, MaskedDistribution):
         wrapped = wrapped.mask(fn._mask)
