@@ -1,4 +1,4 @@
-"""Compares a rewritten network with the one that it was made from: by outputs, and for training by gradients too."""
+"""Whether a rewritten network computes the same as the one that it was made from, and trains alike."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-__all__ = ["certify", "check_values", "compare_training", "hooks", "tolerance_of"]
+from pyro_l0.compaction.plan import plan_graph
+from pyro_l0.compaction.rewrite import rewrite_graph
+from pyro_l0.nn.fixed import fix_gates
+from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.reading import read_network
+
+__all__ = ["certify", "check_hooks", "check_rewriting", "check_trainable", "check_values", "hooks", "tolerance_of"]
 
 _SEED = 0
+_OURS = f"{__name__.partition('.')[0]}."
 _ROWS = 4  # BatchNorm in training needs more than one
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
@@ -63,28 +71,65 @@ def hooks(network: nn.Module) -> list[str]:
     for path, module in network.named_modules():
         where = f"module {path!r} ({type(module).__name__})" if path else f"the network ({type(module).__name__})"
         for kind in _HOOKS:
-            foreign = [hook for hook in getattr(module, f"_{kind}").values() if not _is_ours(hook)]
-            found += [f"{kind.replace('_', ' ')} of {where}"] * bool(foreign)
+            owners = (str(getattr(hook, "__module__", "")) for hook in getattr(module, f"_{kind}").values())
+            if not all(owner.startswith(_OURS) for owner in owners):
+                found.append(f"{kind.replace('_', ' ')} of {where}")
     for name, parameter in network.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             found.append(f"hooks of parameter {name!r}")
     return found
 
 
-def _is_ours(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(f"{__name__.partition('.')[0]}.")
+def check_trainable(network: nn.Module) -> None:
+    """Refuse parameters that would lose their place: parametrised ones, and one that several layers share."""
+    owners: dict[int, str] = {}
+    for path, module in network.named_modules():
+        if parametrize.is_parametrized(module):
+            raise ValueError(f"Expected layers with weights of their own, but {path!r} is parametrised.")
+        for parameter in module.parameters(recurse=False):
+            if owners.setdefault(id(parameter), path) != path:
+                raise ValueError(
+                    f"Expected layers with weights of their own, but {path!r} and {owners[id(parameter)]!r} share some."
+                )
 
 
-def compare_training(reference: nn.Module, rewritten: nn.Module, example_input: Tensor) -> str | None:
+def check_hooks(network: nn.Module) -> None:
+    """Refuse hooks, which the rewritten network would not have."""
+    found = hooks(network)
+    if found:
+        raise ValueError(
+            f"Expected a network without hooks, which shrinking would lose, but it has {', '.join(found)}; take them "
+            "off, put them on the module that holds the network, or train without Shrinker and compact at the end."
+        )
+
+
+def check_rewriting(network: nn.Module, example_input: Tensor) -> None:
+    """Refuse a network that would train otherwise once it is rewritten from its operations."""
+    graph = read_network(network, example_input)
+    check_hooks(network)
+    check_values(network, {}, example_input)
+    lost: str | None = ", ".join(graph.left_out)
+    if not lost:
+        like = next(network.parameters(), example_input)
+        gates = {site: torch.linspace(0.5, 1.0, gate.size).to(like) for site, gate in gate_names(network).items()}
+        with torch.random.fork_rng([]):  # layers draw weights when they are made
+            found = plan_graph(graph, gates, example_input.shape, keep_gates=True)
+            small = rewrite_graph(graph, found, like, keep_gates=True)
+        lost = _training_differs(fix_gates(network, gates), fix_gates(small, gates), example_input)
+    if lost:
+        raise ValueError(
+            "Expected a network that is all in the operations on its input, because shrinking writes it anew from "
+            f"these, but that would lose or change {lost}. Code under `if self.training`, no_grad blocks, custom "
+            "backward functions and updates of buffers do not belong into it: leave the part out of the network and "
+            "call it before or behind it, or train without Shrinker and compact at the end."
+        )
+
+
+def _training_differs(reference: nn.Module, rewritten: nn.Module, example_input: Tensor) -> str | None:
     """What differs between two networks in training mode, under one seed, in words; None if nothing does.
 
     Both are changed as by a training step. Gradients are those of a random linear function of the outputs, with
     respect to the input and every parameter that needs one.
-
-    Args:
-        reference: a network of the user's.
-        rewritten: the same, read off its operations.
-        example_input: one batch, for shape and type.
     """
     x = _noise((_ROWS, *example_input.shape[1:]), example_input)
     x.requires_grad_(x.is_floating_point())
@@ -94,12 +139,11 @@ def compare_training(reference: nn.Module, rewritten: nn.Module, example_input: 
         with torch.random.fork_rng(devices), torch.enable_grad():
             torch.manual_seed(_SEED)
             y = network.train()(x.clone())
-            custom = _custom_functions(y)
-            if custom:
-                return f"the backward function of {custom[0]!r}"
-            names = {name: p for name, p in network.named_parameters() if p.requires_grad}
-            inputs = {"its input": x} if x.requires_grad else {}
-            results.append((y.detach(), _gradients(y, {**names, **inputs})))
+            custom = _custom_function(y)
+            if custom is not None:
+                return f"the backward function of {custom!r}"
+            inputs = {name: p for name, p in (*network.named_parameters(), ("its input", x)) if p.requires_grad}
+            results.append((y.detach(), _gradients(y, inputs)))
     (expected, gradients), (got, others) = results
     tolerance = tolerance_of(got.dtype)
     if expected.shape != got.shape or not _largest(got - expected) <= tolerance * _largest(expected):
@@ -126,25 +170,21 @@ def _largest(x: Tensor) -> float:
 
 def _gradients(y: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of a random linear function of ``y``; zeros where there is none."""
-    found: tuple[Tensor | None, ...] = (None,) * len(inputs)
-    if y.requires_grad:
-        found = torch.autograd.grad(y, list(inputs.values()), _noise(y.shape, y), allow_unused=True)
-    return {
-        name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(inputs.items(), found, strict=True)
-    }
+    if not y.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in inputs.items()}
+    found = torch.autograd.grad(y, list(inputs.values()), _noise(y.shape, y), materialize_grads=True)
+    return dict(zip(inputs, found, strict=True))
 
 
-def _custom_functions(y: Tensor) -> list[str]:
-    """The custom autograd functions in a tensor's graph."""
-    found: list[str] = []
+def _custom_function(y: Tensor) -> str | None:
+    """A custom autograd function in a tensor's graph."""
     frontier, seen = [y.grad_fn], set()
     while frontier:
         node = frontier.pop()
         if node is None or node in seen:
             continue
-        seen.add(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.append(type(node).__name__.removesuffix("Backward"))
+            return type(node).__name__.removesuffix("Backward")
+        seen.add(node)
         frontier += [before for before, _ in node.next_functions]
-    return found
+    return None

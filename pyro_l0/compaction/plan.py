@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.graph import GateGraph
@@ -126,7 +127,7 @@ def plan_graph(graph: GateGraph, gates: Mapping[str, Tensor], input_shape: torch
     kept = {name: needed & found.varies[name] for name, needed in _needed(graph, gates, found).items()}
     if keep_gates:  # a gate that acts at several places has one size
         for site in set(graph.sites.values()):
-            places = [name for name, step in graph.steps.items() if step.kind == "gate" and graph.site(name) == site]
+            places = [name for name, its_site in graph.gates.items() if its_site == site]
             anywhere = reduce(torch.logical_or, [kept[name] for name in places])
             kept.update(dict.fromkeys(places, anywhere))
     shifts = [
@@ -158,7 +159,7 @@ def _needed(graph: GateGraph, gates: Mapping[str, Tensor], found: Analysis) -> d
         here = torch.ones_like(needed[name]) if step.kind == "output" else needed[name]
         needed[name] = here
         if step.kind == "gate":
-            here = here & (gates[graph.site(name)] != 0).cpu()
+            here = here & (gates[graph.gates[name]] != 0).cpu()
         elif step.layer is not None:
             here = (here & found.varies[name]).any().expand(step.layer.in_units)
         elif step.kind in ("reshape", "expand"):
@@ -199,7 +200,7 @@ def analyse(graph: GateGraph, gates: Mapping[str, Tensor], keep_gates: bool = Fa
         if step.kind in ("layer", "unitwise") and bool(value.any()):
             sized = sized or _reads_the_size(node, graph.modules)
         if step.kind == "gate":
-            gate = gates[graph.site(name)].to(value)
+            gate = gates[graph.gates[name]].to(value)
             if keep_gates:
                 varying = varying | value.movedim(step.dim, 0).flatten(1).ne(0).any(1)
             varying, value = varying & (gate != 0), value * along(gate, value.dim(), step.dim)
@@ -286,14 +287,10 @@ def _on_constants(node: fx.Node, modules: Mapping[str, nn.Module], x: Tensor) ->
     if node.op == "call_module":
         return cast(Tensor, copy.deepcopy(modules[str(node.target)]).cpu().eval()(x))
 
-    def value(arg: Any) -> Any:
-        def of(node: fx.Node) -> Any:
-            return x if node.meta["value"] is None else node.meta["value"]
+    def value(arg: fx.Node) -> Argument:
+        return cast(Argument, x if arg.meta["value"] is None else arg.meta["value"])
 
-        return fx.map_arg(arg, of)
-
-    args = tuple(value(arg) for arg in node.args)
-    kwargs = {key: value(arg) for key, arg in node.kwargs.items()}
+    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
     if node.op == "call_method":
         return cast(Tensor, getattr(x, str(node.target))(*args[1:], **kwargs))
     assert callable(node.target)

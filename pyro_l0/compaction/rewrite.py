@@ -13,7 +13,7 @@ from torch.fx.node import Argument
 from torch.nn.utils import parametrize
 
 from pyro_l0.compaction.plan import Plan, along, analyse
-from pyro_l0.compaction.smaller import batch_norm_like, gate_like, layer_like
+from pyro_l0.compaction.smaller import BatchNorm, batch_norm_like, gate_like, layer_like
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.graph import GateGraph
@@ -26,7 +26,6 @@ __all__ = ["rewrite", "rewrite_graph"]
 
 
 _DROPOUT: dict[object, type[nn.Module]] = {F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d}
-_Batches = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def rewrite(network: nn.Module, plan: Plan, keep_gates: bool = False) -> fx.GraphModule:
@@ -68,10 +67,10 @@ class _Rewriter:
         self.old = graph
         self.keep_gates = keep_gates
         self.plan = plan
+        self.kept = plan.kept
         self.like = like
-        gates = {site: torch.tensor(value, dtype=like.dtype) for site, value in plan.gates.items()}
-        self.gates = gates
-        found = analyse(graph, gates, keep_gates)
+        self.gates = {site: torch.tensor(value, dtype=like.dtype) for site, value in plan.gates.items()}
+        found = analyse(graph, self.gates, keep_gates)
         self.constants, self.sized = found.constants, found.sized
         self.nodes = {node.name: node for node in graph.graph.nodes}
         self.graph = fx.Graph()
@@ -91,9 +90,9 @@ class _Rewriter:
             elif step.kind == "input":
                 self.input = self.values[name] = self.graph.placeholder(name)
                 self.scales[name] = None
-                if len(self.plan.kept[name]) < step.size and self.plan.kept[name]:
-                    self._add(name, f"select_{name}", Select(self.plan.kept[name], step.dim, step.size), self.input)
-            elif self.plan.kept[name]:
+                if len(self.kept[name]) < step.size and self.kept[name]:
+                    self._add(name, f"select_{name}", Select(self.kept[name], step.dim, step.size), self.input)
+            elif self.kept[name]:
                 getattr(self, "_sum" if step.kind == "add" else f"_{step.kind}")(name)
         if self.sized:
             self._check_size()
@@ -109,7 +108,7 @@ class _Rewriter:
         step, x = self.old.steps[name], self.values[name]
         size = list(self.nodes[name].meta["shape"])
         if x is not self.input:  # some of its units are selected
-            size[step.dim] = len(self._units(name))
+            size[step.dim] = len(self.kept[name])
         with self.graph.inserting_after(x):
             sized = self._call(f"sized_{name}", Sized(size[1:]), x)
         x.replace_all_uses_with(sized, delete_user_cb=lambda user: user is not sized)
@@ -117,20 +116,11 @@ class _Rewriter:
     # ------------------------------------------------------------ helpers
 
     def _call(self, path: str, module: nn.Module, x: fx.Node) -> fx.Node:
-        parts = path.split(".")
-        # GraphModule takes modules by path, whose parents it makes itself.
-        self.modules[".".join(parts)] = module
+        self.modules[path] = module  # by path: GraphModule makes the parents itself
         return self.graph.call_module(path, (x,))
 
     def _add(self, name: str, path: str, module: nn.Module, x: fx.Node) -> None:
         self.values[name] = self._call(path, module, x)
-
-    def _units(self, name: str) -> tuple[int, ...]:
-        return self.plan.kept[name]
-
-    def _places(self, of: Sequence[int], among: Sequence[int]) -> list[int]:
-        place = {unit: i for i, unit in enumerate(among)}
-        return [place[unit] for unit in of]
 
     def _constant(self, name: str, units: Sequence[int]) -> Tensor:
         """The constant value of some units, shape ``(1, ...)``, one place for all where it is the same everywhere."""
@@ -143,35 +133,34 @@ class _Rewriter:
                 value = value.narrow(other, 0, 1)
         return value
 
-    def _true(self, name: str, user: str) -> fx.Node:
+    def _true(self, name: str, x: fx.Node, scale: Tensor | None, user: str) -> fx.Node:
         """A node's value with its scale carried out."""
-        scale, x = self.scales[name], self.values[name]
         if scale is None:
             return x
         return self._call(f"scale_{name}_{user}", FixedGate(scale, self.old.steps[name].dim), x)
 
     def _with_units(self, name: str, units: Sequence[int], user: str) -> fx.Node:
         """A node's true value with given units, constants among them."""
-        have, step = self._units(name), self.old.steps[name]
+        have, step = self.kept[name], self.old.steps[name]
         if not have:
             value = self.constants[name].index_select(step.dim, torch.tensor(units))
             self.sized = self.sized or value.dim() > 2
             return self._call(f"constant_{name}_{user}", Constant(value), self.input)
-        x = self._true(name, user)
+        x = self._true(name, self.values[name], self.scales[name], user)
         inner = [unit for unit in have if unit in set(units)]
         if len(inner) < len(have):
-            x = self._call(f"select_{name}_{user}", Select(self._places(inner, have), step.dim, len(have)), x)
+            x = self._call(f"select_{name}_{user}", Select(_places(inner, have), step.dim, len(have)), x)
         if len(inner) < len(units):
-            places = self._places(inner, units)
+            places = _places(inner, units)
             x = self._call(f"expand_{name}_{user}", Expand(places, self._constant(name, units), step.dim), x)
         return x
 
     def _scaled(self, name: str, units: Sequence[int], user: str) -> tuple[fx.Node, Tensor | None]:
         """A node's value with some of its units, and the scale that is still due."""
-        have = self._units(name)
+        have = self.kept[name]
         x, scale = self.values[name], self.scales[name]
         if tuple(units) != have:
-            places = self._places(units, have)
+            places = _places(units, have)
             x = self._call(f"select_{name}_{user}", Select(places, self.old.steps[name].dim, len(have)), x)
             scale = None if scale is None else scale[places]
         return x, scale
@@ -179,7 +168,7 @@ class _Rewriter:
     # ------------------------------------------------------------ one method per kind of node
 
     def _gate(self, name: str) -> None:
-        units, parent = self._units(name), self.old.steps[name].parents[0]
+        units, parent = self.kept[name], self.old.steps[name].parents[0]
         if self.keep_gates:
             # Some of its units may be constant here, or of use at another place alone.
             x = self._with_units(parent, units, name)
@@ -189,7 +178,7 @@ class _Rewriter:
             self.values[name], self.scales[name] = self.graph.call_module(path, (x,)), None
             return
         x, scale = self._scaled(parent, units, name)
-        gate = self.gates[self.old.site(name)][list(units)]
+        gate = self.gates[self.old.gates[name]][list(units)]
         scale = gate if scale is None else scale * gate
         self.values[name], self.scales[name] = x, None if bool((scale == 1).all()) else scale
 
@@ -197,8 +186,8 @@ class _Rewriter:
         step = self.old.steps[name]
         layer = step.layer
         assert layer is not None
-        parent, rows = step.parents[0], list(self._units(name))
-        columns = list(self._units(parent))
+        parent, rows = step.parents[0], list(self.kept[name])
+        columns = list(self.kept[parent])
         module = self.old.module(layer)
         offset = self.plan.offsets[name]
         # A copy: a parametrisation may change what it keeps when it is asked for weights in training mode.
@@ -207,9 +196,8 @@ class _Rewriter:
         bias = None if module.bias is None else module.bias.detach().cpu()[rows]
         spread: Tensor | None = None
         if len(columns) < layer.in_units and offset != "none":
-            spread = (
-                copy.deepcopy(module).cpu().eval()(self.constants[parent]).index_select(step.dim, torch.tensor(rows))
-            )
+            outputs: Tensor = copy.deepcopy(module).cpu().eval()(self.constants[parent])
+            spread = outputs.index_select(step.dim, torch.tensor(rows))
             if offset == "vector":
                 bias = spread.movedim(step.dim, 0).flatten(1)[:, 0]  # the same at every place
             elif bias is not None:
@@ -225,25 +213,25 @@ class _Rewriter:
 
     def _unitwise(self, name: str) -> None:
         step, node = self.old.steps[name], self.nodes[name]
-        parent, units = step.parents[0], self._units(name)
+        parent, units = step.parents[0], self.kept[name]
         x, scale = self._scaled(parent, units, name)
         module = self.old.modules[str(node.target)] if node.op == "call_module" else None
         if isinstance(module, Sized):  # there will be another
             self.values[name], self.scales[name], self.sized = x, scale, True
             return
         if isinstance(module, Shift):
-            x = x if scale is None else self._call(f"scale_{parent}_{name}", FixedGate(scale, step.dim), x)
+            x = self._true(parent, x, scale, name)
             value = module.value.cpu()
             value = value if value.shape[step.dim] == 1 else value.index_select(step.dim, torch.tensor(units))
             self._add(name, str(node.target), Shift(value), x)
             self.scales[name] = None
             return
-        if isinstance(module, _Batches):
+        if isinstance(module, BatchNorm):
             self._add(name, str(node.target), batch_norm_like(module, list(units), scale), x)
             self.scales[name] = None
             return
         if scale is not None and not is_homogeneous(node, self.old.modules):
-            x, scale = self._call(f"scale_{parent}_{name}", FixedGate(scale, step.dim), x), None
+            x, scale = self._true(parent, x, scale, name), None
         self.scales[name] = scale
         if module is not None:
             self._add(name, str(node.target), copy.deepcopy(module), x)
@@ -262,25 +250,25 @@ class _Rewriter:
 
     def _reshape(self, name: str) -> None:
         step, node = self.old.steps[name], self.nodes[name]
-        parent, units = step.parents[0], list(self._units(name))
+        parent, units = step.parents[0], list(self.kept[name])
         before = self.old.steps[parent]
         if step.source is None:
             x: fx.Node = self._with_units(parent, range(before.size), name)
             held, scale = list(range(step.size)), None
         else:
             x, scale = self.values[parent], self.scales[parent]
-            kept = set(self._units(parent))
+            kept = set(self.kept[parent])
             held = [unit for unit, source in enumerate(step.source.tolist()) if source in kept]
             if scale is not None:
-                places = self._places([int(step.source[unit]) for unit in held], self._units(parent))
+                places = _places([int(step.source[unit]) for unit in held], self.kept[parent])
                 scale = scale[places]
         module = self.old.modules[str(node.target)] if node.op == "call_module" else None
         if isinstance(module, Select):
             assert step.source is not None
-            held, y = list(self._units(parent)), x
+            held, y = list(self.kept[parent]), x
             units = [int(step.source[unit]) for unit in units]
             scale = self.scales[parent]
-        elif step.source is None or len(self._units(parent)) == before.size:
+        elif step.source is None or len(self.kept[parent]) == before.size:
             if node.op == "call_module":
                 y = self._call(str(node.target), copy.deepcopy(self.old.modules[str(node.target)]), x)
             else:
@@ -291,7 +279,7 @@ class _Rewriter:
         else:
             raise ValueError(f"Expected reshapes of pruned units to flatten them, but {name!r} does not.")
         if held != units:
-            places = self._places(units, held)
+            places = _places(units, held)
             y = self._call(f"select_{name}", Select(places, step.dim, len(held)), y)
             scale = None if scale is None else scale[places]
         self.values[name], self.scales[name] = y, scale
@@ -299,18 +287,18 @@ class _Rewriter:
     def _expand(self, name: str) -> None:
         source = self.old.steps[name].source
         assert source is not None
-        stems = [int(source[unit]) for unit in self._units(name)]
+        stems = [int(source[unit]) for unit in self.kept[name]]
         self.values[name], self.scales[name] = self._scaled(self.old.steps[name].parents[0], stems, name)
 
     def _sum(self, name: str) -> None:
-        step, units = self.old.steps[name], self._units(name)
+        step, units = self.old.steps[name], self.kept[name]
         self.scales[name] = None
-        living = [parent for parent in step.parents if self._units(parent)]
+        living = [parent for parent in step.parents if self.kept[parent]]
         operands = [self._with_units(parent, units, f"{name}_{i}") for i, parent in enumerate(living)]
         if len(operands) == 2:
             self.values[name] = self.graph.call_function(torch.add, tuple(operands))
             return
-        dead = next(parent for parent in step.parents if not self._units(parent))
+        dead = next(parent for parent in step.parents if not self.kept[parent])
         self.values[name] = operands[0]
         if name in self.plan.shifts:
             self._add(name, f"shift_{name}", Shift(self._constant(dead, units)), operands[0])
@@ -332,3 +320,8 @@ class _Rewriter:
             return self.values[old.name]
 
         return self.graph.node_copy(node, argument)
+
+
+def _places(of: Sequence[int], among: Sequence[int]) -> list[int]:
+    place = {unit: i for i, unit in enumerate(among)}
+    return [place[unit] for unit in of]

@@ -52,9 +52,10 @@ class SelectedInputs:
             yield self.inputs
             return
         name, select = found
-        if not _same(select, self._select):  # a shrinking may leave the inputs as they are
+        before, self._select = self._select, select
+        # A shrinking may leave the inputs as they are.
+        if before is None or before.dim != select.dim or not torch.equal(before.index, select.index):
             self._selected = select(self.inputs)
-        self._select = select
         setattr(network, name, nn.Identity())
         try:
             yield self._selected
@@ -70,10 +71,3 @@ def _first_select(network: nn.Module) -> tuple[str, Select] | None:
     modules = dict(network.named_children())
     select = modules.get(str(readers[0].target)) if len(readers) == 1 else None
     return (str(readers[0].target), select) if isinstance(select, Select) else None
-
-
-def _same(select: Select, other: Select | None) -> bool:
-    """Whether two modules select the same units."""
-    if select is other or other is None:
-        return select is other
-    return select.dim == other.dim and torch.equal(select.index, other.index)

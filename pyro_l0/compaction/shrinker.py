@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.compaction.comparison import check_hooks, check_rewriting, check_trainable
 from pyro_l0.compaction.optimiser import Replaced, add_biases, check_state, layer_slices, move
 from pyro_l0.compaction.plan import Plan, plan_graph
 from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
-from pyro_l0.compaction.trainable import check_hooks, check_rewriting, check_trainable
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph
 from pyro_l0.nn.reading import read_network
 from pyro_l0.nn.square_norms import square_norms
 
-__all__ = ["GatePosterior", "Replica", "Shrinker"]
+__all__ = ["GateObjective", "GatePosterior", "Replica", "Shrinker", "ShrinkerState"]
 
 
 class _Posterior(Protocol):
@@ -38,11 +38,25 @@ class GatePosterior(Protocol):
 
     def posterior(self) -> Mapping[str, _Posterior]:
         """The posterior gates by site."""
-        ...
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Drop all but some units of some sites."""
-        ...
+
+
+class GateObjective(Protocol):
+    """What shrinking asks of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
+
+    square_norm: dict[str, Callable[[], Tensor]]
+
+    def drop(self, sites: Collection[str]) -> None:
+        """Forget the coefficients of some sites."""
+
+
+class ShrinkerState(TypedDict):
+    """What a resumed run needs: the plans as JSON, and by site for how long each gate has been closed."""
+
+    plans: list[str]
+    streaks: dict[str, Tensor]
 
 
 class Replica(NamedTuple):
@@ -114,7 +128,7 @@ class Shrinker:
         guide: GatePosterior,
         example_input: Tensor,
         optimiser: torch.optim.Optimizer,
-        elbo: Any = None,
+        elbo: GateObjective | None = None,
         replicas: Sequence[Replica] = (),
         *,
         threshold: float = 0.01,
@@ -205,14 +219,14 @@ class Shrinker:
         self._carry_out(found, graph)
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ShrinkerState:
         """What a resumed run needs, as plain values."""
         return {
             "plans": [found.to_json() for found in self._plans],
             "streaks": {site: streak.clone() for site, streak in self._streaks.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: ShrinkerState) -> None:
         """Shrink the networks as those were whose state this is; load their parameters afterwards.
 
         Args:
@@ -231,9 +245,8 @@ class Shrinker:
 
     def _carry_out(self, found: Plan, graph: GateGraph) -> None:
         units: dict[str, Tensor] = {site: torch.empty(0, dtype=torch.long) for site in self._kept}
-        for name, step in graph.steps.items():
-            if step.kind == "gate":
-                units[graph.site(name)] = torch.tensor(found.kept[name], dtype=torch.long)
+        for name, site in graph.gates.items():
+            units[site] = torch.tensor(found.kept[name], dtype=torch.long)
         replaced = self._replace(self.main, found, graph, units)
         for replica in self.replicas:
             self._replace(replica, found, None, units)

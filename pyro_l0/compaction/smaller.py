@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.kinds import LayerModule
 
-__all__ = ["batch_norm_like", "gate_like", "layer_like"]
+__all__ = ["BatchNorm", "batch_norm_like", "gate_like", "layer_like"]
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def gate_like(gate: Gate, units: Sequence[int]) -> Gate:
@@ -22,37 +24,25 @@ def gate_like(gate: Gate, units: Sequence[int]) -> Gate:
     return small
 
 
-def layer_like(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+def layer_like(module: LayerModule, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """The same layer with other weights."""
-    options: Any = module
     out_units, in_units = weight.shape[:2]
-    if isinstance(module, nn.Linear):
-        layer: nn.Module = nn.Linear(in_units, out_units, bias is not None, dtype=weight.dtype)
-    else:
-        layer = type(options)(
-            in_units,
-            out_units,
-            options.kernel_size,
-            options.stride,
-            options.padding,
-            options.dilation,
-            bias=bias is not None,
-            padding_mode=options.padding_mode,
-            dtype=weight.dtype,
-        )
+    make: Callable[..., nn.Module] = nn.Linear if isinstance(module, nn.Linear) else type(module)
+    options = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+    kernel = {} if isinstance(module, nn.Linear) else {name: getattr(module, name) for name in options}
+    layer = make(in_units, out_units, bias=bias is not None, dtype=weight.dtype, **kernel)
     state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     layer.load_state_dict(state)
     return _frozen_like(layer, module)
 
 
-def batch_norm_like(module: nn.Module, units: list[int], scale: Tensor | None) -> nn.Module:
+def batch_norm_like(module: BatchNorm, units: list[int], scale: Tensor | None) -> nn.Module:
     """Batch normalisation of some units, which come divided by ``scale``."""
-    options: Any = module
-    affine = options.affine or scale is not None
-    norm: nn.Module = type(options)(len(units), options.eps, options.momentum, affine, dtype=options.running_mean.dtype)
-    state = {name: value.detach().cpu() for name, value in options.state_dict().items()}
+    affine = module.affine or scale is not None
+    state = {name: value.detach().cpu() for name, value in module.state_dict().items()}
     state = {name: value[units] if value.dim() else value for name, value in state.items()}
-    if affine and not options.affine:
+    norm = type(module)(len(units), module.eps, module.momentum, affine, dtype=state["running_mean"].dtype)
+    if affine and not module.affine:
         state["weight"], state["bias"] = torch.ones(len(units)), torch.zeros(len(units))
     if scale is not None:
         # ((s x - m) / d) w + b = ((x - m / s) / d) (w s) + b

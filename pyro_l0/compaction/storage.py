@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.rewrite import rewrite
 
-__all__ = ["Compacted", "Content", "read"]
+__all__ = ["Compacted", "Content", "load_compacted"]
 
 # What the file's header says beside the tensors.
 _PLANS, _SHA256 = "pyro_l0", "sha256"
@@ -93,17 +94,49 @@ class Content:
         return None
 
 
-def read(path: str | Path) -> Content:
-    """Read and check a file; or, with a warning, the pair of files that earlier versions wrote.
+def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
+    """Read what :meth:`Compacted.save` wrote, and check it.
+
+    The SHA-256 in the file finds damage and changes; whoever changes a file on purpose can compute it anew, and then
+    it holds wrong numbers, but no code. A pair ``path.safetensors`` and ``path.json`` of an earlier version is read as
+    well, with a warning, because it has no checksum; saving it again makes it one file.
 
     Args:
-        path: as given to :meth:`Compacted.save`.
+        network: the network that was compacted, as it was before any shrinking, with any weights, and of the type
+            (float32, ...) that was saved; it is not changed.
+        path: as given to ``save``.
 
     Raises:
+        TypeError: ``network`` is no module.
         FileNotFoundError: there is no such file.
-        ValueError: it can't be read, is damaged, of another program, was changed, or holds NaN or infinity.
-        ImportError: safetensors is not installed.
+        ValueError: the file can't be read, is damaged, was changed, is of another program, of another network or
+            another type of numbers, or holds NaN or infinity; the message says which.
+        ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
     """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
+    content = _read(path)
+    *before, found = content.plans
+    try:
+        for earlier in before:
+            network = rewrite(network, earlier, keep_gates=True)
+        small = rewrite(network, found)
+        for name, value in small.state_dict().items():
+            got = content.state.get(name, value).dtype
+            if got != value.dtype:
+                raise ValueError(
+                    f"its tensor {name!r} is {got}, the network's {value.dtype}; load it into network.to({got})"
+                )
+        small.load_state_dict(dict(content.state))
+    except Exception as error:  # a plan of another network breaks the rewriting in many ways
+        raise ValueError(
+            f"Expected the file '{path}.safetensors' to be of this network, but it does not fit: {error}"
+        ) from error
+    return Compacted(small, found, content.certificate, tuple(before))
+
+
+def _read(path: str | Path) -> Content:
+    """What the file of :func:`load_compacted` holds, checked; or, with a warning, the pair of an earlier version."""
     _require_safetensors()
     file = _file_at(path)
     metadata, state = _open(file)

@@ -14,9 +14,8 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution, JointDraw
-from pyro_l0.distributions.parameters import Number, as_parameters, bounded, check_rate
-
-__all__ = ["BernoulliGate"]
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
+from pyro_l0.maths.special import Number
 
 
 class BernoulliGate(GateDistribution):
@@ -44,8 +43,8 @@ class BernoulliGate(GateDistribution):
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 2-3.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {"logits": bounded()}
-    learned: ClassVar[dict[str, constraints.Constraint]] = {"logits": constraints.real}
+    arg_constraints: ClassVar = {"logits": bounded()}
+    learned: ClassVar = {"logits": constraints.real}
     has_rsample = False
     has_enumerate_support = True
 
@@ -67,14 +66,6 @@ class BernoulliGate(GateDistribution):
     def probs(self) -> Tensor:
         """Probability of an open gate, shape ``batch_shape``."""
         return torch.sigmoid(self.logits)
-
-    @property
-    def stretch(self) -> None:
-        """A Bernoulli gate has no stretch limits."""
-        return None
-
-    def _state(self) -> dict[str, object]:
-        return {"logits": self.logits}
 
     @classmethod
     def from_active_prob(cls, active_prob: Number, validate_args: bool | None = None) -> Self:
@@ -109,25 +100,14 @@ class BernoulliGate(GateDistribution):
         """Minus infinity, shape ``batch_shape``."""
         return torch.full_like(self.logits, -math.inf)
 
-    @property
-    def log_active_prob(self) -> Tensor:
-        """log P(z != 0), shape ``batch_shape``."""
-        return F.logsigmoid(self.logits)
-
-    @property
-    def test_gate(self) -> Tensor:
-        """The median: 1 where the gate is open more often than not."""
-        return self.median
+    log_active_prob = log_prob_one
 
     @property
     def median(self) -> Tensor:
-        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
+        """1 where the gate is open more often than not, shape ``batch_shape``."""
         return (self.logits > 0).to(self.logits.dtype)
 
-    @property
-    def mean(self) -> Tensor:
-        """E[z], shape ``batch_shape``."""
-        return self.probs
+    mean = probs
 
     @property
     def variance(self) -> Tensor:

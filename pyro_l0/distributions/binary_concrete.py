@@ -14,10 +14,9 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import Number, as_parameters, bounded, check_rate, inside_unit_interval
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.maths import hard_concrete, quadrature
-
-__all__ = ["BinaryConcrete"]
+from pyro_l0.maths.special import Number, inside_unit_interval
 
 _REACH = 40.0  # of a standard logistic: 4e-18 of its mass lies beyond
 _OFFSETS = (0.5, 1.5, 4.0, 10.0, 20.0)
@@ -48,11 +47,9 @@ class BinaryConcrete(GateDistribution):
         Maddison, Mnih, Teh (2017), arXiv:1611.00712; Louizos, Welling, Kingma (2018), arXiv:1712.01312, eq. 10 and 23.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
-        "log_alpha": bounded(),
-        "temperature": bounded(lower=0),
-    }
-    learned: ClassVar[dict[str, constraints.Constraint]] = {"log_alpha": constraints.real}
+    arg_constraints: ClassVar = {"log_alpha": bounded(), "temperature": bounded(lower=0)}
+    learned: ClassVar = {"log_alpha": constraints.real}
+    _fixed = ("temperature",)
     atoms = ()
     support = constraints.unit_interval  # no mass at its ends, so that a smooth transform will do
 
@@ -64,19 +61,6 @@ class BinaryConcrete(GateDistribution):
     def temperature(self) -> Tensor:
         """Temperature, shape ``batch_shape``."""
         return self._filled(self._temperature)
-
-    @property
-    def stretch(self) -> None:
-        """There is none."""
-        return None
-
-    @property
-    def fixed_options(self) -> dict[str, Number]:
-        """Temperature."""
-        return {"temperature": self._temperature}
-
-    def _state(self) -> dict[str, object]:
-        return {"log_alpha": self.log_alpha, "_temperature": self._temperature}
 
     @classmethod
     def from_active_prob(
@@ -107,20 +91,14 @@ class BinaryConcrete(GateDistribution):
         """Minus infinity, shape ``batch_shape``."""
         return torch.full_like(self.log_alpha, -math.inf)
 
-    @property
-    def log_prob_one(self) -> Tensor:
-        """Minus infinity, shape ``batch_shape``."""
-        return torch.full_like(self.log_alpha, -math.inf)
+    log_prob_one = log_prob_zero
 
     @property
     def log_interior_prob(self) -> Tensor:
         """0, shape ``batch_shape``."""
         return torch.zeros_like(self.log_alpha)
 
-    @property
-    def log_active_prob(self) -> Tensor:
-        """0, shape ``batch_shape``."""
-        return torch.zeros_like(self.log_alpha)
+    log_active_prob = log_interior_prob
 
     @property
     def least_active_prob(self) -> Tensor:

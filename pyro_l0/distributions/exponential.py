@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch.distributions import constraints
-
 from pyro_l0.distributions.mixture import BetaMixtureGate
 from pyro_l0.distributions.parameters import bounded
+from pyro_l0.distributions.stretched import STRETCH_LIMITS
 from pyro_l0.maths.components import Exponential
-
-__all__ = ["ExponentialGate"]
 
 
 class ExponentialGate(BetaMixtureGate):
@@ -44,12 +41,7 @@ class ExponentialGate(BetaMixtureGate):
         Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 4-6.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
-        "logits": bounded(),
-        "beta": bounded(lower=0),
-        "gamma": bounded(upper=0),
-        "zeta": bounded(lower=1),
-    }
+    arg_constraints: ClassVar = {"logits": bounded(), "beta": bounded(lower=0), **STRETCH_LIMITS}
     default_beta: ClassVar[float] = 30.0
 
     @property

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_l0.distributions.mixture import MixtureGate
-from pyro_l0.distributions.parameters import Number, bounded
+from pyro_l0.distributions.parameters import bounded
+from pyro_l0.distributions.stretched import STRETCH_LIMITS
 from pyro_l0.maths.components import ExponentialUniform
-
-__all__ = ["ExponentialUniformGate"]
+from pyro_l0.maths.special import Number
 
 
 class ExponentialUniformGate(MixtureGate):
@@ -48,14 +47,13 @@ class ExponentialUniformGate(MixtureGate):
         Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 7.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+    arg_constraints: ClassVar = {
         "logits": bounded(),
         "beta": bounded(lower=0),
         "epsilon": bounded(0.0, 1.0),
-        "gamma": bounded(upper=0),
-        "zeta": bounded(lower=1),
+        **STRETCH_LIMITS,
     }
-    _shape_names = ("beta", "epsilon")
+    _fixed = ("beta", "epsilon", "gamma", "zeta")
     _epsilon: Number
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.sampled_kl import warn_if_sampled
 from pyro_l0.maths import host
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import cat_flat
-
-__all__ = ["GateDistribution", "GateSupport", "JointDraw", "concatenate"]
+from pyro_l0.maths.special import Number, cat_flat
 
 
 class GateSupport(constraints.interval):
@@ -37,9 +34,9 @@ class GateDistribution(TorchDistribution):
     Densities are with respect to :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`: ``log_prob`` is a log mass
     at 0 and at 1 and a log density in between.
 
-    A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned``
-    and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and the guides follow.
-    ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be written where they are wanted.
+    A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned`` and
+    the others in ``_fixed``, and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and
+    guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be written where they are wanted.
 
     Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it (third
     derivatives of a mixture's draws and quantiles, and of draws of a tail, are not theirs). Under
@@ -50,12 +47,14 @@ class GateDistribution(TorchDistribution):
     Class attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
+        _fixed: the other parameters, keywords of ``from_active_prob``; each is kept in an attribute with an underscore.
     """
 
     support: constraints.Constraint = GateSupport()
     has_rsample = True
     atoms: ClassVar[tuple[float, ...]] = (0.0, 1.0)
     learned: ClassVar[Mapping[str, constraints.Constraint]]
+    _fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
@@ -92,23 +91,13 @@ class GateDistribution(TorchDistribution):
 
     @property
     @abstractmethod
-    def test_gate(self) -> Tensor:
-        """The deterministic gate that prunes, shape ``batch_shape``."""
-
-    @property
-    @abstractmethod
     def median(self) -> Tensor:
         """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
 
-    @property
-    @abstractmethod
-    def stretch(self) -> Stretch | None:
-        """Limits of the stretched variable, if it has any; quadrature uses their logit map."""
-
     @classmethod
     @abstractmethod
-    def from_active_prob(cls, active_prob: Number, *args: Any, **options: Any) -> Self:
-        """The gate of this family with P(z != 0) = ``active_prob``."""
+    def from_active_prob(cls, active_prob: Number) -> Self:
+        """The gate of this family with P(z != 0) = ``active_prob``; further parameters have defaults."""
 
     @abstractmethod
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
@@ -119,7 +108,7 @@ class GateDistribution(TorchDistribution):
         """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
 
     @abstractmethod
-    def base_distribution(self) -> TorchDistribution:
+    def base_distribution(self) -> Distribution:
         """The continuous distribution on the real line that :meth:`rectify` turns into this gate."""
 
     @abstractmethod
@@ -141,14 +130,24 @@ class GateDistribution(TorchDistribution):
         Infinity where that is not known, as parameters on a device are not.
         """
 
-    @abstractmethod
+    # ------------------------------------------------------------ what follows
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The deterministic gate that prunes, shape ``batch_shape``: the median, if a family has no other."""
+        return self.median
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """Limits of the stretched variable, None if it has none; quadrature uses their logit map."""
+        return None
+
     def _state(self) -> dict[str, object]:
         """Attributes that hold the parameters.
 
         Those in ``learned`` are tensors of shape ``batch_shape``; others are numbers or tensors that broadcast.
         """
-
-    # ------------------------------------------------------------ what follows
+        return {name: getattr(self, name) for name in (*self.learned, *(f"_{name}" for name in self._fixed))}
 
     @property
     def active_prob(self) -> Tensor:
@@ -172,7 +171,7 @@ class GateDistribution(TorchDistribution):
     @property
     def fixed_options(self) -> dict[str, Number]:
         """The parameters that a guide does not learn, as keywords of ``from_active_prob``."""
-        return {}
+        return {name: getattr(self, f"_{name}") for name in self._fixed}
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log mass at 0 and at 1, log density in between.
@@ -217,8 +216,7 @@ class GateDistribution(TorchDistribution):
         new = type(self).__new__(type(self))
         for name, value in self._state().items():
             setattr(new, name, function(value) if isinstance(value, Tensor) else value)
-        shape = getattr(new, next(iter(self.learned))).shape
-        Distribution.__init__(new, shape, validate_args=False)
+        Distribution.__init__(new, new._like.shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
 
@@ -302,7 +300,7 @@ def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
 def _kind(gate: GateDistribution) -> tuple[object, ...] | None:
     """What gates have in common that can be one gate, None where it takes more than numbers."""
     options = tuple(gate.fixed_options.items())
-    if any(isinstance(option, Tensor) for _, option in options):
+    if not gate.learned or any(isinstance(option, Tensor) for _, option in options):
         return None
-    learned: Tensor = getattr(gate, next(iter(gate.learned)))
-    return type(gate), options, learned.dtype, learned.device
+    like = gate._like
+    return type(gate), options, like.dtype, like.device

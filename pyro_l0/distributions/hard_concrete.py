@@ -14,20 +14,12 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import JointDraw
-from pyro_l0.distributions.parameters import (
-    Number,
-    as_parameters,
-    bounded,
-    check_rate,
-    inside_unit_interval,
-    open_uniform,
-)
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.distributions.quadrature import integrate
-from pyro_l0.distributions.stretched import StretchedGate
-from pyro_l0.maths import hard_concrete, host, joint_draw, quadrature, special
+from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate
+from pyro_l0.maths import hard_concrete, host, quadrature, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
-
-__all__ = ["HardConcrete"]
+from pyro_l0.maths.special import Number, inside_unit_interval, open_uniform
 
 
 class HardConcrete(StretchedGate):
@@ -64,13 +56,9 @@ class HardConcrete(StretchedGate):
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 10-13 and 23-29.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
-        "log_alpha": bounded(),
-        "temperature": bounded(lower=0),
-        "gamma": bounded(upper=0),
-        "zeta": bounded(lower=1),
-    }
-    learned: ClassVar[dict[str, constraints.Constraint]] = {"log_alpha": constraints.real}
+    arg_constraints: ClassVar = {"log_alpha": bounded(), "temperature": bounded(lower=0), **STRETCH_LIMITS}
+    learned: ClassVar = {"log_alpha": constraints.real}
+    _fixed = ("temperature", "gamma", "zeta")
 
     def __init__(
         self,
@@ -89,19 +77,6 @@ class HardConcrete(StretchedGate):
     def temperature(self) -> Tensor:
         """Temperature, shape ``batch_shape``."""
         return self._filled(self._temperature)
-
-    @property
-    def fixed_options(self) -> dict[str, Number]:
-        """Temperature and stretch limits."""
-        return {"temperature": self._temperature, "gamma": self._gamma, "zeta": self._zeta}
-
-    def _state(self) -> dict[str, object]:
-        return {
-            "log_alpha": self.log_alpha,
-            "_temperature": self._temperature,
-            "_gamma": self._gamma,
-            "_zeta": self._zeta,
-        }
 
     @classmethod
     def from_active_prob(
@@ -131,11 +106,7 @@ class HardConcrete(StretchedGate):
             tensor(0.0800)
         """
         check_rate("active_prob", active_prob, cls.__name__)
-        rate = torch.as_tensor(
-            active_prob,
-            dtype=None if isinstance(active_prob, Tensor) else torch.get_default_dtype(),
-        )
-        rate = rate.to(torch.promote_types(rate.dtype, torch.float32))
+        (rate,), _ = as_parameters({}, active_prob=active_prob)
         stretch = cls(torch.zeros_like(rate), temperature, gamma, zeta, validate_args=True).stretch
         if one_given_active is not None:
             check_rate("one_given_active", one_given_active, cls.__name__)
@@ -206,9 +177,8 @@ class HardConcrete(StretchedGate):
         """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
         first = gates[0]
         assert not isinstance(first._temperature, Tensor)  # concatenate has seen to it
-        draws, active_prob = joint_draw.hard_concretes(
-            [gate.log_alpha for gate in gates], first._temperature, first.stretch
-        )
+        log_alphas = [gate.log_alpha for gate in gates]
+        draws, active_prob = hard_concrete.draw_jointly(log_alphas, first._temperature, first.stretch)
         return JointDraw(gates, draws, active_prob)
 
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0.distributions.parameters import Number, as_parameters, bounded, check_rate, open_uniform
-from pyro_l0.distributions.stretched import UnitIntervalGate
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
+from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, kumaraswamy, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s
-
-__all__ = ["HardKumaraswamy"]
+from pyro_l0.maths.special import Number, open_uniform
 
 
 class HardKumaraswamy(UnitIntervalGate):
@@ -44,16 +43,13 @@ class HardKumaraswamy(UnitIntervalGate):
         Bastings, Aziz, Titov (2019), arXiv:1905.08160.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
+    arg_constraints: ClassVar = {
         "concentration1": bounded(lower=0),
         "concentration0": bounded(lower=0),
-        "gamma": bounded(upper=0),
-        "zeta": bounded(lower=1),
+        **STRETCH_LIMITS,
     }
-    learned: ClassVar[dict[str, constraints.Constraint]] = {
-        "concentration1": constraints.positive,
-        "concentration0": constraints.positive,
-    }
+    learned: ClassVar = {"concentration1": constraints.positive, "concentration0": constraints.positive}
+    _fixed = ("gamma", "zeta")
 
     def __init__(
         self,
@@ -67,19 +63,6 @@ class HardKumaraswamy(UnitIntervalGate):
             {"gamma": gamma, "zeta": zeta}, concentration1=concentration1, concentration0=concentration0
         )
         super().__init__(self.concentration1.shape, validate_args=validate_args)
-
-    @property
-    def fixed_options(self) -> dict[str, Number]:
-        """Stretch limits."""
-        return {"gamma": self._gamma, "zeta": self._zeta}
-
-    def _state(self) -> dict[str, object]:
-        return {
-            "concentration1": self.concentration1,
-            "concentration0": self.concentration0,
-            "_gamma": self._gamma,
-            "_zeta": self._zeta,
-        }
 
     @classmethod
     def from_active_prob(

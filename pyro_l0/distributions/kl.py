@@ -22,15 +22,13 @@ from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
-from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.power_law import PowerLawGate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 from pyro_l0.maths import hard_concrete_kl, host, quadrature, rectified_normal, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
-
-__all__ = ["kl_by_quadrature"]
+from pyro_l0.maths.special import Number
 
 _FAMILIES = (
     BernoulliGate,
@@ -53,7 +51,7 @@ def _kl_hard_concrete(q: HardConcrete, p: HardConcrete) -> Tensor:
     dtype = torch.promote_types(q.log_alpha.dtype, p.log_alpha.dtype)
     # The closed form has the derivative with respect to a temperature that both share. Temperatures that are
     # merely equal may be moved one at a time, so either they are one tensor or neither is being learned.
-    if _same(q._temperature, p._temperature) and not _learned(q._gamma, q._zeta):
+    if _same(q._temperature, p._temperature) and not host.learned(q._gamma, q._zeta):
         rule = quadrature.gauss_legendre(8 if dtype == torch.float64 else 5, dtype, q.log_alpha.device)
         return hard_concrete_kl.same_temperature(q.log_alpha, p.log_alpha, q._temperature, q.stretch, rule)
     return integrate(_kl_same_stretch, q, p)
@@ -70,10 +68,6 @@ def _same(x: Number, y: Number) -> bool:
             return True
         return host.constant(x) and host.constant(y) and torch.equal(x, y)
     return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
-
-
-def _learned(*parameters: Number) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in parameters)
 
 
 @register_kl(RectifiedNormal, RectifiedNormal)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.parameters import Number, as_parameters, check_rate, open_uniform
+from pyro_l0.distributions.parameters import as_parameters, check_rate
 from pyro_l0.distributions.stretched import UnitIntervalGate
 from pyro_l0.maths import host, mixture
 from pyro_l0.maths.host import kept
 from pyro_l0.maths.mixture import Component, Point
-from pyro_l0.maths.special import last
-
-__all__ = ["BetaMixtureGate", "MixtureGate"]
+from pyro_l0.maths.special import Number, last, open_uniform
 
 
 class MixtureGate(UnitIntervalGate):
@@ -30,8 +28,7 @@ class MixtureGate(UnitIntervalGate):
 
     logits: Tensor
     _beta: Number
-    learned: ClassVar[Mapping[str, constraints.Constraint]] = {"logits": constraints.real}
-    _shape_names: ClassVar[tuple[str, ...]]  # parameters of the component
+    learned: ClassVar = {"logits": constraints.real}
 
     def _set(self, logits: Number, validate_args: bool | None, **shared: Number) -> None:
         (self.logits,), values = as_parameters(shared, logits=logits)
@@ -53,14 +50,6 @@ class MixtureGate(UnitIntervalGate):
     def weight(self) -> Tensor:
         """Weight of the component near 1, shape ``batch_shape``."""
         return torch.sigmoid(self.logits)
-
-    @property
-    def fixed_options(self) -> dict[str, Number]:
-        """The component's parameters and the stretch limits."""
-        return {name: getattr(self, f"_{name}") for name in (*self._shape_names, "gamma", "zeta")}
-
-    def _state(self) -> dict[str, object]:
-        return {"logits": self.logits, **{f"_{name}": value for name, value in self.fixed_options.items()}}
 
     @classmethod
     def _from_active_prob(cls, active_prob: Number, validate_args: bool | None, **options: Number) -> Self:
@@ -119,7 +108,7 @@ class MixtureGate(UnitIntervalGate):
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
-        if host.transformed() or any(isinstance(x, Tensor) and x.requires_grad for x in self.fixed_options.values()):
+        if host.transformed() or host.learned(*self.fixed_options.values()):
             return super().rsample(sample_shape)
         shape = torch.Size(sample_shape) + self.logits.shape
         return mixture.gate_draw(self.logits, shape, self._component, self.stretch)
@@ -127,10 +116,10 @@ class MixtureGate(UnitIntervalGate):
     @property
     def _active_probs(self) -> tuple[Number, Number]:
         """P(z != 0) of the component near 0 and of the one near 1."""
-        if not any(isinstance(x, Tensor) for x in self.fixed_options.values()):
-            component: Any = self._component
-            limits: Any = self._gamma, self._zeta
-            return _number_active_probs(type(component), tuple(component), *limits)
+        numbers = [x for x in self.fixed_options.values() if not isinstance(x, Tensor)]
+        if len(numbers) == len(self._fixed):
+            *parameters, gamma, zeta = numbers
+            return _number_active_probs(type(self._component), tuple(parameters), gamma, zeta)
         return _component_active_probs(self._component, self._ends[0])
 
     @property
@@ -197,7 +186,7 @@ class BetaMixtureGate(MixtureGate):
         validate_args: whether the gate checks its arguments later on.
     """
 
-    _shape_names = ("beta",)
+    _fixed = ("beta", "gamma", "zeta")
     default_beta: ClassVar[float]
 
     def __init__(

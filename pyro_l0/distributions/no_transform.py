@@ -6,7 +6,8 @@ Importing this module registers the refusal.
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+import traceback
+from typing import NoReturn
 
 from torch.distributions import Transform, biject_to, constraints, transform_to
 
@@ -19,15 +20,14 @@ def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
 
     They hand over the support alone, so the site's name and gate are looked up where they went through the sites.
     """
-    where, frame = "a gate site", sys._getframe(1)
-    while frame is not None:
+    where = "a gate site"
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         here = frame.f_locals
-        site: Any = here.get("site", here.get("node", {"name": here.get("name"), "fn": here.get("prior")}))
+        site = here.get("site", here.get("node", {"name": here.get("name"), "fn": here.get("prior")}))
         gate = find_gate(site.get("fn")) if isinstance(site, dict) else None
         if gate is not None:
             where = f"gate site {site['name']!r}, a {type(gate).__name__}"
             break
-        frame = frame.f_back  # type: ignore[assignment]
     raise ValueError(
         f"Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got {where}, "
         "which is exactly 0 or 1 with positive probability. Reparameterise each gate, as in pyro.poutine.reparam("
@@ -37,12 +37,10 @@ def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
 
 def _transform_to_start(support: constraints.Constraint) -> Transform:
     """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "pyro.infer.autoguide.initialization":
-            transform: Transform = transform_to(constraints.unit_interval)
-            return transform
-        frame = frame.f_back  # type: ignore[assignment]
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    if "pyro.infer.autoguide.initialization" in callers:
+        transform: Transform = transform_to(constraints.unit_interval)
+        return transform
     return _refuse_to_transform(support)
 
 

@@ -1,9 +1,10 @@
-"""A family's parameters: their constraints, their conversion, rates and draws that keep off their limits."""
+"""A family's parameters: their constraints, their conversion and rates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,8 +12,6 @@ from torch.distributions import constraints
 
 from pyro_l0.maths import host
 from pyro_l0.maths.special import Number
-
-__all__ = ["Number", "as_parameters", "bounded", "check_rate", "inside_unit_interval", "open_uniform"]
 
 
 class _Bounded(constraints.Constraint):
@@ -55,12 +54,8 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
         ValueError: the shapes do not broadcast.
     """
     named = {**full, **shared}
-    tensors = [x for x in named.values() if isinstance(x, Tensor)]
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    if tensors:
-        dtype = torch.float32
-        for x in tensors:
-            dtype = torch.promote_types(dtype, x.dtype)
+    dtypes = [x.dtype for x in named.values() if isinstance(x, Tensor)] or [torch.get_default_dtype()]
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
     device = next((x.device for x in full.values() if isinstance(x, Tensor)), None)
 
     def convert(x: Number) -> Number:
@@ -96,14 +91,3 @@ def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, 
             f"Expected {name} strictly between {low:g} and {high:g}, the range that {family} can reach, "
             f"but got {value}."
         )
-
-
-def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
-    """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
-
-
-def inside_unit_interval(z: Tensor) -> Tensor:
-    """Keep interior draws off the atoms, which rounding may reach."""
-    info = torch.finfo(z.dtype)
-    return z.clamp(info.tiny, 1 - info.eps / 2)

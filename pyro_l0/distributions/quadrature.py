@@ -14,8 +14,6 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.maths import quadrature
 from pyro_l0.maths.quadrature import Nodes, Stretch
 
-__all__ = ["QuadratureGate", "integrate"]
-
 _SHARPEST = 1e12  # beyond it the density lies between a few double numbers
 _SINGLE = 30.0  # up to this temperature single precision tells a density's place well enough
 _SMOOTH = 2.0  # up to this temperature the panels that every gate gets are short enough

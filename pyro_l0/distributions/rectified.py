@@ -1,23 +1,20 @@
-"""Any continuous variable as a gate, by clipping it to the unit interval."""
+"""A continuous variable as a gate, by clipping it to the unit interval."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import ClassVar, Self
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths.quadrature import Nodes, Stretch
-
-__all__ = ["Rectified"]
+from pyro_l0.maths.special import Number, inside_unit_interval
 
 # Of the mass between the atoms, below the places where panels end.
 _SHARES = (1e-14, 1e-10, 1e-7, 1e-4, 0.01, 0.15, 0.5, 0.85, 0.99, 1 - 1e-4, 1 - 1e-7, 1 - 1e-10, 1 - 1e-14)
@@ -50,12 +47,12 @@ class Rectified(QuadratureGate):
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; section 2.2.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
-    learned: ClassVar[Mapping[str, constraints.Constraint]] = {}
+    arg_constraints: ClassVar = {}
+    learned: ClassVar = {}
 
     def __init__(self, base: Distribution, validate_args: bool | None = None) -> None:
-        support: Any = base.support
-        if base.event_shape or support.is_discrete or not base.has_rsample:
+        support: constraints.Constraint | None = base.support
+        if base.event_shape or support is None or support.is_discrete or not base.has_rsample:
             raise ValueError(
                 f"Expected a base of single continuous variables with pathwise draws, but got {type(base).__name__}."
             )
@@ -64,11 +61,6 @@ class Rectified(QuadratureGate):
 
     def __repr__(self) -> str:
         return f"Rectified({self.base})"
-
-    @property
-    def stretch(self) -> None:
-        """A rectified variable has no stretch limits."""
-        return None
 
     def _state(self) -> dict[str, object]:
         return {"base": self.base}
@@ -85,7 +77,7 @@ class Rectified(QuadratureGate):
         return type(self)(_map_tensors(self.base, function), validate_args=False)
 
     @classmethod
-    def from_active_prob(cls, active_prob: Number, *args: Any, **options: Any) -> Self:
+    def from_active_prob(cls, active_prob: Number, *args: object, **options: object) -> Self:
         """Not there: a rate does not tell which base is meant."""
         raise NotImplementedError("Rectified has no rate of its own; give it a base.")
 
@@ -118,11 +110,6 @@ class Rectified(QuadratureGate):
         return torch.log1p(-self.base.cdf(self._at(0.0)))
 
     @property
-    def test_gate(self) -> Tensor:
-        """The median."""
-        return self.median
-
-    @property
     def median(self) -> Tensor:
         """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
         return self.icdf(self._at(0.5))
@@ -136,18 +123,15 @@ class Rectified(QuadratureGate):
         shape = torch.Size(sample_shape) + self.batch_shape
         low, high = self.base.cdf(self._at(0.0)), self.base.cdf(self._at(1.0))
         u = torch.rand(shape, dtype=low.dtype, device=low.device)
-        info = torch.finfo(low.dtype)
-        inside: Tensor = self.base.icdf(low + u * (high - low)).clamp(info.tiny, 1 - info.eps / 2)
-        return inside
+        return inside_unit_interval(self.base.icdf(low + u * (high - low)))
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``; as far as the base has quantiles."""
         return self.base.icdf(value).clamp(0, 1)
 
-    def base_distribution(self) -> TorchDistribution:
+    def base_distribution(self) -> Distribution:
         """The base."""
-        base: Any = self.base
-        return base  # type: ignore[no-any-return]
+        return self.base
 
     def rectify(self, value: Tensor) -> Tensor:
         """The gate for a draw of the base."""

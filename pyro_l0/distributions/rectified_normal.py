@@ -12,17 +12,9 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import (
-    Number,
-    as_parameters,
-    bounded,
-    check_rate,
-    inside_unit_interval,
-    open_uniform,
-)
+from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.maths import host, quadrature, rectified_normal, special
-
-__all__ = ["RectifiedNormal"]
+from pyro_l0.maths.special import Number, inside_unit_interval, open_uniform
 
 
 class RectifiedNormal(GateDistribution):
@@ -49,26 +41,12 @@ class RectifiedNormal(GateDistribution):
         Yamada, Lindenbaum, Negahban, Kluger (2020), arXiv:1810.04247; the end of section 2.2 of the L0 paper.
     """
 
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
-        "loc": bounded(),
-        "scale": bounded(lower=0),
-    }
-    learned: ClassVar[dict[str, constraints.Constraint]] = {
-        "loc": constraints.real,
-        "scale": constraints.positive,
-    }
+    arg_constraints: ClassVar = {"loc": bounded(), "scale": bounded(lower=0)}
+    learned: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
 
     def __init__(self, loc: Number, scale: Number, validate_args: bool | None = None) -> None:
         (self.loc, self.scale), _ = as_parameters({}, loc=loc, scale=scale)
         super().__init__(self.loc.shape, validate_args=validate_args)
-
-    @property
-    def stretch(self) -> None:
-        """A rectified normal has no stretch limits."""
-        return None
-
-    def _state(self) -> dict[str, object]:
-        return {"loc": self.loc, "scale": self.scale}
 
     @classmethod
     def from_active_prob(cls, active_prob: Number, scale: Number = 0.5, validate_args: bool | None = None) -> Self:
@@ -111,13 +89,8 @@ class RectifiedNormal(GateDistribution):
         return special.log_ndtr(self.loc / self.scale)
 
     @property
-    def test_gate(self) -> Tensor:
-        """The gate without noise, ``clamp(loc, 0, 1)``, which is also the median."""
-        return self.loc.clamp(0, 1)
-
-    @property
     def median(self) -> Tensor:
-        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
+        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``; the gate without noise, too."""
         return self.loc.clamp(0, 1)
 
     @property

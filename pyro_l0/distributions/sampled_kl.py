@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
-
-__all__ = ["warn_if_sampled"]
+from itertools import islice
 
 _warned = False
 # Estimators whose gradient has no bias on a gate: an analytic KL, and one that differentiates no sample.
@@ -21,16 +21,12 @@ def warn_if_sampled() -> None:
     global _warned
     if _warned:
         return
-    frame = sys._getframe(2)
-    for _ in range(4):  # Independent and masked wrappers, score_parts itself
-        if frame is None or frame.f_code.co_name == "compute_score_parts":
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    else:
+    callers = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    # Independent and masked wrappers, score_parts itself
+    if not any(frame.f_code.co_name == "compute_score_parts" for frame in islice(callers, 4)):
         return
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        kinds = [kind.__name__ for kind in type(owner).__mro__] if owner is not None else []
+    for frame in callers:
+        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
         if "ELBO" in kinds or "ReweightedWakeSleep" in kinds:
             if not any(kind in _EXACT for kind in kinds):
                 _warned = True
@@ -41,4 +37,3 @@ def warn_if_sampled() -> None:
                     stacklevel=3,
                 )
             return
-        frame = frame.f_back  # type: ignore[assignment]

@@ -13,13 +13,14 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import Number, inside_unit_interval
+from pyro_l0.distributions.parameters import bounded
 from pyro_l0.distributions.quadrature import QuadratureGate
-from pyro_l0.maths import quadrature, special
+from pyro_l0.maths import host, quadrature, special
 from pyro_l0.maths.mixture import Point
 from pyro_l0.maths.quadrature import Nodes, Stretch
+from pyro_l0.maths.special import Number, inside_unit_interval
 
-__all__ = ["StretchedGate", "UnitIntervalGate"]
+STRETCH_LIMITS = {"gamma": bounded(upper=0), "zeta": bounded(lower=1)}
 
 
 class StretchedGate(GateDistribution):
@@ -46,7 +47,7 @@ class StretchedGate(GateDistribution):
             return self._stretch
         stretch = quadrature.make_stretch(self._gamma, self._zeta, self._like.dtype)
         # Kept, so that a KL sees one object; not with a graph, which belongs to one evaluation.
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in (self._gamma, self._zeta)):
+        if not host.learned(self._gamma, self._zeta):
             self._stretch = stretch
         return stretch
 
@@ -170,30 +171,25 @@ class _UnitVariable(TorchDistribution):
 
     support = constraints.unit_interval
     has_rsample = True
-    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+    arg_constraints: ClassVar = {}
 
     def __init__(self, gate: UnitIntervalGate) -> None:
         self.gate = gate
         super().__init__(gate.batch_shape, validate_args=False)
 
     def expand(self, batch_shape: _size, _instance: Self | None = None) -> Self:
-        """The same over a larger batch."""
         return type(self)(self.gate.expand(batch_shape))
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws."""
         return self.gate._unit_rsample(torch.Size(sample_shape) + self.gate.batch_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density."""
         return self.gate._unit_log_density(_inner_point(value))
 
     def cdf(self, value: Tensor) -> Tensor:
-        """Cdf."""
         return torch.exp(self.gate._unit_log_below(_inner_point(value)))
 
     def icdf(self, value: Tensor) -> Tensor:
-        """Quantiles."""
         return self.gate._unit_icdf(value)
 
 

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = ["active_prob", "find_gate", "innermost", "inside_events", "rewrap"]
 
-
-def find_gate(fn: Any) -> GateDistribution | None:
+def find_gate(fn: object) -> GateDistribution | None:
     """The gate inside ``to_event``, ``mask`` and ``expand`` wrappers, or None."""
     while type(fn) is Independent:  # the usual wrapper; abstract classes answer isinstance slowly
         fn = fn.base_dist
@@ -52,10 +50,11 @@ def innermost(fn: object) -> object:
     return fn
 
 
-def rewrap(fn: Any, new: TorchDistribution) -> TorchDistribution:
+def rewrap(fn: Any, new: Any) -> TorchDistribution:
     """A distribution in the place of a gate, in the gate's wrappers."""
     if isinstance(fn, GateDistribution):
-        return new
+        inner: TorchDistribution = new
+        return inner
     wrapped = rewrap(fn.base_dist, new)
     if isinstance(fn, MaskedDistribution):
         wrapped = wrapped.mask(fn._mask)

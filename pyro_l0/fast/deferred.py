@@ -10,7 +10,7 @@ in between, are one product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,13 +114,15 @@ class _DeferredProduct(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., object], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        before = args
-        args, kwargs = tree_map_only(cls, cls._compute, args), tree_map_only(cls, cls._compute, kwargs or {})
-        out = func(*args, **kwargs)
+        out = func(*tree_map_only(cls, cls._compute, args), **tree_map_only(cls, cls._compute, kwargs or {}))
         # What changes its argument in place returns it.
-        return next((x for x in before if type(x) is cls and out is x.__dict__["product"]), out)
+        return next((x for x in args if isinstance(x, cls) and out is x.__dict__["product"]), out)
 
 
 class _Product(torch.autograd.Function):

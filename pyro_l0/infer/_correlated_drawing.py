@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.fast.record import Record
-from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior
+from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
 
 

@@ -12,9 +12,9 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import Number
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
+from pyro_l0.maths.special import Number
 
 # A fair coin that sets a temperature stays unnoticed once in a thousand set-ups.
 _REDRAWS = 10

@@ -19,17 +19,17 @@ from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
-from pyro_l0.infer._mean_field import Drawing, MeanField
-from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
-from pyro_l0.infer._posteriors import (
+from pyro_l0.infer._mean_field import (
+    Drawing,
     GatesPosterior,
+    MeanField,
     SitePosterior,
     first_gates,
-    parameters_of,
     plates_and_shape,
     site_key,
     take_over,
 )
+from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
 from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
 from pyro_l0.infer.guide import ActiveRate
 
@@ -57,6 +57,7 @@ class AutoGate(AutoGuide):
         ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate.
 
     Example:
+        >>> import pyro
         >>> def model():
         ...     with pyro.plate("units", 3):
         ...         pyro.sample("z", HardConcrete.from_active_prob(0.1))
@@ -112,7 +113,7 @@ class AutoGate(AutoGuide):
             for name, value in state_dict.items():
                 key, _, parameter = name.removeprefix(f"{prefix}sites.").rpartition(".")
                 if name.startswith(f"{prefix}sites.") and key and "." not in key:
-                    held = parameters_of(sites[key]) if key in sites else {}
+                    held = dict(sites[key].named_parameters()) if key in sites else {}
                     new = held.get(parameter, nn.Parameter(torch.empty_like(value)))
                     sites[key] = nn.ParameterDict({**held, parameter: new})
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -22,7 +22,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer._correlated_drawing import Correlated
-from pyro_l0.infer._posteriors import GatesPosterior, SitePosterior, parameters_of, plates_and_shape
+from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior, plates_and_shape
 from pyro_l0.infer.auto_gate import AutoGate
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
 from pyro_l0.infer.correlated_start import Structure, correlated_posterior
@@ -190,9 +190,10 @@ class AutoSpikeSlab(AutoGate):
         if not known and joint is not None:
             prefix = self._pyro_get_fullname("joint")
             for place, module in joint.named_modules():
-                for key in parameters_of(module):
+                held: dict[str, nn.Parameter] = vars(module)["_parameters"]
+                for key in held:
                     name = f"{place}.{key}" if place else key
-                    names.append((param_with_module_name(prefix, name), parameters_of(module), key))
+                    names.append((param_with_module_name(prefix, name), held, key))
         return names
 
     def draw_together(self, number: int) -> dict[str, Part] | None:

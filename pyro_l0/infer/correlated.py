@@ -18,8 +18,6 @@ from pyro_l0.infer.hyper import HyperPosterior
 from pyro_l0.infer.layout import Layout
 from pyro_l0.infer.structured_slabs import SlabPosterior
 
-__all__ = ["ConjugateRate", "CorrelatedPosterior", "Part"]
-
 
 class ConjugateRate(NamedTuple):
     """A Beta variable that is the prior probability of some gates of two values.

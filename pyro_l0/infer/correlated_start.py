@@ -21,8 +21,6 @@ from pyro_l0.infer.layout import Layout
 from pyro_l0.infer.slabs import places_of
 from pyro_l0.infer.structured_slabs import IndependentSlabs, StructuredSlabs
 
-__all__ = ["Structure", "correlated_posterior"]
-
 _DRAWS = 31  # of a prior, whose median is where a latent variable starts
 _RATES = (0.3, 0.6)  # at which a rate is tried
 

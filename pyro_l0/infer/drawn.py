@@ -6,8 +6,6 @@ import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 
-__all__ = ["Drawn"]
-
 
 class Drawn(TorchDistribution):
     """The distribution of a site given the sites before it, whose value is a part of a joint draw.

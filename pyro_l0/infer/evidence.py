@@ -18,8 +18,6 @@ from pyro_l0.infer.particles import over_particles
 from pyro_l0.infer.runs import record_run
 from pyro_l0.infer.slabs import places_of
 
-__all__ = ["Evidence", "log_ratios"]
-
 _AT_ONCE = 250
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.layout import Layout
 
-__all__ = ["Expansion", "OpenModel", "expand", "find_mode"]
-
 _NEWTON_STEPS = 50
 _ARMIJO = 1e-4  # least part of the promised increase
 _LEAST_CURVATURE = 1e-6

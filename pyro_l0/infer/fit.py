@@ -19,8 +19,6 @@ from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.evidence import Evidence, log_ratios
 
-__all__ = ["Fit", "fit"]
-
 _BETAS = (0.9, 0.99)
 _LEAST_RATE = 0.02  # of the learning rates, at the end
 _TEMPERED = 0.3  # of the steps
@@ -188,7 +186,7 @@ class _Run:
         for k in range(1, steps + 1):
             optimiser.zero_grad()
             loss = elbo.differentiable_loss(self.model, self.guide, *self.args, **self.kwargs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimiser.step()
             schedule.step()
             losses.append(loss.detach())
@@ -205,7 +203,7 @@ def _has_converged(losses: Tensor, steps: int) -> bool:
     if len(losses) < steps or tenth < 10:
         return len(losses) < steps
     before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
-    error = math.sqrt(float(before.var() + last.var()) / tenth)
+    error = math.sqrt((float(before.var()) + float(last.var())) / tenth)
     return float(before.mean() - last.mean()) < _FALLING + 3 * error
 
 

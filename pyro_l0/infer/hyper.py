@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HyperDraw", "HyperPosterior"]
-
 _START = 0.2  # standard deviation on the real line
 
 

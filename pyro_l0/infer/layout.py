@@ -11,8 +11,6 @@ from torch.distributions import Transform
 from pyro_l0.distributions.wrappers import innermost
 from pyro_l0.fast.record import Site
 
-__all__ = ["Layout"]
-
 
 class Layout:
     """Where the entries of each site are in a vector of numbers on the real line.

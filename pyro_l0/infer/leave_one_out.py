@@ -11,8 +11,6 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 
-__all__ = ["gates_log_prob", "leave_one_out"]
-
 
 def gates_log_prob(sites: Mapping[str, Site]) -> Tensor:
     """Log probability of a guide's gates of two values at its draws, shape ``()``.

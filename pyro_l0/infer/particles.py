@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.correlated import Part
 
-__all__ = ["DrawsTogether", "over_particles"]
-
 
 @runtime_checkable
 class DrawsTogether(Protocol):

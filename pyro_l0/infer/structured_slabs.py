@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from pyro_l0.infer.expansion import Expansion
 from pyro_l0.maths.structured_slab import SlabGivenGates, slab_given_gates
 
-__all__ = ["IndependentSlabs", "SlabPosterior", "StructuredSlabs"]
-
 _RIDGE = 1e-3  # of the prior's precision, so that the curvature has a factor
 
 

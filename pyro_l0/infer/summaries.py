@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_l0.infer.slabs import Shape
 
-__all__ = ["Summary", "products", "quantiles"]
-
 
 class Summary(NamedTuple):
     """Of each entry of a site: of a slab's coefficients z * w, or of another latent variable.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyro_l0.maths.host import Context, transformed
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import last, log, log1mexp
+from pyro_l0.maths.special import Number, cat_flat, clamp_backward, last, log, log1mexp
+
+_Context = Context[tuple[float, Stretch]]
 
 
 def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -24,7 +29,7 @@ def logistic_noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     return log_e[0] - log_e[1]
 
 
-def transform(noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def transform(noise: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """The gate that standard logistic noise turns into (eq. 10-11 of the L0 paper)."""
     if isinstance(temperature, Tensor):
         y = (log_alpha + noise) / temperature
@@ -33,9 +38,7 @@ def transform(noise: Tensor, log_alpha: Tensor, temperature: float | Tensor, str
     return (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
 
 
-def log_probs(
-    log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def log_probs(log_alpha: Tensor, temperature: Number, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log P(z = 0), log P(z = 1), log P(0 < z < 1) and log P(z != 0) (eq. 12, 24)."""
     a0 = temperature * stretch.t0 - log_alpha
     a1 = temperature * stretch.t1 - log_alpha
@@ -45,7 +48,7 @@ def log_probs(
     return F.logsigmoid(a0), F.logsigmoid(-a1), log_interior, log_active
 
 
-def log_density(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def log_density(z: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """Log density at 0 < z < 1 with respect to dz (eq. 23 stretched, eq. 26 before truncation)."""
     log_low = torch.log(z - stretch.gamma)
     log_high = torch.log(stretch.zeta - z)
@@ -53,23 +56,23 @@ def log_density(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stret
     return log(temperature) + log(stretch.width) - log_low - log_high + F.logsigmoid(a) + F.logsigmoid(-a)
 
 
-def log_density_in_t(t: Tensor, log_alpha: Tensor, temperature: float | Tensor) -> Tensor:
+def log_density_in_t(t: Tensor, log_alpha: Tensor, temperature: Number) -> Tensor:
     """Log density with respect to dt, t the logit of the unstretched variable."""
     a = temperature * t - log_alpha
     return log(temperature) + F.logsigmoid(a) + F.logsigmoid(-a)
 
 
-def cdf_logit(z: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def cdf_logit(z: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """Logit of the cdf at 0 <= z <= 1 (eq. 24)."""
     return temperature * (torch.log(z - stretch.gamma) - torch.log(stretch.zeta - z)) - log_alpha
 
 
-def icdf(p: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def icdf(p: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """The smallest z with F(z) >= p."""
     return transform(torch.log(p) - torch.log1p(-p), log_alpha, temperature, stretch)
 
 
-def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch) -> Tensor:
+def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
     """Quantile of the gate given 0 < z < 1 (eq. 29 with the limits 0 and 1).
 
     The logit of P0 + u * Pmid is the difference of two logs, each a sum of positive terms.
@@ -80,7 +83,7 @@ def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: float | Tensor, str
     return transform(below - above, log_alpha, temperature, stretch)
 
 
-def mean(log_alpha: Tensor, temperature: float | Tensor, nodes: Nodes) -> Tensor:
+def mean(log_alpha: Tensor, temperature: Number, nodes: Nodes) -> Tensor:
     """E[z], the integral of the survival function."""
     a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
     measure = nodes.weight * nodes.slope
@@ -89,7 +92,7 @@ def mean(log_alpha: Tensor, temperature: float | Tensor, nodes: Nodes) -> Tensor
     return torch.where(mean < 0.5, mean, 1 - co_mean)
 
 
-def variance(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
+def variance(log_alpha: Tensor, temperature: Number, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Var[z] as a sum of non-negative terms, so that small variances keep their relative accuracy."""
     a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)
     below, above = torch.sigmoid(a), torch.sigmoid(-a)
@@ -102,9 +105,75 @@ def variance(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, n
     return torch.exp(log_zero) * mean.square() + torch.exp(log_one) * co_mean.square() + interior
 
 
-def entropy(log_alpha: Tensor, temperature: float | Tensor, stretch: Stretch, nodes: Nodes) -> Tensor:
+def entropy(log_alpha: Tensor, temperature: Number, stretch: Stretch, nodes: Nodes) -> Tensor:
     """Entropy with respect to the mixed measure; it may be negative."""
     log_zero, log_one, _, _ = log_probs(log_alpha, temperature, stretch)
     log_density = log_density_in_t(nodes.t, log_alpha.unsqueeze(-1), last(temperature))
     interior = (nodes.weight * torch.exp(log_density) * (log_density - torch.log(nodes.slope))).sum(-1)
     return -torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one - interior
+
+
+class _HardConcreteDraw(torch.autograd.Function):
+    """P(z != 0) of all gates in one vector, and a draw of each."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, noise: Tensor, temperature: float, stretch: Stretch, *log_alphas: Tensor
+    ) -> tuple[Tensor, ...]:
+        y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+        s, active = torch.sigmoid(y), torch.sigmoid(x)
+        z = (s * stretch.width).add_(stretch.gamma).clamp_(0, 1)
+        ctx.save_for_backward(noise, y, s, z, x, active, *log_alphas)
+        ctx.options = temperature, stretch
+        ctx.set_materialize_grads(False)
+        return active, *_split_like(z, log_alphas)
+
+    @staticmethod
+    def backward(ctx: _Context, of_active: Tensor | None, *of_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        noise, y, s, z, x, active, *log_alphas = ctx.saved_tensors
+        temperature, stretch = ctx.options
+        if torch.is_grad_enabled():  # a graph of this gradient is being built
+            y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+            s, active = torch.sigmoid(y), torch.sigmoid(x)
+        pieces = zip(of_z, log_alphas, strict=True)
+        grad = cat_flat([torch.zeros_like(a) if g is None else g for g, a in pieces])
+        # The derivative of clamp at its result, 0 at the atoms; and sigmoid(-y), as 1 - s cancels near one.
+        slope = (s * torch.sigmoid(-y)).mul_(stretch.width / temperature)
+        grad = clamp_backward(grad, z, 0, 1).mul_(slope)
+        if of_active is not None:
+            grad.addcmul_(of_active, active * torch.sigmoid(-x))
+        return None, None, None, *_split_like(grad, log_alphas)
+
+
+def _draw_logits(
+    noise: Tensor, temperature: float, stretch: Stretch, log_alphas: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Logits of the stretched variable and of P(z != 0)."""
+    log_alpha = cat_flat(log_alphas)
+    return torch.add(noise, log_alpha).div_(temperature), log_alpha - temperature * stretch.t0
+
+
+def _split_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([x.numel() for x in like])
+    return [piece if x.dim() == 1 else piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
+
+
+def draw_jointly(log_alphas: Sequence[Tensor], temperature: float, stretch: Stretch) -> tuple[list[Tensor], Tensor]:
+    """Draw hard concretes of several sites with one temperature and stretch, given as numbers.
+
+    A layer has few gates, so that a formula takes as long as its operations take to be called and to be recorded for
+    the gradient. Here both happen once for all sites, and the graph has one node.
+
+    Returns:
+        The draws, each in the shape of its log alpha; P(z != 0) of all gates in one vector.
+    """
+    size = torch.Size([sum(a.numel() for a in log_alphas)])
+    noise = logistic_noise(size, log_alphas[0].dtype, log_alphas[0].device)
+    if transformed():
+        y, x = _draw_logits(noise, temperature, stretch, log_alphas)
+        z = (stretch.gamma + stretch.width * torch.sigmoid(y)).clamp(0, 1)
+        return _split_like(z, log_alphas), torch.sigmoid(x)
+    active, *draws = _HardConcreteDraw.apply(  # type: ignore[no-untyped-call]
+        noise, temperature, stretch, *log_alphas
+    )
+    return draws, active

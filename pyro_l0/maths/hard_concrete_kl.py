@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.fast.switch import is_open
-from pyro_l0.maths.host import transformed
-from pyro_l0.maths.node import Context, apply
-from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import expm1, klterm_from_ratio, last, log, plain_psi, psi
+from pyro_l0.maths.host import Context, apply, transformed
+from pyro_l0.maths.quadrature import Nodes, Rule, Stretch
+from pyro_l0.maths.special import Number, expm1, klterm_from_ratio, last, log, plain_psi, psi
 
 
 class _Ends(NamedTuple):
@@ -38,7 +37,7 @@ class _Ends(NamedTuple):
     a1: Tensor
 
 
-def _ends(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: float | Tensor, stretch: Stretch) -> _Ends:
+def _ends(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number, stretch: Stretch) -> _Ends:
     a0 = temperature * stretch.t0 - log_alpha_q
     a1 = temperature * stretch.t1 - log_alpha_q
     d = log_alpha_q - log_alpha_p
@@ -69,7 +68,7 @@ class _Near(NamedTuple):
     step: Tensor
 
 
-def _near_ratios(e: _Ends, near: Tensor, rule: tuple[Tensor, Tensor]) -> _Near:
+def _near_ratios(e: _Ends, near: Tensor, rule: Rule) -> _Near:
     d = torch.where(near, e.d, 0.0)
     kappa = torch.expm1(d)
     l0, l1 = torch.log1p(kappa * e.v0), torch.log1p(kappa * e.v1)
@@ -103,13 +102,7 @@ def _far_ratios(e: _Ends, near: Tensor) -> _Far:
     return _Far(d, l0, l1, torch.expm1(bounded), torch.expm1(-bounded))
 
 
-def _closed_form(
-    log_alpha_q: Tensor,
-    log_alpha_p: Tensor,
-    temperature: float | Tensor,
-    stretch: Stretch,
-    rule: tuple[Tensor, Tensor],
-) -> Tensor:
+def _closed_form(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number, stretch: Stretch, rule: Rule) -> Tensor:
     e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
     near = e.d.abs() < 3
     n = _near_ratios(e, near, rule)
@@ -124,9 +117,9 @@ def _closed_form(
 def _slopes(
     log_alpha_q: Tensor,
     log_alpha_p: Tensor,
-    temperature: float | Tensor,
+    temperature: Number,
     stretch: Stretch,
-    rule: tuple[Tensor, Tensor],
+    rule: Rule,
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """Derivatives of the KL with respect to both locations and the temperature, those that are needed."""
@@ -198,9 +191,7 @@ def _slope_temperature(e: _Ends, l0: Tensor, l1: Tensor, stretch: Stretch) -> Te
 _BLOCK = 2**16
 
 
-def _in_blocks(
-    function: Callable[..., list[Tensor | None]], stretch: Stretch, *args: float | Tensor
-) -> list[Tensor | None]:
+def _in_blocks(function: Callable[..., list[Tensor | None]], stretch: Stretch, *args: Number) -> list[Tensor | None]:
     """Apply an elementwise function of equally shaped tensors block by block, where that is faster and possible."""
     first = next(x for x in args if isinstance(x, Tensor))
     size = first.numel()
@@ -227,10 +218,6 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1)
 
 
-class _Context(Context, Protocol):
-    options: tuple[float, Stretch, tuple[Tensor, Tensor]]
-
-
 class _SameTemperature(torch.autograd.Function):
     """KL of two hard concretes with one temperature; see :func:`same_temperature`.
 
@@ -240,17 +227,17 @@ class _SameTemperature(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Context[tuple[float, Stretch, Rule]],
         log_alpha_q: Tensor,
         log_alpha_p: Tensor,
-        temperature: float | Tensor,
+        temperature: Number,
         stretch: Stretch,
-        rule: tuple[Tensor, Tensor],
+        rule: Rule,
     ) -> Tensor:
         ctx.options = 0.0 if isinstance(temperature, Tensor) else temperature, stretch, rule
         ctx.save_for_backward(log_alpha_q, log_alpha_p, *((temperature,) if isinstance(temperature, Tensor) else ()))
 
-        def value(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
+        def value(q: Tensor, p: Tensor, t: Number) -> list[Tensor | None]:
             return [_closed_form(q, p, t, stretch, rule)]
 
         (kl,) = _in_blocks(value, stretch, log_alpha_q, log_alpha_p, temperature)
@@ -258,11 +245,11 @@ class _SameTemperature(torch.autograd.Function):
         return kl
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[float, Stretch, Rule]], grad: Tensor) -> tuple[Tensor | None, ...]:
         log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
         number, stretch, rule = ctx.options
 
-        def slopes(q: Tensor, p: Tensor, t: float | Tensor) -> list[Tensor | None]:
+        def slopes(q: Tensor, p: Tensor, t: Number) -> list[Tensor | None]:
             return _slopes(q, p, t, stretch, rule, ctx.needs_input_grad[:3])
 
         found = _in_blocks(slopes, stretch, log_alpha_q, log_alpha_p, rest[0] if rest else number)
@@ -270,11 +257,7 @@ class _SameTemperature(torch.autograd.Function):
 
 
 def same_temperature(
-    log_alpha_q: Tensor,
-    log_alpha_p: Tensor,
-    temperature: float | Tensor,
-    stretch: Stretch,
-    rule: tuple[Tensor, Tensor],
+    log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number, stretch: Stretch, rule: Rule
 ) -> Tensor:
     """KL of two hard concretes with one temperature and one stretch, in closed form.
 
@@ -307,9 +290,9 @@ def _logsigmoid_change(a: Tensor, step: Tensor) -> Tensor:
 
 def same_stretch(
     log_alpha_q: Tensor,
-    temperature_q: float | Tensor,
+    temperature_q: Number,
     log_alpha_p: Tensor,
-    temperature_p: float | Tensor,
+    temperature_p: Number,
     stretch: Stretch,
     nodes: Nodes,
 ) -> Tensor:
@@ -319,7 +302,7 @@ def same_stretch(
     accuracy in float32.
     """
 
-    def log_q_and_change(t: float | Tensor, side: int) -> tuple[Tensor, Tensor]:
+    def log_q_and_change(t: Number, side: int) -> tuple[Tensor, Tensor]:
         a = side * (temperature_q * t - log_alpha_q)
         step = side * ((temperature_p - temperature_q) * t - (log_alpha_p - log_alpha_q))
         return F.logsigmoid(a), _logsigmoid_change(a, step)

@@ -1,18 +1,19 @@
-"""What the host may know of tensors: whether their values can be read, and what is kept between calls."""
+"""What the maths asks of torch: whether values can be read, what is kept between calls, derivatives of its own."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+_Options = TypeVar("_Options")
 
 
 def transformed() -> bool:
@@ -43,6 +44,11 @@ def constant(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is None
 
 
+def learned(*parameters: float | Tensor) -> bool:
+    """Whether a gradient for one of some parameters is asked for."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in parameters)
+
+
 def largest(x: float | Tensor) -> float:
     """The largest value, infinity where it cannot be read."""
     if not isinstance(x, Tensor):
@@ -69,3 +75,28 @@ def kept(size: int) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Res
         return constant
 
     return decorate
+
+
+class Context(Protocol[_Options]):
+    """What torch keeps of a call of an autograd function for its derivative.
+
+    ``forward`` takes it: with ``setup_context`` torch binds the signature anew at every call, which takes longer than
+    the maths of a layer's gates. torch.compile and torch.func get the plain formulas instead, which they differentiate
+    (forwards too), map and fuse by themselves.
+    """
+
+    options: _Options  # what is not a tensor
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep inputs and results."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether gradients that are not there arrive as zeros."""
+
+
+def apply(function: type[Function], *args: object) -> Tensor:
+    """The result of an autograd function of one result."""
+    out: Tensor = function.apply(*args)
+    return out

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.node import Context, apply
+from pyro_l0.maths.host import Context, apply
 from pyro_l0.maths.quadrature import Stretch
-from pyro_l0.maths.special import Number, clamp_backward
+from pyro_l0.maths.special import Number, clamp_backward, inside_unit_interval
 
 
 class Point(NamedTuple):
@@ -40,44 +40,34 @@ class Component(Protocol):
 
     def log_density(self, x: Point) -> Tensor:
         """Log density."""
-        ...
 
     def log_below(self, x: Point) -> Tensor:
         """log R0."""
-        ...
 
     def log_above(self, x: Point) -> Tensor:
         """log(1 - R0)."""
-        ...
 
     def log_between(self, low: Point, high: Point) -> Tensor:
         """Log of the mass between two points."""
-        ...
 
     def logit_slope(self, logits: Tensor, x: Point) -> Tensor:
         """How far a point moves with the logits, q (1 - q) (R0 - R1) over the mixture's density (Eq. 12)."""
-        ...
 
     def draw(self, shape: torch.Size, like: Tensor) -> Tensor:
         """Independent draws of a tensor's type and device."""
-        ...
 
     def mixture_quantile(self, logits: Tensor, p: Tensor) -> Tensor:
         """The point that a draw of the mixture stays below with probability p."""
-        ...
 
     def breakpoints(self, dtype: torch.dtype) -> tuple[float, ...] | None:
         """Shares of the unit interval at which a quadrature rule starts anew, None where they would be too many."""
-        ...
 
     def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
         """Where panels end that resolve the mixture between two values of s; shape ``logits.shape + (k,)``."""
-        ...
 
     @property
     def mean(self) -> Number:
         """Mean of a draw."""
-        ...
 
 
 def log_s(x: Point) -> Tensor:
@@ -161,8 +151,7 @@ def attach_gradient(
         p: their probabilities, if they have a gradient too.
         ends: if the points follow the distribution between two points, those.
     """
-    info = torch.finfo(s.dtype)
-    s = s.detach().clamp(info.tiny, 1 - info.eps / 2)
+    s = inside_unit_interval(s.detach())
 
     def residual(s: Tensor) -> Tensor:
         x = Point(s, 1 - s)
@@ -199,18 +188,20 @@ def _gate_slope(component: Component, logits: Tensor, s: Tensor, stretch: Stretc
     # Where the slope is finite.
     s = s.clamp(-stretch.gamma / stretch.width, (1 - stretch.gamma) / stretch.width)  # type: ignore[arg-type]
     slope = component.logit_slope(logits, Point(s, 1 - s)) * stretch.width
-    return clamp_backward(slope, z, 0, 1)  # type: ignore[no-any-return]
-
-
-class _Context(Context, Protocol):
-    options: tuple[Component, Stretch]
+    return clamp_backward(slope, z, 0, 1)
 
 
 class _MixtureGateDraw(torch.autograd.Function):
     """Draws of the stretched and clipped mixture with their derivative for the logits (Eq. 12) as one node."""
 
     @staticmethod
-    def forward(ctx: _Context, logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
+    def forward(
+        ctx: Context[tuple[Component, Stretch]],
+        logits: Tensor,
+        shape: torch.Size,
+        component: Component,
+        stretch: Stretch,
+    ) -> Tensor:
         s = unstretched_draw(component, logits, shape)
         if ctx.needs_input_grad[0]:
             ctx.options = component, stretch
@@ -218,7 +209,7 @@ class _MixtureGateDraw(torch.autograd.Function):
         return (stretch.gamma + stretch.width * s).clamp_(0, 1)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[Component, Stretch]], grad: Tensor) -> tuple[Tensor | None, ...]:
         slope, logits, s = ctx.saved_tensors
         if torch.is_grad_enabled():  # a graph of this gradient is being built
             component, stretch = ctx.options

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.host import kept, largest
-from pyro_l0.maths.special import last
+from pyro_l0.maths.special import Number, last
+
+Rule = tuple[Tensor, Tensor]  # nodes and weights on [-1, 1]
 
 
 class Stretch(NamedTuple):
@@ -25,11 +27,11 @@ class Stretch(NamedTuple):
         t1: logit of the unstretched variable at which the gate is 1.
     """
 
-    gamma: float | Tensor
-    zeta: float | Tensor
-    width: float | Tensor
-    t0: float | Tensor
-    t1: float | Tensor
+    gamma: Number
+    zeta: Number
+    width: Number
+    t0: Number
+    t1: Number
 
 
 class Nodes(NamedTuple):
@@ -57,7 +59,7 @@ def _legendre(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @kept(256)
-def gauss_legendre(n: int, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def gauss_legendre(n: int, dtype: torch.dtype, device: torch.device | None = None) -> Rule:
     """Nodes and weights of the n-point Gauss-Legendre rule on [-1, 1], computed in double."""
     x, w = _legendre(n)
     return torch.tensor(x, dtype=dtype, device=device), torch.tensor(w, dtype=dtype, device=device)
@@ -70,12 +72,15 @@ def _number_stretch(gamma: float, zeta: float) -> Stretch:
     return Stretch(gamma, zeta, zeta - gamma, t0, t1)
 
 
+DEFAULT_STRETCH = _number_stretch(-0.1, 1.1)
+
+
 def half_width(stretch: Stretch) -> float:
     """Half the length of [t0, t1], the largest one if there are several, infinity where it cannot be read."""
     return 0.5 * largest(stretch.t1 - stretch.t0)
 
 
-def make_stretch(gamma: float | Tensor, zeta: float | Tensor, dtype: torch.dtype) -> Stretch:
+def make_stretch(gamma: Number, zeta: Number, dtype: torch.dtype) -> Stretch:
     """The numbers that follow from the stretch limits, in double; tensors come back in ``dtype``."""
     if not isinstance(gamma, Tensor) and not isinstance(zeta, Tensor):
         return _number_stretch(gamma, zeta)
@@ -105,42 +110,6 @@ def num_nodes(half_width: float, temperature: float, dtype: torch.dtype) -> int:
     return math.ceil(1.35 * math.log(1 / tol) / (2 * log_rho)) + 2
 
 
-@kept(256)
-def _number_nodes(gamma: float, zeta: float, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
-    # Double first, then rounded once: the nodes of a stretch given by numbers never change.
-    nodes = _tensor_nodes(
-        Stretch(*(torch.tensor(x, dtype=torch.float64) for x in _number_stretch(gamma, zeta))),
-        n,
-        torch.float64,
-        torch.device("cpu"),
-    )
-    return Nodes(*(x.to(dtype=dtype, device=device) for x in nodes))
-
-
-DEFAULT_STRETCH = _number_stretch(-0.1, 1.1)
-
-
-def _tensor_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
-    gamma, zeta, width, t0, t1 = (torch.as_tensor(x).unsqueeze(-1) for x in stretch)
-    x, w = gauss_legendre(n, dtype, device)
-    half = 0.5 * (t1 - t0)
-    t = 0.5 * (t0 + t1) + half * x
-    return _nodes_at(t, half * w, gamma, zeta, width)
-
-
-def _nodes_at(t: Tensor, weight: Tensor, gamma: Tensor, zeta: Tensor, width: Tensor) -> Nodes:
-    s, s_bar = torch.sigmoid(t), torch.sigmoid(-t)
-    return Nodes(t, weight, gamma + width * s, width * s_bar - (zeta - 1), width * s * s_bar)
-
-
-def stretch_nodes(stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
-    """Quadrature nodes on [t0, t1] of a stretch; kept between calls when the stretch is given by numbers."""
-    gamma, zeta = stretch.gamma, stretch.zeta
-    if isinstance(gamma, Tensor) or isinstance(zeta, Tensor):
-        return _tensor_nodes(stretch, n, dtype, device)
-    return _number_nodes(gamma, zeta, n, dtype, device)
-
-
 MOST_NODES = 128  # of one rule: its nodes come from an eigenproblem of that size
 # Where panels end: the log density has fallen by these from its top. Beyond the last one there is no mass to rounding.
 _DROPS = {torch.float32: (2.0, 18.0), torch.float64: (2.0, 6.0, 18.0, 40.0)}
@@ -154,7 +123,7 @@ def drops(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(_DROPS[dtype], dtype=torch.float64, device=device)
 
 
-def around(top: Tensor, step: float | Tensor, dtype: torch.dtype) -> Tensor:
+def around(top: Tensor, step: Number, dtype: torch.dtype) -> Tensor:
     """Where a density has fallen that falls by a factor of e with every step, on both sides; shape ``(..., k)``."""
     reach = drops(dtype, top.device) * last(step)
     return torch.cat((top.unsqueeze(-1) - reach, top.unsqueeze(-1) + reach), -1)
@@ -188,19 +157,25 @@ def rule_nodes(
     n = num_nodes(half_width(stretch), temperature, dtype)
     if n > MOST_NODES:
         return None
-    if not breakpoints:
-        return stretch_nodes(stretch, n, dtype, device)
+    return stretch_nodes(stretch, n, dtype, device, breakpoints)
+
+
+def stretch_nodes(
+    stretch: Stretch, n: int, dtype: torch.dtype, device: torch.device, breakpoints: tuple[float, ...] = ()
+) -> Nodes:
+    """Quadrature nodes on [t0, t1], n between any two breakpoints; kept where a stretch is given by numbers."""
     gamma, zeta = stretch.gamma, stretch.zeta
     if isinstance(gamma, Tensor) or isinstance(zeta, Tensor):
         places = torch.tensor(breakpoints, dtype=dtype, device=device)
         return panel_nodes(stretch, [places], n, dtype, device)
-    return _number_panels(gamma, zeta, breakpoints, n, dtype, device)
+    return _number_nodes(gamma, zeta, breakpoints, n, dtype, device)
 
 
-@kept(64)
-def _number_panels(
+@kept(256)
+def _number_nodes(
     gamma: float, zeta: float, breakpoints: tuple[float, ...], n: int, dtype: torch.dtype, device: torch.device
 ) -> Nodes:
+    # Double first, then rounded once.
     places = [torch.tensor(breakpoints, dtype=torch.float64)]
     nodes = panel_nodes(_number_stretch(gamma, zeta), places, n, torch.float64, torch.device("cpu"))
     return Nodes(*(x.to(dtype=dtype, device=device) for x in nodes))
@@ -221,9 +196,10 @@ def panel_nodes(stretch: Stretch, breakpoints: list[Tensor], n: int, dtype: torc
     z = torch.cat([x.detach().expand(*batch, x.shape[-1]) for x in breakpoints], -1).sort(-1).values
     gamma, zeta, width, t0, t1 = (torch.as_tensor(x, dtype=dtype, device=device).unsqueeze(-1) for x in stretch)
     inner = torch.log(z - gamma) - torch.log(zeta - z)
-    edges = torch.cat((t0.expand_as(inner[..., :1]), inner, t1.expand_as(inner[..., :1])), -1)
+    edges = torch.cat((t0.expand(*inner.shape[:-1], 1), inner, t1.expand(*inner.shape[:-1], 1)), -1)
     edges = edges.clamp(t0, t1)
     x, w = gauss_legendre(n, dtype, device)
     half = 0.5 * edges.diff(dim=-1).unsqueeze(-1)
     t = (0.5 * (edges[..., 1:] + edges[..., :-1]).unsqueeze(-1) + half * x).flatten(-2)
-    return _nodes_at(t, (half * w).flatten(-2), gamma, zeta, width)
+    s, s_bar = torch.sigmoid(t), torch.sigmoid(-t)
+    return Nodes(t, (half * w).flatten(-2), gamma + width * s, width * s_bar - (zeta - 1), width * s * s_bar)

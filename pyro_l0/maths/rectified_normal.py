@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_l0.maths.quadrature import Rule
 from pyro_l0.maths.special import (
     LN_2,
     LOG_2PI,
@@ -62,7 +63,7 @@ def moments(loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return m0, density_a - density_b, m0 + a * density_a - b * density_b
 
 
-def variance(loc: Tensor, scale: Tensor, rule: tuple[Tensor, Tensor]) -> Tensor:
+def variance(loc: Tensor, scale: Tensor, rule: Rule) -> Tensor:
     """Var[z] as a sum of non-negative terms; the interior by the given rule where the density lives."""
     a, b = -loc / scale, (1 - loc) / scale
     centre, co_centre = mean(loc, scale)

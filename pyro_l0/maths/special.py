@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.host import transformed
-from pyro_l0.maths.node import Context, apply
+from pyro_l0.maths.host import Context, apply, transformed
 
 Number = float | Tensor
 LOG_2PI = math.log(2 * math.pi)
 SQRT_2 = math.sqrt(2)
 LN_2 = math.log(2)
 _ONE = torch.ones(())
-clamp_backward = torch.ops.aten.hardtanh_backward.default
+clamp_backward: Callable[[Tensor, Tensor, float, float], Tensor] = torch.ops.aten.hardtanh_backward.default
+_Map = Callable[[Tensor], Tensor]
 
 
-def either(of_tensor: Callable[[Tensor], Tensor], of_number: Callable[[float], float]) -> Callable[[Number], Number]:
+def either(of_tensor: _Map, of_number: Callable[[float], float]) -> Callable[[Number], Number]:
     """One function of numbers and of tensors."""
     return lambda x: of_tensor(x) if isinstance(x, Tensor) else of_number(x)
 
@@ -29,7 +28,7 @@ exp, expm1 = either(torch.exp, math.exp), either(torch.expm1, math.expm1)
 log, log1p = either(torch.log, math.log), either(torch.log1p, math.log1p)
 
 
-def last(x: float | Tensor) -> float | Tensor:
+def last(x: Number) -> Number:
     """Room for the node dimension."""
     return x.unsqueeze(-1) if isinstance(x, Tensor) else x
 
@@ -38,6 +37,17 @@ def cat_flat(tensors: Sequence[Tensor]) -> Tensor:
     """All entries of several tensors, one tensor after the other."""
     # A view of a vector as itself would still be a node of the graph.
     return torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in tensors])
+
+
+def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
+    """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
+    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
+
+
+def inside_unit_interval(z: Tensor) -> Tensor:
+    """Keep interior draws off the atoms, which rounding may reach."""
+    info = torch.finfo(z.dtype)
+    return z.clamp(info.tiny, 1 - info.eps / 2)
 
 
 def log1mexp(x: Tensor) -> Tensor:
@@ -49,25 +59,19 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(small, near, far)
 
 
-class _Context(Context, Protocol):
-    slope: Callable[[Tensor], Tensor]
-
-
 class _Unary(torch.autograd.Function):
     """A function of one tensor with its derivative, for which that tensor alone is kept."""
 
     @staticmethod
-    def forward(
-        ctx: _Context, x: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.slope = slope
+    def forward(ctx: Context[_Map], x: Tensor, value: _Map, slope: _Map) -> Tensor:
+        ctx.options = slope
         ctx.save_for_backward(x)
         return value(x)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Map], grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        return grad * ctx.slope(x), None, None
+        return grad * ctx.options(x), None, None
 
 
 def plain_psi(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.graph import GateGraph, Layer
-from pyro_l0.nn.neighbours import read_called, readers, weight_id, writers
+from pyro_l0.nn.reading import read_called
 from pyro_l0.nn.units import Units, in_common
 
 __all__ = ["NetworkCost"]
@@ -64,10 +64,10 @@ class NetworkCost:
         )
         self._group_sizes = dict.fromkeys(self._sizes, 0.0)
         self.filter_sizes = dict.fromkeys(self._sizes, 0.0)
-        for site, layer, inputs, _ in readers(self._graph):
+        for site, layer, inputs, _ in self._graph.readers():
             # Per gate; behind a flattening a map is as many inputs as it has places.
             self._group_sizes[site] += layer.out_units * layer.taps * len(inputs) / self._sizes[site]
-        for site, layer in writers(self._graph):
+        for site, layer in self._graph.writers():
             self.filter_sizes[site] += layer.in_units * layer.taps
 
     @property
@@ -126,7 +126,7 @@ def _tied_layers(graph: GateGraph) -> list[list[str]]:
     """The layers by node name, those that share their weights together."""
     tied: dict[int, list[str]] = {}
     for name, layer in graph.layers().items():
-        tied.setdefault(weight_id(graph, layer), []).append(name)
+        tied.setdefault(graph.weight_id(layer), []).append(name)
     return list(tied.values())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import pyro
 import torch
@@ -108,23 +108,19 @@ class Gate(nn.Module):
             refuse_reentrant(name)
         if z.dim() > 1:
             _warn_inside_data(name)
-        out = self._product(x, z, not in_block)
+        is_last = self.dim in (-1, x.dim() - 1)
+        if not in_block and x.dim() > 1 and (is_last or self.dim == 1) and may_defer(x, z):
+            out = defer_product(x, z, -1 if is_last else 1)
+        else:
+            out = multiply_along(x, z, self.dim)
         if is_alone and is_new and not self.is_reported:
             _tell_without_posterior(self, name, out)
         return out
 
-    def _product(self, x: Tensor, z: Tensor, may_wait: bool) -> Tensor:
-        if may_wait and x.dim() > 1 and may_defer(x, z):
-            if self.dim in (-1, x.dim() - 1):
-                return defer_product(x, z)
-            if self.dim == 1:
-                return defer_product(x, z, 1)
-        return multiply_along(x, z, self.dim)
-
     def __prepare_scriptable__(self) -> Gate:  # what torch.jit.script asks for
         raise _no_export(self)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gate:
         # The prior moves with the network, though it is no parameter of it.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.prior = self.prior.apply_to_tensors(fn)
@@ -151,11 +147,10 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
         >>> list(name_gates(nn.Sequential(Gate(4), nn.Linear(4, 2), Gate(2)), prefix="net."))
         ['net.0', 'net.2']
     """
-    gates = {}
-    for path, module in network.named_modules():
-        if isinstance(module, Gate):
-            module.site_name = prefix + (path or "gate")
-            gates[module.site_name] = module
+    paths = {path: gate for path, gate in network.named_modules() if isinstance(gate, Gate)}
+    gates = {prefix + (path or "gate"): gate for path, gate in paths.items()}
+    for name, gate in gates.items():
+        gate.site_name = name
     return gates
 
 
@@ -189,20 +184,9 @@ def _warn_inside_data(name: str) -> None:
             )
 
 
-def check_units(x: Any, size: int, dim: int, name: object) -> None:
-    """Refuse what gates can't multiply.
-
-    Args:
-        x: the input of a layer of gates.
-        size: number of gates.
-        dim: dimension of the units.
-        name: of the layer, for the message.
-
-    Raises:
-        ValueError: the input has another number of units.
-        TypeError: it is no tensor, or of a type that does not hold fractions.
-    """
-    check_tensor(x, name)
+def check_units(x: object, size: int, dim: int, name: object) -> None:
+    """Refuse the input of the layer ``name`` unless dimension ``dim`` holds ``size`` units that gates can multiply."""
+    x = check_tensor(x, name)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(
             f"Expected units of a floating type at gate {name}, but got {x.dtype}, which would round gates to 0; "
@@ -217,16 +201,17 @@ def check_units(x: Any, size: int, dim: int, name: object) -> None:
         )
 
 
-def check_tensor(x: Any, name: object) -> None:
-    """Refuse what is no tensor; arguments and errors as of :func:`check_units`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
-            "nn.MultiheadAttention returns, hand on the entry that is to be gated."
-        )
+def check_tensor(x: object, name: object) -> Tensor:
+    """Hand on the input of a layer, and refuse what is no tensor."""
+    if isinstance(x, Tensor):
+        return x
+    raise TypeError(
+        f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
+        "nn.MultiheadAttention returns, hand on the entry that is to be gated."
+    )
 
 
-def keep_being_called(module: nn.Module, inputs: Any) -> None:
+def keep_being_called(module: nn.Module, inputs: object) -> None:
     """A hook that does nothing: torch's fused transformer layers pass by modules that have none."""
 
 

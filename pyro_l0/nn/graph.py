@@ -8,7 +8,7 @@ these is refused by name, because a wrong count is worse than none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from pyro_l0.nn.kinds import Kind, LayerModule
 from pyro_l0.nn.units import PerDevice, Units, either, product
 
-__all__ = ["GateGraph", "Layer", "Step"]
+__all__ = ["GateGraph", "Layer", "Step", "units_held"]
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,69 @@ class GateGraph:
         assert isinstance(module, LayerModule)
         return module
 
-    def site(self, name: str) -> str:
-        """The site of a gate's node."""
-        return self._gate_sites[name]
+    def weight_id(self, layer: Layer) -> int:
+        """The same number for layers that share their weights."""
+        module = self.module(layer)
+        weight = module._parameters.get("weight")  # one that a parametrisation computes is another at each access
+        return id(module if weight is None else weight)
 
     @cached_property
-    def _gate_sites(self) -> dict[str, str]:
+    def gates(self) -> dict[str, str]:
+        """The sites of gates by node name."""
         gates = [node for node in self.graph.nodes if self.steps[node.name].kind == "gate"]
         return {node.name: self.sites[str(node.target)] for node in gates}
+
+    def readers(self) -> Iterator[tuple[str, Layer, Tensor, Tensor]]:
+        """Each gate site with each layer that reads its units: the layer's inputs, and the unit that each stems from.
+
+        An input that holds several units, as a map that features were made into, is there several times; one that is
+        constant is not. Once, where a gate acts at several places in front of a layer or of layers with the same
+        weights.
+        """
+        shapes = {node.name: node.meta.get("shape") for node in self.graph.nodes}
+        found: set[tuple[object, ...]] = set()
+        for name, layer in self.layers().items():
+            inputs = torch.arange(layer.in_units)
+            frontier = [(parent, inputs, inputs) for parent in self.steps[name].parents]
+            seen: set[str] = set()
+            while frontier:
+                parent, inputs, units = frontier.pop()
+                step = self.steps[parent]
+                if parent in seen:
+                    continue
+                seen.add(parent)
+                if step.kind == "gate":
+                    key = (self.gates[parent], self.weight_id(layer), tuple(inputs.tolist()), tuple(units.tolist()))
+                    if key not in found:
+                        found.add(key)
+                        yield self.gates[parent], layer, inputs, units
+                if step.kind in ("reshape", "expand"):
+                    held = step.source
+                    if held is None:
+                        (before,) = step.parents
+                        example, result = (torch.Size((1, *shapes[node][1:])) for node in (before, parent))
+                        held = units_held(example, self.steps[before], result, step.dim)
+                    inputs, units = _stems(inputs, held[units])
+                elif step.kind not in ("gate", "unitwise", "add"):
+                    continue
+                frontier += [(before, inputs, units) for before in step.parents]
+
+    def writers(self) -> Iterator[tuple[str, Layer]]:
+        """Each gate site with each layer that writes its units, once."""
+        found: set[tuple[str, int]] = set()
+        for name, site in self.gates.items():
+            frontier, seen = list(self.steps[name].parents), set[str]()
+            while frontier:
+                parent = frontier.pop()
+                if parent in seen:
+                    continue
+                seen.add(parent)
+                step = self.steps[parent]
+                if step.kind in ("gate", "unitwise", "add"):
+                    frontier.extend(step.parents)
+                elif step.layer is not None and (key := (site, self.weight_id(step.layer))) not in found:
+                    found.add(key)
+                    yield site, step.layer
 
     def present(self, active: Mapping[str, Tensor]) -> dict[str, Units]:
         """For each node, that each of its units varies with the input.
@@ -110,19 +165,19 @@ class GateGraph:
         for name, step in self.steps.items():
             parents = [present[parent] for parent in step.parents]
             if step.kind == "gate":
-                present[name] = parents[0].gated(self.site(name), active[self.site(name)])
+                present[name] = parents[0].gated(self.gates[name], active[self.gates[name]])
             elif step.kind == "layer" or (step.kind == "reshape" and step.source is None):
                 present[name] = parents[0].any()
             elif step.kind == "reshape":
                 probs = parents[0].probs()
                 if probs is not None and probs.dim():
-                    probs = probs[self._stems[name].on(probs.device)]
+                    probs = probs[self._stems[name][0].on(probs.device)]
                 present[name] = Units({}, probs)
             elif step.kind == "expand":
                 probs = parents[0].probs()
                 probs = torch.ones((), device=device) if probs is None else probs
-                each = probs[self._stems[name].on(probs.device)] if probs.dim() else probs
-                present[name] = Units({}, each * self._stemming[name].on(probs.device).to(probs.dtype))
+                stems, stemming = (value.on(probs.device) for value in self._stems[name])
+                present[name] = Units({}, (probs[stems] if probs.dim() else probs) * stemming.to(probs.dtype))
             elif step.kind == "constant":
                 present[name] = Units({}, torch.zeros(()))
             elif step.kind == "add":
@@ -139,7 +194,7 @@ class GateGraph:
             here = Units() if step.kind == "output" else either(uses[name])
             needed[name] = here
             if step.kind == "gate":
-                here = here.gated(self.site(name), active[self.site(name)])
+                here = here.gated(self.gates[name], active[self.gates[name]])
             elif step.kind == "layer" or (step.kind == "reshape" and step.source is None):
                 here = here.any()
             elif step.kind == "reshape":
@@ -157,37 +212,50 @@ class GateGraph:
         return needed
 
     @cached_property
-    def _sources(self) -> dict[str, Tensor]:
-        """By node that renames or expands units, the parent's unit that each stems from, -1 for none."""
-        return {
-            name: step.source
-            for name, step in self.steps.items()
-            if step.kind in ("reshape", "expand") and step.source is not None
-        }
-
-    @cached_property
-    def _stems(self) -> dict[str, PerDevice]:
-        return {name: PerDevice(source.clamp(min=0)) for name, source in self._sources.items()}
-
-    @cached_property
-    def _stemming(self) -> dict[str, PerDevice]:
-        return {name: PerDevice(source >= 0) for name, source in self._sources.items()}
+    def _stems(self) -> dict[str, tuple[PerDevice, PerDevice]]:
+        """By node that renames or expands units: the parent's unit that each stems from, and whether there is one."""
+        sources = {name: step.source for name, step in self.steps.items() if step.source is not None}
+        return {name: (PerDevice(source.clamp(min=0)), PerDevice(source >= 0)) for name, source in sources.items()}
 
     @cached_property
     def _copies(self) -> dict[str, PerDevice]:
-        """Those that stem from each of the parent's units.
+        """By such a node, those that stem from each of the parent's units.
 
         An expansion has one of each; where units are renamed there is a row for each, filled up by the number of all.
         """
         copies = {}
-        for name, source in self._sources.items():
-            order = source.argsort(stable=True)
-            stems = source[order]
-            if self.steps[name].kind == "expand":
+        for name, step in self.steps.items():
+            if step.source is None:
+                continue
+            order = step.source.argsort(stable=True)
+            stems = step.source[order]
+            if step.kind == "expand":
                 copies[name] = PerDevice(order[stems >= 0])
                 continue
-            counts = torch.bincount(source, minlength=self.steps[self.steps[name].parents[0]].size)
+            counts = torch.bincount(step.source, minlength=self.steps[step.parents[0]].size)
             rows = stems.new_full((len(counts), int(counts.max())), len(order))
             rows[stems, torch.arange(len(order)) - (counts.cumsum(0) - counts)[stems]] = order
             copies[name] = PerDevice(rows)
         return copies
+
+
+def units_held(before: torch.Size, parent: Step, shape: torch.Size, dim: int) -> Tensor:
+    """The units of the parent that each unit of a reshaped tensor holds, one row for each.
+
+    Args:
+        before: shape of the parent's tensor.
+        parent: the parent.
+        shape: shape of the reshaped tensor.
+        dim: dimension of its units.
+    """
+    view = [1] * len(before)
+    view[parent.dim] = parent.size
+    ids = torch.arange(parent.size).view(view).expand(before).reshape(shape)
+    return ids.movedim(dim, 0).reshape(shape[dim], -1)
+
+
+def _stems(inputs: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of inputs and the units that they hold, each once; a negative unit is none."""
+    if held.dim() > 1:
+        inputs, held = torch.stack([inputs[:, None].expand_as(held), held]).flatten(1).unique(dim=1)
+    return inputs[held >= 0], held[held >= 0]

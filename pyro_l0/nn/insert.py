@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -65,9 +64,8 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate]) -> None:
     modules = dict(network.named_modules(remove_duplicate=False))
     for path, gate in gates.items():
         if not path or path not in modules:
-            close = get_close_matches(path, [name for name in modules if name], n=3) or list(
-                dict(network.named_children())
-            )
+            children = [name for name, _ in network.named_children()]
+            close = get_close_matches(path, [name for name in modules if name], n=3) or children
             raise ValueError(
                 f"Expected paths of modules of the network, but got {path!r}; there are {', '.join(map(repr, close))}."
             )
@@ -88,14 +86,14 @@ class _Gated(nn.Sequential):
         gated: Tensor = self[1](self[0](*args, **kwargs))
         return gated
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:  # as torch has it, which returns whatever there is
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("0")
             if module is None:
                 raise
-            value = getattr(module, name)
+            value: Tensor | nn.Module = getattr(module, name)
         if not isinstance(value, (Tensor, nn.Module)):
             return value
         raise AttributeError(
@@ -185,7 +183,11 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
     made: dict[int, Gate] = {}
     for path, module in paths.items():
         found = shapes[module]
-        _check_dropout(path, module.p, {size for size, _ in found}, len(set(found)) == 1)
+        if module.p >= 1:
+            raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {module.p}.")
+        if len(set(found)) != 1:
+            sizes = sorted({size for size, _ in found})
+            raise ValueError(f"Expected {path!r} to be called on one number of units, but it was called on {sizes}.")
         if len(found) > 1 and id(module) not in made:
             warnings.warn(
                 f"Dropout layer {path!r} is called {len(found)} times, and the gate in its place acts alike "
@@ -196,15 +198,6 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
     new = copy.deepcopy(network, dict(made))
     gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, Gate)}
     return new, {path: 1 - paths[path].p for path in gates if path in paths}
-
-
-def _check_dropout(path: str, p: float, sizes: set[int], alike: bool) -> None:
-    if p >= 1:
-        raise ValueError(f"Expected Dropout layers with p below 1, but {path!r} has {p}.")
-    if not alike:
-        raise ValueError(
-            f"Expected {path!r} to be called on one number of units, but it was called on {sorted(sizes)}."
-        )
 
 
 def _units_by_module(

@@ -24,86 +24,48 @@ LayerModule = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 _REMEDY = (
     " Make a network of what is before or behind it, and read that one; the model calls both and what is between them."
 )
-# f(s x) = s f(x) for s > 0, so that a gate between 0 and 1 may wait for the next layer's weights.
-_HOMOGENEOUS_MODULES = (
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.Dropout,
-    nn.Dropout2d,
-    nn.Identity,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool2d,
-    Sized,
+# Each operation that keeps units apart by its names: modules, functions, methods. First those with f(s x) = s f(x) for
+# s > 0, so that a gate between 0 and 1 may wait for the next layer's weights.
+_HOMOGENEOUS: frozenset[object] = frozenset().union(
+    (nn.ReLU, F.relu, torch.relu, "relu"),
+    (nn.LeakyReLU, F.leaky_relu),
+    (nn.Dropout, F.dropout),
+    (nn.Dropout2d, F.dropout2d),
+    (nn.Identity, "contiguous"),
+    (nn.MaxPool1d, F.max_pool1d),
+    (nn.MaxPool2d, F.max_pool2d, torch.max_pool2d),
+    (nn.AvgPool1d, F.avg_pool1d),
+    (nn.AvgPool2d, F.avg_pool2d),
+    (nn.AdaptiveAvgPool1d,),
+    (nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d),
+    (nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d),
+    (torch.mean, "mean"),
+    (Sized,),
 )
-_UNITWISE_MODULES = (
-    *_HOMOGENEOUS_MODULES,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.ELU,
-    nn.SELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Mish,
-    nn.Hardswish,
-    nn.ReLU6,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.Softplus,
-    Shift,
+_UNITWISE = _HOMOGENEOUS.union(
+    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    (nn.ELU, F.elu),
+    (nn.SELU, F.selu),
+    (nn.GELU, F.gelu),
+    (nn.SiLU, F.silu),
+    (nn.Mish, F.mish),
+    (nn.Hardswish, F.hardswish),
+    (nn.ReLU6, F.relu6),
+    (nn.Tanh, F.tanh, torch.tanh, "tanh"),
+    (nn.Sigmoid, F.sigmoid, torch.sigmoid, "sigmoid"),
+    (nn.Softplus, F.softplus),
+    (operator.add, torch.add, "add", operator.sub),
+    (operator.mul, torch.mul, "mul", operator.truediv),
+    (Shift,),
 )
-_MODULES: dict[Kind, tuple[type[nn.Module], ...]] = {
-    "gate": (Gate,),
-    "layer": (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    "unitwise": _UNITWISE_MODULES,
-    "reshape": (nn.Flatten, nn.Unflatten, Select),
-    "expand": (Expand,),
-    "constant": (Constant,),
+_MODULES: dict[object, Kind] = {
+    **dict.fromkeys(_UNITWISE, "unitwise"),
+    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), "layer"),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten, Select), "reshape"),
+    Gate: "gate",
+    Expand: "expand",
+    Constant: "constant",
 }
-_HOMOGENEOUS_FUNCTIONS = frozenset(
-    {
-        torch.relu,
-        F.relu,
-        F.leaky_relu,
-        F.dropout,
-        F.dropout2d,
-        F.max_pool1d,
-        F.max_pool2d,
-        torch.max_pool2d,
-        F.avg_pool1d,
-        F.avg_pool2d,
-        F.adaptive_avg_pool2d,
-        F.adaptive_max_pool2d,
-        torch.mean,
-    }
-)
-_UNITWISE_FUNCTIONS = _HOMOGENEOUS_FUNCTIONS | {
-    torch.tanh,
-    torch.sigmoid,
-    F.elu,
-    F.selu,
-    F.gelu,
-    F.silu,
-    F.mish,
-    F.hardswish,
-    F.relu6,
-    F.softplus,
-    F.tanh,
-    F.sigmoid,
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.truediv,
-    torch.add,
-    torch.mul,
-}
-_HOMOGENEOUS_METHODS = frozenset({"relu", "contiguous", "mean"})
-_UNITWISE_METHODS = _HOMOGENEOUS_METHODS | {"tanh", "sigmoid", "add", "mul"}
 _ADDITIONS = frozenset({operator.add, torch.add, "add", operator.iadd})
 _RESHAPES = frozenset({torch.flatten, torch.reshape, torch.squeeze, "flatten", "view", "reshape", "squeeze"})
 _SHAPES = frozenset({getattr, operator.getitem, "size", operator.mul, operator.floordiv})
@@ -111,9 +73,8 @@ _SHAPES = frozenset({getattr, operator.getitem, "size", operator.mul, operator.f
 
 def is_homogeneous(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     """Whether a unitwise node takes s x to s times its value at x, for every s > 0."""
-    if node.op == "call_module":
-        return isinstance(modules[str(node.target)], _HOMOGENEOUS_MODULES)
-    return node.target in (_HOMOGENEOUS_FUNCTIONS if node.op == "call_function" else _HOMOGENEOUS_METHODS)
+    names = type(modules[str(node.target)]).__mro__ if node.op == "call_module" else (node.target,)
+    return not _HOMOGENEOUS.isdisjoint(names)
 
 
 def shape_of(node: fx.Node) -> torch.Size | None:
@@ -132,11 +93,15 @@ def kind_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> Kind:
     if node.op == "placeholder":
         return "input"
     if node.op == "output":
-        if len(tensors(node)) == 1 and isinstance(node.args[0], fx.Node):
+        output = node.args[0]
+        if len(tensors(node)) == 1 and isinstance(output, fx.Node):
             return "output"
+        got = "what is no tensor"
+        if isinstance(output, (tuple, list, dict)):
+            got = f"a {type(output).__name__.removeprefix('immutable_')} of {len(output)}"
         raise ValueError(
-            f"Expected a network that returns one tensor, but got {_described(node.args[0])} {place(node)}; wrap it in "
-            "a module whose forward returns the tensor that counts."
+            f"Expected a network that returns one tensor, but got {got} {place(node)}; wrap it in a module whose "
+            "forward returns the tensor that counts."
         )
     if node.op == "call_module":
         kind = _kind_of_module(node.target, modules[str(node.target)])
@@ -167,7 +132,7 @@ def _kind_of_module(path: object, module: nn.Module) -> Kind | None:
         raise ValueError(f"Expected convolutions with groups=1, but {path!r} has {module.groups}.{_REMEDY}")
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
         raise ValueError(f"Expected running statistics in {path!r}, but it has none.{_REMEDY}")
-    return next((kind for kind, classes in _MODULES.items() if isinstance(module, classes)), None)
+    return next((_MODULES[known] for known in type(module).__mro__ if known in _MODULES), None)
 
 
 def _kind_of_function(node: fx.Node) -> Kind | None:
@@ -178,9 +143,7 @@ def _kind_of_function(node: fx.Node) -> Kind | None:
         return "add"
     if len(inputs) == 1 and node.target in _RESHAPES:
         return "reshape"
-    if len(inputs) != 1 or node.target not in (
-        _UNITWISE_FUNCTIONS if node.op == "call_function" else _UNITWISE_METHODS
-    ):
+    if len(inputs) != 1 or node.target not in _UNITWISE:
         return None
     if any(0 in dims_read(arg) for arg in node.all_input_nodes if shape_of(arg) is None):
         raise ValueError(
@@ -188,13 +151,6 @@ def _kind_of_function(node: fx.Node) -> Kind | None:
             "the sizes of one example."
         )
     return "unitwise"
-
-
-def _described(output: object) -> str:
-    """What a network returns, if that is not one tensor of its own making."""
-    if isinstance(output, (tuple, list, dict)):
-        return f"a {type(output).__name__.removeprefix('immutable_')} of {len(output)}"
-    return "what is no tensor"
 
 
 def dims_read(node: fx.Node) -> set[int]:

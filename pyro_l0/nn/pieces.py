@@ -68,36 +68,32 @@ class Expand(nn.Module):
         return torch.cat([x, self.constants.expand(shape)], self.dim).index_select(self.dim, self.order)
 
 
-class Shift(nn.Module):
+class _Valued(nn.Module):
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value.clone())
+
+
+class Shift(_Valued):
     """Add a constant that is the same for every example.
 
     Args:
         value: broadcasts against one example's tensor with a batch dimension in front.
     """
 
-    value: Tensor
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("value", value.clone())
-
     def forward(self, x: Tensor) -> Tensor:
         """``x`` plus the constant."""
         return x + self.value
 
 
-class Constant(nn.Module):
+class Constant(_Valued):
     """A tensor that is the same for every example.
 
     Args:
         value: shape ``(1, ...)``; expanded to the batch of the network's input.
     """
-
-    value: Tensor
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("value", value.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """One copy per example of ``x``."""

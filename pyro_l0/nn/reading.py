@@ -6,19 +6,19 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from pyro_l0.nn.gate import Gate, gate_names
-from pyro_l0.nn.graph import GateGraph, Layer, Step
+from pyro_l0.nn.graph import GateGraph, Layer, Step, units_held
 from pyro_l0.nn.kinds import Convolution, Kind, LayerModule, kind_of, shape_of, tensors
 from pyro_l0.nn.pieces import Expand, Select
 from pyro_l0.nn.tracing import operation, place, trace
 
-__all__ = ["misplaced", "read_network", "units_held"]
+__all__ = ["read_called", "read_network"]
 
 
 def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
@@ -36,7 +36,7 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     if isinstance(network, nn.Module):
         for where, module in network.named_modules():
             if isinstance(module, Gate) and "parametrizations" in where.split("."):
-                raise misplaced(module.site_name or where, where, "computes weights, which are not counted")
+                raise _misplaced(module.site_name or where, where, "computes weights, which are not counted")
     graph, left_out = trace(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
     kinds = {node.name: kind_of(node, modules) for node in graph.nodes}
@@ -51,14 +51,18 @@ def read_network(network: nn.Module, example_input: Tensor) -> GateGraph:
     return GateGraph(graph, modules, sites, steps, left_out)
 
 
-def misplaced(site: str, path: str, why: str) -> ValueError:
-    """The refusal of a gate that acts on no units.
+def read_called(network: nn.Module, example_input: Tensor) -> GateGraph:
+    """:func:`read_network`, where every gate is called on units."""
+    graph = read_network(network, example_input)
+    for site, gate in gate_names(network).items():
+        if site not in graph.gates.values():
+            path = next(name for name, module in network.named_modules() if module is gate)
+            raise _misplaced(site, path, "is never called")
+    return graph
 
-    Args:
-        site: its name.
-        path: of its module.
-        why: what it does instead, as half a sentence.
-    """
+
+def _misplaced(site: str, path: str, why: str) -> ValueError:
+    """The refusal of a gate, with its module's path, that acts on no units but does what ``why`` says."""
     return ValueError(
         f"Expected gates that are called on the units of a tensor, but gate {site!r} (module {path!r}) {why}; "
         "put it behind the layer whose units it gates, or take it out."
@@ -120,23 +124,21 @@ def _unit_dims(graph: fx.Graph, modules: Mapping[str, nn.Module], kinds: Mapping
         kind = kinds[node.name]
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         inputs = tensors(node)
+        dim: int | None = None
         if isinstance(module, nn.Linear):
-            fix(inputs[0], -1, node.target)
-            fix(node, -1, node.target)
+            dim = -1
         elif (
             isinstance(module, Convolution | nn.modules.batchnorm._BatchNorm)
             or "pool" in operation(node, modules).lower()
         ):
-            fix(inputs[0], 1, node.target)
-            fix(node, 1, node.target)
+            dim = 1
         elif isinstance(module, (Gate, Select, Expand)):
-            fix(inputs[0], module.dim, node.target)
-            fix(node, module.dim, node.target)
+            dim = module.dim
+        if dim is not None:
+            fix(inputs[0], dim, node.target)
+            fix(node, dim, node.target)
         if kind in ("unitwise", "add", "output"):
-            if kind != "output":
-                links += [(node.name, parent.name) for parent in inputs]
-            else:
-                links.append((node.name, inputs[0].name))
+            links += [(node.name, parent.name) for parent in inputs]
     changed = True
     while changed:
         changed = False
@@ -218,7 +220,9 @@ def _check_mean(node: fx.Node, parent: Step) -> None:
     before, after = shape_of(tensors(node)[0]), shape_of(node)
     assert before is not None
     assert after is not None
-    over = _mean_dims(node, len(before))
+    given = cast(int | list[int] | None, node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None))
+    listed = [given] if isinstance(given, int) else range(len(before)) if given is None else given
+    over = [dim % len(before) for dim in listed]
     message = f"Expected {operation(node, {})!r} {place(node)} to keep units apart and where they are"
     for dim, what in ((0, "the batch"), (parent.dim, f"its {parent.size} units")):
         if dim in over:
@@ -232,29 +236,6 @@ def _check_mean(node: fx.Node, parent: Step) -> None:
             f"the {parent.size} units in dimension {parent.dim}; put the units in dimension 1, as convolutions have "
             "them, or leave this part out of the network."
         )
-
-
-def _mean_dims(node: fx.Node, rank: int) -> list[int]:
-    given = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-    if given is None:
-        return list(range(rank))
-    entries: Any = given if isinstance(given, (tuple, list)) else [given]
-    return [entry % rank for entry in entries]
-
-
-def units_held(before: torch.Size, parent: Step, shape: torch.Size, dim: int) -> Tensor:
-    """The units of the parent that each unit of a reshaped tensor holds, one row for each.
-
-    Args:
-        before: shape of the parent's tensor.
-        parent: the parent.
-        shape: shape of the reshaped tensor.
-        dim: dimension of its units.
-    """
-    view = [1] * len(before)
-    view[parent.dim] = parent.size
-    ids = torch.arange(parent.size).view(view).expand(before).reshape(shape)
-    return ids.movedim(dim, 0).reshape(shape[dim], -1)
 
 
 def _source(node: fx.Node, shape: torch.Size, dim: int, steps: Mapping[str, Step]) -> Tensor | None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,17 +48,11 @@ class _Block:
         return draws[place] if place < len(draws) else None
 
 
-_blocks: WeakKeyDictionary[Any, _Block] = WeakKeyDictionary()  # by torch's object, which lives as long as the graph
+_blocks: WeakKeyDictionary[object, _Block] = WeakKeyDictionary()  # by torch's object, which lives as long as the graph
 
 
 def draw_in_block(gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]) -> tuple[Tensor, bool]:
-    """The gate's value, and whether it is a new draw.
-
-    Args:
-        gate: the layer.
-        name: its site.
-        device: where the value lies.
-        draw: makes a value.
+    """The value on a device of the gate at a site, and whether it is a new draw.
 
     Raises:
         RuntimeError: a block runs again, and the value of its first run is not known or would get no gradient.
@@ -82,7 +75,7 @@ def draw_in_block(gate: nn.Module, name: str, device: torch.device, draw: Callab
         return draw(), True
     else:
         before = _random_state(device)
-        with saved_tensors_hooks(_same, _same):  # what the draw saves is not made again
+        with saved_tensors_hooks(lambda x: x, lambda x: x):  # what the draw saves is not made again
             new = draw()
         kept = _Draw(new.detach().requires_grad_(new.requires_grad), before, _random_state(device))
     for block in inner:
@@ -91,14 +84,7 @@ def draw_in_block(gate: nn.Module, name: str, device: torch.device, draw: Callab
 
 
 def refuse_reentrant(name: str) -> None:
-    """Raise if a reentrant checkpoint is running, which gives gates no gradient.
-
-    Args:
-        name: a gate's site.
-
-    Raises:
-        RuntimeError: it is.
-    """
+    """Refuse a reentrant checkpoint, which gives the gate at a site no gradient."""
     if any(frame.f_code in _REENTRANT for frame in _frames_of_checkpoints()):
         raise RuntimeError(
             f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which gives a gradient "
@@ -125,10 +111,6 @@ def _frames_of_checkpoints() -> Iterator[FrameType]:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             yield frame
         frame = frame.f_back
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _random_state(device: torch.device) -> Tensor:

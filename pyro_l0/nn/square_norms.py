@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from pyro_l0.fast.gated_linear import record_norms, recorded_norms
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.kinds import LayerModule
-from pyro_l0.nn.neighbours import read_called, readers
+from pyro_l0.nn.reading import read_called
 from pyro_l0.nn.units import PerDevice
 
 __all__ = ["SquareNorms", "square_norms"]
@@ -35,7 +35,7 @@ def square_norms(network: nn.Module, example_input: Tensor) -> SquareNorms:
     """
     graph = read_called(network, example_input)
     layers: dict[str, list[_Read]] = {name: [] for name in graph.sites.values()}
-    for site, layer, inputs, units in readers(graph):
+    for site, layer, inputs, units in graph.readers():
         layers[site].append(_Read(graph.module(layer), layer.in_units, inputs, units))
     sizes = {name: gate.size for name, gate in gate_names(network).items()}
     return SquareNorms({name: _SquareNorm(sizes[name], found) for name, found in layers.items()})

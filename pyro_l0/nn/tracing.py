@@ -7,7 +7,6 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -49,8 +48,7 @@ class _Passed(nn.Module):
         self.path = path
 
     def forward(self, x: Tensor) -> Tensor:
-        check_tensor(x, self.path)
-        return x
+        return check_tensor(x, self.path)
 
 
 _LEAVES = (_Passed, FixedGate, Select, Shift, Sized, Expand, Constant)
@@ -83,8 +81,8 @@ class _Tracer(fx.Tracer):
         return isinstance(m, _LEAVES) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         self.within.append(self.path_of_module(m))
         result = super().call_module(m, forward, args, kwargs)
         self.within.pop()
@@ -96,11 +94,11 @@ class _Shapes(fx.Interpreter):
 
     node: fx.Node
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         self.node = n
-        result = super().run_node(n)
-        is_tensor = isinstance(result, Tensor)
-        n.meta.update(shape=result.shape if is_tensor else None, value=None if is_tensor else result)
+        result: object = super().run_node(n)
+        shape, value = (result.shape, None) if isinstance(result, Tensor) else (None, result)
+        n.meta.update(shape=shape, value=value)
         return result
 
 
@@ -110,10 +108,6 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     A node's ``meta`` has its ``"shape"`` if it is a tensor and its ``"value"`` if it is none, its ``"place"`` in the
     network in words, and for dropout whose argument is the ``training`` of a module that module's path as ``"mode"``.
 
-    Args:
-        network: a network of one input; it is not changed.
-        example_input: one batch, for the shapes.
-
     Raises:
         ValueError: the operations depend on the data, or the network does not take the example.
         TypeError: ``network`` is no module or ``example_input`` no tensor.
@@ -121,16 +115,14 @@ def trace(network: nn.Module, example_input: Tensor) -> tuple[fx.Graph, tuple[st
     _check(network, example_input)
     modules = dict(network.named_modules(remove_duplicate=False))
     # On a copy, which the code may change. Its gates pass their input on, instead of asking Pyro for a sample.
-    gates: dict[int, object] = {
-        id(module): _Passed(path) for path, module in modules.items() if isinstance(module, Gate)
-    }
+    gates = {id(module): _Passed(path) for path, module in modules.items() if isinstance(module, Gate)}
     try:
         shadow = copy.deepcopy(network, gates)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"Expected a network that copy.deepcopy can copy, but it can't copy {_name(network)}: {_first_line(error)} "
-            "Take torch.nn.utils.parametrizations.weight_norm in the place of torch.nn.utils.weight_norm, and keep no "
-            "results of earlier calls in attributes."
+            f"Expected a network that copy.deepcopy can copy, but it can't copy {type(network).__name__}: "
+            f"{_first_line(error)} Take torch.nn.utils.parametrizations.weight_norm in the place of "
+            "torch.nn.utils.weight_norm, and keep no results of earlier calls in attributes."
         ) from error
     asked: dict[str, None] = {}
     for path, module in shadow.named_modules():
@@ -166,11 +158,7 @@ def place(node: fx.Node) -> str:
 
 
 def _place(path: str, module: nn.Module) -> str:
-    return f"in module {path!r} ({type(module).__name__})" if path else f"in forward of {_name(module)}"
-
-
-def _name(network: nn.Module) -> str:
-    return type(network).__name__
+    return f"in module {path!r} ({type(module).__name__})" if path else f"in forward of {type(module).__name__}"
 
 
 def _check(network: nn.Module, example_input: Tensor) -> None:
@@ -185,7 +173,7 @@ def _check(network: nn.Module, example_input: Tensor) -> None:
     if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters] != [True]:
         taken = ", ".join(map(str, parameters))
         raise ValueError(
-            f"Expected a network of one input, but forward of {_name(network)} takes ({taken}); "
+            f"Expected a network of one input, but forward of {type(network).__name__} takes ({taken}); "
             "wrap it in a module whose forward takes one tensor and fills in the others."
         )
     if not isinstance(example_input, Tensor):
@@ -239,12 +227,9 @@ def _why(error: Exception, where: str) -> str:
     known = next((cause for part, cause in _CAUSES.items() if part in said), None)
     cause, remedy = known or (f"raises {said}", "use operations of torch that need no values")
     users = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
-    frame = users[-1]
-    line = (
-        ""
-        if frame.filename == __file__
-        else f" (line {frame.lineno} of {Path(frame.filename).name}: {(frame.line or '')[:80]})"
-    )
+    frame, line = users[-1], ""
+    if frame.filename != __file__:
+        line = f" (line {frame.lineno} of {Path(frame.filename).name}: {(frame.line or '')[:80]})"
     return (
         f"Expected a network whose operations can be read off without data, but code {where}{line} {cause}. "
         f"Instead, {remedy}; or leave this part out of the network, and call it before or behind it."

@@ -13,11 +13,7 @@ __all__ = ["PerDevice", "Units", "either", "in_common", "product"]
 
 
 class PerDevice:
-    """A constant of the network, moved to a device once: the host waits for what it moves.
-
-    Args:
-        value: on the CPU.
-    """
+    """A constant of the network on the CPU, moved to a device once: the host waits for what it moves."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value

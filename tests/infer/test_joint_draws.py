@@ -13,7 +13,7 @@ from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0.distributions.gate import concatenate
 from pyro_l0.fast.record import Record, sample
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
-from pyro_l0.maths import hard_concrete, joint_draw, quadrature
+from pyro_l0.maths import hard_concrete, quadrature
 
 SHAPES = [(3,), (2, 2), ()]
 START = [
@@ -46,7 +46,7 @@ def test_draws_are_those_of_the_plain_formula(frozen_noise):
     weights = torch.linspace(0.5, 2.0, 8, dtype=torch.float64)
     for use_draws, use_active in ((True, True), (True, False), (False, True)):
         ours, theirs = leaves(), leaves()
-        draws, active = joint_draw.hard_concretes(ours, 2 / 3, STRETCH)
+        draws, active = hard_concrete.draw_jointly(ours, 2 / 3, STRETCH)
         assert [z.shape for z in draws] == [torch.Size(shape) for shape in SHAPES]
         flat = torch.cat([x.reshape(-1) for x in theirs])
         z = hard_concrete.transform(NOISE, flat, 2 / 3, STRETCH)
@@ -68,7 +68,7 @@ def test_draws_are_those_of_the_plain_formula(frozen_noise):
 def test_a_draw_that_is_not_used_gets_no_gradient(frozen_noise):
     """A loss of one site leaves the others' gradients at zero."""
     xs = leaves()
-    draws, _ = joint_draw.hard_concretes(xs, 2 / 3, STRETCH)
+    draws, _ = hard_concrete.draw_jointly(xs, 2 / 3, STRETCH)
     draws[0].sum().backward()
     assert xs[0].grad[0] != 0
     assert xs[1].grad.abs().sum() == 0
@@ -78,7 +78,7 @@ def test_a_draw_that_is_not_used_gets_no_gradient(frozen_noise):
 def test_an_atom_passes_no_gradient_on_not_even_an_infinite_one(frozen_noise):
     """As with clamp: the slope of sqrt(z) at z = 0 does not make a NaN of the gate's."""
     log_alphas = leaves()
-    draws, _ = joint_draw.hard_concretes(log_alphas, 2 / 3, STRETCH)
+    draws, _ = hard_concrete.draw_jointly(log_alphas, 2 / 3, STRETCH)
     assert any(bool((z == 0).any()) for z in draws)
     joint = torch.autograd.grad(sum(z.sqrt().sum() for z in draws), log_alphas)
     noise = NOISE.split([x.numel() for x in log_alphas])
@@ -96,7 +96,7 @@ def test_second_derivatives(frozen_noise):
     inputs = [torch.tensor([0.3, -0.4], dtype=torch.float64), torch.tensor([[0.1], [-0.2]], dtype=torch.float64)]
 
     def draw(*xs):
-        draws, active = joint_draw.hard_concretes(xs, 2 / 3, STRETCH)
+        draws, active = hard_concrete.draw_jointly(xs, 2 / 3, STRETCH)
         return (*draws, active)
 
     inputs = [x.requires_grad_() for x in inputs]
