@@ -145,7 +145,7 @@ def _start_anew(guide: AutoSpikeSlab, start: dict[str, Tensor]) -> None:
     """Go back to the start, with other gates: normal noise of deviation 1 on the log odds."""
     guide.load_state_dict(start)
     for location in guide.locations():
-        location += torch.randn_like(location)
+        location.add_(torch.randn_like(location))
 
 
 class _Run:
