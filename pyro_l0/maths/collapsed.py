@@ -112,7 +112,7 @@ class CollapsedQuadratic:
         return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
 
     def _open(self, on: Tensor, part: slice) -> _Open:
-        index, valid = _positions(on)
+        index, valid = open_positions(on)
         unit, linear = (_at(_picked(x, part), index) * valid for x in self._elements[:2])
         eye = torch.eye(index.shape[1]).to(unit)
         precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :] + eye
@@ -211,7 +211,7 @@ class _Groups:
                 f"torch.long and not negative, but got shape {tuple(gate_of.shape)} and {gate_of.dtype}."
             )
         gates = torch.arange(int(gate_of.max()) + 1, device=gate_of.device)
-        members, valid = _positions(gate_of == gates[:, None])
+        members, valid = open_positions(gate_of == gates[:, None])
         return _Groups(members, valid, quadratic.blocks(members))
 
     def log_bayes_factors(self, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
     return 0.5 * (linear.square() / precision - precision.log())
 
 
-def _positions(on: Tensor) -> tuple[Tensor, Tensor]:
+def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
     """Where the entries of each row are true, padded with 0, and which of these are no padding; at least one column."""
     row, element = on.nonzero(as_tuple=True)
     slot = on.cumsum(1)[row, element] - 1
@@ -271,7 +271,7 @@ def _by_chain(name: str, x: Tensor, width: int) -> Tensor:
     """A row for each chain, or one for all."""
     if x.dim() > 2 or x.shape[-1:] not in ((), (1,), (width,)):
         raise ValueError(
-            f"Expected {name} to be one number, one for each of {width} elements, or a row of these for each chain, but "
+            f"Expected {name} to be one number, one for each of {width} elements, or such a row for each chain, but "
             f"got shape {tuple(x.shape)}."
         )
     if not bool(((x > 0) & torch.isfinite(x)).all()):

@@ -6,7 +6,8 @@ that of Zanella and Roberts (2019), arXiv:1805.00541.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.gate_priors import GatePrior
 
-# Open gates that a start from the prior has at most on average: a prior that is vague about the rate opens hundreds, and
-# a chain closes one in a step.
+# Open gates that a start from the prior has at most on average: a prior that is vague about the rate opens hundreds,
+# and a chain closes one in a step.
 _START = 10.0
 # A draw whose gate is this sure, 6e-6, says no more by being surer: bounds what one draw of the mean field contributes.
 _SURE = 12.0
@@ -46,18 +47,47 @@ class GibbsRun:
 
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Each state once, bool of shape ``(M, G)``, with its weight; the heaviest first."""
-        # As bytes, eight gates each: rows of many bools take seconds to sort.
-        packed = np.packbits(self.states.cpu().numpy(), axis=1)
-        _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
-        where = torch.from_numpy(group.reshape(-1)).to(self.weights.device)
-        weights = self.weights.new_zeros(len(first)).index_add(0, where, self.weights)
+        first, group = self._groups()
+        weights = self.weights.new_zeros(len(first)).index_add(0, group, self.weights)
         order = weights.argsort(descending=True)
-        return self.states[torch.from_numpy(first).to(order.device)[order]], weights[order]
+        return self.states[first[order]], weights[order]
+
+    def reweighted(self, log_ratio: Callable[[Tensor], Tensor]) -> GibbsRun:
+        """The run for another distribution of the gates.
+
+        Args:
+            log_ratio: of that distribution and the one of the run, up to a constant: of distinct states, bool of shape
+                ``(M, G)``, to shape ``(M,)``.
+        """
+        first, group = self._groups()
+        weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group], 0)
+        # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
+        change = self._averages(weights) - self._averages(self.weights)
+        share = self.weights.new_zeros(len(change)).index_add(0, self.chain, weights)
+        by_chain = self.chain_active_probs + change
+        active_probs = (share @ by_chain).clamp(0, 1)
+        return replace(self, active_probs=active_probs, chain_active_probs=by_chain.clamp(0, 1), weights=weights)
 
     def draws(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Independent draws of the states by their weights: gates, bool of shape ``(n, G)``, and the chain of each."""
         picked = torch.multinomial(self.weights, n, replacement=True, generator=generator)
         return self.states[picked], self.chain[picked]
+
+    def _averages(self, weights: Tensor) -> Tensor:
+        """Weighted average of the states of each chain."""
+        chains = len(self.chain_active_probs)
+        total = weights.new_zeros(chains).index_add(0, self.chain, weights)
+        sums = [torch.where(self.chain == i, weights, 0.0) @ self.states.to(weights) for i in range(chains)]
+        # A chain may have no weight left at all.
+        return torch.stack(sums) / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
+
+    def _groups(self) -> tuple[Tensor, Tensor]:
+        """Where each distinct state is first seen, and which of these every state is."""
+        # As bytes, eight gates each: rows of many bools take seconds to sort.
+        packed = np.packbits(self.states.cpu().numpy(), axis=1)
+        _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+        device = self.weights.device
+        return torch.from_numpy(first).to(device), torch.from_numpy(group.reshape(-1)).to(device)
 
 
 @torch.no_grad()
@@ -105,7 +135,8 @@ def tempered_gibbs(
     """Weighted tempered Gibbs sampling of gates.
 
     Each step flips one gate j, chosen in proportion to v_j = (eta_j + 5 / G) / (2 P(z_j | others)) with eta_j its
-    running active probability. So an improbable state is left at once, at a gate that matters, and has the weight 1 / sum v.
+    running active probability. So an improbable state is left at once, by a gate that matters, and has a weight of
+    1 / sum v.
 
     Args:
         collapsed: the likelihood and the slabs. Where chains have scales or factors of their own, each samples its own
