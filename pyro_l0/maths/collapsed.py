@@ -126,7 +126,7 @@ class CollapsedQuadratic:
         rest = elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
         if self._groups is not None:
             return self._groups.log_bayes_factors(on, open_, cross, rest, elements.unit)
-        explained = elements.unit.square() * torch.linalg.vector_norm(cross, dim=1).square()
+        explained = elements.unit.square() * cross.square().sum(1)
         # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
         closed = _log_integral((elements.diagonal - explained).clamp(min=0) + 1, rest)
         variance = open_.inverse.square().sum(1)
@@ -250,8 +250,9 @@ def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
 def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
     """Where the entries of each row are true, padded with 0, and which of these are no padding; at least one column."""
     row, element = on.nonzero(as_tuple=True)
-    slot = on.cumsum(1)[row, element] - 1
-    index = row.new_zeros(len(on), max(int(on.sum(1).max()), 1) if len(on) else 1)
+    count = on.sum(1)
+    slot = torch.arange(len(row), device=on.device) - (count.cumsum(0) - count)[row]
+    index = row.new_zeros(len(on), max(int(count.max()), 1) if len(on) else 1)
     valid = torch.zeros_like(index, dtype=torch.bool)
     index[row, slot], valid[row, slot] = element, True
     return index, valid
