@@ -3,9 +3,9 @@
 Ten of p = 1,000 features have an effect of size .25 to .75, the noise is 1, and neighbouring features have correlation
 rho. The model knows the noise, the rate (1 %) and the slabs' scale (.5). The reference are two long tempered runs from
 other seeds; the line "long runs" says how far these two are apart, so how well the reference is known. Every line: the
-sum and the largest of |PIP - reference|; what is selected at a Bayesian false discovery rate of 5 %, as the share of the
-ten effects that is found and the share of the selected that is false; seconds on one core. A quarter of an hour in all,
-with --quick two minutes.
+sum and the largest of |PIP - reference|; what is selected at a Bayesian false discovery rate of 5 %, as the share of
+the ten effects that is found and the share of the selected that is false; seconds on one core. A quarter of an hour in
+all, with --quick two minutes.
 """
 
 from __future__ import annotations
