@@ -115,7 +115,8 @@ class CollapsedQuadratic:
         index, valid = open_positions(on)
         unit, linear = (_at(_picked(x, part), index) * valid for x in self._elements[:2])
         eye = torch.eye(index.shape[1]).to(unit)
-        precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :] + eye
+        precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :]
+        precision = precision + eye * (1 + _rounding(precision))
         inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
 
@@ -218,8 +219,9 @@ class _Groups:
         """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, and the linear term that the open elements leave."""
         unit = unit[:, self.members]
         columns = (cross[:, :, self.members] * unit[:, None]).movedim(1, 2)
-        schur = self.blocks * unit[..., :, None] * unit[..., None, :] - columns.mT @ columns
-        quadratic, log_root = _halves(schur, rest[:, self.members], self.valid, add=1.0)
+        blocks = self.blocks * unit[..., :, None] * unit[..., None, :]
+        schur = blocks - columns.mT @ columns
+        quadratic, log_root = _halves(schur, rest[:, self.members], self.valid, add=1 + _rounding(blocks))
         closed = quadratic - log_root
 
         is_open = on[:, self.members] & self.valid
@@ -228,11 +230,18 @@ class _Groups:
         place = slot[:, self.members]
         columns = open_.inverse.mT[torch.arange(len(on), device=on.device)[:, None, None], place].mT
         mean = open_.mean.gather(1, place.flatten(1)).view_as(is_open)
-        quadratic, log_root = _halves(columns.mT @ columns, mean, is_open, add=0.0)
+        inverse = columns.mT @ columns
+        quadratic, log_root = _halves(inverse, mean, is_open, add=_rounding(inverse))
         return torch.where(is_open.any(2), quadratic + log_root, closed)
 
 
-def _halves(matrix: Tensor, vector: Tensor, valid: Tensor, add: float) -> tuple[Tensor, Tensor]:
+def _rounding(matrix: Tensor) -> Tensor:
+    """What keeps sums of semidefinite matrices definite when they are rounded, for the diagonal: ``(..., k, 1)``."""
+    k = matrix.shape[-1]
+    return 2 * k * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+def _halves(matrix: Tensor, vector: Tensor, valid: Tensor, add: Tensor) -> tuple[Tensor, Tensor]:
     """Halves of v' M^-1 v and of log det M, for M with so much more on its diagonal and without what is not valid."""
     both = valid[..., :, None] & valid[..., None, :]
     eye = torch.eye(matrix.shape[-1]).to(matrix)
