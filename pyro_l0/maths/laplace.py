@@ -150,7 +150,7 @@ def _ascended(objective: _Objective, x: Tensor, step: Tensor, value: Tensor, gai
     for _ in range(_HALVINGS):
         with torch.no_grad():
             new = objective.value(x + length[:, None] * step)
-        enough = new >= value + _ARMIJO * length * gain
+        enough = (new >= value + _ARMIJO * length * gain) & torch.isfinite(new)
         if bool(enough.all()):
             break
         length = torch.where(enough, length, 0.5 * length)
