@@ -1,0 +1,289 @@
+r"""Gates of a quadratic log likelihood with the Gaussian slabs behind them integrated out.
+
+Elements have coefficients beta = z w with w ~ N(0, scale^2), and one gate z switches one element or a group of them. In
+units t of the slabs' scale the precision of the open slabs is I + t A t = L L', so that
+
+.. math:: \log \int e^{b'\beta - \beta' A \beta / 2} N(w) dw = |L^{-1} t b|^2 / 2 - \sum_i \log L_{ii},
+
+and the odds of a gate given the others are ratios of two such integrals: by a Schur complement for a closed gate, by a
+block of the inverse precision for an open one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0.maths.quadratic import BATCH, Quadratic
+
+
+class CollapsedQuadratic:
+    """Log odds and evidence of gates in front of Gaussian slabs that are integrated out.
+
+    Args:
+        quadratic: the log likelihood of the elements' coefficients.
+        scale: standard deviation of the slabs: a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S
+            chains has its own.
+        gate_of: which gate switches each element, shape ``(p,)``; by default each has its own.
+        factor: multiplies A and b, shape ``(S,)``, such as the noise of each chain's own draw.
+
+    Raises:
+        ValueError: a scale or a factor is not positive, or its shape does not fit.
+    """
+
+    def __init__(
+        self,
+        quadratic: Quadratic,
+        scale: float | Tensor,
+        *,
+        gate_of: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> None:
+        linear = quadratic.linear
+        self.quadratic, self._gate_of = quadratic, gate_of
+        self._scale = _by_chain("scale", torch.as_tensor(scale).to(linear), len(linear))
+        self._factor = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1)
+        # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
+        root = self._factor.sqrt()
+        unit = self._scale * root
+        self._elements = _Elements(unit, linear * root * unit, quadratic.diagonal * unit.square())
+        self._groups = None if gate_of is None else _Groups.of(gate_of, quadratic)
+
+    @property
+    def gates(self) -> int:
+        """How many there are."""
+        return self._elements.unit.shape[1] if self._groups is None else len(self._groups.members)
+
+    @property
+    def chains(self) -> int | None:
+        """For how many chains there are scales or factors; None where all gate vectors have the same."""
+        rows = len(self._elements.unit)
+        return None if rows == 1 else rows
+
+    def at(self, chain: Tensor) -> CollapsedQuadratic:
+        """The same for gate vectors that belong to certain chains: a long tensor of shape ``(N,)``."""
+        scale, factor = _picked(self._scale, chain), _picked(self._factor, chain)[:, 0]
+        return CollapsedQuadratic(self.quadratic, scale, gate_of=self._gate_of, factor=factor)
+
+    def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
+        """Log odds of every gate given the others.
+
+        Args:
+            z: gates, zeros and ones, shape ``(S, G)``.
+            prior_logits: the prior's given the other gates; broadcasts against z.
+        """
+        return self.log_bayes_factors(z) + prior_logits
+
+    def log_bayes_factors(self, z: Tensor) -> Tensor:
+        """Log evidence with the gate open minus that with it closed, the others as they are; shape ``(S, G)``."""
+        on = self._on(z)
+        return torch.cat([self._factors(on[part], part) for part in self._parts(on, on.shape[1])])
+
+    def log_evidence(self, z: Tensor) -> Tensor:
+        """Log of the integral over the slabs, shape ``(S,)``; 0 where no gate is open."""
+        on = self._on(z)
+        return torch.cat([self._open(on[part], part).log_evidence for part in self._parts(on)])
+
+    def mean(self, z: Tensor) -> Tensor:
+        """Posterior mean of the coefficients z w given the gates, shape ``(S, p)``."""
+        on = self._on(z)
+        return self._slabs(on, torch.zeros_like(on, dtype=self._scale.dtype))
+
+    def draw_slabs(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A draw of the slabs w given the gates, shape ``(S, p)``; behind closed gates they follow their prior."""
+        on = self._on(z)
+        return self._slabs(on, torch.randn(on.shape, generator=generator, dtype=self._scale.dtype, device=on.device))
+
+    def _on(self, z: Tensor) -> Tensor:
+        """Whether each element is open, shape ``(S, p)``."""
+        if z.dim() != 2 or z.shape[1] != self.gates or self.chains not in (None, len(z)):
+            chains = "S" if self.chains is None else self.chains
+            raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
+        return z.bool() if self._gate_of is None else z.bool()[:, self._gate_of]
+
+    def _parts(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
+        """Parts of the gate vectors that need a bounded room: for each open element so many numbers."""
+        most = max(int(on.sum(1).max()), 1) if len(on) else 1
+        size = max(1, BATCH // (most * (width or most)))
+        return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
+
+    def _open(self, on: Tensor, part: slice) -> _Open:
+        index, valid = open_positions(on)
+        unit, linear = (_at(_picked(x, part), index) * valid for x in self._elements[:2])
+        eye = torch.eye(index.shape[1]).to(unit)
+        precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :]
+        precision = precision + eye * (1 + _rounding(precision))
+        inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
+        return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
+
+    def _factors(self, on: Tensor, part: slice) -> Tensor:
+        open_ = self._open(on, part)
+        elements = _Elements(*(_picked(x, part) for x in self._elements))
+        cross = (open_.inverse * open_.unit[:, None, :]) @ self.quadratic.rows(open_.index)
+        rest = elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
+        if self._groups is not None:
+            return self._groups.log_bayes_factors(on, open_, cross, rest, elements.unit)
+        explained = elements.unit.square() * cross.square().sum(1)
+        # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
+        closed = _log_integral((elements.diagonal - explained).clamp(min=0) + 1, rest)
+        variance = open_.inverse.square().sum(1)
+        return open_.placed(_log_integral(1 / variance, open_.mean / variance), out=closed)
+
+    def _slabs(self, on: Tensor, noise: Tensor) -> Tensor:
+        """Posterior mean and so many deviations of the slabs; the noise alone behind closed gates."""
+        parts = []
+        for part in self._parts(on):
+            open_ = self._open(on[part], part)
+            parts.append(open_.placed(open_.coloured(open_.whitened + _at(noise[part], open_.index)), out=noise[part]))
+        return torch.cat(parts) * self._scale
+
+
+class _Elements(NamedTuple):
+    """What an element needs of its slab, in units of the slab's scale; each of shape ``(1 or S, p)``."""
+
+    unit: Tensor
+    linear: Tensor
+    diagonal: Tensor
+
+
+@dataclass(frozen=True)
+class _Open:
+    """The open elements of gate vectors, padded to the longest.
+
+    Attributes:
+        index: which elements, shape ``(S, k)``; 0 at a padding.
+        valid: where there is no padding.
+        unit: their scales; 0 at a padding, where the precision is that of the prior alone.
+        inverse: that of L, shape ``(S, k, k)``.
+        whitened: L^-1 t b, shape ``(S, k)``.
+    """
+
+    index: Tensor
+    valid: Tensor
+    unit: Tensor
+    inverse: Tensor
+    whitened: Tensor
+
+    @property
+    def log_evidence(self) -> Tensor:
+        """Log of the integral over the slabs."""
+        return 0.5 * self.whitened.square().sum(1) + self.inverse.diagonal(dim1=1, dim2=2).log().sum(1)
+
+    @property
+    def mean(self) -> Tensor:
+        """Posterior mean, in units of the scale."""
+        return self.coloured(self.whitened)
+
+    def coloured(self, x: Tensor) -> Tensor:
+        """L'^-1 x."""
+        return (x[:, None, :] @ self.inverse).squeeze(1)
+
+    def placed(self, values: Tensor, out: Tensor) -> Tensor:
+        """Values of the open elements in the places of ``out``, of shape ``(S, p)``."""
+        chain, _ = self.valid.nonzero(as_tuple=True)
+        out[chain, self.index[self.valid]] = values[self.valid]
+        return out
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Gates that switch several elements each.
+
+    Attributes:
+        members: the elements of each gate, shape ``(G, m)``; 0 at a padding.
+        valid: where there is no padding.
+        blocks: A among them, shape ``(G, m, m)``.
+    """
+
+    members: Tensor
+    valid: Tensor
+    blocks: Tensor
+
+    @staticmethod
+    def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:
+        """From the gate of each element."""
+        if gate_of.shape != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < 0).any()):
+            raise ValueError(
+                f"Expected gate_of to be the index of a gate for each of {len(quadratic.linear)} elements, of dtype "
+                f"torch.long and not negative, but got shape {tuple(gate_of.shape)} and {gate_of.dtype}."
+            )
+        gates = torch.arange(int(gate_of.max()) + 1, device=gate_of.device)
+        members, valid = open_positions(gate_of == gates[:, None])
+        return _Groups(members, valid, quadratic.blocks(members))
+
+    def log_bayes_factors(self, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor) -> Tensor:
+        """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, and the linear term that the open elements leave."""
+        unit = unit[:, self.members]
+        columns = (cross[:, :, self.members] * unit[:, None]).movedim(1, 2)
+        blocks = self.blocks * unit[..., :, None] * unit[..., None, :]
+        schur = blocks - columns.mT @ columns
+        quadratic, log_root = _halves(schur, rest[:, self.members], self.valid, add=1 + _rounding(blocks))
+        closed = quadratic - log_root
+
+        is_open = on[:, self.members] & self.valid
+        slot = torch.zeros_like(on, dtype=torch.long)
+        slot = open_.placed(torch.arange(open_.index.shape[1]).to(slot).expand_as(open_.index), out=slot)
+        place = slot[:, self.members]
+        columns = open_.inverse.mT[torch.arange(len(on), device=on.device)[:, None, None], place].mT
+        mean = open_.mean.gather(1, place.flatten(1)).view_as(is_open)
+        inverse = columns.mT @ columns
+        quadratic, log_root = _halves(inverse, mean, is_open, add=_rounding(inverse))
+        return torch.where(is_open.any(2), quadratic + log_root, closed)
+
+
+def _rounding(matrix: Tensor) -> Tensor:
+    """What keeps sums of semidefinite matrices definite when they are rounded, for the diagonal: ``(..., k, 1)``."""
+    k = matrix.shape[-1]
+    return 2 * k * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+def _halves(matrix: Tensor, vector: Tensor, valid: Tensor, add: Tensor) -> tuple[Tensor, Tensor]:
+    """Halves of v' M^-1 v and of log det M, for M with so much more on its diagonal and without what is not valid."""
+    both = valid[..., :, None] & valid[..., None, :]
+    eye = torch.eye(matrix.shape[-1]).to(matrix)
+    matrix = torch.where(both, matrix + add * eye, eye)
+    root = torch.linalg.cholesky(matrix)
+    solved = torch.linalg.solve_triangular(root, (vector * valid)[..., None], upper=False)
+    return 0.5 * solved.square().sum((-2, -1)), root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
+    """Log of the integral of exp(h x - (e - 1) x^2 / 2) over a standard normal x."""
+    return 0.5 * (linear.square() / precision - precision.log())
+
+
+def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the entries of each row are true, padded with 0, and which of these are no padding; at least one column."""
+    row, element = on.nonzero(as_tuple=True)
+    count = on.sum(1)
+    slot = torch.arange(len(row), device=on.device) - (count.cumsum(0) - count)[row]
+    index = row.new_zeros(len(on), max(int(count.max()), 1) if len(on) else 1)
+    valid = torch.zeros_like(index, dtype=torch.bool)
+    index[row, slot], valid[row, slot] = element, True
+    return index, valid
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Entries of the rows of x, which may have one row for all."""
+    return x.expand(len(index), -1).gather(1, index)
+
+
+def _picked(x: Tensor, chain: Tensor | slice) -> Tensor:
+    """Rows of some chains, where each has its own."""
+    return x if len(x) == 1 else x[chain]
+
+
+def _by_chain(name: str, x: Tensor, width: int) -> Tensor:
+    """A row for each chain, or one for all."""
+    if x.dim() > 2 or x.shape[-1:] not in ((), (1,), (width,)):
+        raise ValueError(
+            f"Expected {name} to be one number, one for each of {width} elements, or such a row for each chain, but "
+            f"got shape {tuple(x.shape)}."
+        )
+    if not bool(((x > 0) & torch.isfinite(x)).all()):
+        raise ValueError(f"Expected {name} to be positive and finite, but got {x.flatten()[:5].tolist()}.")
+    return x.expand(x.shape[0] if x.dim() == 2 else 1, width)

@@ -1,0 +1,65 @@
+"""Gates of any twice differentiable log likelihood: tempered Gibbs on an expansion, re-weighted by Laplace evidence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.gate_priors import GatePrior
+from pyro_l0.maths.laplace import LogLikelihood, expanded, laplace_evidence
+from pyro_l0.maths.tempered_gibbs import GibbsRun, tempered_gibbs
+
+
+def gibbs_by_expansion(
+    log_likelihood: LogLikelihood,
+    scale: float | Tensor,
+    prior: GatePrior,
+    *,
+    start: Tensor,
+    gate_of: Tensor | None = None,
+    expansions: int = 2,
+    chains: int = 16,
+    flips: int = 600,
+    generator: torch.Generator | None = None,
+) -> tuple[GibbsRun, CollapsedQuadratic]:
+    """Sample gates of a likelihood that need not be quadratic, with dense matrices: for up to a hundred or so elements.
+
+    It is expanded at the mode with all gates open, then again at the posterior mean of the coefficients. The states
+    that the last run visits are re-weighted by their Laplace evidence over that of the expansion.
+
+    Args:
+        log_likelihood: of coefficients, shape ``(S, p)`` to ``(S,)``; batches are of any size.
+        scale: the slabs' standard deviation, a number or of shape ``(p,)``.
+        prior: of the gates.
+        start: coefficients at which the log likelihood is finite, shape ``(p,)``; zeros as a rule.
+        gate_of: which gate switches each element, shape ``(p,)``; by default each has its own.
+        expansions: how often it is expanded at the mean.
+        chains: run side by side.
+        flips: of each chain.
+        generator: of the random numbers.
+
+    Returns:
+        The last run, re-weighted, and the last expansion, from which slabs can be drawn.
+    """
+    scale = torch.as_tensor(scale).to(start)
+    point = laplace_evidence(log_likelihood, torch.ones_like(start)[None], scale, start).mode[0]
+    collapsed = CollapsedQuadratic(expanded(log_likelihood, point), scale, gate_of=gate_of)
+    for _ in range(expansions):
+        run = tempered_gibbs(collapsed, prior, chains=chains, flips=flips // 3, generator=generator)
+        states, weights = run.distinct()
+        point = weights @ collapsed.mean(states)
+        collapsed = CollapsedQuadratic(expanded(log_likelihood, point), scale, gate_of=gate_of)
+    run = tempered_gibbs(collapsed, prior, chains=chains, flips=flips, generator=generator)
+    return _reweighted(run, log_likelihood, scale, collapsed, gate_of), collapsed
+
+
+def _reweighted(
+    run: GibbsRun, log_likelihood: LogLikelihood, scale: Tensor, collapsed: CollapsedQuadratic, gate_of: Tensor | None
+) -> GibbsRun:
+    def log_ratio(states: Tensor) -> Tensor:
+        elements = (states if gate_of is None else states[:, gate_of]).to(scale)
+        start = collapsed.mean(states)
+        return laplace_evidence(log_likelihood, elements, scale, start).log_evidence - collapsed.log_evidence(states)
+
+    return run.reweighted(log_ratio)

@@ -1,0 +1,200 @@
+"""Inclusion probabilities of many gates: collapsed mean field, and weighted tempered Gibbs sampling.
+
+Both see the model through the log odds of every gate given the others, with the slabs integrated out. The sampler is
+that of Zanella and Roberts (2019), arXiv:1805.00541.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.gate_priors import GatePrior
+
+# Open gates that a start from the prior has at most on average: a prior that is vague about the rate opens hundreds,
+# and a chain closes one in a step.
+_START = 10.0
+# A draw whose gate is this sure, 6e-6, says no more by being surer: bounds what one draw of the mean field contributes.
+_SURE = 12.0
+# One step in e^30, 1e13, is never seen. Beyond it the weights of the tempered distribution overflow in float32.
+_NEVER = 30.0
+
+
+@dataclass(frozen=True)
+class GibbsRun:
+    """What weighted tempered Gibbs chains have seen.
+
+    Attributes:
+        active_probs: P(z = 1) of each gate, Rao-Blackwellised, shape ``(G,)``.
+        chain_active_probs: the same by chain, shape ``(chains, G)``; their spread tells how well the chains have mixed.
+        states: gates visited after the warm-up, bool, shape ``(N, G)``.
+        weights: of these states, summing to one.
+        chain: which chain visited each, shape ``(N,)``.
+        running: active probabilities that steered the chains, shape ``(G,)``.
+    """
+
+    active_probs: Tensor
+    chain_active_probs: Tensor
+    states: Tensor
+    weights: Tensor
+    chain: Tensor
+    running: Tensor
+
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """Each state once, bool of shape ``(M, G)``, with its weight; the heaviest first."""
+        first, group = self._groups()
+        weights = self.weights.new_zeros(len(first)).index_add(0, group, self.weights)
+        order = weights.argsort(descending=True)
+        return self.states[first[order]], weights[order]
+
+    def reweighted(self, log_ratio: Callable[[Tensor], Tensor]) -> GibbsRun:
+        """The run for another distribution of the gates.
+
+        Args:
+            log_ratio: of that distribution and the one of the run, up to a constant: of distinct states, bool of shape
+                ``(M, G)``, to shape ``(M,)``.
+        """
+        first, group = self._groups()
+        weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group], 0)
+        # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
+        change = self._averages(weights) - self._averages(self.weights)
+        share = self.weights.new_zeros(len(change)).index_add(0, self.chain, weights)
+        by_chain = self.chain_active_probs + change
+        active_probs = (share @ by_chain).clamp(0, 1)
+        return replace(self, active_probs=active_probs, chain_active_probs=by_chain.clamp(0, 1), weights=weights)
+
+    def draws(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Independent draws of the states by their weights: gates, bool of shape ``(n, G)``, and the chain of each."""
+        picked = torch.multinomial(self.weights, n, replacement=True, generator=generator)
+        return self.states[picked], self.chain[picked]
+
+    def _averages(self, weights: Tensor) -> Tensor:
+        """Weighted average of the states of each chain."""
+        chains = len(self.chain_active_probs)
+        total = weights.new_zeros(chains).index_add(0, self.chain, weights)
+        sums = [torch.where(self.chain == i, weights, 0.0) @ self.states.to(weights) for i in range(chains)]
+        # A chain may have no weight left at all.
+        return torch.stack(sums) / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
+
+    def _groups(self) -> tuple[Tensor, Tensor]:
+        """Where each distinct state is first seen, and which of these every state is."""
+        # As bytes, eight gates each: rows of many bools take seconds to sort.
+        packed = np.packbits(self.states.cpu().numpy(), axis=1)
+        _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+        device = self.weights.device
+        return torch.from_numpy(first).to(device), torch.from_numpy(group.reshape(-1)).to(device)
+
+
+@torch.no_grad()
+def collapsed_mean_field(
+    collapsed: CollapsedQuadratic,
+    prior: GatePrior,
+    *,
+    draws: int = 16,
+    steps: int = 200,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Log odds of independent gates, by natural gradients of the collapsed evidence bound; shape ``(G,)``.
+
+    The exact natural gradient moves the log odds towards the mean log odds of each gate given draws of the others. It
+    starts from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
+
+    Args:
+        collapsed: the likelihood and the slabs.
+        prior: of the gates.
+        draws: gate vectors in a step.
+        steps: how many.
+        generator: of the random numbers.
+    """
+    logits = torch.logit(_start_probs(collapsed, prior))
+    draws = collapsed.chains or draws
+    for step in range(steps):
+        z = torch.bernoulli(torch.sigmoid(logits).expand(draws, -1), generator=generator)
+        gibbs = collapsed.gibbs_logits(z, prior.logits(z)).clamp(-_SURE, _SURE)
+        logits = logits.lerp(gibbs.mean(0), 0.3 / (1 + step / 20) ** 0.7)
+    return logits
+
+
+@torch.no_grad()
+def tempered_gibbs(
+    collapsed: CollapsedQuadratic,
+    prior: GatePrior,
+    *,
+    chains: int = 16,
+    flips: int = 600,
+    warm_up: float = 0.3,
+    start: Tensor | None = None,
+    running: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> GibbsRun:
+    """Weighted tempered Gibbs sampling of gates.
+
+    Each step flips one gate j, chosen in proportion to v_j = (eta_j + 5 / G) / (2 P(z_j | others)) with eta_j its
+    running active probability. So an improbable state is left at once, by a gate that matters, and has a weight of
+    1 / sum v.
+
+    Args:
+        collapsed: the likelihood and the slabs. Where chains have scales or factors of their own, each samples its own
+            posterior, and the averages give every chain the same weight.
+        prior: of the gates.
+        chains: run side by side.
+        flips: of each chain.
+        warm_up: share of the flips that only adapts the running probabilities.
+        start: gates of each chain, shape ``(chains, G)``; draws from the prior by default.
+        running: running active probabilities, shape ``(G,)``, which then stay as they are.
+        generator: of the random numbers.
+    """
+    chains = collapsed.chains or chains
+    probs = _start_probs(collapsed, prior)
+    z = torch.bernoulli(probs.expand(chains, -1), generator=generator) if start is None else start.to(probs, copy=True)
+    adapts = running is None
+    running = probs if running is None else running.to(probs)
+    first = int(warm_up * flips)
+    steps = _Steps([], [], z.new_zeros(z.shape))
+    everyone = torch.arange(len(z), device=z.device)
+    for step in range(flips):
+        logits = collapsed.gibbs_logits(z, prior.logits(z))
+        active = torch.sigmoid(logits)
+        if adapts and step < first:
+            running = running.lerp(active.mean(0), 0.05)
+        against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
+        rates = 0.5 * (running + 5 / collapsed.gates) * (1 + torch.exp(against))
+        if step >= first:
+            steps.add(z, 1 / rates.sum(1), active)
+        flipped = torch.multinomial(rates, 1, generator=generator)[:, 0]
+        z[everyone, flipped] = 1 - z[everyone, flipped]
+    return steps.run(running, same_target=collapsed.chains is None)
+
+
+@dataclass
+class _Steps:
+    """States and weights while they are collected."""
+
+    states: list[Tensor]
+    weights: list[Tensor]
+    active: Tensor
+
+    def add(self, z: Tensor, weight: Tensor, active: Tensor) -> None:
+        self.states.append(z.bool())
+        self.weights.append(weight)
+        self.active.addcmul_(weight[:, None], active)
+
+    def run(self, running: Tensor, same_target: bool) -> GibbsRun:
+        weights = torch.stack(self.weights)
+        total = weights.sum(0)
+        by_chain = self.active / total[:, None]
+        # Weights of chains compare only where the chains sample one distribution, with one unknown constant.
+        share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
+        chain = torch.arange(len(total), device=total.device).repeat(len(weights))
+        weights = (weights / total * share).flatten()
+        return GibbsRun(share @ by_chain, by_chain, torch.cat(self.states), weights, chain, running)
+
+
+def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:
+    probs = prior.active_prob.to(collapsed.quadratic.linear).expand(collapsed.gates)
+    return probs * (_START / probs.sum()).clamp(max=1.0)

@@ -1,0 +1,155 @@
+"""Collapsed odds and evidence of gates against the normal distribution of the outcome."""
+
+import math
+
+import pytest
+import torch
+
+import pyro_l0.maths.collapsed
+import pyro_l0.maths.quadratic
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic
+from tests.maths.spike_and_slab import Regression, prior, seeded, vectors, with_each
+
+REGRESSIONS = {
+    "independent": Regression.drawn(30, 6, 1),
+    "correlated": Regression.drawn(30, 6, 2, rho=0.9),
+    "copies": Regression.drawn(30, 6, 3, copies=2),
+    "more features than rows": Regression.drawn(3, 6, 4),
+    "one feature": Regression.drawn(10, 1, 5),
+}
+SCALES = torch.tensor([0.5, 2.0, 0.1, 1.0, 0.7, 3.0], dtype=torch.float64)
+GROUPS = torch.tensor([1, 0, 1, 3, 1, 0])  # no element for gate 2
+
+
+def close(x, y):
+    torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("form", ["dense", "wide"])
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_evidence_and_odds_of_all_vectors(name, form):
+    """From none open to all of them, which may be more than there are rows."""
+    regression = REGRESSIONS[name]
+    z = vectors(regression.x.shape[1])
+    collapsed = CollapsedQuadratic(getattr(regression, form)(), 0.5)
+    evidence = regression.log_evidence(z, 0.5)
+    close(collapsed.log_evidence(z), evidence)
+    assert collapsed.log_evidence(z)[0] == 0
+    odds = regression.log_evidence(with_each(z, 1.0), 0.5) - regression.log_evidence(with_each(z, 0.0), 0.5)
+    close(collapsed.log_bayes_factors(z).flatten(), odds)
+    rate = prior(0.2)
+    close(collapsed.gibbs_logits(z, rate.logits(z)).flatten(), odds + math.log(0.25))
+
+
+@pytest.mark.parametrize("gate_of", [None, torch.arange(6)])
+@pytest.mark.parametrize("scale", [SCALES, SCALES[:, None].repeat(11, 1)[:64], SCALES.repeat(64, 1) * 0.9], ids=len)
+def test_scales_and_factors_of_chains(scale, gate_of):
+    """By element, by chain, and both, with the noise of every chain."""
+    regression, z = REGRESSIONS["correlated"], vectors(6)
+    factor = torch.linspace(0.2, 3, 64, dtype=torch.float64)
+    collapsed = CollapsedQuadratic(regression.dense(), scale, factor=factor, gate_of=gate_of)
+    assert collapsed.chains == 64
+    close(collapsed.log_evidence(z), regression.log_evidence(z, scale, factor))
+    chain = torch.arange(64).repeat_interleave(6)
+    scales = scale.expand(64, 6)[chain]
+    both = [regression.log_evidence(with_each(z, v), scales, factor[chain]) for v in (1.0, 0.0)]
+    close(collapsed.log_bayes_factors(z).flatten(), both[0] - both[1])
+    picked = torch.tensor([5, 63, 5])
+    close(collapsed.at(picked).log_evidence(z[picked]), collapsed.log_evidence(z)[picked])
+    assert CollapsedQuadratic(regression.dense(), SCALES).at(picked).log_evidence(z[picked]).shape == (3,)
+
+
+@pytest.mark.parametrize("form", ["dense", "wide"])
+@pytest.mark.parametrize("name", ["correlated", "copies", "more features than rows"])
+def test_gates_of_groups(name, form):
+    """Of three, two and one elements, and a gate of none, which the data say nothing about."""
+    regression, z = REGRESSIONS[name], vectors(4)
+    collapsed = CollapsedQuadratic(getattr(regression, form)(), SCALES, gate_of=GROUPS)
+    assert collapsed.gates == 4
+    close(collapsed.log_evidence(z), regression.log_evidence(z[:, GROUPS], SCALES))
+    both = [regression.log_evidence(with_each(z, v)[:, GROUPS], SCALES) for v in (1.0, 0.0)]
+    odds = collapsed.log_bayes_factors(z)
+    close(odds.flatten(), both[0] - both[1])
+    assert (odds[:, 2] == 0).all()
+
+
+def test_batches_of_bounded_room(monkeypatch):
+    """One chain at a time, with room for two rows of the design, gives the same."""
+    regression, z = REGRESSIONS["correlated"], vectors(6)
+    factor = torch.linspace(0.2, 3, 64, dtype=torch.float64)
+    whole = CollapsedQuadratic(regression.dense(), SCALES, factor=factor, gate_of=GROUPS.clamp(max=2))
+    expected = CollapsedQuadratic(regression.dense(), SCALES, factor=factor).log_bayes_factors(z)
+    monkeypatch.setattr(pyro_l0.maths.collapsed, "BATCH", 1)
+    monkeypatch.setattr(pyro_l0.maths.quadratic, "BATCH", 1)
+    monkeypatch.setattr(pyro_l0.maths.quadratic, "KEPT", 2 * 6)
+    narrow = CollapsedQuadratic(regression.wide(), SCALES, factor=factor)
+    close(narrow.log_bayes_factors(z), expected)
+    close(narrow.log_bayes_factors(z.flip(0)[torch.arange(63, -1, -1)]), expected)
+    groups = CollapsedQuadratic(regression.wide(), SCALES, factor=factor, gate_of=GROUPS.clamp(max=2))
+    some = z[torch.arange(64) % 8, 3:]
+    close(groups.log_bayes_factors(some), whole.log_bayes_factors(some))
+
+
+def test_a_design_forgets_rows_when_there_is_no_room(monkeypatch):
+    """And says the same as its matrix all the time."""
+    monkeypatch.setattr(pyro_l0.maths.quadratic, "KEPT", 3 * 6)
+    regression = REGRESSIONS["correlated"]
+    wide, dense = regression.wide(), regression.dense()
+    close(wide.diagonal, dense.diagonal)
+    for index in ([[0, 1]], [[1, 2], [2, 2]], [[3, 4]], [[0, 1], [2, 3]], [[4, 4]], [[3, 0]]):
+        close(wide.rows(torch.tensor(index)), dense.rows(torch.tensor(index)))
+        close(wide.blocks(torch.tensor(index)), dense.blocks(torch.tensor(index)))
+
+
+@pytest.mark.parametrize("gate_of", [None, GROUPS])
+def test_moments_of_slabs(gate_of):
+    """Draws have the mean and the covariance of the normal posterior, and of the prior behind closed gates."""
+    regression = REGRESSIONS["correlated"]
+    gates = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0] if gate_of is None else [1.0, 0.0, 1.0, 1.0]).double()
+    on = gates if gate_of is None else gates[gate_of]
+    factor = torch.tensor([2.0], dtype=torch.float64)
+    collapsed = CollapsedQuadratic(regression.dense(), SCALES, factor=factor, gate_of=gate_of)
+    both = on[:, None] * on
+    covariance = torch.linalg.inv(torch.diag(SCALES**-2) + 2 * regression.dense().matrix * both)
+    mean = covariance @ (2 * on * regression.linear)
+    close(collapsed.mean(gates[None])[0], mean)
+    n = 40_000
+    w = collapsed.draw_slabs(gates.expand(n, -1), seeded(1))
+    deviation = covariance.diagonal().sqrt()
+    assert ((w.mean(0) - mean).abs() / deviation).max() < 5 / math.sqrt(n)
+    # The standard error of a product of two standard normals is at most sqrt(2 / n).
+    error = (w.T.cov() - covariance) / deviation[:, None] / deviation
+    assert error.abs().max() < 5 * math.sqrt(2 / n)
+
+
+@pytest.mark.parametrize("gate_of", [None, torch.tensor([0, 0, 1, 1, 2, 2])])
+def test_float32_stays_finite(gate_of):
+    """At copies in strong data, where a Schur complement is all rounding."""
+    regression = REGRESSIONS["copies"]
+    matrix, linear = (1e6 * x.float() for x in (regression.dense().matrix, regression.linear))
+    collapsed = CollapsedQuadratic(DenseQuadratic(matrix, linear), 10.0, gate_of=gate_of)
+    z = vectors(collapsed.gates).float()
+    assert torch.isfinite(collapsed.log_bayes_factors(z)).all()
+    assert torch.isfinite(collapsed.log_evidence(z)).all()
+
+
+def test_refusals():
+    """What does not fit is named."""
+    dense = REGRESSIONS["independent"].dense()
+    with pytest.raises(ValueError, match=r"Expected gates of shape \(S, 6\), but got \(2, 5\)"):
+        CollapsedQuadratic(dense, 1.0).log_evidence(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"Expected gates of shape \(3, 6\), but got \(2, 6\)"):
+        CollapsedQuadratic(dense, 1.0, factor=torch.ones(3)).log_evidence(torch.zeros(2, 6))
+    with pytest.raises(ValueError, match=r"Expected scale to be positive and finite, but got \[0.0\]"):
+        CollapsedQuadratic(dense, 0.0)
+    with pytest.raises(ValueError, match=r"Expected factor to be positive and finite, but got .*nan"):
+        CollapsedQuadratic(dense, 1.0, factor=torch.tensor([math.nan]))
+    with pytest.raises(ValueError, match=r"Expected scale to be one number, .* got shape \(5,\)"):
+        CollapsedQuadratic(dense, torch.ones(5))
+    with pytest.raises(ValueError, match=r"index of a gate for each of 6 elements, .* got shape \(5,\)"):
+        CollapsedQuadratic(dense, 1.0, gate_of=torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"matrix of shape \(p, p\) .* got \(2, 2\) and \(3,\)"):
+        DenseQuadratic(torch.eye(2), torch.ones(3))
+    with pytest.raises(ValueError, match=r"design of shape \(n, p\) .* got \(4, 2\) and \(3,\)"):
+        DesignQuadratic(torch.ones(4, 2), torch.ones(3))
