@@ -7,7 +7,8 @@ from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
 from pyro_l0.infer.evidence import Evidence
 from pyro_l0.infer.factor import factor
-from pyro_l0.infer.fit import Fit, fit
+from pyro_l0.infer.fit_check import FitCheck, check_fit
+from pyro_l0.infer.fitting import Fit, fit
 from pyro_l0.infer.guide import ActiveRate, GateGuide
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.sparsity_target import SparsityTarget
@@ -24,11 +25,13 @@ __all__ = [
     "Estimators",
     "Evidence",
     "Fit",
+    "FitCheck",
     "GateGuide",
     "RectifyReparam",
     "SparsityTarget",
     "Summary",
     "Term",
+    "check_fit",
     "complete_samples",
     "factor",
     "fit",

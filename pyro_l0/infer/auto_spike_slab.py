@@ -24,11 +24,14 @@ from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer._correlated_drawing import Correlated
 from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior, plates_and_shape
 from pyro_l0.infer.auto_gate import AutoGate
+from pyro_l0.infer.collapse import Collapsed, collapse
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
 from pyro_l0.infer.correlated_start import Structure, correlated_posterior
 from pyro_l0.infer.expansion import run_at
+from pyro_l0.infer.pairs import Args, Kwargs
 from pyro_l0.infer.slabs import places_of
-from pyro_l0.infer.summaries import Summary, products, quantiles
+from pyro_l0.infer.structured_slabs import StructuredSlabs
+from pyro_l0.infer.summaries import JointDraws
 
 __all__ = ["AutoSpikeSlab"]
 
@@ -37,7 +40,7 @@ Slab: TypeAlias = Normal | LogNormal | TransformedDistribution
 _DRAWS = 31  # whose median is within 0.3 quartile deviations of a Cauchy's centre in two of three cases
 
 
-class AutoSpikeSlab(AutoGate):
+class AutoSpikeSlab(JointDraws, AutoGate):
     """Gates and slabs in one mean-field guide, made for ``L0_ELBO("spike_slab", slab=...)``.
 
     The posterior of a slab is normal where its prior lives on the real line, log-normal where it lives on the positive
@@ -105,8 +108,7 @@ class AutoSpikeSlab(AutoGate):
         self.init_loc = dict(init_loc or {})
 
     def _prototype_hide_fn(self, msg: Site) -> bool:  # type: ignore[override]
-        hyper = () if self._structure is None else self._structure.hyper
-        own = find_gate(msg["fn"]) is not None or msg["name"] in self.slab or msg["name"] in hyper
+        own = find_gate(msg["fn"]) is not None or msg["name"] in self.slab or msg["name"] in self._hyper
         return bool(prototype_hide_fn(msg)) or not own
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
@@ -115,7 +117,7 @@ class AutoSpikeSlab(AutoGate):
             for name in (slab, gate):
                 if name not in sites:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
-        for name in () if self._structure is None else self._structure.hyper:
+        for name in self._hyper:
             if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
                 raise ValueError(
                     f"Expected hyper to name latent sites of the model other than gates and slabs, but got {name!r}."
@@ -147,26 +149,21 @@ class AutoSpikeSlab(AutoGate):
 
     # ------------------------------------------------------------ parts that depend on each other
 
+    @property
+    def _hyper(self) -> tuple[str, ...]:
+        """The sites of the other latents."""
+        return () if self._structure is None else tuple(self._structure.hyper)
+
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         super()._setup_prototype(*args, **kwargs)
-        trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        sites: dict[str, Site] = {
-            name: site
-            for name, site in trace.nodes.items()
-            if site["type"] == "sample" and not site_is_subsample(site) and not is_deterministic(site)
-        }
+        sites = self._sites(args, kwargs)
         self._places = {
             name: places_of(name, gate, sites[name], sites[gate], sites[gate]) for name, gate in self.slab.items()
         }
         if self._structure is None:
             return
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
-        joint = correlated_posterior(
-            sites,
-            lambda values: run_at(lambda: self.model(*args, **kwargs), values),
-            self._structure,
-            lambda name, site: _transform_to_support(name, site["fn"]),
-        )
+        joint = self._new_posterior(self._structure, sites, args, kwargs)
         if self._pending:
             joint.load_state_dict(self._pending)
             self._pending = {}
@@ -175,6 +172,56 @@ class AutoSpikeSlab(AutoGate):
             joint, self._posteriors, {name: plates_and_shape(site)[0] for name, site in sites.items()}
         )
         self._names, self.prototype_trace = None, prototype
+
+    def _sites(self, args: Args, kwargs: Kwargs) -> dict[str, Site]:
+        """The model's sites in one run."""
+        nodes: dict[str, Site] = poutine.trace(self.model).get_trace(*args, **kwargs).nodes
+        found = {name: site for name, site in nodes.items() if site["type"] == "sample"}
+        return {name: x for name, x in found.items() if not site_is_subsample(x) and not is_deterministic(x)}
+
+    def _run_at(self, values: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> dict[str, Site]:
+        return run_at(lambda: self.model(*args, **kwargs), values)
+
+    def _new_posterior(
+        self, structure: Structure, sites: Mapping[str, Site], args: Args, kwargs: Kwargs
+    ) -> CorrelatedPosterior:
+        return correlated_posterior(
+            sites,
+            lambda values: self._run_at(values, args, kwargs),
+            structure,
+            lambda name, site: _transform_to_support(name, site["fn"]),
+        )
+
+    def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
+        """The model with its slabs integrated out, for samplers of gates.
+
+        The other latents are at draws of this guide, one for each chain, or at their mean for one. The log likelihood
+        is taken to second order: as this guide's structured slabs have it, or about its mode.
+
+        Args:
+            *args: arguments of the model.
+            chains: how many.
+            **kwargs: keyword arguments of the model.
+
+        Raises:
+            ValueError: the guide has not been called; the model has other latent sites than this guide, or slabs whose
+                prior has a mean other than 0.
+        """
+        probs = self.active_probs(1)
+        joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
+        if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
+            joint = self._new_posterior(Structure(self.slab, self._hyper, False, True, True), sites, args, kwargs)
+        others = [name for name, site in sites.items() if not site["is_observed"] and name not in self.slab]
+        unknown = [name for name in others if name not in probs and name not in self._hyper]
+        if unknown:
+            raise ValueError(
+                f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
+                "its sites; name them in hyper."
+            )
+        at = joint.hyper.together(self.draws(chains if chains > 1 else 1000)) if joint.hyper.size else None
+        at = joint.hyper_start.new_zeros(1, 0) if at is None else at
+        at = at if chains > 1 else at.mean(0, keepdim=True)
+        return collapse(joint, lambda values: self._run_at(values, args, kwargs), at)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
         if self._structure is not None and self.prototype_trace is None:
@@ -258,41 +305,8 @@ class AutoSpikeSlab(AutoGate):
         sites: dict[str, TorchDistribution] = {**super().posterior(), **self.slabs()}
         return {name: fn.sample((number,)) for name, fn in sites.items()}
 
-    def coefficients(self, number: int) -> dict[str, Tensor]:
-        """Draws of the coefficients z * w, by slab site, shape ``(number, *shape of the slab)``."""
-        return products(self.draws(number), self.slab, self._places)
-
-    def quantiles(self, probs: Sequence[float], draws: int = 10_000) -> dict[str, Tensor]:
-        """Quantiles of the coefficients z * w by slab site, and of the other latents, from draws.
-
-        Args:
-            probs: in [0, 1].
-            draws: how many.
-
-        Returns:
-            Shape ``(len(probs), *shape of the site)``.
-        """
-        return {name: quantiles(x, probs) for name, x in self._effects(self.draws(draws)).items()}
-
-    def summary(self, draws: int = 10_000) -> dict[str, Summary]:
-        """Of the coefficients z * w by slab site, and of the other latents; ``print`` shows a table of each.
-
-        Args:
-            draws: from which all but P(z != 0) is taken.
-        """
-        probs = self.active_probs(draws)
-        found = {}
-        for name, values in self._effects(self.draws(draws)).items():
-            gates = probs[self.slab[name]].reshape(self._places[name]) if name in self.slab else None
-            found[name] = Summary.of(values, None if gates is None else gates.expand(values.shape[1:]))
-        return found
-
-    def _effects(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The coefficients, and the latents that are neither gates nor slabs."""
-        others = {
-            name: x for name, x in draws.items() if name not in self.slab and name not in self._of_kind(GatesPosterior)
-        }
-        return {**products(draws, self.slab, self._places), **others}
+    def _is_gate(self, name: str) -> bool:
+        return name in self._of_kind(GatesPosterior)
 
     def slabs(self) -> dict[str, Slab]:
         """The posterior slabs by site; live and differentiable, as :meth:`posterior`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.pairs import Args, Kwargs, Program
-from pyro_l0.infer.particles import over_particles
+from pyro_l0.infer.particles import can_be_mapped, over_particles
 from pyro_l0.infer.runs import record_run
 from pyro_l0.infer.slabs import places_of
 
@@ -55,7 +55,7 @@ def log_ratios(
     kwargs: Kwargs,
     slab: Mapping[str, str],
     draws: int,
-    mapped: bool = True,
+    mapped: bool | None = None,
 ) -> Tensor:
     """log p(D, z, w, ...) - log q(z, w, ...) at draws of the guide, shape ``(draws,)``.
 
@@ -69,19 +69,32 @@ def log_ratios(
         kwargs: their keyword arguments.
         slab: the gate site of each slab site.
         draws: how many.
-        mapped: whether ``torch.vmap`` takes them at once.
+        mapped: whether ``torch.vmap`` takes them at once; by default, where it can.
     """
+    evaluate, run_guide = _runs(model, guide, args, kwargs, slab)
+    with torch.no_grad():
+        if mapped is None:
+            mapped = can_be_mapped(evaluate, run_guide, guide)
+        pieces = [min(_AT_ONCE, draws - i) for i in range(0, draws, _AT_ONCE)]
+        return torch.cat([over_particles(evaluate, run_guide, guide, n, mapped)["ratio"] for n in pieces])
+
+
+@torch.no_grad()
+def is_mapped(model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, str]) -> bool:
+    """Whether ``torch.vmap`` can take many draws at once; arguments as of :func:`log_ratios`."""
+    return can_be_mapped(*_runs(model, guide, args, kwargs, slab), guide)
+
+
+def _runs(
+    model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, str]
+) -> tuple[Callable[[Record], dict[str, Tensor]], Callable[[], Record]]:
+    """What evaluates a run of the guide, and what runs it."""
 
     def evaluate(of_guide: Record) -> dict[str, Tensor]:
         of_model = record_run(model, args, kwargs, 0, of_guide.sites)
         return {"ratio": _log_ratio(of_model.sites, of_guide.sites, slab)}
 
-    def run_guide() -> Record:
-        return record_run(guide, args, kwargs, 0)
-
-    with torch.no_grad():
-        pieces = [min(_AT_ONCE, draws - i) for i in range(0, draws, _AT_ONCE)]
-        return torch.cat([over_particles(evaluate, run_guide, guide, n, mapped)["ratio"] for n in pieces])
+    return evaluate, lambda: record_run(guide, args, kwargs, 0)
 
 
 def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, str]) -> Tensor:

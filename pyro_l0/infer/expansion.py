@@ -196,7 +196,7 @@ def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale
         step = torch.linalg.solve(curvature + torch.diag(scale**-2), slope)
         promised = float(step @ slope)
         if not promised > 1e-7 * max(1.0, abs(float(before.detach()))):
-            break
+            return slabs, curvature
         length = 1.0
         with torch.no_grad():
             while (
@@ -215,6 +215,9 @@ def curvature_at(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
     if not slope.requires_grad:
         return torch.eye(len(slabs), dtype=slabs.dtype, device=slabs.device) * _LEAST_CURVATURE
     hessian = -_rows(slope, at)
+    _, not_positive = torch.linalg.cholesky_ex(hessian - _LEAST_CURVATURE * torch.eye(len(slabs)).to(slabs))
+    if not int(not_positive):
+        return 0.5 * (hessian + hessian.mT)
     values, vectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT).double())
     positive: Tensor = (vectors * values.clamp(min=_LEAST_CURVATURE)) @ vectors.mT
     return positive.to(slabs.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +72,24 @@ def over_particles(
             "Expected a model whose particles can be evaluated at once, but torch.vmap can't map it; set "
             f"vectorize_particles=False, which runs it once for each particle: {error}"
         ) from error
+
+
+def can_be_mapped(
+    evaluate: Callable[[Record], dict[str, Tensor]], run_guide: Callable[[], Record], guide: object
+) -> bool:
+    """Whether ``torch.vmap`` maps guide and model; arguments as of :func:`over_particles`.
+
+    Warns:
+        UserWarning: it does not.
+    """
+    try:
+        over_particles(evaluate, run_guide, guide, 2, mapped=True)
+    except ValueError as error:
+        if "vectorize_particles" not in str(error):
+            raise
+        warnings.warn(f"Particles are evaluated one after the other, which takes longer. {error}", stacklevel=4)
+        return False
+    return True
 
 
 def _full(part: Part, number: int) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""What draws of gates and slabs say of the coefficients that they make."""
+"""What joint draws of gates, slabs and other latents say of the coefficients that gates and slabs make."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.slabs import Shape
+
+__all__ = ["JointDraws", "Summary"]
 
 
 class Summary(NamedTuple):
@@ -28,12 +31,6 @@ class Summary(NamedTuple):
     lower: Tensor
     upper: Tensor
 
-    @classmethod
-    def of(cls, draws: Tensor, active_prob: Tensor | None) -> Summary:
-        """From draws, shape ``(n, *shape)``."""
-        lower, upper = quantiles(draws, (0.05, 0.95))
-        return cls(active_prob, draws.mean(0), draws.std(0), lower, upper)
-
     def __str__(self) -> str:
         """A row for each entry."""
         columns = {
@@ -49,17 +46,75 @@ class Summary(NamedTuple):
         return "\n".join([head, *(f"{i:6d}" + "".join(f"{x:11.3f}" for x in row) for i, row in enumerate(rows))])
 
 
-def products(draws: Mapping[str, Tensor], slab: Mapping[str, str], places: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Coefficients z * w of each slab site, shape ``(n, *shape of the slab)``.
+class JointDraws:
+    """A posterior over gates and slabs that can be drawn from.
 
-    Args:
-        draws: of all sites, shape ``(n, *shape)``.
+    Attributes:
         slab: the gate site of each slab site.
-        places: of each slab site, the gates' shape along its dimensions.
     """
-    return {name: draws[name] * draws[gate].reshape(-1, *places[name]) for name, gate in slab.items()}
+
+    slab: dict[str, str]
+    _places: Mapping[str, Shape]  # of each slab site, the gates' shape along its dimensions
+
+    @abstractmethod
+    def draws(self, number: int) -> dict[str, Tensor]:
+        """Joint draws by site, shape ``(number, *shape of the site)``."""
+
+    @abstractmethod
+    def active_probs(self, draws: int = 10_000) -> dict[str, Tensor]:
+        """Marginal P(z != 0) of every gate, by site and in its shape."""
+
+    @abstractmethod
+    def _is_gate(self, name: str) -> bool: ...
+
+    def coefficients(self, number: int) -> dict[str, Tensor]:
+        """Draws of the coefficients z * w, by slab site.
+
+        Args:
+            number: n.
+
+        Returns:
+            Shape ``(n, *shape of the slab)``.
+        """
+        return self._products(self.draws(number))
+
+    def quantiles(self, probs: Sequence[float], draws: int = 10_000) -> dict[str, Tensor]:
+        """Quantiles of the coefficients z * w by slab site, and of the latents that are neither gates nor slabs.
+
+        Args:
+            probs: in [0, 1].
+            draws: from which they are taken.
+
+        Returns:
+            Shape ``(len(probs), *shape of the site)``.
+        """
+        return {name: _quantiles(x, probs) for name, x in self._effects(draws).items()}
+
+    def summary(self, draws: int = 10_000) -> dict[str, Summary]:
+        """Of the coefficients z * w by slab site, and of the other latents; ``print`` shows each as a table.
+
+        Args:
+            draws: from which it is taken.
+        """
+        probs = self.active_probs(draws)
+        found = {}
+        for name, values in self._effects(draws).items():
+            lower, upper = _quantiles(values, (0.05, 0.95))
+            of_gates = None
+            if name in self.slab:
+                of_gates = probs[self.slab[name]].reshape(self._places[name]).expand(values.shape[1:])
+            found[name] = Summary(of_gates, values.mean(0), values.std(0), lower, upper)
+        return found
+
+    def _products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: draws[name] * draws[gate].reshape(-1, *self._places[name]) for name, gate in self.slab.items()}
+
+    def _effects(self, number: int) -> dict[str, Tensor]:
+        """Draws of the coefficients, and of the latents that are neither gates nor slabs."""
+        draws = self.draws(number)
+        others = {name: x for name, x in draws.items() if name not in self.slab and not self._is_gate(name)}
+        return {**self._products(draws), **others}
 
 
-def quantiles(draws: Tensor, probs: Sequence[float]) -> Tensor:
-    """Quantiles of draws, shape ``(len(probs), *shape)`` for draws of shape ``(n, *shape)``."""
+def _quantiles(draws: Tensor, probs: Sequence[float]) -> Tensor:
     return torch.quantile(draws, torch.tensor(probs, dtype=draws.dtype, device=draws.device), dim=0)

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.elbo import L0_ELBO
-from pyro_l0.infer.evidence import Evidence, log_ratios
+from pyro_l0.infer.evidence import Evidence, is_mapped, log_ratios
 
 _BETAS = (0.9, 0.99)
 _LEAST_RATE = 0.02  # of the learning rates, at the end
@@ -109,7 +109,7 @@ def fit(
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)
     start = copy.deepcopy(guide.state_dict())
-    mapped = _can_be_mapped(model, guide, args, kwargs)
+    mapped = is_mapped(model, guide, args, kwargs, guide.slab)
     found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
     for i in range(restarts):
         if i:
@@ -124,20 +124,6 @@ def fit(
     best.disagreement = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
     _warn(best)
     return best
-
-
-def _can_be_mapped(
-    model: Callable[..., object], guide: AutoSpikeSlab, args: tuple[object, ...], kwargs: dict[str, object]
-) -> bool:
-    """Whether torch.vmap maps guide and model over particles."""
-    try:
-        log_ratios(model, guide, args, kwargs, guide.slab, 2)
-    except ValueError as error:
-        if "vectorize_particles" not in str(error):
-            raise
-        warnings.warn(f"Particles are evaluated one after the other, which takes longer. {error}", stacklevel=3)
-        return False
-    return True
 
 
 @torch.no_grad()

@@ -1,0 +1,124 @@
+"""A model as samplers of its gates see it: a quadratic log likelihood, slabs integrated out, and the gates' prior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site
+from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
+from pyro_l0.infer.layout import Layout
+from pyro_l0.infer.structured_slabs import StructuredSlabs
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.gate_priors import BetaBinomialGates
+from pyro_l0.maths.quadratic import DenseQuadratic
+
+
+class SiteGates:
+    """The prior of the gates of several sites: independent, or with a Beta rate in common that is summed out.
+
+    Args:
+        logits: log odds of each gate, shape ``(chains, G)`` or ``(1, G)``; those with a rate are not looked at.
+        rates: with the gates that each is of, as places.
+    """
+
+    def __init__(self, logits: Tensor, rates: Sequence[tuple[Tensor, BetaBinomialGates]]) -> None:
+        self._logits, self._rates = logits, rates
+        self.active_prob = torch.sigmoid(logits).mean(0)
+        for places, rate in rates:
+            self.active_prob[places] = rate.active_prob.to(logits)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Log odds that a gate is open, given the others, shape of z."""
+        odds = self._logits.expand(z.shape)
+        for places, rate in self._rates:
+            odds = odds.index_copy(1, places, rate.logits(z[:, places]))
+        return odds
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Log probability of each vector, shape ``(S,)``."""
+        each = torch.where(z > 0, 1.0, -1.0) * self._logits.expand(z.shape)
+        each = torch.nn.functional.logsigmoid(each)
+        for places, _ in self._rates:
+            each = each.index_fill(1, places, 0.0)
+        rates = [rate.log_prob(z[:, places]) for places, rate in self._rates]
+        return torch.stack([each.sum(1), *rates]).sum(0)
+
+
+class Collapsed(NamedTuple):
+    """What a sampler of gates needs, for some values of the other latents.
+
+    Attributes:
+        quadratic: likelihood and slabs.
+        prior: of the gates.
+        gates: the gate sites.
+        slabs: the slab sites.
+    """
+
+    quadratic: CollapsedQuadratic
+    prior: SiteGates
+    gates: Layout
+    slabs: Layout
+
+
+@torch.no_grad()
+def collapse(
+    joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
+) -> Collapsed:
+    """Take the slabs out of a model.
+
+    Args:
+        joint: a posterior with structured slabs.
+        run_at: runs the model and returns its sites, at values of its latent sites by name.
+        hyper: values of the other latents on the real line, shape ``(chains, d)``; one row for all chains.
+
+    Raises:
+        ValueError: a slab's prior has a mean other than 0.
+    """
+    slabs = joint.slab_posterior
+    assert isinstance(slabs, StructuredSlabs)
+    if not slabs.is_centred:
+        raise ValueError(
+            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
+            f"sampled, but got means of up to {float(slabs.loc.abs().max()):.3g}."
+        )
+    shift = hyper - joint.hyper_start
+    curvature, linear = slabs.quadratic()
+    linear = linear + shift.mean(0) @ slabs.shifts.mT
+    factor = slabs.likelihood_factor(shift)
+    scale = slabs.prior_scale(shift)
+    if len(hyper) == 1:
+        curvature, linear = (x if factor is None else factor.reshape(()) * x for x in (curvature, linear))
+        factor, scale = None, scale.reshape(-1)
+    has_own_gate = torch.equal(slabs.gate_of, torch.arange(joint.gates.size, device=slabs.gate_of.device))
+    quadratic = CollapsedQuadratic(
+        DenseQuadratic(curvature, linear),
+        scale,
+        gate_of=None if has_own_gate else slabs.gate_of,
+        factor=None if factor is None else factor.reshape(-1),
+    )
+    return Collapsed(quadratic, _prior(joint, run_at, hyper), joint.gates, joint.slabs)
+
+
+def _prior(
+    joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
+) -> SiteGates:
+    """The gates' prior at values of the other latents."""
+    rows = []
+    for row in hyper:
+        sites = run_at(joint.hyper.apart(row))
+        gates = {name: find_gate(sites[name]["fn"]) for name in joint.gates.shapes}
+        odds = {name: gate.log_active_prob - gate.log_prob_zero for name, gate in gates.items() if gate is not None}
+        rows.append(torch.cat([odds[name].expand(shape).reshape(-1) for name, shape in joint.gates.shapes.items()]))
+    return SiteGates(torch.stack(rows), [_places(joint.gates, rate) for rate in joint.rates])
+
+
+def _places(gates: Layout, rate: ConjugateRate) -> tuple[Tensor, BetaBinomialGates]:
+    """Where the gates of a rate are, and their prior."""
+    pieces = gates.pieces(torch.arange(gates.size, device=rate.open.device))
+    places = torch.cat([pieces[name] for name in rate.gates])
+    return places, BetaBinomialGates(float(rate.open), float(rate.closed))
