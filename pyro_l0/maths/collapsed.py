@@ -127,7 +127,7 @@ class CollapsedQuadratic:
         rest = elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
         if self._groups is not None:
             return self._groups.log_bayes_factors(on, open_, cross, rest, elements.unit)
-        explained = elements.unit.square() * cross.square().sum(1)
+        explained = elements.unit.square() * cross.square_().sum(1)
         # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
         closed = _log_integral((elements.diagonal - explained).clamp(min=0) + 1, rest)
         variance = open_.inverse.square().sum(1)

@@ -19,6 +19,9 @@ from pyro_l0.maths.gate_priors import GatePrior
 # Open gates that a start from the prior has at most on average: a prior that is vague about the rate opens hundreds,
 # and a chain closes one in a step.
 _START = 10.0
+# What is added to the running probabilities: gates that hardly ever open are tried for about two of a dozen flips. With
+# few gates that many tries are too many: at ten of them an exact pair's error doubles.
+_EXPLORED, _EXPLORED_MOST = 5.0, 0.1
 # A draw whose gate is this sure, 6e-6, says no more by being surer: bounds what one draw of the mean field contributes.
 _SURE = 12.0
 # One step in e^30, 1e13, is never seen. Beyond it the weights of the tempered distribution overflow in float32.
@@ -126,7 +129,7 @@ def tempered_gibbs(
     prior: GatePrior,
     *,
     chains: int = 16,
-    flips: int = 600,
+    flips: int = 1200,
     warm_up: float = 0.3,
     start: Tensor | None = None,
     running: Tensor | None = None,
@@ -134,9 +137,9 @@ def tempered_gibbs(
 ) -> GibbsRun:
     """Weighted tempered Gibbs sampling of gates.
 
-    Each step flips one gate j, chosen in proportion to v_j = (eta_j + 5 / G) / (2 P(z_j | others)) with eta_j its
-    running active probability. So an improbable state is left at once, by a gate that matters, and has a weight of
-    1 / sum v.
+    Each step flips one gate j, chosen in proportion to v_j = (eta_j + c) / (2 P(z_j | others)) with eta_j its
+    running active probability and c a little. So an improbable state is left at once, by a gate that matters, and has a
+    weight of 1 / sum v.
 
     Args:
         collapsed: the likelihood and the slabs. Where chains have scales or factors of their own, each samples its own
@@ -155,6 +158,7 @@ def tempered_gibbs(
     adapts = running is None
     running = probs if running is None else running.to(probs)
     first = int(warm_up * flips)
+    explored = min(_EXPLORED / collapsed.gates, _EXPLORED_MOST)
     steps = _Steps([], [], z.new_zeros(z.shape))
     everyone = torch.arange(len(z), device=z.device)
     for step in range(flips):
@@ -163,10 +167,10 @@ def tempered_gibbs(
         if adapts and step < first:
             running = running.lerp(active.mean(0), 0.05)
         against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
-        rates = 0.5 * (running + 5 / collapsed.gates) * (1 + torch.exp(against))
+        rates = 0.5 * (running + explored) * (1 + torch.exp(against))
         if step >= first:
             steps.add(z, 1 / rates.sum(1), active)
-        flipped = torch.multinomial(rates, 1, generator=generator)[:, 0]
+        flipped = _chosen(rates, generator)
         z[everyone, flipped] = 1 - z[everyone, flipped]
     return steps.run(running, same_target=collapsed.chains is None)
 
@@ -193,6 +197,14 @@ class _Steps:
         chain = torch.arange(len(total), device=total.device).repeat(len(weights))
         weights = (weights / total * share).flatten()
         return GibbsRun(share @ by_chain, by_chain, torch.cat(self.states), weights, chain, running)
+
+
+def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A gate of each chain in proportion to its rate; torch.multinomial takes as long as the log odds."""
+    below = rates.cumsum(1)
+    where = torch.rand(len(rates), 1, generator=generator, dtype=rates.dtype, device=rates.device) * below[:, -1:]
+    # Rounding may put the point on the very end.
+    return torch.searchsorted(below, where)[:, 0].clamp(max=rates.shape[1] - 1)
 
 
 def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:

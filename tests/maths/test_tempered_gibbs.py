@@ -134,7 +134,7 @@ def test_mean_field_where_it_is_exact():
 def test_states_of_another_distribution():
     """Weights of a run with the wrong rate become those of the right one."""
     collapsed = CollapsedQuadratic(CASES["correlated"][0].dense(), 0.5)
-    run = tempered_gibbs(collapsed, prior(0.3), generator=seeded(1))
+    run = tempered_gibbs(collapsed, prior(0.3), flips=600, generator=seeded(1))
     wide = run.reweighted(lambda z: SPARSE.log_prob(z) - prior(0.3).log_prob(z))
     expected, _ = exact(collapsed, SPARSE)
     assert (run.active_probs - expected).abs().max() > 0.05
