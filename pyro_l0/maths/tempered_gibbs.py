@@ -159,7 +159,7 @@ def tempered_gibbs(
     running = probs if running is None else running.to(probs)
     first = int(warm_up * flips)
     explored = min(_EXPLORED / collapsed.gates, _EXPLORED_MOST)
-    steps = _Steps([], [], z.new_zeros(z.shape))
+    steps = _Steps(flips - first, z)
     everyone = torch.arange(len(z), device=z.device)
     for step in range(flips):
         logits = collapsed.gibbs_logits(z, prior.logits(z))
@@ -169,34 +169,33 @@ def tempered_gibbs(
         against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
         rates = 0.5 * (running + explored) * (1 + torch.exp(against))
         if step >= first:
-            steps.add(z, 1 / rates.sum(1), active)
+            steps.add(step - first, z, 1 / rates.sum(1), active)
         flipped = _chosen(rates, generator)
         z[everyone, flipped] = 1 - z[everyone, flipped]
     return steps.run(running, same_target=collapsed.chains is None)
 
 
-@dataclass
 class _Steps:
-    """States and weights while they are collected."""
+    """States and weights while they are collected, in room that is taken at once: wide states need much of it."""
 
-    states: list[Tensor]
-    weights: list[Tensor]
-    active: Tensor
+    def __init__(self, steps: int, z: Tensor) -> None:
+        self.states = torch.empty((steps, *z.shape), dtype=torch.bool, device=z.device)
+        self.weights = z.new_empty(steps, len(z))
+        self.active = torch.zeros_like(z)
 
-    def add(self, z: Tensor, weight: Tensor, active: Tensor) -> None:
-        self.states.append(z.bool())
-        self.weights.append(weight)
+    def add(self, step: int, z: Tensor, weight: Tensor, active: Tensor) -> None:
+        self.states[step] = z.bool()
+        self.weights[step] = weight
         self.active.addcmul_(weight[:, None], active)
 
     def run(self, running: Tensor, same_target: bool) -> GibbsRun:
-        weights = torch.stack(self.weights)
-        total = weights.sum(0)
+        total = self.weights.sum(0)
         by_chain = self.active / total[:, None]
         # Weights of chains compare only where the chains sample one distribution, with one unknown constant.
         share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
-        chain = torch.arange(len(total), device=total.device).repeat(len(weights))
-        weights = (weights / total * share).flatten()
-        return GibbsRun(share @ by_chain, by_chain, torch.cat(self.states), weights, chain, running)
+        chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
+        weights = (self.weights / total * share).flatten()
+        return GibbsRun(share @ by_chain, by_chain, self.states.flatten(0, 1), weights, chain, running)
 
 
 def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:
