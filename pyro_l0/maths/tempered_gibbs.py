@@ -78,11 +78,11 @@ class GibbsRun:
 
     def _averages(self, weights: Tensor) -> Tensor:
         """Weighted average of the states of each chain."""
-        chains = len(self.chain_active_probs)
-        total = weights.new_zeros(chains).index_add(0, self.chain, weights)
-        sums = [torch.where(self.chain == i, weights, 0.0) @ self.states.to(weights) for i in range(chains)]
+        chains = torch.arange(len(self.chain_active_probs), device=weights.device)
+        by_chain = torch.where(self.chain == chains[:, None], weights, 0.0)
         # A chain may have no weight left at all.
-        return torch.stack(sums) / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
+        by_chain = by_chain / by_chain.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        return by_chain @ self.states.to(weights)
 
     def _groups(self) -> tuple[Tensor, Tensor]:
         """Where each distinct state is first seen, and which of these every state is."""
