@@ -76,7 +76,8 @@ class CollapsedQuadratic:
             z: gates, zeros and ones, shape ``(S, G)``.
             prior_logits: the prior's given the other gates; broadcasts against z.
         """
-        return self.log_bayes_factors(z) + prior_logits
+        factors = self.log_bayes_factors(z)
+        return factors + prior_logits.to(factors)
 
     def log_bayes_factors(self, z: Tensor) -> Tensor:
         """Log evidence with the gate open minus that with it closed, the others as they are; shape ``(S, G)``."""
