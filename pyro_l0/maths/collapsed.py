@@ -76,7 +76,8 @@ class CollapsedQuadratic:
             z: gates, zeros and ones, shape ``(S, G)``.
             prior_logits: the prior's given the other gates; broadcasts against z.
         """
-        return self.log_bayes_factors(z) + prior_logits
+        factors = self.log_bayes_factors(z)
+        return factors + prior_logits.to(factors)
 
     def log_bayes_factors(self, z: Tensor) -> Tensor:
         """Log evidence with the gate open minus that with it closed, the others as they are; shape ``(S, G)``."""
@@ -127,7 +128,7 @@ class CollapsedQuadratic:
         rest = elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
         if self._groups is not None:
             return self._groups.log_bayes_factors(on, open_, cross, rest, elements.unit)
-        explained = elements.unit.square() * cross.square().sum(1)
+        explained = elements.unit.square() * cross.square_().sum(1)
         # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
         closed = _log_integral((elements.diagonal - explained).clamp(min=0) + 1, rest)
         variance = open_.inverse.square().sum(1)

@@ -65,12 +65,18 @@ class BetaBinomialGates:
 
     def logits(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
+        z = _numbers(z)
         others = z.sum(-1, keepdim=True) - z
         return torch.log(self.alpha + others) - torch.log(self.beta + (z.shape[-1] - 1 - others))
 
     def log_prob(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
-        count = z.sum(-1)
+        count = _numbers(z).sum(-1)
         total = torch.lgamma(self.alpha + count) + torch.lgamma(self.beta + (z.shape[-1] - count))
         constant = math.lgamma(self.alpha) + math.lgamma(self.beta) - math.lgamma(self.alpha + self.beta)
         return total - math.lgamma(self.alpha + self.beta + z.shape[-1]) - constant
+
+
+def _numbers(z: Tensor) -> Tensor:
+    """Gates that may be bool, as numbers whose log gamma is accurate."""
+    return z if z.is_floating_point() else z.double()

@@ -19,6 +19,9 @@ from pyro_l0.maths.gate_priors import GatePrior
 # Open gates that a start from the prior has at most on average: a prior that is vague about the rate opens hundreds,
 # and a chain closes one in a step.
 _START = 10.0
+# What is added to the running probabilities: gates that hardly ever open are tried for about two of a dozen flips. With
+# few gates that many tries are too many: at ten of them an exact pair's error doubles.
+_EXPLORED, _EXPLORED_MOST = 5.0, 0.1
 # A draw whose gate is this sure, 6e-6, says no more by being surer: bounds what one draw of the mean field contributes.
 _SURE = 12.0
 # One step in e^30, 1e13, is never seen. Beyond it the weights of the tempered distribution overflow in float32.
@@ -75,11 +78,11 @@ class GibbsRun:
 
     def _averages(self, weights: Tensor) -> Tensor:
         """Weighted average of the states of each chain."""
-        chains = len(self.chain_active_probs)
-        total = weights.new_zeros(chains).index_add(0, self.chain, weights)
-        sums = [torch.where(self.chain == i, weights, 0.0) @ self.states.to(weights) for i in range(chains)]
+        chains = torch.arange(len(self.chain_active_probs), device=weights.device)
+        by_chain = torch.where(self.chain == chains[:, None], weights, 0.0)
         # A chain may have no weight left at all.
-        return torch.stack(sums) / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
+        by_chain = by_chain / by_chain.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        return by_chain @ self.states.to(weights)
 
     def _groups(self) -> tuple[Tensor, Tensor]:
         """Where each distinct state is first seen, and which of these every state is."""
@@ -126,7 +129,7 @@ def tempered_gibbs(
     prior: GatePrior,
     *,
     chains: int = 16,
-    flips: int = 600,
+    flips: int = 1200,
     warm_up: float = 0.3,
     start: Tensor | None = None,
     running: Tensor | None = None,
@@ -134,9 +137,9 @@ def tempered_gibbs(
 ) -> GibbsRun:
     """Weighted tempered Gibbs sampling of gates.
 
-    Each step flips one gate j, chosen in proportion to v_j = (eta_j + 5 / G) / (2 P(z_j | others)) with eta_j its
-    running active probability. So an improbable state is left at once, by a gate that matters, and has a weight of
-    1 / sum v.
+    Each step flips one gate j, chosen in proportion to v_j = (eta_j + c) / (2 P(z_j | others)) with eta_j its
+    running active probability and c a little. So an improbable state is left at once, by a gate that matters, and has a
+    weight of 1 / sum v.
 
     Args:
         collapsed: the likelihood and the slabs. Where chains have scales or factors of their own, each samples its own
@@ -155,7 +158,8 @@ def tempered_gibbs(
     adapts = running is None
     running = probs if running is None else running.to(probs)
     first = int(warm_up * flips)
-    steps = _Steps([], [], z.new_zeros(z.shape))
+    explored = min(_EXPLORED / collapsed.gates, _EXPLORED_MOST)
+    steps = _Steps(flips - first, z)
     everyone = torch.arange(len(z), device=z.device)
     for step in range(flips):
         logits = collapsed.gibbs_logits(z, prior.logits(z))
@@ -163,36 +167,43 @@ def tempered_gibbs(
         if adapts and step < first:
             running = running.lerp(active.mean(0), 0.05)
         against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
-        rates = 0.5 * (running + 5 / collapsed.gates) * (1 + torch.exp(against))
+        rates = 0.5 * (running + explored) * (1 + torch.exp(against))
         if step >= first:
-            steps.add(z, 1 / rates.sum(1), active)
-        flipped = torch.multinomial(rates, 1, generator=generator)[:, 0]
+            steps.add(step - first, z, 1 / rates.sum(1), active)
+        flipped = _chosen(rates, generator)
         z[everyone, flipped] = 1 - z[everyone, flipped]
     return steps.run(running, same_target=collapsed.chains is None)
 
 
-@dataclass
 class _Steps:
-    """States and weights while they are collected."""
+    """States and weights while they are collected, in room that is taken at once: wide states need much of it."""
 
-    states: list[Tensor]
-    weights: list[Tensor]
-    active: Tensor
+    def __init__(self, steps: int, z: Tensor) -> None:
+        self.states = torch.empty((steps, *z.shape), dtype=torch.bool, device=z.device)
+        self.weights = z.new_empty(steps, len(z))
+        self.active = torch.zeros_like(z)
 
-    def add(self, z: Tensor, weight: Tensor, active: Tensor) -> None:
-        self.states.append(z.bool())
-        self.weights.append(weight)
+    def add(self, step: int, z: Tensor, weight: Tensor, active: Tensor) -> None:
+        self.states[step] = z.bool()
+        self.weights[step] = weight
         self.active.addcmul_(weight[:, None], active)
 
     def run(self, running: Tensor, same_target: bool) -> GibbsRun:
-        weights = torch.stack(self.weights)
-        total = weights.sum(0)
+        total = self.weights.sum(0)
         by_chain = self.active / total[:, None]
         # Weights of chains compare only where the chains sample one distribution, with one unknown constant.
         share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
-        chain = torch.arange(len(total), device=total.device).repeat(len(weights))
-        weights = (weights / total * share).flatten()
-        return GibbsRun(share @ by_chain, by_chain, torch.cat(self.states), weights, chain, running)
+        chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
+        weights = (self.weights / total * share).flatten()
+        return GibbsRun(share @ by_chain, by_chain, self.states.flatten(0, 1), weights, chain, running)
+
+
+def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A gate of each chain in proportion to its rate; torch.multinomial takes as long as the log odds."""
+    below = rates.cumsum(1)
+    where = torch.rand(len(rates), 1, generator=generator, dtype=rates.dtype, device=rates.device) * below[:, -1:]
+    # Rounding may put the point on the very end.
+    return torch.searchsorted(below, where)[:, 0].clamp(max=rates.shape[1] - 1)
 
 
 def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:

@@ -24,6 +24,8 @@ def test_odds_and_mass(name):
     assert log_prob.logsumexp(0).item() == pytest.approx(0, abs=1e-12)
     odds = prior.log_prob(with_each(z, 1.0)) - prior.log_prob(with_each(z, 0.0))
     torch.testing.assert_close(prior.logits(z).expand(z.shape).flatten(), odds, rtol=1e-10, atol=1e-10)
+    assert torch.equal(prior.log_prob(z.bool()), log_prob)
+    assert torch.equal(prior.logits(z.bool()), prior.logits(z))
     torch.testing.assert_close(log_prob.exp() @ z, prior.active_prob.expand(5), rtol=1e-10, atol=1e-10)
 
 

@@ -112,6 +112,18 @@ def test_generator_decides():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("gate_prior", [SPARSE, BetaBinomialGates(1.0, 4.0)])
+def test_float32(gate_prior):
+    """Of the likelihood, whatever the prior's numbers are."""
+    dense = PAIR.dense()
+    collapsed = CollapsedQuadratic(DenseQuadratic(dense.matrix.float(), dense.linear.float()), 0.5)
+    run = tempered_gibbs(collapsed, gate_prior, flips=300, generator=seeded(1))
+    expected, _ = exact(CollapsedQuadratic(dense, 0.5), gate_prior)
+    assert run.active_probs.dtype == torch.float32
+    assert (run.active_probs - expected).abs().max() < 0.05
+    assert collapsed_mean_field(collapsed, gate_prior, steps=5, generator=seeded(1)).dtype == torch.float32
+
+
 def test_a_vague_rate_opens_few_gates_at_first():
     """Of 2,000 gates half are open a priori, and a chain flips one at a time."""
     linear = torch.zeros(2000, dtype=torch.float64)
@@ -134,7 +146,7 @@ def test_mean_field_where_it_is_exact():
 def test_states_of_another_distribution():
     """Weights of a run with the wrong rate become those of the right one."""
     collapsed = CollapsedQuadratic(CASES["correlated"][0].dense(), 0.5)
-    run = tempered_gibbs(collapsed, prior(0.3), generator=seeded(1))
+    run = tempered_gibbs(collapsed, prior(0.3), flips=600, generator=seeded(1))
     wide = run.reweighted(lambda z: SPARSE.log_prob(z) - prior(0.3).log_prob(z))
     expected, _ = exact(collapsed, SPARSE)
     assert (run.active_probs - expected).abs().max() > 0.05
