@@ -15,6 +15,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.fast.record import Record
 from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
+from pyro_l0.infer.drawn import Drawn
 
 
 class Correlated:
@@ -62,10 +63,10 @@ class Correlated:
             with ExitStack() as stack:
                 for plate in self._plates[name]:
                     stack.enter_context(plates[plate])
-                values[name] = pyro.sample(name, part.at_site(particles))
+                fn, value = part.at_site(particles)
+                values[name] = pyro.sample(name, fn if part.depends else Drawn(fn, value))
         return values
 
     def draw_for(self, record: Record) -> dict[str, Tensor]:
         """Sample every site for a loss that looks at sites alone."""
-        fns = {name: part.at_site({}) for name, part in self.draw_together(1).items()}
-        return {name: record.sample(name, fn, fn.value) for name, fn in fns.items()}
+        return {name: record.sample(name, *part.at_site({})) for name, part in self.draw_together(1).items()}

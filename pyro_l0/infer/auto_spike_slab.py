@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from pyro import poutine
-from pyro.distributions import LogNormal, Normal, TorchDistribution, TransformedDistribution
+from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.params.param_store import param_with_module_name
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from torch.distributions import Distribution, Transform, biject_to, constraints
-from torch.distributions.transforms import ExpTransform
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer._correlated_drawing import Correlated
+from pyro_l0.infer._lone_slabs import LoneSlabs, Slab, first_slabs, transform_to_support
 from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior, plates_and_shape
 from pyro_l0.infer.auto_gate import AutoGate
 from pyro_l0.infer.collapse import Collapsed, collapse
@@ -34,10 +32,6 @@ from pyro_l0.infer.structured_slabs import StructuredSlabs
 from pyro_l0.infer.summaries import JointDraws
 
 __all__ = ["AutoSpikeSlab"]
-
-Slab: TypeAlias = Normal | LogNormal | TransformedDistribution
-
-_DRAWS = 31  # whose median is within 0.3 quartile deviations of a Cauchy's centre in two of three cases
 
 
 class AutoSpikeSlab(JointDraws, AutoGate):
@@ -128,24 +122,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             return super()._first(name, site, inherited)
         if self._structure is not None:
             return None
-        fn, loc = site["fn"], self.init_loc.get(name)
-        plates, shape = plates_and_shape(site)
-        transform = _transform_to_support(name, fn)
-        if loc is None:
-            loc = _first_loc(fn, transform, site["value"].detach())
-            loc = loc if loc.shape == shape else loc.mean() + torch.zeros(shape).to(loc)
-        elif transform is not None:
-            loc = transform.inv(loc)
-        if loc.shape != shape:
-            raise ValueError(f"Expected init_loc[{name!r}] of shape {tuple(shape)}, but got {tuple(loc.shape)}.")
-        if not bool(torch.isfinite(loc).all()):
-            raise ValueError(
-                f"Expected slab site {name!r} to start at finite numbers inside the support of its prior {fn}, "
-                f"but got {self.init_loc.get(name, loc)}; set init_loc[{name!r}]."
-            )
-        log_scale = torch.full_like(loc, math.log(self.init_scale))
-        parameters = {"loc": nn.Parameter(loc.clone()), "log_scale": nn.Parameter(log_scale)}
-        return _SlabPosterior(fn.event_dim, plates, parameters, transform)
+        return first_slabs(name, site, self.init_loc.get(name), self.init_scale)
 
     # ------------------------------------------------------------ parts that depend on each other
 
@@ -189,7 +166,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             sites,
             lambda values: self._run_at(values, args, kwargs),
             structure,
-            lambda name, site: _transform_to_support(name, site["fn"]),
+            lambda name, site: transform_to_support(name, site["fn"]),
         )
 
     def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
@@ -244,8 +221,17 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         return names
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
-        """Parts of joint draws by site, for a loss that takes many particles at once; None for a mean field."""
-        return self._drawing.draw_together(number) if isinstance(self._drawing, Correlated) else None
+        """Parts of joint draws by site, for a loss that takes many particles at once; None in subsampled plates."""
+        if isinstance(self._drawing, Correlated):
+            return self._drawing.draw_together(number)
+        if any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
+            return None
+        parts = {}
+        for name, posterior in self._posteriors.items():
+            fn = posterior.distribution(posterior.parameters)
+            values = fn.rsample((number,)) if fn.has_rsample else fn.sample((number,))
+            parts[name] = Part.alone(values, fn, posterior.event_dim)
+        return parts
 
     def parameter_groups(self, learning_rate: float = 0.1) -> list[dict[str, object]]:
         """The guide's parameters for an optimiser, each kind with the learning rate that suits it.
@@ -309,31 +295,30 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         return name in self._of_kind(GatesPosterior)
 
     def slabs(self) -> dict[str, Slab]:
-        """The posterior slabs by site; live and differentiable, as :meth:`posterior`."""
-        return {name: slab.distribution(slab.parameters) for name, slab in self._of_kind(_SlabPosterior).items()}
+        """The posterior slabs by site; live and differentiable, as :meth:`posterior`.
+
+        Raises:
+            ValueError: slabs depend on their gates.
+        """
+        if self._structure is not None:
+            raise ValueError(
+                "Expected slabs that depend on nothing, but got some that depend on their gates; use draws."
+            )
+        return {name: slab.distribution(slab.parameters) for name, slab in self._of_kind(LoneSlabs).items()}
 
     @torch.no_grad()
     def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """Posterior median of every gate and slab, by site; a copy. Takes the model's arguments."""
         medians = super().median(*args, **kwargs)
-        for name, slab in self._of_kind(_SlabPosterior).items():
+        if self._structure is not None:
+            return {
+                **medians,
+                **{name: x.median(0).values for name, x in self.draws(1000).items() if name not in medians},
+            }
+        for name, slab in self._of_kind(LoneSlabs).items():
             loc = slab.parameters["loc"]
             medians[name] = loc.detach().clone() if slab.transform is None else slab.transform(loc)
         return medians
-
-
-@dataclass(frozen=True)
-class _SlabPosterior(SitePosterior):
-    """Slabs: normals, carried to the prior's support by a transform (None for the real line)."""
-
-    transform: Transform | None
-
-    def distribution(self, parameters: Mapping[str, Tensor]) -> Slab:
-        family = LogNormal if isinstance(self.transform, ExpTransform) else Normal
-        slab: Slab = family(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
-        if family is Normal and self.transform is not None:
-            slab = TransformedDistribution(slab, [self.transform], validate_args=False)
-        return slab
 
 
 def _check_kinds(gates: str, slabs: str, hyper: Sequence[str]) -> None:
@@ -352,48 +337,3 @@ def _inside(probs: Tensor) -> Tensor:
     """Probabilities that have log odds."""
     eps = torch.finfo(probs.dtype).eps
     return probs.clamp(eps, 1 - eps)
-
-
-def _transform_to_support(name: str, fn: Distribution) -> Transform | None:
-    """The map from the real line to a prior's support; None for the real line itself.
-
-    Raises:
-        ValueError: the prior is discrete, or its support is not that of independent numbers.
-    """
-    try:
-        support: Any = fn.support
-        while isinstance(support, constraints.independent | constraints.MixtureSameFamilyConstraint):
-            support = support.base_constraint
-        if isinstance(support, type(constraints.real)):
-            return None
-        above = isinstance(support, constraints.greater_than | constraints.greater_than_eq)
-        if above and isinstance(support.lower_bound, float | int) and support.lower_bound == 0:
-            return ExpTransform()  # torch's own for positive numbers adds 0, which makes another distribution of it
-        transform: Transform = biject_to(support)
-        if transform.domain.event_dim == 0 and not support.is_discrete:
-            return transform
-    except NotImplementedError:
-        support = "unknown"
-    raise ValueError(
-        f"Expected slab site {name!r} to have a prior of real, positive or bounded numbers, but got {fn} with support "
-        f"{support}; sample such numbers and transform them in the model."
-    )
-
-
-def _first_loc(fn: Distribution, transform: Transform | None, like: Tensor) -> Tensor:
-    """Where a slab's normals start: at the prior's mean, with a hundredth of its standard deviation as noise.
-
-    Where the prior has no finite mean or standard deviation, the median and half the quartile distance of some draws
-    take their places. ``like`` is a value of the site.
-    """
-    try:
-        centre, spread = fn.mean, fn.stddev
-    except NotImplementedError:
-        centre = spread = torch.full_like(like, torch.nan)
-    if not bool((torch.isfinite(centre) & torch.isfinite(spread)).all()):
-        low, middle, high = fn.sample((_DRAWS,)).sort(0).values[[_DRAWS // 4, _DRAWS // 2, 3 * _DRAWS // 4]]
-        centre = torch.where(torch.isfinite(centre), centre, middle)
-        spread = torch.where(torch.isfinite(spread), spread, (high - low) / 2)
-    if transform is not None:
-        centre, spread = transform.inv(centre), torch.ones_like(spread)
-    return (centre + 0.01 * spread * torch.randn_like(like)).detach()

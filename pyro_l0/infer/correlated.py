@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from pyro.distributions import Beta, Normal, TorchDistribution, TransformedDistribution
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor, nn
 from torch.distributions import Transform
 
@@ -47,6 +48,7 @@ class Part(NamedTuple):
         shape: of the site's value in one draw.
         event_dim: how many of its dimensions are the event's.
         transform: what carries values to the site's support; None for the identity.
+        depends: whether the distribution depends on other parts of the draw.
     """
 
     values: Tensor
@@ -55,9 +57,15 @@ class Part(NamedTuple):
     shape: torch.Size
     event_dim: int
     transform: Transform | None = None
+    depends: bool = True
 
-    def at_site(self, particles: Mapping[int, int]) -> Drawn:
-        """The part as the distribution of a site with its value.
+    @classmethod
+    def alone(cls, draws: Tensor, fn: TorchDistributionMixin, event_dim: int) -> Part:
+        """Draws of a distribution that depends on nothing, shape ``(n, *shape of the site)``."""
+        return cls(draws.flatten(1), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
+
+    def at_site(self, particles: Mapping[int, int]) -> tuple[TorchDistribution, Tensor]:
+        """The distribution of a site and its value.
 
         Args:
             particles: sizes of the plates of the draws, by their dimensions from the right.
@@ -72,7 +80,8 @@ class Part(NamedTuple):
         value = self.values.reshape(shape)
         if self.transform is not None:
             base, value = TransformedDistribution(base, [self.transform]), self.transform(value)
-        return Drawn(base.to_event(self.event_dim) if self.event_dim else base, value)
+        base = base.to_event(self.event_dim) if self.event_dim else base
+        return (Drawn(base, value) if self.depends else base), value
 
     def supported(self) -> Tensor:
         """The values in the site's support and shape, shape ``(n, *shape)``."""
@@ -165,8 +174,7 @@ class CorrelatedPosterior(nn.Module):
         if self.chain is None:
             for name, gate in posterior.items():
                 draws = gate.rsample((number,)) if gate.has_rsample else gate.sample((number,))
-                shape = self.gates.shapes[name]
-                parts[name] = Part(draws.reshape(number, -1), _same(gate), (), shape, self.gates.event_dims[name])
+                parts[name] = Part.alone(draws, gate, self.gates.event_dims[name])
             return torch.cat([parts[name].values for name in self.gates.shapes], -1)
         base = torch.cat([posterior[name].logits.reshape(-1) for name in self.gates.shapes])
         gates = self.chain.sample(base, shift)
@@ -184,7 +192,3 @@ def _beta(opened: Tensor, closed: Tensor) -> TorchDistribution:
 
 def _bernoulli(logits: Tensor) -> TorchDistribution:
     return BernoulliGate(logits, validate_args=False)
-
-
-def _same(gate: GateDistribution) -> Callable[[], TorchDistribution]:
-    return lambda: gate

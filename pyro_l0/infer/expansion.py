@@ -133,6 +133,7 @@ class Expansion(NamedTuple):
     scale_exponents: Tensor
 
 
+@torch.enable_grad()
 def expand(model: OpenModel, hyper: Tensor) -> Expansion:
     """Find the mode and expand about it.
 
@@ -171,6 +172,7 @@ def expand(model: OpenModel, hyper: Tensor) -> Expansion:
     )
 
 
+@torch.enable_grad()
 def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Mode of log likelihood and Gaussian prior by damped Newton steps, and the likelihood's curvature there.
 
@@ -208,6 +210,7 @@ def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale
     return slabs, curvature_at(model, slabs, hyper)
 
 
+@torch.enable_grad()
 def curvature_at(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
     """The negative Hessian of the log likelihood in the coefficients, made positive definite, shape ``(p, p)``."""
     at = slabs.clone().requires_grad_()

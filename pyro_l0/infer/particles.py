@@ -60,8 +60,7 @@ def over_particles(
                 record = Record()
                 for name, (values, *parameters) in drawn.items():
                     part = together[name]._replace(values=values, parameters=tuple(parameters))
-                    fn = part.at_site({})
-                    record.sample(name, fn, fn.value)
+                    record.sample(name, *part.at_site({}))
                 return evaluate(record)
 
             return torch.vmap(one, randomness="different")(tensors)
