@@ -301,9 +301,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             ValueError: slabs depend on their gates.
         """
         if self._structure is not None:
-            raise ValueError(
-                "Expected slabs that depend on nothing, but got some that depend on their gates; use draws."
-            )
+            raise ValueError("Expected slabs that depend on nothing, but they depend on their gates; use draws.")
         return {name: slab.distribution(slab.parameters) for name, slab in self._of_kind(LoneSlabs).items()}
 
     @torch.no_grad()
@@ -311,10 +309,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         """Posterior median of every gate and slab, by site; a copy. Takes the model's arguments."""
         medians = super().median(*args, **kwargs)
         if self._structure is not None:
-            return {
-                **medians,
-                **{name: x.median(0).values for name, x in self.draws(1000).items() if name not in medians},
-            }
+            return {**{name: x.median(0).values for name, x in self.draws(1000).items()}, **medians}
         for name, slab in self._of_kind(LoneSlabs).items():
             loc = slab.parameters["loc"]
             medians[name] = loc.detach().clone() if slab.transform is None else slab.transform(loc)

@@ -35,6 +35,10 @@ class Drawn(TorchDistribution):
         """That of the distribution inside."""
         return self.base_dist.support
 
+    def expand(self, batch_shape: torch.types._size, _instance: object = None) -> Drawn:
+        """The distribution in more plates, of which the value has the dimensions already."""
+        return Drawn(self.base_dist.expand(batch_shape), self.value)
+
     def rsample(self, sample_shape: torch.types._size = torch.Size()) -> Tensor:
         """The value that was drawn."""
         return self.sample(sample_shape)
