@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "fast": set(),
     "maths": {"fast"},
     "distributions": {"maths"},
-    "infer": {"fast", "distributions"},
+    "infer": {"maths", "fast", "distributions"},
     "nn": {"fast", "distributions"},
     "compaction": {"nn"},
     "diagnostics": {"maths", "fast", "distributions", "infer"},

@@ -7,6 +7,7 @@ from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.estimators import Estimators
 from pyro_l0.infer.factor import factor
 from pyro_l0.infer.guide import ActiveRate, GateGuide
+from pyro_l0.infer.mcmc import PosteriorSamples, sample_posterior
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.sparsity_target import SparsityTarget
 from pyro_l0.infer.terms import OBJECTIVES, Term
@@ -20,9 +21,11 @@ __all__ = [
     "Block",
     "Estimators",
     "GateGuide",
+    "PosteriorSamples",
     "RectifyReparam",
     "SparsityTarget",
     "Term",
     "complete_samples",
     "factor",
+    "sample_posterior",
 ]
