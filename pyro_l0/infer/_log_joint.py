@@ -24,7 +24,6 @@ from pyro_l0.infer.reparam import RectifyReparam
 __all__ = ["MOST_GATES", "LogJoint", "Piece"]
 
 MOST_GATES = 12  # 4,096 values of the gates in every evaluation
-_NOTHING = 60.0  # nats below the largest term of a sum, where the product with any other number may be denormal
 _AT_ONCE = 8192  # runs of the model under one torch.vmap
 
 Model = Callable[..., object]
@@ -126,12 +125,6 @@ class LogJoint:
         table: Tensor = torch.vmap(lambda code: self(vector, code)[0])(self.codes)
         return table
 
-    def potential(self, vector: Tensor) -> Tensor:
-        """Minus the log density at one place, gates of two values summed out, shape ``()``."""
-        table = self.table(vector)
-        seen = table > table.detach().amax() - _NOTHING
-        return -torch.where(seen, table, -torch.inf).logsumexp(0)
-
     @torch.no_grad()
     def tables(self, vectors: Tensor) -> Tensor:
         """The tables of many places, shape ``(many, len(codes))``."""
@@ -147,7 +140,8 @@ class LogJoint:
             result: _Result = torch.vmap(function, chunk_size=at_once)(*inputs)
             return result
         rows = [function(*row) for row in zip(*inputs, strict=True)]
-        return tree_map(lambda *x: torch.stack(x), *rows)
+        stacked: _Result = tree_map(lambda *x: torch.stack(x), *rows)
+        return stacked
 
     @torch.no_grad()
     def _check_vectorised(self) -> bool:
@@ -255,7 +249,7 @@ def _to_real(name: str, site: Site) -> Tensor:
 def _too_many(switches: Mapping[str, Piece], count: int) -> str:
     """Why gates are not summed out."""
     return (
-        f"Expected at most {MOST_GATES} BernoulliGate gates, whose 2 ** {MOST_GATES} values a sampler sums out at every "
+        f"Expected at most {MOST_GATES} BernoulliGate gates, whose 2 ** {MOST_GATES} values a sampler sums out at each "
         f"step, but got {count} at {sorted(switches)}. Give these sites gates that a sampler moves, such as "
         "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab in the place of sampling."
     )

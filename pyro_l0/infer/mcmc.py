@@ -14,7 +14,7 @@ from pyro.infer import HMC, MCMC, NUTS
 from torch import Tensor
 
 from pyro_l0.infer._log_joint import LogJoint, Model
-from pyro_l0.infer._recorded import recorded
+from pyro_l0.infer._recorded import recorded, recorded_with_slope
 from pyro_l0.infer._swaps import gates_of_slabs, moved_by_swaps
 from pyro_l0.maths.chains import bulk_ess, r_hat
 
@@ -105,9 +105,9 @@ def sample_posterior(
 
     Bernoulli gates are summed out exactly, all values of all of them in one run of the model under ``torch.vmap``, so
     that the sampler sees a smooth density of the other latent variables; then they are drawn given those. (Pyro's own
-    enumeration takes the gates of a plate to be independent given the rest, which a likelihood of several gates is not.)
-    Gates with a density between their atoms are reparameterised by :class:`RectifyReparam`. Chains run one after the
-    other from starts far apart.
+    enumeration gives all gates of a plate one value where what they multiply lies outside of the plate.) Gates with a
+    density between their atoms are reparameterised by :class:`RectifyReparam`. Chains run one after the other, from
+    starts far apart.
 
     Args:
         model: a Pyro model whose latent variables are continuous or gates.
@@ -176,15 +176,20 @@ def _run_chains(
     if not posterior.latent:
         return posterior.start.new_zeros(num_chains, num_samples, 0), (0,) * num_chains
     starts = [_start(posterior) for _ in range(num_chains)]
-    potential = recorded(posterior.potential, starts[0], starts[1])
+    example, other = [(start, code) for start, code in zip(starts, posterior.codes[[0, -1]], strict=False)]
+    potential = recorded_with_slope(lambda vector, code: -posterior(vector, code)[0], example, other)
+    table = recorded(lambda vector: posterior.table(vector), example[:1], other[:1])
     vectors, divergences = [], []
     for start in starts:
-        build = _KERNELS[kernel] if isinstance(kernel, str) else kernel
+        gates = _GatesGivenOthers(posterior, table, start)
         mcmc = MCMC(
-            build(potential_fn=lambda place: potential(place["vector"])),
+            (_KERNELS[kernel] if isinstance(kernel, str) else kernel)(
+                potential_fn=lambda place, gates=gates: potential(place["vector"], gates.code)
+            ),
             num_samples=num_samples,
             warmup_steps=warmup_steps,
             initial_params={"vector": start},
+            hook_fn=gates.draw,
             disable_progbar=True,
         )
         mcmc.run()
@@ -193,17 +198,36 @@ def _run_chains(
     return torch.stack(vectors), tuple(divergences)
 
 
+class _GatesGivenOthers:
+    """The Bernoulli gates of a chain, drawn anew, all at once, after every transition of the other variables."""
+
+    def __init__(self, posterior: LogJoint, table: Callable[[Tensor], Tensor], start: Tensor) -> None:
+        self._posterior, self._table = posterior, table
+        self.code = self._given(start)
+
+    def draw(self, kernel: HMC, place: Mapping[str, Tensor], *stage: object) -> None:
+        """What Pyro calls after every transition."""
+        if self._posterior.switches:
+            self.code = self._given(place["vector"])
+            kernel.clear_cache()  # of the density given the gates before
+
+    @torch.no_grad()
+    def _given(self, vector: Tensor) -> Tensor:
+        weights = self._table(vector).double().softmax(0)
+        return self._posterior.codes[weights.multinomial(1).squeeze(0)]
+
+
 def _start(posterior: LogJoint) -> Tensor:
     """A place where a chain may start: each entry between -2 and 2, as in Stan and Pyro.
 
     Raises:
-        ValueError: none of some has a finite density and gradient.
+        ValueError: none of some has a finite density and gradient for all gates.
     """
     for _ in range(_STARTS):
         start = (4 * torch.rand_like(posterior.start) - 2).requires_grad_()
-        potential = posterior.potential(start)
-        (gradient,) = torch.autograd.grad(potential, start)
-        if bool(torch.isfinite(potential) & torch.isfinite(gradient).all()):
+        log_density = posterior.table(start).logsumexp(0)
+        (slope,) = torch.autograd.grad(log_density, start)
+        if bool(torch.isfinite(log_density) & torch.isfinite(slope).all()):
             return start.detach()
     raise ValueError(
         f"Expected a model with a finite log density somewhere, but found none at {_STARTS} places between -2 and 2 on "

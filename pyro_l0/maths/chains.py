@@ -25,8 +25,7 @@ def r_hat(draws: Tensor) -> Tensor:
     """
     split = _halves(draws)
     folded = (split - _median(split)[:, None, None]).abs()
-    worst = torch.maximum(_potential_reduction(_normal_scores(split)), _potential_reduction(_normal_scores(folded)))
-    return torch.where(_constant(split), 1.0, worst).reshape(draws.shape[2:])
+    return torch.maximum(_potential_reduction(split), _potential_reduction(folded)).reshape(draws.shape[2:])
 
 
 def bulk_ess(draws: Tensor) -> Tensor:
@@ -79,15 +78,16 @@ def _normal_scores(split: Tensor) -> Tensor:
     """Normal quantiles of the ranks among all chains, eq. 14; draws that are equal share their mean rank."""
     flat = split.flatten(1)
     ordered = flat.sort(-1).values
-    rank = 0.5 * (torch.searchsorted(ordered, flat) + torch.searchsorted(ordered, flat, right=True) + 1)
-    return torch.special.ndtri((rank - 0.375) / (flat.shape[-1] + 0.25)).reshape(split.shape)
+    rank = (torch.searchsorted(ordered, flat) + torch.searchsorted(ordered, flat, right=True) + 1).double() / 2
+    scores: Tensor = torch.special.ndtri((rank - 0.375) / (flat.shape[-1] + 0.25))
+    return scores.reshape(split.shape)
 
 
 def _potential_reduction(split: Tensor) -> Tensor:
-    """Root of the variance of all draws over that within the chains, eq. 1 to 4."""
-    n = split.shape[-1]
-    between, within = split.mean(-1).var(-1), split.var(-1).mean(-1)
-    return ((n - 1) / n + between / within).sqrt()
+    """Root of the variance of all draws' normal scores over that within the chains, eq. 1 to 4."""
+    n, scores = split.shape[-1], _normal_scores(split)
+    between, within = scores.mean(-1).var(-1), scores.var(-1).mean(-1)
+    return torch.where(_constant(split), 1.0, ((n - 1) / n + between / within).sqrt())
 
 
 def _autocovariance(split: Tensor) -> Tensor:
@@ -95,7 +95,8 @@ def _autocovariance(split: Tensor) -> Tensor:
     n = split.shape[-1]
     centred = split - split.mean(-1, keepdim=True)
     spectrum = torch.fft.rfft(centred, 2 * n)
-    return torch.fft.irfft(spectrum * spectrum.conj(), 2 * n)[..., :n] / n
+    sums: Tensor = torch.fft.irfft(spectrum * spectrum.conj(), 2 * n)
+    return sums[..., :n] / n
 
 
 def _constant(split: Tensor) -> Tensor:
