@@ -22,8 +22,8 @@ __all__ = ["PosteriorSamples", "sample_posterior"]
 
 Kernel = Literal["nuts", "hmc"] | Callable[..., HMC]
 
-# Trajectories that double more than seven times take minutes; r-hat tells where they would be needed.
-_KERNELS: dict[str, Callable[..., HMC]] = {"nuts": partial(NUTS, max_tree_depth=7), "hmc": HMC}
+# Trajectories of more than 63 steps take minutes; r-hat tells where they would be needed.
+_KERNELS: dict[str, Callable[..., HMC]] = {"nuts": partial(NUTS, max_tree_depth=6), "hmc": HMC}
 _STARTS = 100
 _AGREE = 1.05
 _APART = 0.15
@@ -95,7 +95,7 @@ def sample_posterior(
     *args: object,
     slab: Mapping[str, str] | None = None,
     kernel: Kernel = "nuts",
-    num_samples: int = 500,
+    num_samples: int = 1000,
     warmup_steps: int = 300,
     num_chains: int = 4,
     seed: int | None = None,
