@@ -150,6 +150,8 @@ def sample_posterior(
         ['w', 'z', 'z * w']
     """
     _check_counts(num_samples=(num_samples, 8), warmup_steps=(warmup_steps, 0), num_chains=(num_chains, 2))
+    if isinstance(kernel, str) and kernel not in _KERNELS:
+        raise ValueError(f"Expected kernel 'nuts', 'hmc' or a function of a potential, but got {kernel!r}.")
     slab = dict(slab or {})
     with torch.random.fork_rng() if seed is not None else nullcontext():
         if seed is not None:
