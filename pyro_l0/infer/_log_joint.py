@@ -24,6 +24,7 @@ from pyro_l0.infer.reparam import RectifyReparam
 __all__ = ["MOST_GATES", "LogJoint", "Piece"]
 
 MOST_GATES = 12  # 4,096 values of the gates in every evaluation
+_NOTHING = 60.0  # nats below the largest term of a sum: without them no weight is a denormal number, which are slow
 _AT_ONCE = 8192  # runs of the model under one torch.vmap
 
 Model = Callable[..., object]
@@ -124,6 +125,12 @@ class LogJoint:
             return self(vector, self.codes[0])[0].unsqueeze(0)
         table: Tensor = torch.vmap(lambda code: self(vector, code)[0])(self.codes)
         return table
+
+    def potential(self, vector: Tensor) -> Tensor:
+        """Minus the log density at one place, gates of two values summed out, shape ``()``."""
+        table = self.table(vector)
+        seen = table > table.detach().amax() - _NOTHING
+        return -torch.where(seen, table, -torch.inf).logsumexp(0)
 
     @torch.no_grad()
     def tables(self, vectors: Tensor) -> Tensor:

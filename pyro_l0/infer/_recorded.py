@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,60 +12,53 @@ from torch.fx.node import map_arg
 
 from pyro_l0.maths.node import Context, apply
 
-__all__ = ["recorded", "recorded_with_slope"]
+__all__ = ["recorded_with_slope"]
 
-Function = Callable[..., Tensor]
+Function = Callable[[Tensor], Tensor]
 
 
-def recorded(function: Function, example: Sequence[Tensor], other: Sequence[Tensor]) -> Function:
-    """The same function without the Python code around its operations; the result has no gradient.
+def recorded_with_slope(function: Function, example: Tensor, other: Tensor) -> Function:
+    """The same function, differentiable once, without the Python code around its operations.
 
     Pyro's handlers, ``torch.vmap`` and autograd take longer than the operations of a small model; and what does not
-    hang on the arguments is computed once.
+    hang on the argument is computed once.
 
     Args:
-        function: of some tensors, none of whose values decides which operations there are.
-        example: arguments with which it is recorded.
-        other: other arguments, for which the record has to give what the function gives.
+        function: of a vector, shape ``()``; no value of the vector decides which operations there are.
+        example: a vector with which it is recorded.
+        other: another one, for which the record has to give what the function gives.
 
     Returns:
         The function itself where it cannot be recorded, as where Python code reads a value.
     """
-    try:
-        record: GraphModule = make_fx(function)(*example)
-        _fold_constants(record)
-        same = torch.allclose(record(*other), function(*other), rtol=1e-4, atol=1e-4, equal_nan=True)
-    except Exception:  # whatever the recorder does not know: the function itself then says what is wrong with it
-        return function
-    return record if same else function
 
-
-def recorded_with_slope(function: Function, example: Sequence[Tensor], other: Sequence[Tensor]) -> Function:
-    """:func:`recorded` for a function of shape ``()`` that is differentiated once by its first argument, a vector."""
-
-    def with_slope(x: Tensor, *rest: Tensor) -> Tensor:
+    def with_slope(x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
-        value = function(x, *rest)
+        value = function(x)
         return torch.cat((value.detach().unsqueeze(0), torch.autograd.grad(value, x)[0]))
 
-    record = recorded(with_slope, example, other)
-    return lambda x, *rest: apply(_WithSlope, x, record, rest)
+    try:
+        record: GraphModule = make_fx(with_slope)(example)
+        _fold_constants(record)
+        same = torch.allclose(record(other), with_slope(other), rtol=1e-4, atol=1e-4, equal_nan=True)
+    except Exception:  # whatever the recorder does not know: the function itself then says what is wrong with it
+        return function
+    return (lambda x: apply(_WithSlope, x, record)) if same else function
 
 
 class _WithSlope(torch.autograd.Function):
     """A value whose gradient is computed beside it."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, record: Function, rest: tuple[Tensor, ...]) -> Tensor:
-        with torch.enable_grad():  # for a function that could not be recorded
-            both = record(x, *rest)
+    def forward(ctx: Context, x: Tensor, record: Function) -> Tensor:
+        both = record(x)
         ctx.save_for_backward(both[1:])
         return both[0].clone()
 
     @staticmethod
-    def backward(ctx: Context, out: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, out: Tensor) -> tuple[Tensor, None]:
         (slope,) = ctx.saved_tensors
-        return out * slope, None, None
+        return out * slope, None
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from pyro.infer import HMC, MCMC, NUTS
 from torch import Tensor
 
 from pyro_l0.infer._log_joint import LogJoint, Model
-from pyro_l0.infer._recorded import recorded, recorded_with_slope
+from pyro_l0.infer._recorded import recorded_with_slope
 from pyro_l0.infer._swaps import gates_of_slabs, moved_by_swaps
 from pyro_l0.maths.chains import bulk_ess, r_hat
 
@@ -80,9 +80,9 @@ class PosteriorSamples:
         rows = [f"{'':20}{'mean':>9}{'sd':>9}{'5 %':>9}{'95 %':>9}{'P(not 0)':>10}{'r-hat':>8}{'ess':>8}"]
         active = self.active_probs()
         for name, x in self.draws().items():
-            flat = x.double().flatten(1)
+            flat = x.double().reshape(len(x), -1)
             low, high = flat.quantile(torch.tensor([0.05, 0.95]).to(flat), 0)
-            not_zero = active[name].flatten() if name in active else (flat != 0).double().mean(0)
+            not_zero = active[name] if name in active else (flat != 0).double().mean(0)
             columns = (flat.mean(0), flat.std(0), low, high, not_zero, self.r_hat[name], self.ess[name])
             for i, (mean, sd, a, b, p, r, n) in enumerate(zip(*(c.flatten().tolist() for c in columns), strict=True)):
                 label = _entry(name, x.shape[1:], i)
@@ -95,7 +95,7 @@ def sample_posterior(
     *args: object,
     slab: Mapping[str, str] | None = None,
     kernel: Kernel = "nuts",
-    num_samples: int = 1000,
+    num_samples: int = 500,
     warmup_steps: int = 300,
     num_chains: int = 4,
     seed: int | None = None,
@@ -178,20 +178,16 @@ def _run_chains(
     if not posterior.latent:
         return posterior.start.new_zeros(num_chains, num_samples, 0), (0,) * num_chains
     starts = [_start(posterior) for _ in range(num_chains)]
-    example, other = [(start, code) for start, code in zip(starts, posterior.codes[[0, -1]], strict=False)]
-    potential = recorded_with_slope(lambda vector, code: -posterior(vector, code)[0], example, other)
-    table = recorded(lambda vector: posterior.table(vector), example[:1], other[:1])
+    potential = recorded_with_slope(posterior.potential, starts[0], starts[1])
     vectors, divergences = [], []
     for start in starts:
-        gates = _GatesGivenOthers(posterior, table, start)
         mcmc = MCMC(
             (_KERNELS[kernel] if isinstance(kernel, str) else kernel)(
-                potential_fn=lambda place, gates=gates: potential(place["vector"], gates.code)
+                potential_fn=lambda place: potential(place["vector"])
             ),
             num_samples=num_samples,
             warmup_steps=warmup_steps,
             initial_params={"vector": start},
-            hook_fn=gates.draw,
             disable_progbar=True,
         )
         mcmc.run()
@@ -200,36 +196,17 @@ def _run_chains(
     return torch.stack(vectors), tuple(divergences)
 
 
-class _GatesGivenOthers:
-    """The Bernoulli gates of a chain, drawn anew, all at once, after every transition of the other variables."""
-
-    def __init__(self, posterior: LogJoint, table: Callable[[Tensor], Tensor], start: Tensor) -> None:
-        self._posterior, self._table = posterior, table
-        self.code = self._given(start)
-
-    def draw(self, kernel: HMC, place: Mapping[str, Tensor], *stage: object) -> None:
-        """What Pyro calls after every transition."""
-        if self._posterior.switches:
-            self.code = self._given(place["vector"])
-            kernel.clear_cache()  # of the density given the gates before
-
-    @torch.no_grad()
-    def _given(self, vector: Tensor) -> Tensor:
-        weights = self._table(vector).double().softmax(0)
-        return self._posterior.codes[weights.multinomial(1).squeeze(0)]
-
-
 def _start(posterior: LogJoint) -> Tensor:
     """A place where a chain may start: each entry between -2 and 2, as in Stan and Pyro.
 
     Raises:
-        ValueError: none of some has a finite density and gradient for all gates.
+        ValueError: none of some has a finite density and gradient.
     """
     for _ in range(_STARTS):
         start = (4 * torch.rand_like(posterior.start) - 2).requires_grad_()
-        log_density = posterior.table(start).logsumexp(0)
-        (slope,) = torch.autograd.grad(log_density, start)
-        if bool(torch.isfinite(log_density) & torch.isfinite(slope).all()):
+        potential = posterior.potential(start)
+        (slope,) = torch.autograd.grad(potential, start)
+        if bool(torch.isfinite(potential) & torch.isfinite(slope).all()):
             return start.detach()
     raise ValueError(
         f"Expected a model with a finite log density somewhere, but found none at {_STARTS} places between -2 and 2 on "

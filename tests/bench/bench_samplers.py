@@ -103,8 +103,8 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=1000, help="draws of each chain with Bernoulli gates")
-    parser.add_argument("--sharp-samples", type=int, default=200, help="draws of each chain with sharp gates")
+    parser.add_argument("--samples", type=int, default=500, help="draws of each chain with Bernoulli gates")
+    parser.add_argument("--sharp-samples", type=int, default=60, help="draws of each chain with sharp gates")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, 4 chains")
