@@ -22,7 +22,9 @@ class BernoulliGate(GateDistribution):
     r"""Gate that is 1 with probability :math:`\pi = \mathrm{sigmoid}(\mathrm{logits})` and 0 otherwise.
 
     The exact gate that the others smooth (eq. 2-3 of the L0 paper). It has atoms alone: draws have no pathwise
-    derivative, so :class:`~pyro_l0.infer.L0_ELBO` trains it with one of its ``estimators``; Pyro can also enumerate it.
+    derivative, so :class:`~pyro_l0.infer.L0_ELBO` trains it with one of its ``estimators``. Pyro can also enumerate it
+    where a plate's gates act inside of the plate alone; where a likelihood outside of it takes several, Pyro gives all
+    of them one value, and :func:`~pyro_l0.infer.sample_posterior` is what samples them.
     Its KL with every gate that it is absolutely continuous to is exact; the other way round it is infinite and refused.
 
     Args:

@@ -10,6 +10,7 @@ from pyro_l0.infer.factor import factor
 from pyro_l0.infer.fit_check import FitCheck, check_fit
 from pyro_l0.infer.fitting import Fit, fit
 from pyro_l0.infer.guide import ActiveRate, GateGuide
+from pyro_l0.infer.mcmc import PosteriorSamples, sample_posterior
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.sparsity_target import SparsityTarget
 from pyro_l0.infer.summaries import Summary
@@ -27,6 +28,7 @@ __all__ = [
     "Fit",
     "FitCheck",
     "GateGuide",
+    "PosteriorSamples",
     "RectifyReparam",
     "SparsityTarget",
     "Summary",
@@ -35,4 +37,5 @@ __all__ = [
     "complete_samples",
     "factor",
     "fit",
+    "sample_posterior",
 ]

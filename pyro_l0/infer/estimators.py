@@ -207,6 +207,6 @@ def check_particles(num_particles: object, estimator: EstimatorName | None, vect
         raise ValueError(f"Expected num_particles of at least 2 for 'leave_one_out', but got {num_particles}.")
     if estimator not in (None, "leave_one_out") and vectorize_particles:
         raise ValueError(
-            f"Expected no vectorize_particles with an estimator such as {estimator!r}, which draws particles by itself; "
+            f"Expected no vectorize_particles with an estimator such as {estimator!r}, which draws its own; "
             "'leave_one_out' can."
         )

@@ -112,7 +112,7 @@ def _dimensions_in_front(sites: Mapping[str, Site], samples: Mapping[str, Tensor
         raise ValueError(
             f"Expected samples of every latent site of the model that was sampled, but got {sorted(samples)}: "
             f"{missing} are missing and {unknown} are not in the model. Pass the model with its reparameterisation; "
-            "sites that a sampler sums out are drawn by pyro.infer.infer_discrete."
+            "sites that a sampler sums out are drawn by pyro.infer.infer_discrete, and by sample_posterior."
         )
     leads = set()
     for name, x in samples.items():
