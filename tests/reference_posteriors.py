@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GaussianPosterior", "Posterior", "all_gates", "gaussian_posterior"]
+__all__ = ["GaussianPosterior", "Posterior", "all_gates"]
 
 LogDensity = Callable[[Tensor], Tensor]
 _ENTRIES = 2**22  # numbers in the largest tensor that is made at a time
@@ -33,14 +33,14 @@ class Posterior:
         mean: E[z_j w_j | y], shape ``(p,)``.
         sd: standard deviation of z_j w_j, shape ``(p,)``.
         log_evidence: log p(y) with every constant.
-        hyper: mean and standard deviation of log sigma, log tau and rate, of those that are not known.
+        hyper: posterior means of sigma, log sigma, tau, log tau and rate, of those that are not known.
     """
 
     inclusion: Tensor
     mean: Tensor
     sd: Tensor
     log_evidence: float
-    hyper: dict[str, tuple[float, float]]
+    hyper: dict[str, float]
 
 
 def all_gates(p: int) -> Tensor:
@@ -156,20 +156,15 @@ class GaussianPosterior:
         sd = (second - first**2).clamp(min=0.0).sqrt()
         return Posterior(inclusion, first, sd, self.log_evidence, self._hyper())
 
-    def _hyper(self) -> dict[str, tuple[float, float]]:
-        found: dict[str, tuple[float, float]] = {}
-        over_nodes, k = self.weights.sum(0), self.gates.sum(1)
-        for name, prior, node in zip(
-            ("log_sigma", "log_tau"), self._priors, (self.log_sigma, self.log_tau), strict=True
-        ):
+    def _hyper(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, prior, node in zip(("sigma", "tau"), self._priors, (self.log_sigma, self.log_tau), strict=True):
             if callable(prior):
-                mean = float(over_nodes @ node)
-                found[name] = mean, math.sqrt(float(over_nodes @ (node - mean) ** 2))
+                found[name] = float(self.weights.sum(0) @ node.exp())
+                found[f"log {name}"] = float(self.weights.sum(0) @ node)
         if isinstance(self.rate, tuple):
-            a, b = self.rate[0] + k, self.rate[1] + self.p - k
-            mean = float(self.weights.sum(1) @ (a / (a + b)))
-            square = float(self.weights.sum(1) @ (a * (a + 1) / (a + b) / (a + b + 1)))
-            found["rate"] = mean, math.sqrt(square - mean**2)
+            a, b = self.rate
+            found["rate"] = float(self.weights.sum(1) @ ((a + self.gates.sum(1)) / (a + b + self.p)))
         return found
 
     def draws(self, count: int) -> dict[str, Tensor]:
@@ -189,8 +184,11 @@ class GaussianPosterior:
         noise = torch.randn(count, self.p, dtype=torch.float64)
         coordinates = ratio * self._projected[row] / shrunk + tau[:, None] * noise / shrunk.sqrt()
         found = {"z": z, "w": (self._vectors[row] @ coordinates[:, :, None])[:, :, 0]}
-        found |= {name: v for name, v, prior in zip(("sigma", "tau"), (sigma, tau), self._priors, strict=True)
-                  if callable(prior)}
+        found |= {
+            name: v
+            for name, v, prior in zip(("sigma", "tau"), (sigma, tau), self._priors, strict=True)
+            if callable(prior)
+        }
         if isinstance(self.rate, tuple):
             k = z.sum(1)
             found["rate"] = torch.distributions.Beta(self.rate[0] + k, self.rate[1] + self.p - k).sample()
@@ -202,15 +200,3 @@ def _start(prior: float | LogDensity, middle: float, size: int) -> Tensor:
     if callable(prior):
         return torch.linspace(middle - 12.0, middle + 8.0, size, dtype=torch.float64)
     return torch.tensor([math.log(prior)], dtype=torch.float64)
-
-
-def gaussian_posterior(
-    x: Tensor,
-    y: Tensor,
-    sigma: float | LogDensity,
-    tau: float | LogDensity,
-    rate: float | tuple[float, float],
-    size: int = 30,
-) -> Posterior:
-    """The summary of :class:`GaussianPosterior`, whose arguments it takes."""
-    return GaussianPosterior(x, y, sigma, tau, rate, size).summary()

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pyro.distributions import Beta
 
-from tests.reference_posteriors import Posterior, gaussian_posterior
+from tests.reference_posteriors import GaussianPosterior, Posterior
 from tests.sampled_posteriors import Problem, importance_sampled_posterior, long_chain_posterior
 from tests.spike_slab_designs import Design, generalised_linear_designs, heavy_tailed_designs
 
-__all__ = ["reference"]
+__all__ = ["exact_posterior", "reference"]
 
 FILE = Path(__file__).with_name("posterior_references.json")
 DRAWS, STEPS, CHAINS = 2000, 20_000, 64
@@ -41,13 +41,20 @@ def reference(design: Design) -> Posterior:
         ValueError: the file's numbers belong to other data.
     """
     if design.family == "normal":
-        return gaussian_posterior(design.x, design.y, *(_known_or_prior(design, name) for name in ("sigma", "tau", "rate")))
+        return exact_posterior(design).summary()
     entry = json.loads(FILE.read_text())[design.name]
     if entry["data"] != fingerprint(design):
-        raise ValueError(f"Expected the data of {FILE.name} for {design.name!r}, but got others; run {Path(__file__).name}.")
+        raise ValueError(
+            f"Expected the data of {FILE.name} for {design.name!r}, but got others; run {Path(__file__).name}."
+        )
     chosen = entry["chain"] if "chain" in entry else entry["enumeration"]
     moments = (torch.tensor(chosen[name], dtype=torch.float64) for name in ("inclusion", "mean", "sd"))
     return Posterior(*moments, log_evidence=entry["enumeration"]["log_evidence"], hyper={})
+
+
+def exact_posterior(design: Design) -> GaussianPosterior:
+    """The enumeration of a Gaussian design."""
+    return GaussianPosterior(design.x, design.y, *(_known_or_prior(design, name) for name in ("sigma", "tau", "rate")))
 
 
 def _known_or_prior(design: Design, name: str):
