@@ -1,4 +1,4 @@
-"""Posteriors of regressions with spike and slab for any likelihood: enumeration with sampled evidences, and a long chain.
+"""Posteriors of regressions with spike and slab for any likelihood: enumeration with sampled evidences; long chains.
 
 The log likelihood is a function of the linear predictor that adds over observations. Both ways are right in the limit
 and share nothing but the derivatives of that function, so that they check one another. They know numbers alone, neither

@@ -1,9 +1,9 @@
 """Fits of spike and slab beside the posteriors that are known: python tests/bench/bench_posteriors.py --line LINE
 
-LINE says which designs: 1 Gaussian regressions (five, and three of 15 features with new data for each seed), 2 logistic,
-Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 6 whether ``check_fit`` flags the
-fits that are wrong and no other. Each design is fitted once per seed by ``AutoSpikeSlab`` and ``fit`` as they come; a
-row appears when its design is done. Columns: the largest error of an inclusion probability (worst and median over the
+LINE says which designs: 1 Gaussian regressions (five, and three of 15 features with new data for each seed), 2
+logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 6 whether ``check_fit``
+flags the fits that are wrong and no other. Each design is fitted once per seed by ``AutoSpikeSlab`` and ``fit`` as
+they come; a row appears when its design is done. Columns: the largest error of an inclusion probability (worst and median over the
 seeds), the log evidence minus the ELBO, processor seconds of a fit on one core, how many fits ``check_fit`` calls
 wrong, and the largest error of a posterior mean of a coefficient and of each hyperparameter. A limit that is missed is
 marked with an exclamation mark, and then the command ends with 1. ``--quick`` takes one seed and 300 steps. ``--gates``
