@@ -23,6 +23,8 @@ __all__ = [
     "CORRELATIONS",
     "Design",
     "correlated_features",
+    "exact_pair",
+    "gaussian_design",
     "gaussian_designs",
     "generalised_linear_designs",
     "heavy_tailed_designs",
@@ -127,7 +129,7 @@ def _diabetes() -> Design:
     return _design("diabetes", x, y, sigma=math.sqrt(residual @ residual / (len(y) - 11)), tau=0.2)
 
 
-def _exact_pair() -> Design:
+def exact_pair() -> Design:
     """Two features are the same and either explains the data: .5 each, and never both by much."""
     rng = np.random.default_rng(5)
     x = rng.normal(size=(100, 8))
@@ -137,13 +139,15 @@ def _exact_pair() -> Design:
 
 def gaussian_designs() -> list[Design]:
     """The five of ten features (the exact pair: eight) with known noise."""
-    found = [_diabetes()]
-    for seed, kind in enumerate(CORRELATIONS, start=10):
-        rng = np.random.default_rng(seed)
-        x = correlated_features(kind, rng)
-        y = x @ _effects(10, _EFFECTS) + rng.normal(size=100)
-        found.append(_design(kind, x, y - y.mean()))
-    return [*found, _exact_pair()]
+    return [_diabetes(), *(gaussian_design(kind) for kind in CORRELATIONS), exact_pair()]
+
+
+def gaussian_design(kind: str) -> Design:
+    """Three effects of ten features, of one of ``CORRELATIONS``, under noise of variance 1."""
+    rng = np.random.default_rng(10 + CORRELATIONS.index(kind))
+    x = correlated_features(kind, rng)
+    y = x @ _effects(10, _EFFECTS) + rng.normal(size=100)
+    return _design(kind, x, y - y.mean())
 
 
 def wide_designs(seed: int) -> list[Design]:

@@ -3,11 +3,12 @@
 LINE says which designs: 1 Gaussian regressions (five, and three of 15 features with new data for each seed), 2
 logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 6 whether ``check_fit``
 flags the fits that are wrong and no other. Each design is fitted once per seed by ``AutoSpikeSlab`` and ``fit`` as
-they come; a row appears when its design is done. Columns: the largest error of an inclusion probability (worst and median over the
-seeds), the log evidence minus the ELBO, processor seconds of a fit on one core, how many fits ``check_fit`` calls
-wrong, and the largest error of a posterior mean of a coefficient and of each hyperparameter. A limit that is missed is
-marked with an exclamation mark, and then the command ends with 1. ``--quick`` takes one seed and 300 steps. ``--gates``
-and ``--slabs`` fit another guide; ``--design`` takes the designs whose names contain the text.
+they come; a row appears when its design is done. Columns: the largest error of an inclusion probability (worst and
+median over the seeds), the log evidence minus the ELBO, processor seconds of a fit on one core, how many fits
+``check_fit`` calls wrong, and the largest error of a posterior mean of a coefficient and of each hyperparameter. A
+limit that is missed is marked with an exclamation mark, and then the command ends with 1. ``--quick`` takes one seed
+and 300 steps. ``--gates`` and ``--slabs`` fit another guide; ``--design`` takes the designs whose names contain the
+text.
 """
 
 from __future__ import annotations

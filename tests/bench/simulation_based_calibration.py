@@ -44,7 +44,7 @@ __all__ = ["Calibration", "replicate", "settings"]
 # One stream of random numbers for the truth, one for the fit and one for lots: with one seed they would be the same.
 FIT, LOTS = 1_000_000, 2_000_000
 N, P, POINTS, DRAWS = 60, 8, 10, 999  # 999 draws leave 1,000 ranks, which ten bins divide evenly
-BINS = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
+BINS = (0.0, 0.1, 0.3, 0.6, 0.9, 1.0)
 Draws = dict[str, Tensor]
 
 
@@ -120,7 +120,7 @@ class Calibration:
             self.ranks.setdefault(name, []).append(below + (lot * (equal + 1)).floor())
 
     def bins(self) -> list[tuple[int, float, float, float]]:
-        """Gates in each bin, their mean inclusion probability, the share that is open, the difference over its error."""
+        """Gates in each bin, their mean inclusion probability, share of open ones, difference over its error."""
         inclusion, gates, covariances = (torch.stack(a) for a in (self.inclusion, self.gates, self.covariances))
         found = []
         for low, high in itertools.pairwise(BINS):
