@@ -109,7 +109,8 @@ def main() -> None:
     for design in generalised_linear_designs() + heavy_tailed_designs():
         if options.design in design.name:
             entries[design.name] = _rounded(make(design))
-            FILE.write_text(json.dumps(entries, indent=1) + "\n")
+            lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
+            FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _rounded(entry):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -13,6 +15,7 @@ from pyro import poutine
 from scipy import integrate
 from torch.distributions import MultivariateNormal
 
+from tests.bench.posterior_references import FILE, reference
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.sampled_posteriors import Problem, importance_sampled_posterior, long_chain_posterior
 from tests.spike_slab_designs import (
@@ -216,6 +219,32 @@ def test_sampled_evidences_are_those_of_a_grid(family):
     found = importance_sampled_posterior(problem(two), 4000, seed=0)
     assert found.log_evidence == pytest.approx(float(joint.logsumexp(0)), abs=0.01)
     torch.testing.assert_close(found.inclusion, joint.softmax(0) @ all_gates(2), rtol=0, atol=0.005)
+
+
+def test_kept_references_belong_to_the_designs_and_agree_with_one_another():
+    """Each of both kinds has its entry; two ways to the same posterior differ by what their draws allow."""
+    entries = json.loads(FILE.read_text())
+    designs = generalised_linear_designs() + heavy_tailed_designs()
+    assert list(entries) == [design.name for design in designs]
+    for design in designs:
+        known, entry = reference(design), entries[design.name]
+        assert entry["enumeration"]["effective_share"] > 0.8
+        assert entry["enumeration"]["two_runs_differ"] < 0.005
+        assert known.inclusion.shape == (10,)
+        if design.family in ("student_t", "negative_binomial"):
+            chain = torch.tensor(entry["chain"]["inclusion"])
+            away = (chain - torch.tensor(entry["enumeration"]["inclusion"])).abs().max()
+            assert float(away) < 5 * entry["chain"]["standard_error"] < 0.05
+
+
+def test_kept_references_of_other_data_are_refused():
+    """The same name with one observation changed."""
+    design = generalised_linear_designs()[0]
+    other = replace(design, y=1 - design.y)
+    with pytest.raises(
+        ValueError, match=r"Expected the data of 'logistic, independent, n = 100' in posterior_ref.*json"
+    ):
+        reference(other)
 
 
 def test_every_model_has_float64_sites_and_takes_particles():
