@@ -5,10 +5,10 @@ logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab s
 flags the fits that are wrong and no other. Each design is fitted once per seed by ``AutoSpikeSlab`` and ``fit`` as
 they come; a row appears when its design is done. Columns: the largest error of an inclusion probability (worst and
 median over the seeds), the log evidence minus the ELBO, processor seconds of a fit on one core, how many fits
-``check_fit`` calls wrong, and the largest error of a posterior mean of a coefficient and of each hyperparameter. A
-limit that is missed is marked with an exclamation mark, and then the command ends with 1. ``--quick`` takes one seed
-and 300 steps. ``--gates`` and ``--slabs`` fit another guide; ``--design`` takes the designs whose names contain the
-text.
+``check_fit`` calls wrong, and the largest error of a posterior mean of a coefficient and of each hyperparameter (which
+has a limit) and its logarithm (which has none). A limit that is missed is marked with an exclamation mark, and then
+the command ends with 1. ``--quick`` takes one seed and 300 steps. ``--gates`` and ``--slabs`` fit another guide;
+``--design`` takes the designs whose names contain the text.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def accuracy(line: int, options: argparse.Namespace) -> bool:
             cells += [cell(max(r.seconds for r in runs), limits.seconds), f"{limits.seconds:g}"]
             cells += [f"{sum(r.is_flagged for r in runs)} of {len(runs)}", cell(max(r.moved for r in runs))]
             cells += [cell(max(r.mean for r in runs))]
-            cells += [cell(max(r.hyper[name] for r in runs), limits.hyper) for name in names if name in runs[0].hyper]
+            for name in names:
+                values = [r.hyper[name] for r in runs]
+                cells.append(cell(max(values), float("inf") if name.startswith("log ") else limits.hyper))
             kept &= not any(c.endswith("!") for c in cells)
             print_row(cells)
     return kept
