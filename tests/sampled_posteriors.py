@@ -216,32 +216,31 @@ class _Chain:
 
     def _proposal(self, eta: Tensor, x: Tensor) -> torch.distributions.Normal:
         """Two Newton's steps from 0 for one slab, the other coefficients being in ``eta``."""
-        mean = torch.zeros(len(eta), dtype=torch.float64)
+        mean = torch.zeros(x.shape[:-1], dtype=torch.float64)
         for _ in range(2):
-            first, second = self.problem.slopes(eta + mean[:, None] * x)
+            first, second = self.problem.slopes(eta + mean[..., None] * x)
             precision = (x**2 * (-second).clamp(min=0.0)).sum(-1) + self.problem.tau**-2
             mean = mean + ((x * first).sum(-1) - mean * self.problem.tau**-2) / precision
         return torch.distributions.Normal(mean, 1.1 / precision.sqrt())
 
     def _open(self, beta: Tensor) -> Tensor:
         """Log prior density of one open coefficient over the prior mass of a closed one."""
-        return self.log_odds + _log_slab(beta[:, None], self.problem.tau)
+        return self.log_odds + _log_slab(beta[..., None], self.problem.tau)
 
     def renew(self, j: Tensor) -> None:
         """Gate and slab of feature j, proposed together."""
         old, x = self.beta[self.rows, j], self.features[j]
         rest = self.eta - old[:, None] * x
         proposal = self._proposal(rest, x)
-        closed = self._log_likelihood(rest)
-
-        def excess(beta: Tensor) -> Tensor:  # of the open target over the proposal, with the closed target as unit
-            return self._log_likelihood(rest + beta[:, None] * x) + self._open(beta) - closed - proposal.log_prob(beta)
-
-        log_odds = excess(proposal.mean)  # how often the open state is proposed; any function of the rest will do
         new = proposal.sample()
+        values = torch.stack([proposal.mean, new, old])
+        closed, *opened = self._log_likelihood(torch.cat([rest[None], rest + values[:, :, None] * x]))
+        # Of the open target over the proposal, with the closed target as unit.
+        excess = torch.stack(opened) + self._open(values) - closed - proposal.log_prob(values)
+        log_odds = excess[0]  # how often the open state is proposed; any function of the rest will do
         is_open = torch.rand(len(j)) < torch.sigmoid(log_odds)
-        into = torch.where(is_open, excess(new) - log_odds, 0.0)
-        out_of = torch.where(old != 0, excess(old) - log_odds, 0.0)
+        into = torch.where(is_open, excess[1] - log_odds, 0.0)
+        out_of = torch.where(old != 0, excess[2] - log_odds, 0.0)
         accept = torch.rand(len(j)).log() < into - out_of
         self._move(accept, j, torch.where(is_open, new, 0.0), rest, x)
 
@@ -250,12 +249,12 @@ class _Chain:
         old = self.beta[self.rows, i]
         fits = (old != 0) & (self.beta[self.rows, j] == 0)
         rest = self.eta - old[:, None] * self.features[i]
-        forth, back = self._proposal(rest, self.features[j]), self._proposal(rest, self.features[i])
-        new = forth.sample()
-        eta = rest + new[:, None] * self.features[j]
-        gain = self._log_likelihood(eta) + self._open(new) - forth.log_prob(new)
-        loss = self._log_likelihood(self.eta) + self._open(old) - back.log_prob(old)
-        accept = fits & (torch.rand(len(i)).log() < gain - loss)
+        forth_and_back = self._proposal(rest, torch.stack([self.features[j], self.features[i]]))
+        new = forth_and_back.sample()[0]
+        eta = torch.stack([rest + new[:, None] * self.features[j], self.eta])
+        values = torch.stack([new, old])
+        excess = self._log_likelihood(eta) + self._open(values) - forth_and_back.log_prob(values)
+        accept = fits & (torch.rand(len(i)).log() < excess[0] - excess[1])
         self._move(accept, i, torch.zeros_like(old), rest, self.features[i])
         self._move(accept, j, new, self.eta, self.features[j])
 
