@@ -3,8 +3,8 @@
 Gaussian designs are enumerated whenever they are asked for. The others take minutes, so their numbers are kept in
 ``posterior_references.json`` beside this file, which this command writes anew: inclusion probabilities and moments of
 z * w by enumeration with importance-sampled evidences (2,000 draws for each gate vector, twice, averaged); for
-Student-t noise and negative binomial counts, of 500 draws, and by 64 Metropolis chains of 6,000 steps as well. ``--design`` makes those
-whose names contain the text and leaves the others as they are. About 15 minutes on one core.
+Student-t noise and negative binomial counts, of 500 draws, and by 64 Metropolis chains of 6,000 steps as well.
+``--design`` makes those whose names contain the text and leaves the others as they are. About 15 minutes on one core.
 """
 
 from __future__ import annotations
@@ -107,10 +107,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     pyro.enable_validation(False)
-    entries = json.loads(FILE.read_text()) if FILE.exists() else {}
     for design in generalised_linear_designs() + heavy_tailed_designs():
         if options.design in design.name:
-            entries[design.name] = _rounded(make(design))
+            made = _rounded(make(design))
+            entries = json.loads(FILE.read_text()) if FILE.exists() else {}
+            entries[design.name] = made
             lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
             FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
