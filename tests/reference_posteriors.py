@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GaussianPosterior", "Posterior", "all_gates"]
+__all__ = ["GaussianPosterior", "LogDensity", "Posterior", "all_gates"]
 
 LogDensity = Callable[[Tensor], Tensor]
 _ENTRIES = 2**22  # numbers in the largest tensor that is made at a time

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pyro.distributions import Beta
 
-from tests.reference_posteriors import GaussianPosterior, Posterior
+from tests.reference_posteriors import GaussianPosterior, LogDensity, Posterior
 from tests.sampled_posteriors import Problem, importance_sampled_posterior, long_chain_posterior
 from tests.spike_slab_designs import Design, generalised_linear_designs, heavy_tailed_designs
 
@@ -55,7 +55,7 @@ def exact_posterior(design: Design) -> GaussianPosterior:
     return GaussianPosterior(design.x, design.y, *(_known_or_prior(design, name) for name in ("sigma", "tau", "rate")))
 
 
-def _known_or_prior(design: Design, name: str):
+def _known_or_prior(design: Design, name: str) -> float | tuple[float, float] | LogDensity:
     value = getattr(design, name)
     if isinstance(value, float):
         return value
@@ -107,12 +107,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     pyro.enable_validation(False)
-    for design in generalised_linear_designs() + heavy_tailed_designs():
+    designs = generalised_linear_designs() + heavy_tailed_designs()
+    for design in designs:
         if options.design in design.name:
             made = _rounded(make(design))
             entries = json.loads(FILE.read_text()) if FILE.exists() else {}
             entries[design.name] = made
-            lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()]
+            lines = [
+                f"{json.dumps(name)}: {json.dumps(entries[name])}"
+                for name in (d.name for d in designs)
+                if name in entries
+            ]
             FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
