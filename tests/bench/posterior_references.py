@@ -44,7 +44,7 @@ def reference(design: Design) -> Posterior:
         return exact_posterior(design).summary()
     entry = json.loads(FILE.read_text())[design.name]
     if entry["data"] != fingerprint(design):
-        raise ValueError(f"Expected the data of {FILE.name} for {design.name!r}, but got others; run {FILE.stem}.py.")
+        raise ValueError(f"Expected the data of {design.name!r} in {FILE.name}, but got others; run {FILE.stem}.py.")
     chosen = entry["chain"] if "chain" in entry else entry["enumeration"]
     moments = (torch.tensor(chosen[name], dtype=torch.float64) for name in ("inclusion", "mean", "sd"))
     return Posterior(*moments, log_evidence=entry["enumeration"]["log_evidence"], hyper={})
