@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from posterior_references import reference
 
+from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
 from tests.reference_posteriors import Posterior
 from tests.spike_slab_designs import (
@@ -90,7 +91,8 @@ LINES: dict[int, tuple[Part, ...]] = {
 def run(design: Design, known: Posterior, seed: int, options: argparse.Namespace) -> Run:
     """Fit once and compare."""
     pyro.clear_param_store()
-    guide = AutoSpikeSlab(design.model, slab={"w": "z"}, gates=options.gates, slabs=options.slabs, hyper=design.hyper)
+    kinds = {"family": BernoulliGate, "gates": options.gates, "slabs": options.slabs, "hyper": design.hyper}
+    guide = AutoSpikeSlab(design.model, slab={"w": "z"}, **kinds)
     start = time.process_time()
     result = fit(design.model, guide, design.x, design.y, seed=seed, **options.fit)
     seconds = time.process_time() - start

@@ -13,9 +13,10 @@ independent or AR(.8), noise, slab scale and rate known or unknown. Three questi
   may lie in the atom, which is then part of it by lot.
 
 ``exact`` shows the same replicates under enumeration. It is calibrated, so what it shows is chance, and what a guide
-shows beyond that is the guide's. By chance some set of 300 replicates leaves a limit more often than not: there are
-34 of them. So the first seed is the first multiple of 300 from which enumeration keeps all. About 3 seconds a replicate and guide; ``--quick`` takes 20 replicates. A mark "!"
-stands where a number leaves what is asked: 2 standard errors, p > .01, 87 to 93 %.
+shows beyond that is the guide's. There are so many limits that chance alone breaks one of them in most sets of 300
+replicates; the first seed is the first multiple of 300 from which enumeration keeps all. About 3 seconds a replicate
+and guide; ``--quick`` takes 20 replicates. A mark "!" stands where a number leaves what is asked: 2 standard errors,
+p > .01, 87 to 93 %.
 """
 
 from __future__ import annotations
