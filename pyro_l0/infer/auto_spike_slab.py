@@ -205,7 +205,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         return collapse(joint, lambda values: self._run_at(values, args, kwargs), at)
 
     def collapsed_at_means(self, *args: object, **kwargs: object) -> tuple[Collapsed, LogLikelihood]:
-        """As :meth:`collapsed` for one chain, with the log likelihood itself: of ``(S, p)`` coefficients to ``(S,)``."""
+        """As :meth:`collapsed` for one chain, and the log likelihood itself, of coefficients ``(S, p)`` to ``(S,)``."""
         collapsed = self.collapsed(*args, chains=1, **kwargs)
         values = {name: site["value"] for name, site in self._sites(args, kwargs).items() if not site["is_observed"]}
         fixed = {**values, **collapsed.others}
