@@ -11,6 +11,7 @@ from pyro_l0.infer.fit_check import FitCheck, check_fit
 from pyro_l0.infer.fitting import Fit, fit
 from pyro_l0.infer.guide import ActiveRate, GateGuide
 from pyro_l0.infer.mcmc import PosteriorSamples, sample_posterior
+from pyro_l0.infer.refine import RefinedPosterior
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.sparsity_target import SparsityTarget
 from pyro_l0.infer.summaries import Summary
@@ -30,6 +31,7 @@ __all__ = [
     "GateGuide",
     "PosteriorSamples",
     "RectifyReparam",
+    "RefinedPosterior",
     "SparsityTarget",
     "Summary",
     "Term",

@@ -25,11 +25,14 @@ from pyro_l0.infer.auto_gate import AutoGate
 from pyro_l0.infer.collapse import Collapsed, collapse
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
 from pyro_l0.infer.correlated_start import Structure, correlated_posterior
-from pyro_l0.infer.expansion import run_at
+from pyro_l0.infer.expansion import log_likelihood, run_at
 from pyro_l0.infer.pairs import Args, Kwargs
+from pyro_l0.infer.particles import each
+from pyro_l0.infer.refine import Method, RefinedPosterior, refined
 from pyro_l0.infer.slabs import places_of
 from pyro_l0.infer.structured_slabs import StructuredSlabs
 from pyro_l0.infer.summaries import JointDraws
+from pyro_l0.maths.laplace import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
 
@@ -195,10 +198,64 @@ class AutoSpikeSlab(JointDraws, AutoGate):
                 f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
                 "its sites; name them in hyper."
             )
-        at = joint.hyper.together(self.draws(chains if chains > 1 else 1000)) if joint.hyper.size else None
-        at = joint.hyper_start.new_zeros(1, 0) if at is None else at
-        at = at if chains > 1 else at.mean(0, keepdim=True)
+        at = joint.hyper_start.new_zeros(1, 0)
+        if joint.hyper.size:
+            at = joint.hyper.together(self.draws(chains if chains > 1 else 1000))
+            at = at if chains > 1 else at.mean(0, keepdim=True)
         return collapse(joint, lambda values: self._run_at(values, args, kwargs), at)
+
+    def collapsed_at_means(self, *args: object, **kwargs: object) -> tuple[Collapsed, LogLikelihood]:
+        """As :meth:`collapsed` for one chain, and the log likelihood itself, of coefficients ``(S, p)`` to ``(S,)``."""
+        collapsed = self.collapsed(*args, chains=1, **kwargs)
+        values = {name: site["value"] for name, site in self._sites(args, kwargs).items() if not site["is_observed"]}
+        fixed = {**values, **collapsed.others}
+        ones = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
+
+        def log_likelihood_at(slabs: Tensor) -> Tensor:
+            return log_likelihood(self._run_at({**fixed, **ones, **collapsed.slabs.apart(slabs)}, args, kwargs))
+
+        return collapsed, each(log_likelihood_at)
+
+    def refine(
+        self,
+        *args: object,
+        method: Method = "tempered",
+        chains: int = 16,
+        flips: int = 1200,
+        seed: int | None = None,
+        **kwargs: object,
+    ) -> RefinedPosterior:
+        """Gates and slabs of a large design, by sampling the gates with the slabs integrated out; needs no training.
+
+        The other latents are held at their means under this guide. A log likelihood that is not quadratic is expanded
+        anew at the coefficients' mean, and the gates are re-weighted by their Laplace evidence.
+
+        Args:
+            *args: arguments of the model.
+            method: ``"tempered"`` for weighted tempered Gibbs, whose draws are joint ones; ``"mean_field"`` for
+                independent gates by natural gradients, which is quicker and blind to which features stand for others.
+            chains: of the sampler.
+            flips: of each chain.
+            seed: of the sampler's random numbers.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            A posterior with ``active_probs``, ``draws``, ``coefficients``, ``quantiles`` and ``summary``.
+
+        Raises:
+            ValueError: as :meth:`collapsed`, or the method is unknown.
+
+        References:
+            Zanella and Roberts (2019), arXiv:1805.00541.
+        """
+        if self.prototype_trace is None:
+            self(*args, **kwargs)
+        collapsed, log_likelihood = self.collapsed_at_means(*args, **kwargs)
+        device = collapsed.quadratic.scale.device
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        return refined(
+            collapsed, log_likelihood, method, self.slab, self._places, generator, chains=chains, flips=flips
+        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
         if self._structure is not None and self.prototype_trace is None:

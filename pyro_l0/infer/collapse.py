@@ -57,12 +57,16 @@ class Collapsed(NamedTuple):
         prior: of the gates.
         gates: the gate sites.
         slabs: the slab sites.
+        rates: Beta variables that follow from the gates.
+        others: values of the other latents, by site; of the first chain.
     """
 
     quadratic: CollapsedQuadratic
     prior: SiteGates
     gates: Layout
     slabs: Layout
+    rates: Sequence[ConjugateRate]
+    others: Mapping[str, Tensor]
 
 
 @torch.no_grad()
@@ -101,7 +105,9 @@ def collapse(
         gate_of=None if has_own_gate else slabs.gate_of,
         factor=None if factor is None else factor.reshape(-1),
     )
-    return Collapsed(quadratic, _prior(joint, run_at, hyper), joint.gates, joint.slabs)
+    return Collapsed(
+        quadratic, _prior(joint, run_at, hyper), joint.gates, joint.slabs, joint.rates, joint.hyper.apart(hyper[0])
+    )
 
 
 def _prior(

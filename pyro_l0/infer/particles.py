@@ -91,6 +91,21 @@ def can_be_mapped(
     return True
 
 
+def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function of every row of a tensor: by ``torch.vmap``, or row by row where that can't map it."""
+
+    def of_rows(rows: Tensor) -> Tensor:
+        with pyro.validation_enabled(False):
+            try:
+                return torch.vmap(function)(rows)
+            except RuntimeError as error:
+                if "vmap" not in str(error):
+                    raise
+                return torch.stack([function(row) for row in rows])
+
+    return of_rows
+
+
 def _full(part: Part, number: int) -> list[Tensor]:
     """A part's parameters with a row for each draw."""
     return [x.expand(number, *x.shape[1:]) if x.dim() else x.expand(number) for x in part.parameters]

@@ -44,7 +44,7 @@ class CollapsedQuadratic:
         factor: Tensor | None = None,
     ) -> None:
         linear = quadratic.linear
-        self.quadratic, self._gate_of = quadratic, gate_of
+        self.quadratic, self.gate_of = quadratic, gate_of
         self._scale = _by_chain("scale", torch.as_tensor(scale).to(linear), len(linear))
         self._factor = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1)
         # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
@@ -52,6 +52,11 @@ class CollapsedQuadratic:
         unit = self._scale * root
         self._elements = _Elements(unit, linear * root * unit, quadratic.diagonal * unit.square())
         self._groups = None if gate_of is None else _Groups.of(gate_of, quadratic)
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviations of the slabs, shape ``(p,)``, or ``(S, p)`` where each chain has its own."""
+        return self._scale.squeeze(0)
 
     @property
     def gates(self) -> int:
@@ -67,7 +72,7 @@ class CollapsedQuadratic:
     def at(self, chain: Tensor) -> CollapsedQuadratic:
         """The same for gate vectors that belong to certain chains: a long tensor of shape ``(N,)``."""
         scale, factor = _picked(self._scale, chain), _picked(self._factor, chain)[:, 0]
-        return CollapsedQuadratic(self.quadratic, scale, gate_of=self._gate_of, factor=factor)
+        return CollapsedQuadratic(self.quadratic, scale, gate_of=self.gate_of, factor=factor)
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
         """Log odds of every gate given the others.
@@ -104,7 +109,7 @@ class CollapsedQuadratic:
         if z.dim() != 2 or z.shape[1] != self.gates or self.chains not in (None, len(z)):
             chains = "S" if self.chains is None else self.chains
             raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
-        return z.bool() if self._gate_of is None else z.bool()[:, self._gate_of]
+        return z.bool() if self.gate_of is None else z.bool()[:, self.gate_of]
 
     def _parts(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
         """Parts of the gate vectors that need a bounded room: for each open element so many numbers."""
