@@ -111,8 +111,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         super()._check_sites(sites)
-        gates = [gate for site in sites.values() if (gate := find_gate(site["fn"])) is not None]
-        if self._family_of_prior and all(isinstance(gate, BernoulliGate) for gate in gates):
+        found = [find_gate(site["fn"]) for site in sites.values()]
+        if self._family_of_prior and all(isinstance(gate, BernoulliGate) for gate in found if gate is not None):
             self.family = BernoulliGate  # any other posterior would have an infinite KL
         for slab, gate in self.slab.items():
             for name in (slab, gate):

@@ -154,7 +154,7 @@ class _Run:
         return log_ratios(self.model, self.guide, self.args, self.kwargs, self.guide.slab, draws, self.mapped)
 
     def train(self, steps: int, learning_rate: float, progress: str | None) -> Fit:
-        """Train for some steps, or until the log ratio hardly varies; what stands before the progress, if it is shown."""
+        """Train for some steps, or until the log ratio hardly varies; the text goes before the progress."""
         optimiser = torch.optim.Adam(self.guide.parameter_groups(learning_rate), betas=_BETAS)
         schedule = LambdaLR(
             optimiser, lambda k: _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * k / steps))
