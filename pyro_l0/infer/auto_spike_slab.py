@@ -130,6 +130,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
         _check_kinds(gates, slabs, hyper)
         self._structure: Structure | None = None
+        self._family_of_prior = "family" not in options
         if gates != "mean_field" or slabs != "independent" or hyper:
             options = {"family": BernoulliGate, "init_active_prob": 0.5, "init_jitter": 0.1, **options}
             is_chain = options["family"] is BernoulliGate
@@ -152,6 +153,9 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         super()._check_sites(sites)
+        found = [find_gate(site["fn"]) for site in sites.values()]
+        if self._family_of_prior and all(isinstance(gate, BernoulliGate) for gate in found if gate is not None):
+            self.family = BernoulliGate  # any other posterior would have an infinite KL
         for slab, gate in self.slab.items():
             for name in (slab, gate):
                 if name not in sites:
@@ -364,7 +368,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         return super().posterior()
 
     @torch.no_grad()
-    def active_probs(self, draws: int = 10_000) -> dict[str, Tensor]:
+    def active_probs(self, draws: int = 40_000) -> dict[str, Tensor]:
         """Marginal P(z != 0) of every gate, by site and in its shape.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ import pyro
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm.auto import tqdm
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
@@ -86,7 +86,7 @@ def fit(
         num_particles: draws per step.
         learning_rate: of the gates at the start; see :meth:`AutoSpikeSlab.parameter_groups`.
         seed: of all random numbers.
-        progress: whether to show a bar.
+        progress: whether to print the loss now and then, to the standard error.
         **kwargs: keyword arguments of the model.
 
     Returns:
@@ -115,8 +115,7 @@ def fit(
         if i:
             _start_anew(guide, start)
         run = _Run(model, guide, args, kwargs, num_particles, mapped)
-        with tqdm(total=steps, disable=not progress, desc=f"restart {i + 1} of {restarts}") as bar:
-            result = run.train(steps, learning_rate, bar)
+        result = run.train(steps, learning_rate, f"restart {i + 1} of {restarts}, " if progress else None)
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
     best, state, probs = max(found, key=lambda entry: entry[0].elbo)
     guide.load_state_dict(state)
@@ -154,8 +153,8 @@ class _Run:
         """Log ratios of model and guide."""
         return log_ratios(self.model, self.guide, self.args, self.kwargs, self.guide.slab, draws, self.mapped)
 
-    def train(self, steps: int, learning_rate: float, bar: tqdm) -> Fit:
-        """Train for some steps, or until the log ratio hardly varies."""
+    def train(self, steps: int, learning_rate: float, progress: str | None) -> Fit:
+        """Train for some steps, or until the log ratio hardly varies; the text goes before the progress."""
         optimiser = torch.optim.Adam(self.guide.parameter_groups(learning_rate), betas=_BETAS)
         schedule = LambdaLR(
             optimiser, lambda k: _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * k / steps))
@@ -176,7 +175,8 @@ class _Run:
             optimiser.step()
             schedule.step()
             losses.append(loss.detach())
-            bar.update()
+            if progress is not None and k % max(1, steps // 10) == 0:
+                print(f"{progress}step {k} of {steps}: loss {float(loss):.2f} nats", file=sys.stderr, flush=True)
             if k % _LOOK == 0 and k > _TEMPERED * steps and 0.5 * float(self.ratios(_DRAWS_TO_LOOK).var()) < _SMALL:
                 break
         path = torch.stack(losses)

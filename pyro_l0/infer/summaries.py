@@ -61,7 +61,7 @@ class JointDraws:
         """Joint draws by site, shape ``(number, *shape of the site)``."""
 
     @abstractmethod
-    def active_probs(self, draws: int = 10_000) -> dict[str, Tensor]:
+    def active_probs(self, draws: int = 40_000) -> dict[str, Tensor]:
         """Marginal P(z != 0) of every gate, by site and in its shape."""
 
     @abstractmethod
@@ -94,9 +94,9 @@ class JointDraws:
         """Of the coefficients z * w by slab site, and of the other latents; ``print`` shows each as a table.
 
         Args:
-            draws: from which it is taken.
+            draws: from which all but P(z != 0) is taken.
         """
-        probs = self.active_probs(draws)
+        probs = self.active_probs()
         found = {}
         for name, values in self._effects(draws).items():
             lower, upper = _quantiles(values, (0.05, 0.95))
