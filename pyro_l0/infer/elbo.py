@@ -61,8 +61,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     The KL of a gate is analytic: for a gate with a density, a sampled one has a biased gradient, however many
     particles are drawn. Under ``estimator="leave_one_out"`` that of gates of two values is a part of the log ratio at
-    the draws, which is unbiased, as is the gradient. Latent variables other than gates and slabs contribute their KL in every objective, in closed form where
-    one is registered and by the pathwise sample otherwise.
+    the draws, which is unbiased, as is the gradient. Latent variables other than gates and slabs contribute their KL
+    in every objective, in closed form where one is registered and by the pathwise sample otherwise.
 
     Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
     returns the loss, with a torch optimiser. The loss is a tensor and is not read back from an accelerator, but for a
