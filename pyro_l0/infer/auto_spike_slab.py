@@ -136,6 +136,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         super()._setup_prototype(*args, **kwargs)
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
+        assert prototype is not None
         nodes: dict[str, Site] = prototype.nodes
         self._places = {
             name: places_of(name, gate, nodes[name], nodes[gate], nodes[gate]) for name, gate in self.slab.items()
@@ -193,8 +194,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         probs = self.active_probs(1)
         if self.model is None:
             raise ValueError(
-                "Expected a guide with its model, but this one was copied or loaded; load its "
-                "state_dict into a guide of the model."
+                "Expected a guide with its model, but this one was copied or loaded; load its state_dict into a guide "
+                "of the model."
             )
         joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
         if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
@@ -302,7 +303,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             ValueError: the guide has not been called.
         """
         joint = self._modules.get("joint")
-        sites = [x for posterior in self._of_kind(SitePosterior).values() for x in posterior.parameters.values()]
+        posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(LoneSlabs).values()]
+        sites = [x for posterior in posteriors for x in posterior.parameters.values()]
         if not isinstance(joint, CorrelatedPosterior):
             return [{"params": sites, "lr": learning_rate}]
         chain = [] if joint.chain is None else list(joint.chain.parameters())

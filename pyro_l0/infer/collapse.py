@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
@@ -81,7 +82,7 @@ def collapse(
         hyper: values of the other latents on the real line, shape ``(chains, d)``; one row for all chains.
 
     Raises:
-        ValueError: a slab's prior has a mean other than 0.
+        ValueError: a slab's prior has a mean other than 0, or a gate's more than two values.
     """
     slabs = joint.slab_posterior
     assert isinstance(slabs, StructuredSlabs)
@@ -117,10 +118,19 @@ def _prior(
     rows = []
     for row in hyper:
         sites = run_at(joint.hyper.apart(row))
-        gates = {name: find_gate(sites[name]["fn"]) for name in joint.gates.shapes}
-        odds = {name: gate.log_active_prob - gate.log_prob_zero for name, gate in gates.items() if gate is not None}
+        odds = {name: _log_odds(name, sites[name]) for name in joint.gates.shapes}
         rows.append(torch.cat([odds[name].expand(shape).reshape(-1) for name, shape in joint.gates.shapes.items()]))
     return SiteGates(torch.stack(rows), [_places(joint.gates, rate) for rate in joint.rates])
+
+
+def _log_odds(name: str, site: Site) -> Tensor:
+    gate = find_gate(site["fn"])
+    if not isinstance(gate, BernoulliGate):
+        raise ValueError(
+            f"Expected gates of two values at site {name!r}, which samplers of gates switch, but got {gate}; use a "
+            "BernoulliGate in the model, or sample_posterior."
+        )
+    return gate.logits
 
 
 def _places(gates: Layout, rate: ConjugateRate) -> tuple[Tensor, BetaBinomialGates]:
