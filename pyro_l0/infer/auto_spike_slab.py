@@ -173,7 +173,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             sites,
             lambda values: self._run_at(values, args, kwargs),
             structure,
-            lambda name, site: transform_to_support(name, site["fn"]),
+            lambda name, site: transform_to_support(f"site {name!r}", site["fn"]),
         )
 
     def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
