@@ -282,6 +282,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
         """Parts of joint draws by site, for a loss that takes many particles at once; None in subsampled plates."""
+        self._state_parameters()
         if isinstance(self._drawing, Correlated):
             return self._drawing.draw_together(number)
         if any(frame.full_size != frame.size for frame in self._prototype_frames.values()):

@@ -1,4 +1,4 @@
-"""Slabs given their gates against torch's multivariate normal and direct formulas, and the expansion they start from."""
+"""Slabs given their gates against torch's multivariate normal and direct formulas; the expansion they start from."""
 
 import math
 
