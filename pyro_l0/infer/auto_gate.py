@@ -244,8 +244,10 @@ class AutoGate(AutoGuide):
             For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
 
         Raises:
-            ValueError: a name is not a gate site of one dimension outside of plates.
+            ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
         """
+        if not isinstance(self._drawing, MeanField):
+            raise ValueError("Expected gates that leave to depend on no other site, but got a correlated guide.")
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
         for name, index in units.items():
             gates = self._posteriors.get(name)

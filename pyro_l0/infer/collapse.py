@@ -82,15 +82,12 @@ def collapse(
         hyper: values of the other latents on the real line, shape ``(chains, d)``; one row for all chains.
 
     Raises:
-        ValueError: a slab's prior has a mean other than 0, or a gate's more than two values.
+        ValueError: a slab's prior has a mean other than 0; a gate has no slab, more than two values, or a prior that
+            depends on other gates.
     """
     slabs = joint.slab_posterior
     assert isinstance(slabs, StructuredSlabs)
-    if not slabs.is_centred:
-        raise ValueError(
-            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
-            f"sampled, but got means of up to {float(slabs.loc.abs().max()):.3g}."
-        )
+    _check_slabs(joint)
     shift = hyper - joint.hyper_start
     curvature, linear = slabs.quadratic()
     linear = linear + shift.mean(0) @ slabs.shifts.mT
@@ -111,16 +108,47 @@ def collapse(
     )
 
 
+def _check_slabs(joint: CorrelatedPosterior) -> None:
+    slabs = joint.slab_posterior
+    if not slabs.is_centred:
+        raise ValueError(
+            f"Expected slabs {', '.join(map(repr, slabs.shapes))} with a prior mean of 0, around which gates are "
+            f"sampled, but got means of up to {float(slabs.loc.abs().max()):.3g}."
+        )
+    alone = [j for j in range(joint.gates.size) if not bool((slabs.gate_of == j).any())]
+    if alone:
+        raise ValueError(
+            f"Expected gates that enter the model as products with their slabs alone, but got no slab of gate site "
+            f"{_site_at(joint.gates, slabs.gate_of.new_tensor(alone[0]))!r}; use sample_posterior."
+        )
+
+
 def _prior(
     joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
 ) -> SiteGates:
     """The gates' prior at values of the other latents."""
-    rows = []
-    for row in hyper:
-        sites = run_at(joint.hyper.apart(row))
-        odds = {name: _log_odds(name, sites[name]) for name in joint.gates.shapes}
-        rows.append(torch.cat([odds[name].expand(shape).reshape(-1) for name, shape in joint.gates.shapes.items()]))
+    rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # not looked at
+
+    def odds(row: Tensor, gates: Tensor) -> Tensor:
+        sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(gates)})
+        found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
+        return torch.cat([x.reshape(-1) for x in found])
+
+    opened = hyper.new_ones(joint.gates.size)
+    rows = [odds(row, opened) for row in hyper]
+    moved = (rows[0] - odds(hyper[0], torch.zeros_like(opened))).nonzero().flatten()
+    if len(moved):
+        raise ValueError(
+            f"Expected gates that are independent given the other latents, but the prior of gate site "
+            f"{_site_at(joint.gates, moved[0])!r} changes with the gates before; use sample_posterior."
+        )
     return SiteGates(torch.stack(rows), [_places(joint.gates, rate) for rate in joint.rates])
+
+
+def _site_at(gates: Layout, place: Tensor) -> str:
+    """The site of the gate at a place."""
+    pieces = gates.pieces(torch.arange(gates.size, device=place.device))
+    return next(name for name, piece in pieces.items() if bool((piece == place).any()))
 
 
 def _log_odds(name: str, site: Site) -> Tensor:

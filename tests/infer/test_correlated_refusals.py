@@ -148,6 +148,42 @@ def test_slabs_with_a_prior_mean():
         check_fit(guide)
 
 
+def test_gates_that_chains_do_not_know():
+    """A fit takes gates without a slab and gates whose prior hangs on others; the check refuses them by their site."""
+
+    def program(rate, offset):
+        v = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.3)))
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=0.1 + rate * v))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        u = pyro.sample("u", dist.Normal(0.0, 1.0)) if not offset else 1.0
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(u * v + (z * w) @ X.mT, 1.0), obs=Y)
+
+    for rate, offset, message in (
+        (0.0, True, "Expected gates that enter the model as products .* no slab of gate site 'v'"),
+        (0.5, False, "Expected gates that are independent .* prior of gate site 'z' changes with the gates before"),
+    ):
+        guide = correlated(lambda: program(rate, offset), SLAB if offset else {**SLAB, "u": "v"})  # noqa: B023
+        guide()
+        with pytest.raises(ValueError, match=message):
+            check_fit(guide)
+
+
+def test_units_of_a_correlated_guide_do_not_leave():
+    """Its other parts would not know."""
+
+    def program():
+        z = pyro.sample("z", BernoulliGate(probs=torch.full((2,), 0.2)).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal((z * w) @ X.mT, 1.0).to_event(1), obs=Y)
+
+    guide = correlated(program)
+    guide()
+    with pytest.raises(ValueError, match="depend on no other site, but got a correlated guide"):
+        guide.keep({"z": torch.tensor([0])})
+
+
 def test_a_model_that_cannot_be_mapped(monkeypatch):
     """It is fitted particle by particle, with a warning that says so; a loss that was told to map it refuses."""
 
@@ -161,8 +197,9 @@ def test_a_model_that_cannot_be_mapped(monkeypatch):
 
     guide = correlated(branching)
     monkeypatch.setattr(fitting, "_DRAWS", 50)
-    with pytest.warns(UserWarning, match="Particles are evaluated one after the other"):
+    with pytest.warns(UserWarning, match="one after the other|still falling") as caught:
         result = fit(branching, guide, steps=12, num_particles=4, seed=0)
+    assert sum("one after the other" in str(warning.message) for warning in caught) == 1
     assert len(result.losses) == 12
     elbo = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4, vectorize_particles=True)
     with pytest.raises(ValueError, match=r"torch\.vmap can't map it; set vectorize_particles=False"):
