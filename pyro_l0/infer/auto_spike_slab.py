@@ -32,6 +32,7 @@ from pyro_l0.infer.refine import Method, RefinedPosterior, refined
 from pyro_l0.infer.slabs import places_of
 from pyro_l0.infer.structured_slabs import StructuredSlabs
 from pyro_l0.infer.summaries import JointDraws
+from pyro_l0.maths.laplace import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
 
@@ -213,6 +214,18 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             at = at if chains > 1 else at.mean(0, keepdim=True)
         return collapse(joint, lambda values: self._run_at(values, args, kwargs), at)
 
+    def collapsed_at_means(self, *args: object, **kwargs: object) -> tuple[Collapsed, LogLikelihood]:
+        """As :meth:`collapsed` for one chain, and the log likelihood itself, of coefficients ``(S, p)`` to ``(S,)``."""
+        collapsed = self.collapsed(*args, chains=1, **kwargs)
+        values = {name: site["value"] for name, site in self._sites(args, kwargs).items() if not site["is_observed"]}
+        fixed = {**values, **collapsed.others}
+        ones = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
+
+        def log_likelihood_at(slabs: Tensor) -> Tensor:
+            return log_likelihood(self._run_at({**fixed, **ones, **collapsed.slabs.apart(slabs)}, args, kwargs))
+
+        return collapsed, each(log_likelihood_at)
+
     def refine(
         self,
         *args: object,
@@ -247,17 +260,11 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         """
         if self.prototype_trace is None:
             self(*args, **kwargs)
-        collapsed = self.collapsed(*args, chains=1, **kwargs)
-        values = {name: site["value"] for name, site in self._sites(args, kwargs).items() if not site["is_observed"]}
-        fixed = {**values, **collapsed.others}
-        ones = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
-
-        def log_likelihood_at(slabs: Tensor) -> Tensor:
-            return log_likelihood(self._run_at({**fixed, **ones, **collapsed.slabs.apart(slabs)}, args, kwargs))
-
-        generator = None if seed is None else torch.Generator(values[next(iter(ones))].device).manual_seed(seed)
+        collapsed, log_likelihood = self.collapsed_at_means(*args, **kwargs)
+        device = collapsed.quadratic.scale.device
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         return refined(
-            collapsed, each(log_likelihood_at), method, self.slab, self._places, generator, chains=chains, flips=flips
+            collapsed, log_likelihood, method, self.slab, self._places, generator, chains=chains, flips=flips
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]

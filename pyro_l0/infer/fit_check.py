@@ -9,6 +9,8 @@ from torch import Tensor
 
 from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.evidence import Evidence, log_ratios
+from pyro_l0.infer.refine import is_quadratic
+from pyro_l0.maths.expansion import reweighted
 from pyro_l0.maths.tempered_gibbs import tempered_gibbs
 
 __all__ = ["FitCheck", "check_fit"]
@@ -44,8 +46,9 @@ def check_fit(
     """Run chains of gates from draws of a guide, and see whether inclusion probabilities move.
 
     The posterior is where they do not. Gates are sampled by weighted tempered Gibbs steps, which leave a mode quickly,
-    with the slabs integrated out; each chain keeps the other latents of its draw. The likelihood is taken to second
-    order, as the guide's structured slabs have it, or about its mode for other guides.
+    with the slabs integrated out; each chain keeps the other latents of its draw. A likelihood that is not quadratic in
+    the coefficients is taken to second order, as the guide's structured slabs have it or about its mode, with the
+    other latents at their means; the gates that the chains visit are re-weighted by their Laplace evidence.
 
     Args:
         guide: a trained guide.
@@ -64,11 +67,16 @@ def check_fit(
     References:
         Zanella and Roberts (2019), arXiv:1805.00541, for the sampler.
     """
-    collapsed = guide.collapsed(*args, chains=chains, **kwargs)
+    collapsed, log_likelihood = guide.collapsed_at_means(*args, **kwargs)
+    quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
+    if quadratic:
+        collapsed = guide.collapsed(*args, chains=chains, **kwargs)
     drawn, probs = guide.draws(chains), guide.active_probs()
     start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
     running = collapsed.gates.together(probs).clamp(min=_LEAST)
     run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
+    if not quadratic:
+        run = reweighted(run, log_likelihood, collapsed.quadratic)
     repaired = collapsed.gates.apart(run.active_probs)
     by_site = {name: repaired[name] - probs[name] for name in repaired}
     moved = max(float(change.abs().max()) for change in by_site.values())

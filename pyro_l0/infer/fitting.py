@@ -24,8 +24,8 @@ _LEAST_RATE = 0.02  # of the learning rates, at the end
 _TEMPERED = 0.3  # of the steps
 _LOOK = 50  # steps between looks at the variance of the log ratio
 _DRAWS_TO_LOOK = 256
-_SMALL = 2e-3  # nats that the evidence lower bound may lack, estimated as half that variance
-_DRAWS = 2_000  # for the evidence in the end
+_SMALL = 4e-3  # nats that the evidence lower bound may lack, estimated as half that variance
+_DRAWS = 8_000  # for the evidence in the end
 _FALLING = 0.1  # nats by which a loss that has converged does not fall any more
 _DISAGREE = 0.1  # in an inclusion probability, between restarts
 
@@ -63,7 +63,7 @@ def fit(
     model: Callable[..., object],
     guide: AutoSpikeSlab,
     *args: object,
-    steps: int = 1000,
+    steps: int = 800,
     restarts: int = 1,
     num_particles: int = 64,
     learning_rate: float = 0.1,

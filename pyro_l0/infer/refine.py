@@ -111,7 +111,7 @@ def refined(
             return torch.bernoulli(probs.expand(number, -1))
 
         return RefinedPosterior(collapsed, probs, independent, slab, places, 0.0)
-    if _is_quadratic(log_likelihood, quadratic):
+    if is_quadratic(log_likelihood, quadratic):
         run = tempered_gibbs(quadratic, prior, chains=chains, flips=flips, generator=generator)
     else:
         run, quadratic = gibbs_by_expansion(
@@ -138,7 +138,7 @@ def _spread(run: GibbsRun) -> float:
     return float((first - second).abs().max())
 
 
-def _is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:
+def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:
     """Whether a log likelihood is its own expansion, at random coefficients of the size that the prior has."""
     quadratic = collapsed.quadratic
     beta = torch.randn(_POINTS, len(quadratic.linear)).to(quadratic.linear) * collapsed.scale

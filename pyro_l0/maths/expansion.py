@@ -51,12 +51,19 @@ def gibbs_by_expansion(
         point = weights @ collapsed.mean(states)
         collapsed = CollapsedQuadratic(expanded(log_likelihood, point), scale, gate_of=gate_of)
     run = tempered_gibbs(collapsed, prior, chains=chains, flips=flips, generator=generator)
-    return _reweighted(run, log_likelihood, scale, collapsed, gate_of), collapsed
+    return reweighted(run, log_likelihood, collapsed), collapsed
 
 
-def _reweighted(
-    run: GibbsRun, log_likelihood: LogLikelihood, scale: Tensor, collapsed: CollapsedQuadratic, gate_of: Tensor | None
-) -> GibbsRun:
+def reweighted(run: GibbsRun, log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> GibbsRun:
+    """A run on an expansion, its states re-weighted by their Laplace evidence under the log likelihood itself.
+
+    Args:
+        run: for scales and factors that all chains share.
+        log_likelihood: of coefficients, shape ``(S, p)`` to ``(S,)``; batches are of any size.
+        collapsed: what was sampled.
+    """
+    gate_of, scale = collapsed.gate_of, collapsed.scale
+
     def log_ratio(states: Tensor) -> Tensor:
         elements = (states if gate_of is None else states[:, gate_of]).to(scale)
         start = collapsed.mean(states)
