@@ -24,7 +24,7 @@ from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior, plates_and_
 from pyro_l0.infer.auto_gate import AutoGate
 from pyro_l0.infer.collapse import Collapsed, collapse
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
-from pyro_l0.infer.correlated_start import Structure, correlated_posterior
+from pyro_l0.infer.correlated_start import Structure, check_kinds, correlated_posterior
 from pyro_l0.infer.expansion import log_likelihood, run_at
 from pyro_l0.infer.pairs import Args, Kwargs
 from pyro_l0.infer.particles import each
@@ -86,7 +86,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     ) -> None:
         if not 0 < init_scale < math.inf:
             raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
-        _check_kinds(gates, slabs, hyper)
+        check_kinds(gates, slabs, hyper)
         self._structure: Structure | None = None
         if gates != "mean_field" or slabs != "independent" or hyper:
             options = {"family": BernoulliGate, "init_active_prob": 0.5, "init_jitter": 0.1, **options}
@@ -386,18 +386,6 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             loc = slab.parameters["loc"]
             medians[name] = loc.detach().clone() if slab.transform is None else slab.transform(loc)
         return medians
-
-
-def _check_kinds(gates: str, slabs: str, hyper: Sequence[str]) -> None:
-    """Refuse unknown kinds of posteriors."""
-    for name, value, known in (
-        ("gates", gates, ("mean_field", "autoregressive")),
-        ("slabs", slabs, ("independent", "structured")),
-    ):
-        if value not in known:
-            raise ValueError(f"Expected {name} to be one of {known}, but got {value!r}.")
-    if isinstance(hyper, str):
-        raise TypeError(f"Expected hyper to be a sequence of names, but got the string {hyper!r}; write ({hyper!r},).")
 
 
 def _inside(probs: Tensor) -> Tensor:

@@ -109,17 +109,18 @@ def collapse(
 
 
 def _check_slabs(joint: CorrelatedPosterior) -> None:
+    """Refuse slabs with a prior mean, and gates without slabs."""
     slabs = joint.slab_posterior
     if not slabs.is_centred:
         raise ValueError(
-            f"Expected slabs {', '.join(map(repr, slabs.shapes))} with a prior mean of 0, around which gates are "
+            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
             f"sampled, but got means of up to {float(slabs.loc.abs().max()):.3g}."
         )
-    alone = [j for j in range(joint.gates.size) if not bool((slabs.gate_of == j).any())]
-    if alone:
+    alone = (torch.bincount(slabs.gate_of, minlength=joint.gates.size) == 0).nonzero().flatten()
+    if len(alone):
         raise ValueError(
             f"Expected gates that enter the model as products with their slabs alone, but got no slab of gate site "
-            f"{_site_at(joint.gates, slabs.gate_of.new_tensor(alone[0]))!r}; use sample_posterior."
+            f"{_site_at(joint.gates, alone[0])!r}; use sample_posterior."
         )
 
 

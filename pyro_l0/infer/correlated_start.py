@@ -45,6 +45,18 @@ class Structure(NamedTuple):
     chain: bool
 
 
+def check_kinds(gates: str, slabs: str, hyper: Sequence[str]) -> None:
+    """Refuse unknown kinds of posteriors, and one name for several."""
+    for name, value, known in (
+        ("gates", gates, ("mean_field", "autoregressive")),
+        ("slabs", slabs, ("independent", "structured")),
+    ):
+        if value not in known:
+            raise ValueError(f"Expected {name} to be one of {known}, but got {value!r}.")
+    if isinstance(hyper, str):
+        raise TypeError(f"Expected hyper to be a sequence of names, but got the string {hyper!r}; write ({hyper!r},).")
+
+
 def correlated_posterior(
     sites: Mapping[str, Site], run_at: RunAt, structure: Structure, transform: Callable[[str, Site], Transform | None]
 ) -> CorrelatedPosterior:
