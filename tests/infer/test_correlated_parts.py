@@ -15,6 +15,7 @@ from pyro_l0.infer.autoregressive import GateChain
 from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.evidence import log_ratios
 from pyro_l0.infer.hyper import HyperPosterior
+from pyro_l0.infer.leave_one_out import leave_one_out
 from pyro_l0.maths.structured_slab import log_evidence
 
 P, SIGMA, TAU, RATE = 3, 0.9, 0.7, 0.3
@@ -186,6 +187,24 @@ def exact_loss(guide, objective, lam):
     if objective != "l0":
         loss = loss + log_q - BernoulliGate(probs=X.new_tensor(RATE)).log_prob(STATES).sum(-1)
     return (log_q.exp() * loss).sum() + lam * (log_q.exp() @ STATES).sum()
+
+
+@pytest.mark.parametrize("temper", [1.0, 0.3])
+@pytest.mark.parametrize("particles", [2, 3])
+def test_leave_one_out_is_unbiased_over_all_draws(particles, temper):
+    """Summed over every pair and triple of gates: the gradient of E[log q] and the tempered rest, without noise."""
+    gates, base = chain(), X.new_tensor([0.4, -1.0, 0.2]).requires_grad_()
+    log_q = BernoulliGate(gates.log_odds(base, STATES, X.new_zeros(8, 0))).log_prob(STATES).sum(-1)
+    rest = STATES @ X.new_tensor([2.0, -3.0, 1.0]) + 4 * STATES[:, 0] * STATES[:, 1]  # of the loss, beside log q
+    parameters = [base, gates.coupling]
+    objective = (log_q.exp() * (log_q + temper * rest)).sum()
+    expected = torch.autograd.grad(objective, parameters, retain_graph=True)
+    total = X.new_zeros(())
+    for drawn in itertools.product(range(8), repeat=particles):
+        i = torch.tensor(drawn)
+        total = total + log_q[i].sum().exp().detach() * leave_one_out(rest[i] + log_q[i].detach(), log_q[i], temper)
+    for found, exact in zip(torch.autograd.grad(total, parameters), expected, strict=True):
+        torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
