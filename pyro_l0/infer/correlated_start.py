@@ -17,7 +17,7 @@ from pyro_l0.infer.autoregressive import GateChain
 from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.expansion import OpenModel, expand
 from pyro_l0.infer.hyper import HyperPosterior
-from pyro_l0.infer.layout import Layout
+from pyro_l0.infer.layout import MEAN_FIELD, Layout
 from pyro_l0.infer.slabs import places_of
 from pyro_l0.infer.structured_slabs import IndependentSlabs, StructuredSlabs
 
@@ -43,6 +43,18 @@ class Structure(NamedTuple):
     coupled: bool
     structured: bool
     chain: bool
+
+
+def check_kinds(gates: str, slabs: str, hyper: Sequence[str]) -> None:
+    """Refuse unknown kinds of posteriors, and one name for several."""
+    for name, value, known in (
+        ("gates", gates, ("mean_field", "autoregressive")),
+        ("slabs", slabs, ("independent", "structured")),
+    ):
+        if value not in known:
+            raise ValueError(f"Expected {name} to be one of {known}, but got {value!r}.")
+    if isinstance(hyper, str):
+        raise TypeError(f"Expected hyper to be a sequence of names, but got the string {hyper!r}; write ({hyper!r},).")
 
 
 def correlated_posterior(
@@ -87,7 +99,7 @@ def _check_whole(name: str, site: Site) -> None:
     if small:
         raise ValueError(
             f"Expected site {name!r} in plates of their full size, but {', '.join(map(repr, small))} is subsampled; "
-            "use gates='mean_field' and slabs='independent'."
+            f"{MEAN_FIELD}."
         )
 
 
