@@ -43,7 +43,7 @@ def first_slabs(name: str, site: Site, init_loc: Tensor | None, init_scale: floa
     """
     fn, loc = site["fn"], init_loc
     plates, shape = plates_and_shape(site)
-    transform = transform_to_support(name, fn)
+    transform = transform_to_support(f"slab site {name!r}", fn)
     if loc is None:
         loc = _first_loc(fn, transform, site["value"].detach())
         loc = loc if loc.shape == shape else loc.mean() + torch.zeros(shape).to(loc)
@@ -61,7 +61,7 @@ def first_slabs(name: str, site: Site, init_loc: Tensor | None, init_scale: floa
     return LoneSlabs(fn.event_dim, plates, parameters, transform)
 
 
-def transform_to_support(name: str, fn: Distribution) -> Transform | None:
+def transform_to_support(what: str, fn: Distribution) -> Transform | None:
     """The map from the real line to a prior's support; None for the real line itself.
 
     Raises:
@@ -82,7 +82,7 @@ def transform_to_support(name: str, fn: Distribution) -> Transform | None:
     except NotImplementedError:
         support = "unknown"
     raise ValueError(
-        f"Expected site {name!r} to have a prior of real, positive or bounded numbers, but got {fn} with support "
+        f"Expected {what} to have a prior of real, positive or bounded numbers, but got {fn} with support "
         f"{support}; sample such numbers and transform them in the model."
     )
 

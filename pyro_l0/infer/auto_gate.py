@@ -187,15 +187,20 @@ class AutoGate(AutoGuide):
             self._setup_prototype(*args, **kwargs)
         elif self._watches and torch.is_grad_enabled():
             self._watches = [watch for watch in self._watches if not watch.is_over()]
-        enter_store(self._full_names)
         record = sole_record()
         if record is not None and not self._prototype_frames:
+            enter_store(self._full_names)
             return self._drawing.draw_for(record)
-        if runtime.am_i_wrapped():  # by handlers such as SVI's, which ask for the parameters
+        self._state_parameters()
+        return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def _state_parameters(self) -> None:
+        """Tell the store the parameters, and handlers such as SVI's, which ask for them."""
+        enter_store(self._full_names)
+        if runtime.am_i_wrapped():
             for name, parameters, key in self._full_names():
                 if parameters[key].requires_grad:
                     state_parameter(parameters[key], constraint=constraints.real, name=name)
-        return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
         """Names of the parameters in the store, as ``pyro.module`` would make them, and where they are."""
@@ -239,8 +244,10 @@ class AutoGate(AutoGuide):
             For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
 
         Raises:
-            ValueError: a name is not a gate site of one dimension outside of plates.
+            ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
         """
+        if not isinstance(self._drawing, MeanField):
+            raise ValueError("Expected gates that leave to depend on no other site, but got a correlated guide.")
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
         for name, index in units.items():
             gates = self._posteriors.get(name)

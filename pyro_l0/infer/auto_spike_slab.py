@@ -163,14 +163,20 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         super()._setup_prototype(*args, **kwargs)
-        sites = self._sites(args, kwargs)
-        self._places = {
-            name: places_of(name, gate, sites[name], sites[gate], sites[gate]) for name, gate in self.slab.items()
-        }
-        if self._structure is None:
-            return
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
-        joint = self._new_posterior(self._structure, sites, args, kwargs)
+        assert prototype is not None
+        nodes: dict[str, Site] = prototype.nodes
+        self._places = {
+            name: places_of(name, gate, nodes[name], nodes[gate], nodes[gate]) for name, gate in self.slab.items()
+        }
+        if self._structure is not None:
+            with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
+                self._set_up_joint(self._structure, args, kwargs)
+        self._names, self.prototype_trace = None, prototype
+
+    def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
+        sites = self._sites(args, kwargs)
+        joint = self._new_posterior(structure, sites, args, kwargs)
         if self._pending:
             joint.load_state_dict(self._pending)
             self._pending = {}
@@ -178,7 +184,6 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         self._drawing = Correlated(
             joint, self._posteriors, {name: plates_and_shape(site)[0] for name, site in sites.items()}
         )
-        self._names, self.prototype_trace = None, prototype
 
     def _sites(self, args: Args, kwargs: Kwargs) -> dict[str, Site]:
         """The model's sites in one run."""
@@ -196,7 +201,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             sites,
             lambda values: self._run_at(values, args, kwargs),
             structure,
-            lambda name, site: transform_to_support(name, site["fn"]),
+            lambda name, site: transform_to_support(f"site {name!r}", site["fn"]),
         )
 
     def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
@@ -215,6 +220,11 @@ class AutoSpikeSlab(JointDraws, AutoGate):
                 prior has a mean other than 0.
         """
         probs = self.active_probs(1)
+        if self.model is None:
+            raise ValueError(
+                "Expected a guide with its model, but this one was copied or loaded; load its state_dict into a guide "
+                "of the model."
+            )
         joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
         if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
             joint = self._new_posterior(Structure(self.slab, self._hyper, False, True, True), sites, args, kwargs)
@@ -306,6 +316,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
         """Parts of joint draws by site, for a loss that takes many particles at once; None in subsampled plates."""
+        self._state_parameters()
         if isinstance(self._drawing, Correlated):
             return self._drawing.draw_together(number)
         if any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
@@ -322,9 +333,13 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
         Args:
             learning_rate: of the gates; slabs get a fifth of it, other latents 0.3 of it.
+
+        Raises:
+            ValueError: the guide has not been called.
         """
         joint = self._modules.get("joint")
-        sites = [x for posterior in self._posteriors.values() for x in posterior.parameters.values()]
+        posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(LoneSlabs).values()]
+        sites = [x for posterior in posteriors for x in posterior.parameters.values()]
         if not isinstance(joint, CorrelatedPosterior):
             return [{"params": sites, "lr": learning_rate}]
         chain = [] if joint.chain is None else list(joint.chain.parameters())

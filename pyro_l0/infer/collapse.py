@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
@@ -81,15 +82,12 @@ def collapse(
         hyper: values of the other latents on the real line, shape ``(chains, d)``; one row for all chains.
 
     Raises:
-        ValueError: a slab's prior has a mean other than 0.
+        ValueError: a slab's prior has a mean other than 0; a gate has no slab, more than two values, or a prior that
+            depends on other gates.
     """
     slabs = joint.slab_posterior
     assert isinstance(slabs, StructuredSlabs)
-    if not slabs.is_centred:
-        raise ValueError(
-            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
-            f"sampled, but got means of up to {float(slabs.loc.abs().max()):.3g}."
-        )
+    _check_slabs(joint)
     shift = hyper - joint.hyper_start
     curvature, linear = slabs.quadratic()
     linear = linear + shift.mean(0) @ slabs.shifts.mT
@@ -110,17 +108,58 @@ def collapse(
     )
 
 
+def _check_slabs(joint: CorrelatedPosterior) -> None:
+    """Refuse slabs with a prior mean, and gates without slabs."""
+    slabs = joint.slab_posterior
+    if not slabs.is_centred:
+        raise ValueError(
+            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
+            f"sampled, but got means of up to {float(slabs.loc.abs().max()):.3g}."
+        )
+    alone = (torch.bincount(slabs.gate_of, minlength=joint.gates.size) == 0).nonzero().flatten()
+    if len(alone):
+        raise ValueError(
+            f"Expected gates that enter the model as products with their slabs alone, but got no slab of gate site "
+            f"{_site_at(joint.gates, alone[0])!r}; use sample_posterior."
+        )
+
+
 def _prior(
     joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
 ) -> SiteGates:
     """The gates' prior at values of the other latents."""
-    rows = []
-    for row in hyper:
-        sites = run_at(joint.hyper.apart(row))
-        gates = {name: find_gate(sites[name]["fn"]) for name in joint.gates.shapes}
-        odds = {name: gate.log_active_prob - gate.log_prob_zero for name, gate in gates.items() if gate is not None}
-        rows.append(torch.cat([odds[name].expand(shape).reshape(-1) for name, shape in joint.gates.shapes.items()]))
+    rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # not looked at
+
+    def odds(row: Tensor, gates: Tensor) -> Tensor:
+        sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(gates)})
+        found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
+        return torch.cat([x.reshape(-1) for x in found])
+
+    opened = hyper.new_ones(joint.gates.size)
+    rows = [odds(row, opened) for row in hyper]
+    moved = (rows[0] - odds(hyper[0], torch.zeros_like(opened))).nonzero().flatten()
+    if len(moved):
+        raise ValueError(
+            f"Expected gates that are independent given the other latents, but the prior of gate site "
+            f"{_site_at(joint.gates, moved[0])!r} changes with the gates before; use sample_posterior."
+        )
     return SiteGates(torch.stack(rows), [_places(joint.gates, rate) for rate in joint.rates])
+
+
+def _site_at(gates: Layout, place: Tensor) -> str:
+    """The site of the gate at a place."""
+    pieces = gates.pieces(torch.arange(gates.size, device=place.device))
+    return next(name for name, piece in pieces.items() if bool((piece == place).any()))
+
+
+def _log_odds(name: str, site: Site) -> Tensor:
+    gate = find_gate(site["fn"])
+    if not isinstance(gate, BernoulliGate):
+        raise ValueError(
+            f"Expected gates of two values at site {name!r}, which samplers of gates switch, but got {gate}; use a "
+            "BernoulliGate in the model, or sample_posterior."
+        )
+    return gate.logits
 
 
 def _places(gates: Layout, rate: ConjugateRate) -> tuple[Tensor, BetaBinomialGates]:

@@ -17,7 +17,7 @@ from pyro_l0.infer.autoregressive import GateChain
 from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.expansion import OpenModel, expand
 from pyro_l0.infer.hyper import HyperPosterior
-from pyro_l0.infer.layout import Layout
+from pyro_l0.infer.layout import MEAN_FIELD, Layout
 from pyro_l0.infer.slabs import places_of
 from pyro_l0.infer.structured_slabs import IndependentSlabs, StructuredSlabs
 
@@ -118,7 +118,7 @@ def _check_whole(name: str, site: Site) -> None:
     if small:
         raise ValueError(
             f"Expected site {name!r} in plates of their full size, but {', '.join(map(repr, small))} is subsampled; "
-            "use gates='mean_field' and slabs='independent'."
+            f"{MEAN_FIELD}."
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.drawn import Drawn
-from pyro_l0.infer.pairs import Args, Kwargs, Program
+from pyro_l0.infer.pairs import Args, Kwargs, Program, check_pair
 from pyro_l0.infer.particles import can_be_mapped, over_particles
 from pyro_l0.infer.runs import record_run
 from pyro_l0.infer.slabs import places_of
@@ -102,6 +102,8 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
     for name, site in model.items():
         if site["type"] != "sample" or site_is_subsample(site):
             continue
+        if not site["is_observed"]:
+            check_pair(name, site, guide.get(name))
         value = _log_prob(site)
         if name in guide:
             value = value - _log_prob(guide[name])

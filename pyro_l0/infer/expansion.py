@@ -11,7 +11,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_l0.fast.record import Record, Site, is_likelihood
-from pyro_l0.infer.layout import Layout
+from pyro_l0.infer.layout import MEAN_FIELD, Layout
 
 _NEWTON_STEPS = 50
 _ARMIJO = 1e-4  # least part of the promised increase
@@ -69,20 +69,29 @@ class OpenModel:
         """Refuse a model in which closed gates do not switch their slabs off: ``z`` and ``w`` must enter as ``z * w``.
 
         Raises:
-            ValueError: the likelihood changes with the slabs of closed gates.
+            ValueError: the likelihood changes with the slabs of closed gates, or by itself.
         """
         closed = torch.zeros(self.gates.size, dtype=hyper.dtype, device=hyper.device)
         with torch.no_grad():
-            first, second = (
-                self.log_likelihood(sign * slab_scale, hyper, closed)
-                for sign in (torch.tensor(0.5), torch.tensor(-1.0))
+            first, again, second = (
+                self.log_likelihood(factor * slab_scale, hyper, closed) for factor in (0.5, 0.5, -1.0)
             )
-        if not math.isclose(float(first), float(second), rel_tol=1e-5, abs_tol=1e-6):
+        if not _is_close(first, again):
+            raise ValueError(
+                "Expected a model whose log likelihood is the same in every run at the same values, but got "
+                f"{float(first):.6g} and {float(again):.6g}, as where a plate draws a part of the data anew; hand the "
+                f"part on by subsample=..., or {MEAN_FIELD}."
+            )
+        if not _is_close(first, second):
             raise ValueError(
                 f"Expected slabs {', '.join(map(repr, self.slabs.shapes))} to enter the model as products with their "
                 f"gates, but with closed gates its log likelihood changes from {float(first):.6g} to "
-                f"{float(second):.6g} when the slabs do; use slabs='independent'."
+                f"{float(second):.6g} when the slabs do; {MEAN_FIELD}."
             )
+
+
+def _is_close(x: Tensor, y: Tensor) -> bool:
+    return math.isclose(float(x), float(y), rel_tol=1e-5, abs_tol=1e-6)
 
 
 def log_likelihood(sites: Mapping[str, Site]) -> Tensor:

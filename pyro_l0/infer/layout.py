@@ -11,6 +11,8 @@ from torch.distributions import Transform
 from pyro_l0.distributions.wrappers import innermost
 from pyro_l0.fast.record import Site
 
+MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # advice where sites can't be correlated
+
 
 class Layout:
     """Where the entries of each site are in a vector of numbers on the real line.
@@ -65,8 +67,8 @@ class Layout:
         inside = innermost(prior)
         if not isinstance(inside, torch.distributions.Normal):
             raise ValueError(
-                f"Expected a Normal prior of slab site {name!r} for slabs='structured', but got {prior}; use "
-                "slabs='independent'."
+                f"Expected a Normal prior of slab site {name!r}, as it depends on other sites in this guide, but got "
+                f"{prior}; {MEAN_FIELD}."
             )
         shape = self.shapes[name]
         return inside.loc.expand(shape).reshape(-1), inside.scale.expand(shape).reshape(-1)

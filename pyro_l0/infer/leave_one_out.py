@@ -47,4 +47,4 @@ def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:
     """
     cost = (temper * (loss - log_q) + log_q).detach() if temper != 1 else loss.detach()
     centred = (cost - cost.mean()) / (len(cost) - 1)
-    return torch.dot(centred, log_q - log_q.detach())
+    return (centred * (log_q - log_q.detach())).sum()  # they may be of different dtypes

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import pyro
 import torch
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_l0.fast.record import Record
@@ -47,6 +48,8 @@ def over_particles(
     if not mapped:
         found = [evaluate(run_guide()) for _ in range(number)]
         return {name: torch.stack([values[name] for values in found]) for name in found[0]}
+    if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
+        run_guide()  # its first call runs the model, which can't be mapped then
     together = guide.draw_together(number) if isinstance(guide, DrawsTogether) else None
     try:
         # Checks of values can't be mapped; a guide's first call runs the model with them.
@@ -81,6 +84,7 @@ def can_be_mapped(
     Warns:
         UserWarning: it does not.
     """
+    evaluate(run_guide())  # which says what is wrong, if it is something else
     try:
         over_particles(evaluate, run_guide, guide, 2, mapped=True)
     except ValueError as error:

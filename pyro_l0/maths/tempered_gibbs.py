@@ -63,7 +63,7 @@ class GibbsRun:
                 ``(M, G)``, to shape ``(M,)``.
         """
         first, group = self._groups()
-        weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group], 0)
+        weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group].to(self.weights), 0)
         # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
         change = self._averages(weights) - self._averages(self.weights)
         share = self.weights.new_zeros(len(change)).index_add(0, self.chain, weights)

@@ -1,0 +1,323 @@
+"""Correlated guides as a user meets them: with Pyro's losses and handlers, in files, and on models of many shapes."""
+
+import copy
+import io
+import itertools
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.optim import Adam
+
+from pyro_l0 import BernoulliGate, HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
+from pyro_l0.maths.structured_slab import log_evidence
+
+N, P, RATE = 60, 3, 0.2
+SLAB = {"w": "z"}
+X = torch.randn(N, P, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+X[:, 1] = X[:, 0] + 0.15 * X[:, 1]  # the first two nearly the same
+Y = 0.5 * X[:, 0] + torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+ONE, ZERO = X.new_ones(()), X.new_zeros(())
+
+
+def pairs(scale=ONE):
+    with pyro.plate("features", P, dim=-1):
+        z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
+        return z * pyro.sample("w", dist.Normal(ZERO, scale))
+
+
+def known(y=Y):
+    beta = pairs()
+    with pyro.plate("data", N, dim=-1):
+        return pyro.sample("y", dist.Normal(beta @ X.mT, ONE), obs=y)
+
+
+def unknown(y=Y):
+    """With an unknown noise; broadcasts over particles."""
+    sigma = pyro.sample("sigma", dist.HalfNormal(2 * ONE))
+    beta = pairs()
+    with pyro.plate("data", N, dim=-1):
+        return pyro.sample("y", dist.Normal(beta @ X.mT, sigma), obs=y)
+
+
+def correlated(model=unknown, slab=SLAB, seed=0, **options):
+    if model is unknown:
+        options.setdefault("hyper", ("sigma",))
+    pyro.set_rng_seed(seed)
+    return AutoSpikeSlab(model, slab, gates="autoregressive", slabs="structured", **options)
+
+
+def exact_probs(x=X, y=Y):
+    """P(z = 1) of features with slabs of deviation 1 under noise of deviation 1, and the log evidence."""
+    p = x.shape[1]
+    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=p)), dtype=x.dtype)
+    scores = log_evidence(x.mT @ x, x.mT @ y, states, x.new_ones(())) + states.sum(-1) * math.log(RATE / (1 - RATE))
+    evidence = scores.logsumexp(0) + p * math.log(1 - RATE) + dist.Normal(0.0, 1.0).log_prob(y).sum()
+    return scores.softmax(0) @ states, float(evidence)
+
+
+# ------------------------------------------------------------ Pyro's own
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: Trace_ELBO(),
+        lambda: Trace_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=1),
+        lambda: L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4),
+        lambda: L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4, vectorize_particles=True),
+    ],
+)
+def test_svi_from_the_first_call(loss):
+    """A guide that has not been called is set up inside of the loss; its parameters are in the store and move."""
+    guide = correlated()
+    svi = SVI(unknown, guide, Adam({"lr": 0.01}), loss())
+    svi.step()
+    names = [name for name, parameter in guide.named_parameters() if parameter.numel()]
+    before = {name: x.detach().clone() for name, x in guide.named_parameters()}
+    assert {name.split(".", 1)[1].replace("$$$", ".") for name in pyro.get_param_store()} == set(names)
+    for _ in range(3):
+        svi.step()
+    still = [name for name, x in guide.named_parameters() if torch.equal(x, before[name])]
+    assert still == ["joint.hyper_posterior.coupling"]  # of one latent with those before it
+
+
+def test_losses_of_particles_are_the_same_by_every_way():
+    """Trace_ELBO one by one and in a plate, and L0_ELBO: the same bound within four standard errors."""
+    guide = correlated(init_active_prob=0.3)
+    guide()
+
+    def means(loss, number):
+        losses = torch.tensor([loss.loss(unknown, guide) for _ in range(number)])
+        return losses.mean(), losses.std() / math.sqrt(number)
+
+    pyro.set_rng_seed(1)
+    first, error = means(Trace_ELBO(), 200)
+    ours = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=200, vectorize_particles=True)
+    for loss in (Trace_ELBO(num_particles=200, vectorize_particles=True, max_plate_nesting=1), ours):
+        mean, error_of_mean = means(loss, 4)
+        assert abs(mean - first) < 4 * math.hypot(error, error_of_mean)
+
+
+def test_the_trace_has_the_joint_density():
+    """log_prob_sum of a trace, against gates by the chain, noise by its log-normal and slabs by their Gaussian."""
+    guide = correlated()
+    guide()
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    trace = poutine.trace(guide).get_trace()
+    sigma, z, w = (trace.nodes[name]["value"] for name in ("sigma", "z", "w"))
+    joint = guide.joint
+    t = sigma.log().reshape(1, 1)
+    density = dist.Normal(joint.hyper_posterior.loc, joint.hyper_posterior.log_scale.exp()).log_prob(t).sum() - t.sum()
+    shift = t - joint.hyper_start
+    density = (
+        density + BernoulliGate(joint.chain.log_odds(guide.sites["z"]["logits"], z[None], shift)).log_prob(z).sum()
+    )
+    given = joint.slab_posterior.given(z[None], shift)
+    precision = given.cholesky @ given.cholesky.mT  # the prior's deviations are 1
+    density = density + dist.MultivariateNormal(given.mean, precision_matrix=precision).log_prob(w).sum()
+    torch.testing.assert_close(trace.log_prob_sum(), density, rtol=1e-8, atol=1e-8)
+
+
+def test_predictive_draws_jointly():
+    """One by one and in a plate; of two features that stand for each other seldom both are open."""
+    guide = correlated(known)
+    fit(known, guide, steps=150, seed=1)
+    for parallel in (False, True):
+        draws = Predictive(known, guide=guide, num_samples=300, parallel=parallel)(None)
+        assert draws["y"].shape[0] == 300
+        z = draws["z"].reshape(300, P)
+        assert float((z[:, 0] * z[:, 1]).mean()) < 0.15 < float(z[:, :2].mean(0).min())
+
+
+def test_in_a_list_of_guides():
+    """Another guide of the other latents; trained by either loss, from the first call."""
+
+    def model():
+        with poutine.scale(scale=1.0):
+            pyro.sample("extra", dist.Normal(ZERO, ONE))
+        unknown()
+
+    guide = AutoGuideList(model)
+    guide.append(correlated(poutine.block(model, hide=["extra"]), hyper=("sigma",)))
+    guide.append(AutoNormal(poutine.block(model, expose=["extra"])))
+    ours = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4)
+    for loss in (ours, Trace_ELBO()):
+        svi = SVI(model, guide, Adam({"lr": 0.01}), loss)
+        assert all(math.isfinite(svi.step()) for _ in range(3))
+    assert sorted(guide()) == ["extra", "sigma", "w", "z"]
+    assert any(name.startswith("AutoGuideList.0.joint") for name in pyro.get_param_store())
+
+
+def test_a_second_guide_is_trained_as_alone():
+    """The same losses and probabilities, whatever was trained before in the process."""
+
+    def train():
+        guide = correlated()
+        svi = SVI(unknown, guide, Adam({"lr": 0.05}), Trace_ELBO())
+        return [svi.step() for _ in range(6)], [x.detach().clone() for x in guide.parameters()]
+
+    losses, parameters = train()
+    again, others = train()
+    assert again == losses
+    assert all(torch.equal(x, y) for x, y in zip(parameters, others, strict=True))
+
+
+# ------------------------------------------------------------ copies and files
+
+
+def test_copies_files_and_states_give_the_same_draws():
+    """deepcopy, torch.save, and a state that is loaded before or after the first call."""
+    guide = correlated()
+    guide()
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    file = io.BytesIO()
+    torch.save(guide, file)
+    file.seek(0)
+    early, late = correlated(seed=5), correlated(seed=6)
+    early.load_state_dict(guide.state_dict())
+    early()
+    late()
+    late.load_state_dict(guide.state_dict())
+
+    def draws(one):
+        torch.manual_seed(7)
+        return one.draws(3)
+
+    for other in (copy.deepcopy(guide), torch.load(file, weights_only=False), early, late):
+        for name, expected in draws(guide).items():
+            assert torch.equal(draws(other)[name], expected)
+    with pytest.raises(ValueError, match="Expected a guide with its model, but this one was copied or loaded"):
+        check_fit(copy.deepcopy(guide))
+
+
+# ------------------------------------------------------------ the posterior is right
+
+
+def test_fit_and_check_on_near_duplicates():
+    """Autoregressive: within .05 of the enumeration, a tight bound and no alarm. A mean field is found out."""
+    probs, evidence = exact_probs()
+    guide = correlated(known)
+    result = fit(known, guide, steps=250, seed=2)
+    check = check_fit(guide)
+    torch.testing.assert_close(guide.active_probs()["z"], probs, rtol=0, atol=0.05)
+    torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.05)
+    assert check.ok
+    assert evidence - 0.1 < result.elbo < evidence + 0.02
+    assert result.log_evidence == pytest.approx(evidence, abs=0.05)
+    pyro.set_rng_seed(0)
+    lone = AutoSpikeSlab(known, SLAB, family=BernoulliGate, init_active_prob=0.5, init_jitter=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a loss that still falls
+        fit(known, lone, steps=150, seed=2)
+    check = check_fit(lone)
+    assert float((lone.active_probs()["z"] - probs).abs().max()) > 0.07
+    assert not check.ok
+    assert "the guide misses a part of the posterior" in check.advice
+    torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.06)
+
+
+def test_gates_of_groups():
+    """A gate for each row of a (G, K) slab, both as an event and in plates, against the enumeration by groups."""
+    groups = torch.arange(4).repeat_interleave(2)
+    x = torch.randn(N, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    y = 0.45 * x[:, 0] + 0.3 * x[:, 1] + 0.45 * x[:, 5]
+    y = y + torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=4)), dtype=torch.float64)
+    scores = log_evidence(x.mT @ x, x.mT @ y, states[:, groups], ONE) + states.sum(-1) * math.log(RATE / (1 - RATE))
+    exact = scores.softmax(0) @ states
+    assert float(exact.min()) < 0.2 < float(exact.max())
+
+    def score(beta):
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(beta.reshape(8) @ x.mT, ONE), obs=y)
+
+    def of_events():
+        with pyro.plate("groups", 4):
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
+            w = pyro.sample("w", dist.Normal(ZERO, ONE).expand([2]).to_event(1))
+        score(z.unsqueeze(-1) * w)
+
+    def in_plates():
+        with pyro.plate("groups", 4, dim=-2):
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)).expand([4, 1]))
+            with pyro.plate("members", 2, dim=-1):
+                w = pyro.sample("w", dist.Normal(ZERO, ONE))
+        score(z * w)
+
+    for model in (of_events, in_plates):
+        guide = correlated(model)
+        fit(model, guide, steps=150, seed=1)
+        probs = guide.active_probs()["z"].reshape(-1)
+        torch.testing.assert_close(probs, exact, rtol=0, atol=0.05)
+        assert check_fit(guide).ok
+        summary = guide.summary(2000)["w"]
+        torch.testing.assert_close(summary.active_prob, probs.unsqueeze(-1).expand(4, 2), rtol=0, atol=0.02)
+        draws = guide.draws(50)
+        closed = draws["z"].reshape(50, 4, 1) == 0
+        assert bool((guide.coefficients(50)["w"] == 0).any())
+        assert bool((draws["w"][closed.expand(50, 4, 2)] != 0).all())  # these have their prior
+
+
+def test_two_pairs_of_sites_and_gates_as_an_event():
+    """One pair in a plate and one as events: the same posterior as of all three in one site."""
+    probs, evidence = exact_probs()
+
+    def model():
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
+            w = pyro.sample("w", dist.Normal(ZERO, ONE))
+        v = pyro.sample("v", BernoulliGate(probs=X.new_full((1,), RATE)).to_event(1))
+        u = pyro.sample("u", dist.Normal(X.new_zeros(1), ONE).to_event(1))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal(torch.cat([z * w, v * u]) @ X.mT, ONE), obs=Y)
+
+    guide = correlated(model, {"w": "z", "u": "v"})
+    result = fit(model, guide, steps=250, seed=1)
+    found = guide.active_probs()
+    torch.testing.assert_close(torch.cat([found["z"], found["v"]]), probs, rtol=0, atol=0.05)
+    assert result.log_evidence == pytest.approx(evidence, abs=0.05)
+    assert check_fit(guide).ok
+
+
+def test_hard_concrete_gates_with_structured_slabs():
+    """Against importance sampling from the prior; chains, which know two values, refuse them."""
+
+    def model():
+        with pyro.plate("features", P):
+            z = pyro.sample("z", HardConcrete.from_active_prob(X.new_tensor(RATE)))
+            w = pyro.sample("w", dist.Normal(ZERO, ONE))
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Normal((z * w) @ x.mT, ONE), obs=Y)
+
+    x = X.clone()
+    x[:, 1] = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    torch.manual_seed(2)
+    z = HardConcrete.from_active_prob(X.new_tensor(RATE)).expand([60_000, P]).sample()
+    w = torch.randn_like(z)
+    weights = (-0.5 * (Y - (z * w) @ x.mT).square().sum(-1)).softmax(0)
+    assert 1 / weights.square().sum() > 1000
+    exact = weights @ (z != 0).double()
+    pyro.set_rng_seed(0)
+    guide = AutoSpikeSlab(model, SLAB, family=HardConcrete, slabs="structured")
+    elbo = L0_ELBO("spike_slab", slab=SLAB, num_particles=2)
+    guide()
+    optimiser = torch.optim.Adam(guide.parameter_groups(0.1))
+    for _ in range(150):
+        optimiser.zero_grad()
+        elbo.differentiable_loss(model, guide).backward()
+        optimiser.step()
+    torch.testing.assert_close(guide.active_probs()["z"], exact, rtol=0, atol=0.15)
+    with pytest.raises(ValueError, match=r"Expected gates of two values at site 'z'.*HardConcrete"):
+        check_fit(guide)

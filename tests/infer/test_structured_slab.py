@@ -1,0 +1,216 @@
+"""Slabs given their gates against torch's multivariate normal and direct formulas; the expansion they start from."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.distributions import MultivariateNormal
+
+from pyro_l0 import BernoulliGate
+from pyro_l0.infer import AutoSpikeSlab
+from pyro_l0.maths.structured_slab import log_evidence, slab_given_gates
+
+P = 4
+GATES = torch.tensor([[1.0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]], dtype=torch.float64)
+SCALE = torch.tensor([0.5, 1.0, 2.0, 0.7], dtype=torch.float64)
+LOC = torch.tensor([0.3, -1.0, 0.0, 2.0], dtype=torch.float64)
+_ROOT = torch.randn(P, P, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+CURVATURE = _ROOT @ _ROOT.mT + 0.5 * torch.eye(P, dtype=torch.float64)
+LINEAR = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+
+
+def direct(gates, loc):
+    """The posterior of slabs by Bayes' rule, without a factor."""
+    precision = gates.diag() @ CURVATURE @ gates.diag() + torch.diag(SCALE**-2)
+    mean = torch.linalg.solve(precision, gates * LINEAR + loc / SCALE**2)
+    return MultivariateNormal(mean, precision_matrix=precision)
+
+
+@pytest.mark.parametrize("loc", [None, LOC])
+def test_mean_draw_and_density(loc):
+    """The mean, a draw's quadratic form in its noise, and the product of the conditionals."""
+    given = slab_given_gates(CURVATURE, LINEAR, GATES, SCALE, loc)
+    noise = torch.randn(len(GATES), P, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    slabs = given.draw(noise)
+    means, deviations = given.conditionals(slabs, noise)
+    densities = dist.Normal(means, deviations).log_prob(slabs).sum(-1)
+    for i, gates in enumerate(GATES):
+        exact = direct(gates, torch.zeros(P, dtype=torch.float64) if loc is None else loc)
+        torch.testing.assert_close(given.mean[i], exact.mean)
+        torch.testing.assert_close(densities[i], exact.log_prob(slabs[i]))
+
+
+def test_covariance_of_draws():
+    """The linear map from noise to draws has the posterior's covariance as its square."""
+    for gates in GATES:
+        rows = gates.expand(P, P)
+        given = slab_given_gates(CURVATURE, LINEAR, rows, SCALE)
+        root = given.draw(torch.eye(P, dtype=torch.float64)) - given.mean
+        torch.testing.assert_close(root.mT @ root, direct(gates, torch.zeros(P).double()).covariance_matrix)
+
+
+def test_conditionals_depend_on_slabs_behind_alone():
+    """Mean j is the exact one of w_j given w_k, k > j."""
+    given = slab_given_gates(CURVATURE, LINEAR, GATES[2:3], SCALE)
+    noise = torch.tensor([[0.4, -1.0, 0.2, 1.5]], dtype=torch.float64)
+    slabs = given.draw(noise)
+    means, deviations = given.conditionals(slabs, noise)
+    exact = direct(GATES[2], torch.zeros(P, dtype=torch.float64))
+    covariance = exact.covariance_matrix
+    for j in range(P):
+        gain = covariance[j, j + 1 :] @ covariance[j + 1 :, j + 1 :].inverse() if j < P - 1 else slabs.new_zeros(0)
+        mean = exact.mean[j] + gain @ (slabs[0] - exact.mean)[j + 1 :]
+        variance = covariance[j, j] - gain @ covariance[j + 1 :, j]
+        torch.testing.assert_close(means[0, j], mean)
+        torch.testing.assert_close(deviations[0, j], variance.sqrt())
+
+
+def test_closed_gates_leave_the_prior():
+    """Prior mean and deviation where the gate is closed."""
+    given = slab_given_gates(CURVATURE, LINEAR, GATES[1:2], SCALE, LOC)
+    noise = torch.ones(1, P, dtype=torch.float64)
+    torch.testing.assert_close(given.mean[0], LOC)
+    torch.testing.assert_close(given.draw(noise)[0], LOC + SCALE)
+
+
+def test_log_evidence_is_the_gaussian_integral():
+    """Against log det and quadratic form of the coefficients' covariance."""
+    found = log_evidence(CURVATURE, LINEAR, GATES, SCALE)
+    for i, gates in enumerate(GATES):
+        root = gates * SCALE
+        inner = torch.eye(P, dtype=torch.float64) + root[:, None] * CURVATURE * root
+        moment = root * LINEAR
+        exact = 0.5 * moment @ torch.linalg.solve(inner, moment) - 0.5 * torch.logdet(inner)
+        torch.testing.assert_close(found[i], exact)
+    assert found[1] == 0
+
+
+def test_float32_and_huge_curvature():
+    """Means to five digits in float32, with curvatures of 1e8 as of a large data set."""
+    curvature, linear = 1e8 * CURVATURE, 1e8 * LINEAR
+    exact = slab_given_gates(curvature, linear, GATES, SCALE)
+    given = slab_given_gates(curvature.float(), linear.float(), GATES.float(), SCALE.float())
+    assert given.mean.dtype == given.cholesky.dtype == torch.float32
+    torch.testing.assert_close(given.mean.double(), exact.mean, rtol=3e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------ the expansion
+
+X = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+Y = X @ torch.tensor([1.0, 0.0, -0.5], dtype=torch.float64)
+Y = Y + 0.8 * torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+
+
+def structured(model, *hyper):
+    guide = AutoSpikeSlab(model, {"w": "z"}, gates="autoregressive", slabs="structured", hyper=hyper)
+    pyro.set_rng_seed(0)
+    guide()
+    return guide
+
+
+def regression(sigma=None, tau=None, loc=0.0):
+    """Linear regression whose noise and slab scale are numbers, or sites with priors."""
+
+    def model():
+        noise = pyro.sample("sigma", dist.HalfCauchy(X.new_ones(()))) if sigma is None else X.new_tensor(sigma)
+        scale = pyro.sample("tau", dist.HalfNormal(X.new_ones(()))) if tau is None else X.new_tensor(tau)
+        with pyro.plate("features", 3):
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(loc, scale))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal((z * w) @ X.T, noise), obs=Y)
+
+    return model
+
+
+@pytest.mark.parametrize("loc", [0.0, 0.7])
+def test_expansion_of_a_gaussian_likelihood_is_exact(loc):
+    """Slabs given gates are the posterior of ridge regression for every set of gates, whatever the prior's mean."""
+    guide = structured(regression(0.8, 0.5, loc))
+    slabs = guide.joint.slab_posterior
+    curvature, linear = (x.detach() for x in slabs.quadratic())
+    torch.testing.assert_close(curvature, X.mT @ X / 0.64, rtol=1e-3, atol=1e-2)  # of which a ridge is 1e-3 / 0.25
+    torch.testing.assert_close(linear, X.mT @ Y / 0.64, rtol=1e-3, atol=1e-2)
+    for gates in torch.tensor([[1.0, 1, 1], [0, 1, 0], [1, 0, 1]], dtype=torch.float64):
+        given = slabs.given(gates[None], X.new_zeros(1, 0))
+        gated = X * gates
+        precision = gated.mT @ gated / 0.64 + torch.eye(3, dtype=torch.float64) / 0.25
+        exact = torch.linalg.solve(precision, gated.mT @ Y / 0.64 + loc / 0.25)
+        torch.testing.assert_close(given.mean[0].detach(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_mode_and_curvature_of_a_logistic_likelihood():
+    """The gradient of the log joint is 0 at the mode, the curvature is X^T diag(p (1 - p)) X there."""
+    y = (Y > 0).double()
+
+    def model():
+        with pyro.plate("features", 3):
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_ones(())))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Bernoulli(logits=(z * w) @ X.T), obs=y)
+
+    slabs = structured(model).joint.slab_posterior
+    mode = slabs.given(torch.ones(1, 3, dtype=torch.float64), X.new_zeros(1, 0)).mean[0].detach()
+    probs = torch.sigmoid(X @ mode)
+    torch.testing.assert_close(X.mT @ (y - probs) - mode, torch.zeros(3).double(), rtol=0, atol=5e-3)
+    curvature = X.mT @ (X * (probs * (1 - probs)).unsqueeze(-1))
+    torch.testing.assert_close(slabs.quadratic()[0].detach(), curvature, rtol=1e-2, atol=1e-2)
+
+
+def test_exponents_of_noise_and_slab_scale():
+    """With log sigma the curvature goes as sigma^-2 and the prior stays; with log tau the other way round."""
+    slabs = structured(regression(), "sigma", "tau").joint.slab_posterior
+    torch.testing.assert_close(slabs.exponents.detach(), X.new_tensor([-2.0, 0.0]), rtol=0, atol=5e-3)
+    torch.testing.assert_close(slabs.scale_exponents, X.new_tensor([[0.0, 1.0]] * 3))
+    moved = X.new_tensor([[math.log(2.0), math.log(3.0)]])
+    torch.testing.assert_close(slabs.likelihood_factor(moved).detach(), X.new_tensor([[0.25]]), rtol=1e-2, atol=0)
+    torch.testing.assert_close(slabs.prior_scale(moved), 3 * slabs.scale.expand(1, 3))
+
+
+def test_shifts_of_an_intercept():
+    """The linear term moves with an intercept b as -X^T 1 b / sigma^2."""
+
+    def model():
+        intercept = pyro.sample("b", dist.Normal(X.new_zeros(()), X.new_tensor(3.0)))
+        with pyro.plate("features", 3):
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_ones(())))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(intercept + (z * w) @ X.T, 0.8), obs=Y)
+
+    slabs = structured(model, "b").joint.slab_posterior
+    torch.testing.assert_close(slabs.shifts[:, 0], -X.sum(0) / 0.64, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(slabs.exponents.detach(), X.new_zeros(1), rtol=0, atol=1e-6)
+
+
+def test_curvature_of_a_likelihood_that_is_not_concave_is_positive():
+    """Student-t noise: where the Hessian is indefinite its eigenvalues are raised, so that it has a factor."""
+    y = torch.tensor([8.0, -8.0, 8.0, -8.0], dtype=torch.float64)
+
+    def model():
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_tensor(0.1)))
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.StudentT(2.0, (z * w) @ X[:4, :2].T, 1.0), obs=y)
+
+    curvature = structured(model).joint.slab_posterior.quadratic()[0].detach()
+    assert bool((torch.linalg.eigvalsh(curvature) > 0).all())
+
+
+def test_slabs_by_themselves_start_at_mode_and_curvature():
+    """slabs="independent": with an open gate the mode with open gates, else the prior."""
+    pyro.set_rng_seed(0)
+    guide = AutoSpikeSlab(regression(0.8, 0.5, 0.7), {"w": "z"}, gates="autoregressive")
+    guide()
+    slabs = guide.joint.slab_posterior
+    precision = X.mT @ X / 0.64 + torch.eye(3, dtype=torch.float64) / 0.25
+    mode = torch.linalg.solve(precision, X.mT @ Y / 0.64 + 0.7 / 0.25)
+    opened, closed = (slabs.given(x.expand(1, 3), X.new_zeros(1, 0)) for x in (X.new_ones(()), X.new_zeros(())))
+    torch.testing.assert_close(opened.mean[0].detach(), mode, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(opened.deviation[0].detach(), precision.diagonal().rsqrt(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(closed.mean[0].detach(), X.new_full((3,), 0.7))
+    torch.testing.assert_close(closed.deviation[0].detach(), X.new_full((3,), 0.5))
