@@ -60,8 +60,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         gates: ``"mean_field"``, or ``"autoregressive"`` for gates of two values that depend on those before them.
         slabs: ``"independent"``, or ``"structured"``.
         hyper: the sites of the model's other latents (noise, scale of the slabs, rate) that are in this guide.
-        **options: those of :class:`AutoGate`. If gates or slabs depend on anything, ``family`` is ``BernoulliGate`` by
-            default, ``init_active_prob`` 0.5 and ``init_jitter`` 0.1.
+        **options: those of :class:`AutoGate`. ``family`` is ``BernoulliGate`` by default where all priors are, and
+            if gates or slabs depend on anything; then ``init_active_prob`` is 0.5 and ``init_jitter`` 0.1.
 
     Shape:
         Sites have the model's. n draws of structured slabs with p elements in all factorise ``(n, p, p)``.
@@ -77,21 +77,9 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     Example:
         >>> import pyro
         >>> import pyro.distributions as dist
-        >>> from pyro_l0 import BernoulliGate, HardConcrete
+        >>> from pyro_l0 import BernoulliGate
         >>> from pyro_l0.infer import fit
-        >>> def model():
-        ...     with pyro.plate("weights", 2):
-        ...         z = pyro.sample("z", HardConcrete.from_active_prob(0.1))
-        ...         return z * pyro.sample("w", dist.Normal(0.0, 1.0))
-        >>> guide = AutoSpikeSlab(model, slab={"w": "z"})
-        >>> sorted(guide())
-        ['w', 'z']
-        >>> guide.slabs()["w"].scale.detach()
-        tensor([0.1000, 0.1000])
-
-        Either of two features that are the same explains the data:
-
-        >>> x = torch.linspace(-1, 1, 20).expand(2, 20)
+        >>> x = torch.linspace(-1, 1, 20).expand(2, 20)  # the same feature twice: either explains y
         >>> def regression():
         ...     with pyro.plate("features", 2):
         ...         z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.1)))
@@ -342,15 +330,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         sites = [x for posterior in posteriors for x in posterior.parameters.values()]
         if not isinstance(joint, CorrelatedPosterior):
             return [{"params": sites, "lr": learning_rate}]
-        chain = [] if joint.chain is None else list(joint.chain.parameters())
-        exponents = joint.slab_posterior.exponents
-        slabs = [x for x in joint.slab_posterior.parameters() if x is not exponents]
-        hyper = [*joint.hyper_posterior.parameters(), *([] if exponents is None else [exponents])]
-        return [
-            {"params": [*sites, *chain], "lr": learning_rate},
-            {"params": slabs, "lr": 0.2 * learning_rate},
-            {"params": hyper, "lr": 0.3 * learning_rate},
-        ]
+        return joint.parameter_groups(sites, learning_rate)
 
     # ------------------------------------------------------------ summaries
 

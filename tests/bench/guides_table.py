@@ -3,7 +3,7 @@
 Three guides of AutoSpikeSlab, trained by ``fit`` as it comes, on four regressions of ten features (the exact pair:
 eight) with known noise. A cell is the worst of all seeds: the log evidence minus the ELBO in nats, the largest error of
 an inclusion probability, and the processor seconds of a fit on one core; then how many fits ``check_fit`` calls wrong.
-About eight minutes on one core; ``--quick`` takes one seed and 300 steps.
+About seven minutes on one core; ``--quick`` takes one seed and 300 steps.
 """
 
 from __future__ import annotations
