@@ -86,9 +86,9 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
         ...     pyro.sample("y", dist.Normal((z * w) @ x, 0.3).to_event(1), obs=x[0])
         >>> guide = AutoSpikeSlab(regression, slab={"w": "z"}, gates="autoregressive", slabs="structured")
-        >>> result = fit(regression, guide, steps=300, seed=0)
-        >>> [round(p, 1) for p in guide.active_probs()["z"].tolist()]
-        [0.5, 0.5]
+        >>> result = fit(regression, guide, steps=400, seed=0)
+        >>> bool((guide.active_probs()["z"] - 0.52).abs().max() < 0.05)
+        True
 
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: docs/maths.md.
