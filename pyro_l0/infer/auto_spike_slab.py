@@ -13,6 +13,7 @@ from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.params.param_store import param_with_module_name
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.distributions.utils import clamp_probs
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
@@ -21,10 +22,11 @@ from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer._correlated_drawing import Correlated
 from pyro_l0.infer._lone_slabs import LoneSlabs, Slab, first_slabs, transform_to_support
 from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior, plates_and_shape
+from pyro_l0.infer._parameters import parameters_in
 from pyro_l0.infer.auto_gate import AutoGate
 from pyro_l0.infer.collapse import Collapsed, collapse
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
-from pyro_l0.infer.correlated_start import Structure, check_kinds, correlated_posterior
+from pyro_l0.infer.correlated_start import Structure, correlated_posterior, structure_of
 from pyro_l0.infer.expansion import log_likelihood, run_at
 from pyro_l0.infer.pairs import Args, Kwargs
 from pyro_l0.infer.particles import each
@@ -38,29 +40,46 @@ __all__ = ["AutoSpikeSlab"]
 
 
 class AutoSpikeSlab(JointDraws, AutoGate):
-    """Gates and slabs in one mean-field guide, made for ``L0_ELBO("spike_slab", slab=...)``.
+    r"""Gates, slabs and other latents in one guide, made for :func:`fit` or ``L0_ELBO("spike_slab", slab=...)``.
 
-    The posterior of a slab is normal where its prior lives on the real line, log-normal where it lives on the positive
-    numbers, and a normal carried there by torch's ``biject_to`` where it lives on an interval. The entries of a slab
-    are independent, those of a multivariate normal prior too.
+    Take ``gates="autoregressive", slabs="structured"`` for inclusion probabilities with up to about 30 gates, whatever
+    the likelihood; with more, :meth:`refine`. The default is a mean field, wrong by up to a half where features are
+    correlated: slabs are normal where their prior lives on the real line, log-normal on the positive numbers, normals
+    carried by torch's ``biject_to`` on an interval, and independent, the entries of a multivariate one too.
+
+    Structured slabs are one Gaussian given the gates: the log likelihood of :math:`\beta = z \circ w` is taken as
+    :math:`b^T \beta - \tfrac12 \beta^T A \beta`, from the model's mode and Hessian with open gates at first, then
+    learned. Autoregressive gates have :math:`\mathrm{logit}\, q(z_j = 1 | z_{<j}) = a_j + \sum_{k<j} B_{jk} z_k`. Both
+    depend on the other latents, a Gaussian of full covariance; a Beta rate of the gates is drawn given them.
 
     Args:
         model: a Pyro model.
         slab: the gate site of each slab site, as given to the ELBO.
-        init_scale: standard deviation at the start, of the slabs or of the normals that are carried over.
-        init_loc: median of each slab at the start, by site; where not given, the prior's mean (the median of some draws
-            where it has none) plus a hundredth of its standard deviation times normal noise.
-        **options: those of :class:`AutoGate`.
+        init_scale: standard deviation of a mean field's slabs at the start, or of the normals that are carried over.
+        init_loc: median of each of its slabs at the start, by site; where not given, the prior's mean (the median of
+            some draws where it has none) plus a hundredth of its standard deviation times normal noise.
+        gates: ``"mean_field"``, or ``"autoregressive"`` for gates of two values that depend on those before them.
+        slabs: ``"independent"``, or ``"structured"``.
+        hyper: the sites of the model's other latents (noise, scale of the slabs, rate) that are in this guide.
+        **options: those of :class:`AutoGate`. If gates or slabs depend on anything, ``family`` is ``BernoulliGate`` by
+            default, ``init_active_prob`` 0.5 and ``init_jitter`` 0.1.
+
+    Shape:
+        Sites have the model's. n draws of structured slabs with p elements in all factorise ``(n, p, p)``.
 
     Raises:
-        ValueError: ``slab`` names a site that the model does not have or whose support is neither real numbers nor an
-            interval of them, ``init_loc`` has another shape or lies outside of the support, or ``init_scale`` is not
-            positive.
+        TypeError: ``hyper`` is a string.
+        ValueError: ``gates`` or ``slabs`` is unknown, ``family`` has no two values but gates are autoregressive, or
+            ``init_scale`` is not positive; when called, ``slab`` or ``hyper`` names a site that the model does not
+            have or that is of another kind, a slab's support is neither real numbers nor an interval of them,
+            ``init_loc`` has another shape or lies outside of it, or, if anything depends on another, a slab's prior is
+            not normal, a site is subsampled, or ``z`` and ``w`` enter the model otherwise than as their product.
 
     Example:
         >>> import pyro
         >>> import pyro.distributions as dist
-        >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0 import BernoulliGate, HardConcrete
+        >>> from pyro_l0.infer import fit
         >>> def model():
         ...     with pyro.plate("weights", 2):
         ...         z = pyro.sample("z", HardConcrete.from_active_prob(0.1))
@@ -70,6 +89,22 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         ['w', 'z']
         >>> guide.slabs()["w"].scale.detach()
         tensor([0.1000, 0.1000])
+
+        Either of two features that are the same explains the data:
+
+        >>> x = torch.linspace(-1, 1, 20).expand(2, 20)
+        >>> def regression():
+        ...     with pyro.plate("features", 2):
+        ...         z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.1)))
+        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal((z * w) @ x, 0.3).to_event(1), obs=x[0])
+        >>> guide = AutoSpikeSlab(regression, slab={"w": "z"}, gates="autoregressive", slabs="structured")
+        >>> result = fit(regression, guide, steps=300, seed=0)
+        >>> [round(p, 1) for p in guide.active_probs()["z"].tolist()]
+        [0.5, 0.5]
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: docs/maths.md.
     """
 
     def __init__(
@@ -86,19 +121,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     ) -> None:
         if not 0 < init_scale < math.inf:
             raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
-        check_kinds(gates, slabs, hyper)
-        self._structure: Structure | None = None
         self._family_of_prior = "family" not in options
-        if gates != "mean_field" or slabs != "independent" or hyper:
-            options = {"family": BernoulliGate, "init_active_prob": 0.5, "init_jitter": 0.1, **options}
-            is_chain = options["family"] is BernoulliGate
-            if gates == "autoregressive" and not is_chain:
-                raise ValueError(
-                    f"Expected family=BernoulliGate for gates='autoregressive', but got {options['family'].__name__}."
-                )
-            self._structure = Structure(
-                dict(slab), tuple(hyper), gates == "autoregressive", slabs == "structured", is_chain
-            )
+        self._structure, options = structure_of(slab, gates, slabs, hyper, options)
         super().__init__(model, **options)
         self.slab = dict(slab)
         self._pending: dict[str, Tensor] = {}
@@ -120,9 +144,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         for name in self._hyper:
             if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
-                raise ValueError(
-                    f"Expected hyper to name latent sites of the model other than gates and slabs, but got {name!r}."
-                )
+                raise ValueError(f"Expected hyper to name latent sites other than gates and slabs, but got {name!r}.")
 
     def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
         if find_gate(site["fn"]) is not None:
@@ -199,8 +221,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         probs = self.active_probs(1)
         if self.model is None:
             raise ValueError(
-                "Expected a guide with its model, but this one was copied or loaded; load its state_dict into a guide "
-                "of the model."
+                "Expected a guide with its model, but this is a copy; load its state_dict into a new guide."
             )
         joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
         if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
@@ -284,11 +305,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         joint = self._modules.get("joint")
         if not known and joint is not None:
             prefix = self._pyro_get_fullname("joint")
-            for place, module in joint.named_modules():
-                held: dict[str, nn.Parameter] = vars(module)["_parameters"]
-                for key in held:
-                    name = f"{place}.{key}" if place else key
-                    names.append((param_with_module_name(prefix, name), held, key))
+            names += [(param_with_module_name(prefix, name), held, key) for name, held, key in parameters_in(joint)]
         return names
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
@@ -319,15 +336,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         sites = [x for posterior in posteriors for x in posterior.parameters.values()]
         if not isinstance(joint, CorrelatedPosterior):
             return [{"params": sites, "lr": learning_rate}]
-        chain = [] if joint.chain is None else list(joint.chain.parameters())
-        exponents = joint.slab_posterior.exponents
-        slabs = [x for x in joint.slab_posterior.parameters() if x is not exponents]
-        hyper = [*joint.hyper_posterior.parameters(), *([] if exponents is None else [exponents])]
-        return [
-            {"params": [*sites, *chain], "lr": learning_rate},
-            {"params": slabs, "lr": 0.2 * learning_rate},
-            {"params": hyper, "lr": 0.3 * learning_rate},
-        ]
+        return joint.parameter_groups(sites, learning_rate)
 
     # ------------------------------------------------------------ summaries
 
@@ -337,7 +346,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         Otherwise gates of two values with the marginal probabilities of :meth:`active_probs`, without a gradient.
         """
         if isinstance(self._drawing, Correlated) and self._drawing.is_chain:
-            return {name: BernoulliGate(probs=_inside(probs)) for name, probs in self.active_probs().items()}
+            return {name: BernoulliGate(probs=clamp_probs(probs)) for name, probs in self.active_probs().items()}
         return super().posterior()
 
     @torch.no_grad()
@@ -390,9 +399,3 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             loc = slab.parameters["loc"]
             medians[name] = loc.detach().clone() if slab.transform is None else slab.transform(loc)
         return medians
-
-
-def _inside(probs: Tensor) -> Tensor:
-    """Probabilities that have log odds."""
-    eps = torch.finfo(probs.dtype).eps
-    return probs.clamp(eps, 1 - eps)

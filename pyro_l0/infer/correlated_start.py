@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import Beta
@@ -45,8 +45,18 @@ class Structure(NamedTuple):
     chain: bool
 
 
-def check_kinds(gates: str, slabs: str, hyper: Sequence[str]) -> None:
-    """Refuse unknown kinds of posteriors, and one name for several."""
+Options = dict[str, Any]  # of a guide
+
+
+def structure_of(
+    slab: Mapping[str, str], gates: str, slabs: str, hyper: Sequence[str], options: Options
+) -> tuple[Structure | None, Options]:
+    """What a user's words ask for, None for a mean field; and a guide's options with the defaults that suit it.
+
+    Raises:
+        TypeError: ``hyper`` is a string.
+        ValueError: a word is unknown, or autoregressive gates are of a family that has more than two values.
+    """
     for name, value, known in (
         ("gates", gates, ("mean_field", "autoregressive")),
         ("slabs", slabs, ("independent", "structured")),
@@ -55,6 +65,15 @@ def check_kinds(gates: str, slabs: str, hyper: Sequence[str]) -> None:
             raise ValueError(f"Expected {name} to be one of {known}, but got {value!r}.")
     if isinstance(hyper, str):
         raise TypeError(f"Expected hyper to be a sequence of names, but got the string {hyper!r}; write ({hyper!r},).")
+    if gates == "mean_field" and slabs == "independent" and not hyper:
+        return None, options
+    options = {"family": BernoulliGate, "init_active_prob": 0.5, "init_jitter": 0.1, **options}
+    is_chain = options["family"] is BernoulliGate
+    if gates == "autoregressive" and not is_chain:
+        raise ValueError(
+            f"Expected family=BernoulliGate for gates='autoregressive', but got {options['family'].__name__}."
+        )
+    return Structure(dict(slab), tuple(hyper), gates == "autoregressive", slabs == "structured", is_chain), options
 
 
 def correlated_posterior(

@@ -59,9 +59,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     ``"spike_slab"``    :math:`-E \log p(D) + \sum KL(q(z) \| p(z)) + \sum P(z \neq 0)\, KL(w)`     Eq. 20
     ==================  ==========================================================================  ===========
 
-    The KL of a gate is analytic, never sampled: a sampled one has a biased gradient, however many particles are
-    drawn. Latent variables other than gates and slabs contribute their KL in every objective, in closed form where
-    one is registered and by the pathwise sample otherwise.
+    The KL of a gate is analytic: for a gate with a density, a sampled one has a biased gradient, however many
+    particles are drawn. Under ``estimator="leave_one_out"`` that of gates of two values is a part of the log ratio at
+    the draws, which is unbiased, as is the gradient. Latent variables other than gates and slabs contribute their KL
+    in every objective, in closed form where one is registered and by the pathwise sample otherwise.
 
     Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
     returns the loss, with a torch optimiser. The loss is a tensor and is not read back from an accelerator, but for a
@@ -88,7 +89,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             gate's weights; see :func:`pyro_l0.nn.square_norms`.
         estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
             ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
-            :class:`~pyro_l0.infer.Estimators`. The gates' KL and price stay analytic.
+            :class:`~pyro_l0.infer.Estimators`. The gates' KL and price stay analytic, but for the KL under
+            ``"leave_one_out"``.
         num_particles: samples per step.
         max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
         vectorize_particles: draw the particles in one run of the model: in a plate, as in Pyro; with
