@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import pyro
@@ -55,6 +55,13 @@ def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter],
         store._params[name] = parameter
         store._param_to_name[parameter] = name
         store._constraints[name] = constraints.real
+
+
+def parameters_in(module: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter], str]]:
+    """A module's parameters: the name of each, the dict that holds it, and its name there."""
+    for place, part in module.named_modules():
+        held: dict[str, nn.Parameter] = vars(part)["_parameters"]
+        yield from ((f"{place}.{key}" if place else key, held, key) for key in held)
 
 
 @runtime.effectful(type="param")

@@ -22,6 +22,7 @@ from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer._correlated_drawing import Correlated
 from pyro_l0.infer._lone_slabs import LoneSlabs, Slab, first_slabs, transform_to_support
 from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior, plates_and_shape
+from pyro_l0.infer._parameters import parameters_in
 from pyro_l0.infer.auto_gate import AutoGate
 from pyro_l0.infer.collapse import Collapsed, collapse
 from pyro_l0.infer.correlated import CorrelatedPosterior, Part
@@ -131,9 +132,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         for name in self._hyper:
             if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
-                raise ValueError(
-                    f"Expected hyper to name latent sites of the model other than gates and slabs, but got {name!r}."
-                )
+                raise ValueError(f"Expected hyper to name latent sites other than gates and slabs, but got {name!r}.")
 
     def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
         if find_gate(site["fn"]) is not None:
@@ -210,8 +209,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         probs = self.active_probs(1)
         if self.model is None:
             raise ValueError(
-                "Expected a guide with its model, but this one was copied or loaded; load its state_dict into a guide "
-                "of the model."
+                "Expected a guide with its model, but this is a copy; load its state_dict into a new guide."
             )
         joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
         if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
@@ -295,11 +293,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         joint = self._modules.get("joint")
         if not known and joint is not None:
             prefix = self._pyro_get_fullname("joint")
-            for place, module in joint.named_modules():
-                held: dict[str, nn.Parameter] = vars(module)["_parameters"]
-                for key in held:
-                    name = f"{place}.{key}" if place else key
-                    names.append((param_with_module_name(prefix, name), held, key))
+            names += [(param_with_module_name(prefix, name), held, key) for name, held, key in parameters_in(joint)]
         return names
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
