@@ -209,7 +209,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         probs = self.active_probs(1)
         if self.model is None:
             raise ValueError(
-                "Expected a guide with its model, but this is a copy; load its state_dict into a new guide."
+                "Expected a guide with its model, but this one was copied or loaded; load its state into a new one."
             )
         joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
         if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):

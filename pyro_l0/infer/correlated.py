@@ -143,18 +143,6 @@ class CorrelatedPosterior(nn.Module):
         self._add(parts, self.slabs, _normal, slabs, *given.conditionals(slabs, noise))
         return parts
 
-    def parameter_groups(self, gates: Sequence[nn.Parameter], learning_rate: float) -> list[dict[str, object]]:
-        """Parameters by kind, with those of the gates by themselves, for an optimiser."""
-        chain = [] if self.chain is None else list(self.chain.parameters())
-        exponents = self.slab_posterior.exponents
-        slabs = [x for x in self.slab_posterior.parameters() if x is not exponents]
-        hyper = [*self.hyper_posterior.parameters(), *([] if exponents is None else [exponents])]
-        return [
-            {"params": [*gates, *chain], "lr": learning_rate},
-            {"params": slabs, "lr": 0.2 * learning_rate},
-            {"params": hyper, "lr": 0.3 * learning_rate},
-        ]
-
     def active_probs(self, number: int, posterior: Mapping[str, GateDistribution]) -> dict[str, Tensor]:
         """P(z != 0) of the gates by site and in its shape, the mean over draws of what the gates before leave of it."""
         if self.chain is None:
