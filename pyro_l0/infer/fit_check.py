@@ -41,7 +41,7 @@ class FitCheck(NamedTuple):
 
 @torch.no_grad()
 def check_fit(
-    guide: AutoSpikeSlab, *args: object, chains: int = 64, flips: int = 90, draws: int = 1000, **kwargs: object
+    guide: AutoSpikeSlab, *args: object, chains: int = 256, flips: int = 90, draws: int = 1000, **kwargs: object
 ) -> FitCheck:
     """Run chains of gates from draws of a guide, and see whether inclusion probabilities move.
 
