@@ -152,6 +152,23 @@ class CorrelatedPosterior(nn.Module):
         odds = self.chain.log_odds(base, self.chain.sample(base, shift), shift)
         return self.gates.apart(torch.sigmoid(odds).mean(0))
 
+    def parameter_groups(self, sites: Sequence[Tensor], learning_rate: float) -> list[dict[str, object]]:
+        """Parameters for an optimiser, each kind with its learning rate.
+
+        Args:
+            sites: the gates' own parameters.
+            learning_rate: of the gates; slabs get a fifth of it, other latents 0.3 of it.
+        """
+        chain = [] if self.chain is None else list(self.chain.parameters())
+        exponents = self.slab_posterior.exponents
+        slabs = [x for x in self.slab_posterior.parameters() if x is not exponents]
+        hyper = [*self.hyper_posterior.parameters(), *([] if exponents is None else [exponents])]
+        return [
+            {"params": [*sites, *chain], "lr": learning_rate},
+            {"params": slabs, "lr": 0.2 * learning_rate},
+            {"params": hyper, "lr": 0.3 * learning_rate},
+        ]
+
     def _add(
         self,
         parts: dict[str, Part],
