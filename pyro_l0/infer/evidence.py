@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.pairs import Args, Kwargs, Program, check_pair
 from pyro_l0.infer.particles import can_be_mapped, over_particles
-from pyro_l0.infer.runs import record_run
+from pyro_l0.infer.runs import log_prob, record_run
 from pyro_l0.infer.slabs import places_of
 
 _AT_ONCE = 250
@@ -98,15 +97,15 @@ def _runs(
 
 
 def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, str]) -> Tensor:
-    found = [-_log_prob(site).sum() for name, site in guide.items() if name not in model and _is_latent(site)]
+    found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and _is_latent(site)]
     for name, site in model.items():
         if site["type"] != "sample" or site_is_subsample(site):
             continue
         if not site["is_observed"]:
             check_pair(name, site, guide.get(name))
-        value = _log_prob(site)
+        value = log_prob(site)
         if name in guide:
-            value = value - _log_prob(guide[name])
+            value = value - log_prob(guide[name])
             if name in slab and not isinstance(guide[name]["fn"], Drawn):
                 gates = guide[slab[name]]
                 places = places_of(name, slab[name], site, gates, model[slab[name]])
@@ -118,9 +117,3 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
 
 def _is_latent(site: Site) -> bool:
     return site["type"] == "sample" and not site_is_subsample(site)
-
-
-def _log_prob(site: Site) -> Tensor:
-    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-    scaled: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"])
-    return scaled

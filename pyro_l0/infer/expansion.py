@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.layout import MEAN_FIELD, Layout
+from pyro_l0.infer.runs import log_prob
 
 _NEWTON_STEPS = 50
 _ARMIJO = 1e-4  # least part of the promised increase
@@ -62,7 +62,7 @@ class OpenModel:
     def hyper_prior(self, hyper: Tensor) -> Tensor:
         """Log density of the other latents on the real line, shape ``()``."""
         sites = self.sites(torch.zeros(self.slabs.size, dtype=hyper.dtype, device=hyper.device), hyper)
-        found = [_log_prob(sites[name]) for name in self.hyper.shapes]
+        found = [log_prob(sites[name]).sum() for name in self.hyper.shapes]
         return torch.stack([*found, self.hyper.log_jacobian(hyper).sum()]).sum()
 
     def check_product(self, slab_scale: Tensor, hyper: Tensor) -> None:
@@ -96,13 +96,7 @@ def _is_close(x: Tensor, y: Tensor) -> bool:
 
 def log_likelihood(sites: Mapping[str, Site]) -> Tensor:
     """Log probability of the observed sites of one run, shape ``()``."""
-    return torch.stack([_log_prob(site) for site in sites.values() if is_likelihood(site)]).sum()
-
-
-def _log_prob(site: Site) -> Tensor:
-    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-    total: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
-    return total
+    return torch.stack([log_prob(site).sum() for site in sites.values() if is_likelihood(site)]).sum()
 
 
 def run_at(program: Callable[[], object], values: Mapping[str, Tensor]) -> dict[str, Site]:

@@ -1,14 +1,23 @@
-"""One run of a guide or a model, recorded for a loss, and what is said where it fails."""
+"""One run of a guide or a model, recorded for a loss, what is said where it fails, and what a site's value weighs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine import Trace
+from torch import Tensor
 
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.pairs import Args, Kwargs, Program, odd_arguments, refuse_without_likelihood
+
+
+def log_prob(site: Site) -> Tensor:
+    """Log probability of a recorded site's value under its scale and mask, in the shape of its batch."""
+    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    scaled: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"])
+    return scaled
 
 
 def record_run(

@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SlabGivenGates", "log_evidence", "slab_given_gates"]
-
 
 class SlabGivenGates(NamedTuple):
     """The Gaussian of slabs given their gates, for a batch of n gate vectors over p elements.
@@ -66,20 +64,3 @@ def slab_given_gates(
     cholesky = torch.linalg.cholesky(precision)
     offset = scale * torch.cholesky_solve((gated * linear).unsqueeze(-1), cholesky).squeeze(-1)
     return SlabGivenGates(cholesky, offset if loc is None else loc + offset, scale)
-
-
-def log_evidence(curvature: Tensor, linear: Tensor, gates: Tensor, scale: Tensor) -> Tensor:
-    r"""Log of the likelihood's mean under slabs with prior mean 0: :math:`\tfrac12 b^T D_z m - \sum \log L_{ii}`.
-
-    Args:
-        curvature: as :func:`slab_given_gates`.
-        linear: as there.
-        gates: as there.
-        scale: as there.
-
-    Returns:
-        Shape ``(n,)``.
-    """
-    given = slab_given_gates(curvature, linear, gates, scale)
-    log_det = given.cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return 0.5 * (gates * linear * given.mean).sum(-1) - log_det

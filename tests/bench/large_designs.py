@@ -18,9 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pyro
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_l0 import BernoulliGate
+from pyro_l0.infer import AutoSpikeSlab
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.gate_priors import IndependentGates
 from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic
@@ -92,11 +96,26 @@ def tempered_wide(design: Design) -> Tensor:
     return tempered_gibbs(design.wide(), PRIOR, generator=seeded(2)).active_probs
 
 
+def refined(design: Design) -> Tensor:
+    """A user's way: a Pyro model and a guide, whose set-up with the model's Hessian is in the time."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        with pyro.plate("features", x.shape[1]):
+            z = pyro.sample("z", BernoulliGate(probs=x.new_tensor(RATE)))
+            w = pyro.sample("w", dist.Normal(x.new_zeros(()), SCALE))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(x @ (z * w), NOISE), obs=y)
+
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, slabs="structured")
+    return guide.refine(design.x, design.y, seed=1).active_probs()["z"]
+
+
 METHODS: dict[str, Callable[[Design], Tensor]] = {
     "coordinate ascent": coordinate_ascent,
     "collapsed mean field": mean_field,
     "tempered Gibbs": tempered,
     "tempered Gibbs, no A": tempered_wide,
+    "AutoSpikeSlab.refine": refined,
 }
 
 

@@ -16,7 +16,7 @@ from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.evidence import log_ratios
 from pyro_l0.infer.hyper import HyperPosterior
 from pyro_l0.infer.leave_one_out import leave_one_out
-from pyro_l0.maths.structured_slab import log_evidence
+from tests.maths.spike_and_slab import log_evidence
 
 P, SIGMA, TAU, RATE = 3, 0.9, 0.7, 0.3
 SLAB = {"w": "z"}

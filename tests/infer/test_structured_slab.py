@@ -10,7 +10,9 @@ from torch.distributions import MultivariateNormal
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab
-from pyro_l0.maths.structured_slab import log_evidence, slab_given_gates
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.quadratic import DenseQuadratic
+from pyro_l0.maths.structured_slab import slab_given_gates
 
 P = 4
 GATES = torch.tensor([[1.0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]], dtype=torch.float64)
@@ -77,7 +79,7 @@ def test_closed_gates_leave_the_prior():
 
 def test_log_evidence_is_the_gaussian_integral():
     """Against log det and quadratic form of the coefficients' covariance."""
-    found = log_evidence(CURVATURE, LINEAR, GATES, SCALE)
+    found = CollapsedQuadratic(DenseQuadratic(CURVATURE, LINEAR), SCALE).log_evidence(GATES)
     for i, gates in enumerate(GATES):
         root = gates * SCALE
         inner = torch.eye(P, dtype=torch.float64) + root[:, None] * CURVATURE * root

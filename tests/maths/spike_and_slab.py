@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.gate_priors import IndependentGates
 from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic
 
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def log_evidence(curvature: Tensor, linear: Tensor, z: Tensor, scale: float | Tensor) -> Tensor:
+    """Of vectors of gates, one for each element, under a quadratic likelihood; by the library's own formula."""
+    return CollapsedQuadratic(DenseQuadratic(curvature, linear), scale).log_evidence(z)
 
 
 def vectors(gates: int) -> Tensor:
