@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pyro_l0 import fast as fast
     from pyro_l0 import infer as infer
     from pyro_l0 import nn as nn
+    from pyro_l0 import selection as selection
 
 __version__ = "0.1.0"
 
@@ -36,7 +37,7 @@ __all__ = [
 
 # Parts that are imported when they are first used, so that ``import pyro_l0`` stays quick. They are not in ``__all__``,
 # because a star would put this ``nn`` in the place of torch's.
-_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn")
+_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "selection")
 
 if not TYPE_CHECKING:
 

@@ -16,9 +16,12 @@ MAY_IMPORT = {
     "nn": {"fast", "distributions"},
     "compaction": {"nn"},
     "diagnostics": {"maths", "fast", "distributions", "infer"},
+    "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
 }
-# Extras, which are imported where they are used.
+# Extras, and what takes seconds to import, which are imported where they are used.
 OPTIONAL = {
+    "arviz",
+    "pandas",
     "matplotlib.pyplot",
     "safetensors.safe_open",
     "safetensors.torch",

@@ -1,0 +1,50 @@
+"""What every method finds: inclusion probabilities, moments, the evidence and joint draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+__all__ = ["Draws", "SelectionPosterior"]
+
+
+class Draws(NamedTuple):
+    """Joint draws of a posterior, in the units of the problem.
+
+    Attributes:
+        coefficients: beta, shape ``(N, p K)`` with the K coefficients of a feature side by side. A closed gate's are
+            not stored, so that what is stored tells the gates.
+        intercept: shape ``(N, K)``; 0 where the problem has none.
+        slab_scale: shape ``(N,)``, also where it is known.
+        noise_scale: shape ``(N,)``, also where it is known; NaN for a family that has none.
+        rate: P(z = 1), shape ``(N,)``, also where it is known.
+    """
+
+    coefficients: csr_array
+    intercept: NDArray[np.float64]
+    slab_scale: NDArray[np.float64]
+    noise_scale: NDArray[np.float64]
+    rate: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SelectionPosterior:
+    """The posterior of a regression with spike-and-slab coefficients, in the units of the problem.
+
+    Attributes:
+        inclusion: P(z = 1 | y) of every feature, shape ``(p,)``.
+        mean: of the coefficients, shape ``(p, K)``.
+        sd: their standard deviations, shape ``(p, K)``.
+        log_evidence: log p(y), or its estimate.
+        draws: joint draws.
+    """
+
+    inclusion: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    sd: NDArray[np.float64]
+    log_evidence: float
+    draws: Draws

@@ -1,0 +1,59 @@
+"""A regression with spike-and-slab coefficients, as every method of finding its posterior takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+__all__ = ["Family", "Prior", "Problem"]
+
+Family = Literal["gaussian", "bernoulli", "categorical", "poisson"]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is known of a regression's hyperparameters, or the prior of what is not.
+
+    Attributes:
+        rate: P(z = 1) of every gate, or the two parameters of its Beta prior.
+        slab_scale: standard deviation of the slabs; None if unknown.
+        noise_scale: standard deviation of Gaussian noise; None if unknown, or if the family has no noise.
+        slab_unit: an unknown slab scale is half-normal with this scale.
+        noise_unit: an unknown noise scale is half-Cauchy with this scale.
+        intercept_scale: standard deviation of the normal prior of the intercept, for families other than the Gaussian.
+    """
+
+    rate: float | tuple[float, float]
+    slab_scale: float | None = None
+    noise_scale: float | None = None
+    slab_unit: float = 1.0
+    noise_unit: float = 1.0
+    intercept_scale: float = 10.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Observations, features and priors: y depends on x beta, and beta_j = z_j w_j with z_j = 0 or 1.
+
+    z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2); a feature of a categorical regression has one gate and a
+    coefficient for each class. A Gaussian regression has no intercept any more: its observations and features are taken
+    orthogonal to a constant before (:mod:`pyro_l0.selection.design`), which integrates a flat intercept out.
+
+    Attributes:
+        family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
+            intercept), Poisson with the logarithm of the mean.
+        x: features, float64, shape ``(n, p)``.
+        y: observations, float64, shape ``(n,)``; counts, 0 or 1, or the number of a class from 0.
+        prior: of the hyperparameters.
+        intercept: whether the linear predictor has one, or one for each class.
+        outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.
+    """
+
+    family: Family
+    x: Tensor
+    y: Tensor
+    prior: Prior
+    intercept: bool = False
+    outputs: int = 1
