@@ -9,10 +9,11 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Axes", "Laid", "LogJoint", "States", "integrated", "lay"]
+__all__ = ["Axes", "Laid", "LogJoint", "States", "heaviest", "integrated", "lay"]
 
 _LIGHT = 32.0  # nats below the heaviest state, beyond which a state has no part in the grid
 _ROUNDS = 8  # at most
+_ENOUGH = 512  # states
 
 
 class States(Protocol):
@@ -119,6 +120,16 @@ def integrated(laid: Laid[GridT, StatesT], log_gates: Tensor, log_joint: LogJoin
     log_marginal = laid.log_marginal.clone()
     _weigh(laid.groups, laid.axes.fine(), log_gates, log_joint, log_marginal)
     return log_marginal
+
+
+def heaviest(z: Tensor, weights: Tensor) -> Tensor:
+    """The states that tell where the grid lies, if they are many.
+
+    Args:
+        z: gates, shape ``(S, p)``.
+        weights: of the states, shape ``(S,)``.
+    """
+    return z[weights.topk(min(_ENOUGH, len(z))).indices]
 
 
 def _weigh(
