@@ -9,14 +9,14 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Axes", "Laid", "LogJoint", "States", "heaviest", "integrated", "lay"]
+__all__ = ["Axes", "Laid", "LogJoint", "StateGroup", "heaviest", "integrated", "lay"]
 
 _LIGHT = 32.0  # nats below the heaviest state, beyond which a state has no part in the grid
 _ROUNDS = 8  # at most
 _ENOUGH = 512  # states
 
 
-class States(Protocol):
+class StateGroup(Protocol):
     """Some gate vectors, with whatever has been computed of them once.
 
     Attributes:
@@ -35,7 +35,7 @@ class States(Protocol):
 
 GridT_co = TypeVar("GridT_co", covariant=True)
 GridT = TypeVar("GridT")
-StatesT = TypeVar("StatesT", bound=States)
+StatesT = TypeVar("StatesT", bound=StateGroup)
 LogJoint = Callable[[StatesT, GridT], Iterator[tuple[Tensor, Tensor]]]
 
 
