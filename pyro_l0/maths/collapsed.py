@@ -95,8 +95,8 @@ class CollapsedQuadratic:
         factors, evidence = map(torch.cat, zip(*parts, strict=True))
         return factors, evidence
 
-    def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of every slab if its gate is open and the others are as they are; each ``(S, p)``.
+    def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log Bayes factor of every gate, and mean and variance of the slab behind it if it opens; each ``(S, p)``.
 
         Raises:
             ValueError: gates switch groups of elements.
@@ -106,7 +106,7 @@ class CollapsedQuadratic:
         on = self._on(z)
         parts = [self._slab(self._open(on[part], part), part) for part in self._parts(on, on.shape[1])]
         precision, linear = map(torch.cat, zip(*parts, strict=True))
-        return linear / precision * self._scale, self._scale.square() / precision
+        return _log_integral(precision, linear), linear / precision * self._scale, self._scale.square() / precision
 
     def log_evidence(self, z: Tensor) -> Tensor:
         """Log of the integral over the slabs, shape ``(S,)``; 0 where no gate is open."""

@@ -34,6 +34,7 @@ class ScaleWalk:
         every: flips from one proposal to the next.
 
     Attributes:
+        prior: of the gates.
         hyper: theta of each chain, shape ``(chains, 2)``.
     """
 
@@ -48,7 +49,7 @@ class ScaleWalk:
         gate_of: Tensor | None = None,
         every: int = 2,
     ) -> None:
-        self._quadratic, self._prior, self._log_density = quadratic, prior, log_density
+        self._quadratic, self.prior, self._log_density = quadratic, prior, log_density
         self._unknown, self._gate_of, self._every = tuple(unknown), gate_of, every
         self._log_steps = [0.0 for _ in self._unknown]
         self._flips = 0
@@ -96,4 +97,4 @@ class ScaleWalk:
     def _at(self, theta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """Log odds of the gates, and log p(y, theta | z)."""
         factors, log_evidence = self.collapsed(theta).conditionals(z)
-        return factors + self._prior.logits(z).to(factors), log_evidence + self._log_density(theta)
+        return factors + self.prior.logits(z).to(factors), log_evidence + self._log_density(theta)
