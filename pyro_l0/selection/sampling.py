@@ -24,6 +24,8 @@ __all__ = ["tempered_posterior"]
 _DENSE = 2000  # features up to which X'X is formed at once
 # Open gates that a chain starts with on average, at most.
 _START = 5.0
+_MOMENTS = 20_000  # states that moments are averaged over, a tenth of it with many features
+_AT_ONCE = 2**24
 _BRIDGE = 1000  # draws that the evidence is estimated from
 
 
@@ -63,9 +65,8 @@ def tempered_posterior(
     generator = torch.Generator().manual_seed(seed)
     states = GaussianStates(problem)
     walk, run = _sampled(problem, effort or Effort.of(problem.x.shape[1]), generator)
-    picked = _resampled(run.weights, draws, generator)
-    mean, square = _moments(walk, run, picked)
-    joint = states.draws(run.states[picked], generator)
+    mean, square = _moments(walk, run, generator)
+    joint = states.draws(run.states[_resampled(run.weights, draws, generator)], generator)
     log_evidence = _log_evidence(states, walk, run, generator)
     sd = (square - mean.square()).clamp(min=0).sqrt()
     return SelectionPosterior(
@@ -121,7 +122,8 @@ def _log_evidence(states: GaussianStates, walk: ScaleWalk, run: GibbsRun, genera
         _resampled(torch.where(half, run.weights, 0.0), _BRIDGE, generator) for half in (first, ~first)
     )
     z = run.states[centres].double()
-    parts = zip(z.split(64), run.hyper[centres].split(64), strict=True)
+    size = max(16, _AT_ONCE // (100 * z.shape[1]))
+    parts = zip(z.split(size), run.hyper[centres].split(size), strict=True)
     logits = torch.cat([walk.collapsed(theta).gibbs_logits(z, walk.prior.logits(z)) for z, theta in parts])
     return bridged_evidence(states, run.states[picked], logits, generator)
 
@@ -135,10 +137,12 @@ def _resampled(weights: Tensor, number: int, generator: torch.Generator) -> Tens
     return found[torch.randperm(number, generator=generator)]
 
 
-def _moments(walk: ScaleWalk, run: GibbsRun, picked: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Means of the coefficients and of their squares, averaged over what each is given all other gates."""
-    active, first, second = torch.zeros(3, run.states.shape[1], dtype=torch.float64)
-    for part in picked.split(64):
+    p = run.states.shape[1]
+    active, first, second = torch.zeros(3, p, dtype=torch.float64)
+    picked = _resampled(run.weights, min(_MOMENTS, max(_MOMENTS // 10, _AT_ONCE // p)), generator)
+    for part in picked.split(max(16, _AT_ONCE // (100 * p))):
         z, theta = run.states[part].double(), run.hyper[part]
         factors, mean, variance = walk.collapsed(theta).slab_moments(z)
         probs = torch.sigmoid(factors + walk.prior.logits(z))
