@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.selection.hyper_axis import NEGLIGIBLE, Axis, log_half_cauchy, log_half_normal, step_of
+from pyro_l0.selection.hyper_axis import NEGLIGIBLE, Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
 from pyro_l0.selection.problem import Prior
 
 __all__ = ["GaussianGrid", "GridAxes", "smallest_noise"]
@@ -36,16 +36,17 @@ class GaussianGrid(NamedTuple):
     steps: tuple[float, float]
     log_slab: float | None
 
-    def draw(self, probs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draws of log ratio and log noise scale, each of shape ``(s,)``, spread over their cells.
+    def draw(self, probs: Tensor, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draws of log ratio and log noise scale, each of shape ``(N,)``, spread over their cells.
 
         Args:
-            probs: of the nodes, shape ``(s, R M)``.
+            probs: of the nodes given each state, shape ``(s, R, M)``.
+            state: of each draw, shape ``(N,)``.
             generator: of the random numbers.
         """
-        node = torch.multinomial(probs, 1, generator=generator)[:, 0]
+        node = draw_nodes(probs.flatten(1), state, generator)
         row = node // self.log_noise.shape[1]
-        spread = torch.rand(2, len(probs), generator=generator, dtype=torch.float64) - 0.5
+        spread = torch.rand(2, len(node), generator=generator, dtype=torch.float64) - 0.5
         log_ratio = self.log_ratio[row] + self.steps[0] * spread[0]
         if self.log_slab is not None:
             return log_ratio, self.log_slab - log_ratio

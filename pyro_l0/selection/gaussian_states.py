@@ -24,14 +24,23 @@ from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
 from pyro_l0.selection.gaussian_grid import GaussianGrid, GridAxes
 from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Problem
-from pyro_l0.selection.states import LIGHT, Group, checked_gates, draw_rate, gate_prior, groups_of, sparse_rows
+from pyro_l0.selection.states import (
+    LIGHT,
+    Group,
+    checked_gates,
+    draw_rate,
+    draws_of,
+    gate_prior,
+    groups_of,
+    sparse_rows,
+)
 
 __all__ = ["GaussianStates"]
 
 _ENTRIES = 2**19  # numbers in the largest array of a step: 4 MB
 _DENSE = 1000  # features up to which X'X is formed at once
 _ROUNDS = 8  # in which the grid is laid, at most
-_FINER = 3  # the grid of draws, compared with the grid of integrals
+_FINER = 2  # the grid of draws, compared with the grid of integrals
 _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
 
 
@@ -84,17 +93,18 @@ class GaussianStates:
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """See :class:`~pyro_l0.selection.states.States`."""
-        z = checked_gates(z, self._p)
-        grid = self._laid(z)[1].fine(_FINER)
+        distinct, state = checked_gates(z, self._p).unique(dim=0, return_inverse=True)
+        grid = self._laid(distinct)[1].fine(_FINER)
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
         parts = []
-        for group in groups_of(z):
+        for group in groups_of(distinct):
             k = group.open.shape[1]
             for part in group.split(max(1, _ENTRIES // (grid.log_noise.numel() + k * k))):
                 spectrum = self._spectrum(part.open)
-                ratio, noise = grid.draw(self._probs(spectrum, grid).flatten(1), generator)
-                log_ratio[part.rows], log_noise[part.rows] = ratio, noise
-                parts.append((part, spectrum.draw(ratio, noise, generator)[:, :, None]))
+                rows, place = draws_of(part, state)
+                log_ratio[rows], log_noise[rows] = grid.draw(self._probs(spectrum, grid), place, generator)
+                beta = spectrum.at(place).draw(log_ratio[rows], log_noise[rows], generator)
+                parts.append((Group(rows, part.open[place]), beta[:, :, None]))
         return Draws(
             sparse_rows(parts, len(z), self._p, 1),
             torch.zeros(len(z), 1, dtype=torch.float64).numpy(),
@@ -203,6 +213,10 @@ class _Spectrum(NamedTuple):
     values: Tensor
     projected: Tensor
     vectors: Tensor
+
+    def at(self, state: Tensor) -> _Spectrum:
+        """Of certain states, shape ``(N,)``."""
+        return _Spectrum(*(x[state] for x in self))
 
     def _gains(self, log_ratio: Tensor) -> Tensor:
         """r / (1 + r lambda), shape ``(s, k, R)``, for log ratios of shape ``(s or 1, R)``."""

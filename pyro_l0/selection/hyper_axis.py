@@ -79,6 +79,22 @@ def step_of(nodes: Tensor) -> float:
     return float(nodes[1] - nodes[0]) if len(nodes) > 1 else 1.0
 
 
+def draw_nodes(probs: Tensor, state: Tensor, generator: torch.Generator) -> Tensor:
+    """A node for each draw, shape ``(N,)``.
+
+    Args:
+        probs: of the nodes given each state, shape ``(s, nodes)``.
+        state: of each draw, shape ``(N,)``.
+        generator: of the random numbers.
+    """
+    below = probs.cumsum(1)
+    # The distribution functions of all states one above the other: one search finds the nodes of all draws.
+    ladder = below / below[:, -1:] + torch.arange(len(probs))[:, None]
+    point = torch.rand(len(state), generator=generator, dtype=torch.float64)
+    node = torch.searchsorted(ladder.flatten(), state + point) - state * probs.shape[1]
+    return node.clamp(0, probs.shape[1] - 1)
+
+
 def log_half_normal(log_scale: Tensor, unit: float) -> Tensor:
     """Log density of log_scale where the scale is half-normal."""
     t = log_scale - math.log(unit)

@@ -85,6 +85,19 @@ def groups_of(z: Tensor) -> list[Group]:
     return found
 
 
+def draws_of(part: Group, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Which draws have one of a part's states, and which of these each has.
+
+    Args:
+        part: some of the states.
+        state: of each draw, shape ``(N,)``.
+    """
+    place = torch.full((int(state.max()) + 1,), -1)
+    place[part.rows] = torch.arange(len(part.rows))
+    rows = torch.nonzero(place[state] >= 0)[:, 0]
+    return rows, place[state[rows]]
+
+
 def checked_gates(z: Tensor, p: int) -> Tensor:
     """Gates as bool, if their shape is right."""
     if z.dim() != 2 or z.shape[1] != p or not len(z):
