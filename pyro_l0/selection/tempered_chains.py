@@ -37,7 +37,7 @@ class Effort(NamedTuple):
     def of(p: int) -> Effort:
         """For so many features: a flip of a chain takes time in proportion, beyond some hundred."""
         if p <= 50:
-            return Effort(64, 800, 2)
+            return Effort(64, 600, 2)
         return Effort(24, 1000, 2) if p <= 2000 else Effort(12, 1000, 3)
 
 
