@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
 from pyro_l0.selection.gaussian_grid import GaussianGrid, GridAxes
-from pyro_l0.selection.laying import Axes, lay
+from pyro_l0.selection.laying import Laid, integrated, lay
 from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Problem
 from pyro_l0.selection.states import (
@@ -73,12 +73,13 @@ class GaussianStates:
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.selection.states.States`."""
-        return self._laid(checked_gates(z, self._p))[0]
+        z = checked_gates(z, self._p)
+        return integrated(self._laid(z), gate_prior(self.problem.prior).log_prob(z), self._parts)
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.states.States`."""
         z = checked_gates(z, self._p)
-        grid = self._laid(z)[1].fine()
+        grid = self._laid(z).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
         for group in groups_of(z):
             k = group.open.shape[1]
@@ -93,7 +94,7 @@ class GaussianStates:
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """See :class:`~pyro_l0.selection.states.States`."""
         distinct, state = checked_gates(z, self._p).unique(dim=0, return_inverse=True)
-        grid = self._laid(distinct)[1].fine(_FINER)
+        grid = self._laid(distinct).axes.fine(_FINER)
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
         parts = []
         for group in groups_of(distinct):
@@ -112,8 +113,8 @@ class GaussianStates:
             draw_rate(self.problem.prior, z.sum(1), self._p, generator),
         )
 
-    def _laid(self, z: Tensor) -> tuple[Tensor, Axes[GaussianGrid]]:
-        """log p(y, z), and the axes of a grid that is laid where these states have their posterior."""
+    def _laid(self, z: Tensor) -> Laid[GaussianGrid, _Eigenvalues]:
+        """Lay a grid where these states have their posterior."""
         groups = [self._eigenvalues(group) for group in groups_of(z)]
         log_gates = gate_prior(self.problem.prior).log_prob(z)
         axes = GridAxes.start(

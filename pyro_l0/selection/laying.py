@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Axes", "States", "lay"]
+__all__ = ["Axes", "Laid", "LogJoint", "States", "integrated", "lay"]
 
 _LIGHT = 32.0  # nats below the heaviest state, beyond which a state has no part in the grid
 _ROUNDS = 8  # at most
@@ -35,6 +35,7 @@ class States(Protocol):
 GridT_co = TypeVar("GridT_co", covariant=True)
 GridT = TypeVar("GridT")
 StatesT = TypeVar("StatesT", bound=States)
+LogJoint = Callable[[StatesT, GridT], Iterator[tuple[Tensor, Tensor]]]
 
 
 class Axes(Protocol[GridT_co]):
@@ -63,13 +64,24 @@ class Axes(Protocol[GridT_co]):
         ...
 
 
+class Laid(NamedTuple, Generic[GridT, StatesT]):
+    """Where a grid has been laid.
+
+    Attributes:
+        axes: ranges in the end.
+        groups: the states that are left.
+        log_marginal: log p(y, z) on the coarse grid, shape ``(S,)``.
+    """
+
+    axes: Axes[GridT]
+    groups: list[StatesT]
+    log_marginal: Tensor
+
+
 def lay(
-    axes: Axes[GridT],
-    groups: list[StatesT],
-    log_gates: Tensor,
-    log_joint: Callable[[StatesT, GridT], Iterator[tuple[Tensor, Tensor]]],
-) -> tuple[Tensor, Axes[GridT]]:
-    """Integrate over a grid, after rounds in which its range shrinks to where the weight is and light states drop out.
+    axes: Axes[GridT], groups: list[StatesT], log_gates: Tensor, log_joint: LogJoint[StatesT, GridT]
+) -> Laid[GridT, StatesT]:
+    """Shrink the ranges of a grid in rounds to where the weight is, while light states drop out.
 
     Args:
         axes: ranges to begin with.
@@ -77,9 +89,6 @@ def lay(
         log_gates: their log priors, shape ``(S,)``.
         log_joint: of a group and a grid: rows of some of its states with their log p(y, node | z), shape
             ``(s, *nodes)``.
-
-    Returns:
-        log p(y, z) of every state, shape ``(S,)``, and the ranges in the end.
     """
     log_marginal = torch.full_like(log_gates, -math.inf)
     for _ in range(_ROUNDS):
@@ -91,15 +100,27 @@ def lay(
         before, axes = axes.size, axes.zoomed(weights)
         if axes.size > 0.7 * before:
             break
-    _weigh(groups, axes.fine(), log_gates, log_joint, log_marginal)
-    return log_marginal, axes
+    return Laid(axes, groups, log_marginal)
+
+
+def integrated(laid: Laid[GridT, StatesT], log_gates: Tensor, log_joint: LogJoint[StatesT, GridT]) -> Tensor:
+    """log p(y, z) of every state, shape ``(S,)``: on the fine grid, or on the coarse one for light states.
+
+    Args:
+        laid: of the same states.
+        log_gates: see :func:`lay`.
+        log_joint: see :func:`lay`.
+    """
+    log_marginal = laid.log_marginal.clone()
+    _weigh(laid.groups, laid.axes.fine(), log_gates, log_joint, log_marginal)
+    return log_marginal
 
 
 def _weigh(
     groups: list[StatesT],
     grid: GridT,
     log_gates: Tensor,
-    log_joint: Callable[[StatesT, GridT], Iterator[tuple[Tensor, Tensor]]],
+    log_joint: LogJoint[StatesT, GridT],
     log_marginal: Tensor,
 ) -> Tensor:
     """Fill in the log marginals of the groups' states, and give the log weights of the nodes."""
