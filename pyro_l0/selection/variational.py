@@ -130,7 +130,10 @@ class _Regression:
             return dist.Normal(eta, value["noise_scale"])
         if self.problem.family == "bernoulli":
             return dist.Bernoulli(logits=eta)
-        return dist.Poisson(eta.exp()) if self.problem.family == "poisson" else dist.Categorical(logits=eta)
+        if self.problem.family == "poisson":
+            return dist.Poisson(eta.exp())
+        classes: TorchDistribution = dist.Categorical(logits=eta)
+        return classes
 
 
 def _known(problem: Problem) -> dict[str, float]:
