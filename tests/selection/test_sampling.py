@@ -108,7 +108,7 @@ def regression(name, intercept, prior):
 def classes():
     """Three classes; two features tell them apart, and one nearly copies the first of them."""
     generator = torch.Generator().manual_seed(4)
-    x = torch.randn(120, 6, generator=generator, dtype=torch.float64)
+    x = torch.randn(80, 4, generator=generator, dtype=torch.float64)
     x[:, 3] = x[:, 0] + 0.3 * x[:, 3]
     eta = torch.stack([x[:, 0], -x[:, 0], 0.8 * x[:, 2]], 1)
     y = torch.multinomial(eta.softmax(1), 1, generator=generator)[:, 0].double()
@@ -128,10 +128,10 @@ def test_other_families(name):
     """Against a sum over all gates, with the same approximation of the coefficients' integral."""
     problem = OTHERS[name]()
     expected = enumerate_posterior(problem, draws=10)
-    found = tempered_posterior(problem, seed=1, effort=Effort(32, 400, 2))
+    found = tempered_posterior(problem, seed=1, effort=Effort(32, 300, 2))
     assert np.abs(found.inclusion - expected.inclusion).max() < 0.03
     assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.06
-    assert np.abs(found.sd / expected.sd - 1).max() < 0.05
+    assert np.abs(found.sd / expected.sd - 1).max() < 0.1
     assert found.log_evidence == pytest.approx(expected.log_evidence, abs=0.1)
     beta = found.draws.coefficients.toarray().reshape(4000, *expected.mean.shape)
     assert np.abs((beta != 0).any(2).mean(0) - expected.inclusion).max() < 0.05
