@@ -43,7 +43,7 @@ def test_everything_unknown(name):
     inclusion, mean, sd, evidence = errors(found, expected)
     assert inclusion < 0.03
     assert mean < 0.06
-    assert sd < 0.04
+    assert sd < 0.08  # of gates that are open in one of twenty draws
     assert evidence < 0.1
     draws = found.draws
     beta = draws.coefficients.toarray()
@@ -68,7 +68,7 @@ def test_some_known(prior):
     )
     assert inclusion < 0.03
     assert mean < 0.06
-    assert sd < 0.04
+    assert sd < 0.08  # of gates that are open in one of twenty draws
     assert evidence < 0.1
 
 

@@ -25,12 +25,12 @@ def test_everything_unknown_and_nothing_touched():
     expected = enumerate_posterior(problem())
     pyro.clear_param_store()
     pyro.param("own", torch.ones(2))
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
     found = autoregressive_posterior(problem(), draws=500, seed=1)
     assert list(pyro.get_param_store().keys()) == ["own"]
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    assert np.array_equal(np.random.get_state()[1], states[2])
+    assert np.array_equal(np.random.get_state()[1], states[2])  # noqa: NPY002
     pyro.clear_param_store()
     assert np.abs(found.inclusion - expected.inclusion).max() < 0.06
     assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.1
