@@ -150,8 +150,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def summary(self) -> pandas.DataFrame:
         """A row for each feature, or for each feature and class, in the order of the features.
 
-        Its columns are the inclusion probability, the mean, the standard deviation, and the 5 % and the 95 % quantile of
-        the coefficient.
+        Its columns are the inclusion probability, and the mean, the standard deviation, the 5 % and the 95 % quantile
+        of the coefficient.
         """
         import pandas
 

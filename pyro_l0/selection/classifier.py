@@ -26,8 +26,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
     Two classes have one linear predictor, the log odds of the second class. More classes have one each, and their
     probabilities are its softmax; a feature then has one gate, which opens or closes its coefficients for all classes.
-    The priors are those of :class:`SpikeSlabRegressor`; that of an intercept is normal with mean 0 and standard deviation
-    10, that of an unknown slab scale half-normal with scale 2.
+    The priors are those of :class:`SpikeSlabRegressor`; that of an intercept is normal with mean 0 and standard
+    deviation 10, that of an unknown slab scale half-normal with scale 2.
 
     Args:
         rate: see :class:`SpikeSlabRegressor`, as for all others.

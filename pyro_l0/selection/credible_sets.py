@@ -49,8 +49,8 @@ def credible_sets(
 
     A set starts with the feature of the largest inclusion probability that is in no set yet. It takes in, one by one,
     the feature that is open most often where no member is, of those that correlate with every member, until the
-    probability that a member is open reaches the level. Members that are not needed for this leave again. A feature that brings no
-    set to the level starts none, but may be a member of a later one.
+    probability that a member is open reaches the level. Members that are not needed for this leave again. A feature
+    that brings no set to the level starts none, but may be a member of a later one.
 
     A true effect lies in such a set as often as the posterior says, however correlated the features are, because the
     draws are joint: this is what inclusion probabilities, feature by feature, cannot tell.

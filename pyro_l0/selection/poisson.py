@@ -74,8 +74,8 @@ class SpikeSlabPoissonRegressor(RegressorMixin, OneOutput):  # type: ignore[misc
             return_std: whether to return the standard deviation of a new count, too.
 
         Returns:
-            The means over the posterior draws, shape ``(m,)``, and the standard deviations in the same shape if they are
-            asked for.
+            The means over the posterior draws, shape ``(m,)``, and the standard deviations in the same shape if they
+            are asked for.
         """
         x = self._validated_features(X)
         with np.errstate(over="ignore", invalid="ignore"):  # far from the data a mean may be infinite

@@ -54,7 +54,8 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
         coef_sd_: their posterior standard deviations, shape ``(p,)``.
         intercept_: posterior mean of the intercept; 0 without one.
         noise_scale_: posterior mean of the standard deviation of the noise, in the units of y.
-        slab_scale_: posterior mean of the slab scale, of features as the model takes them: standardised, where they are.
+        slab_scale_: posterior mean of the slab scale, in coefficients of the standardised features where they are
+            standardised.
         rate_: posterior mean of the rate.
         log_evidence_: log p(y), or its estimate; with an intercept, that of y without its mean.
         credible_sets_: groups of correlated features, of which one has an effect with probability .95 or more.

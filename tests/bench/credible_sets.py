@@ -1,9 +1,9 @@
 """Do credible sets and inclusion probabilities keep their word? python tests/bench/credible_sets.py [--part PART]
 
 ``sets``: 200 data sets of 150 observations and 30 features, in blocks of five with the correlation rho within a block
-(INFERENCE.md, 6) or as AR(rho) with ``--features ar``; three features have an effect, normal with standard deviation .5,
-under noise of variance 1. ``SpikeSlabRegressor`` learns noise, slab scale and rate. Of its credible sets of level .95,
-which share holds a feature with an effect? It should be .93 or more at each rho.
+or as AR(rho) with ``--features ar``; three features have an effect, normal with standard deviation .5, under noise of
+variance 1. ``SpikeSlabRegressor`` learns noise, slab scale and rate. Of its credible sets of level .95, which share
+holds a feature with an effect? It should be .93 or more at each rho.
 
 ``calibration``: rate, slab scale and noise are drawn from the priors of ``draw_model``, which are not those that the
 estimators fit with, then gates, coefficients and data; the regressor and the classifier learn all of them again. Of the
@@ -131,10 +131,12 @@ def main() -> None:
     print(f"torch {torch.__version__}, one thread, {options.replicates} data sets each")
     kept = True
     if options.part != "calibration":
-        kept &= all([coverage(options.features, rho, options) for rho in (0.5, 0.9, 0.99)])
+        for rho in (0.5, 0.9, 0.99):
+            kept &= coverage(options.features, rho, options)
     if options.part != "sets":
         sizes = [("gaussian", 100, 10), ("gaussian", 150, 30), ("bernoulli", 200, 8), ("bernoulli", 200, 20)]
-        kept &= all([calibration(family, n, p, options) for family, n, p in sizes])
+        for family, n, p in sizes:
+            kept &= calibration(family, n, p, options)
     sys.exit(not kept)
 
 
