@@ -11,13 +11,13 @@ from sklearn.base import BaseEstimator
 from sklearn.feature_selection import SelectorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pyro_l0.diagnostics import to_arviz
+from pyro_l0.selection._inference_data import to_inference_data
 from pyro_l0.selection._parameters import check_parameters, seed_of
 from pyro_l0.selection._predictive import quantiles, rows_of
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
-from pyro_l0.selection.design import Design
+from pyro_l0.selection.design import Design, make_design
 from pyro_l0.selection.methods import find_posterior
-from pyro_l0.selection.posterior import Draws
+from pyro_l0.selection.posterior import Draws, SelectionPosterior
 from pyro_l0.selection.problem import Family
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ RandomState = int | np.random.RandomState | None
 
 # Joint draws that are kept: the probability of a credible set has a standard error of .005 then.
 _DRAWS = 2000
+# Those that are handed to arviz: log likelihoods take room for each of them and each observation.
+_FOR_ARVIZ = 1000
 
 
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
@@ -63,11 +65,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """
         check_parameters(type(self).__name__, self.get_params(deep=False))
         x, target = self._validated(X, y)
-        design = Design.of(x, target, **self._design_options())
-        posterior, self.method_ = find_posterior(
-            design.problem, self.method, draws=_DRAWS, seed=seed_of(self.random_state)
+        design = make_design(
+            x, target, self._family(), **self._priors(), standardize=self.standardize, fit_intercept=self.fit_intercept
         )
-        self._keep(design.raw(posterior))
+        seed = seed_of(self.random_state)
+        posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
+        self._keep(design, posterior, seed)
         self._data = x, target
         self.credible_sets_: list[CredibleSet] = credible_sets(
             open_gates(self.draws_.coefficients, x.shape[1]), self.pip_, x, names=self._names()
@@ -163,9 +166,30 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return pandas.DataFrame({"PIP": np.repeat(self.pip_, len(rows) // len(self.pip_)), **columns}, index=rows)
 
     def to_arviz(self) -> arviz.InferenceData:
-        """The fit as arviz's ``InferenceData``; see :func:`pyro_l0.diagnostics.to_arviz`."""
+        """The fit as arviz's ``InferenceData``, with the data that it was fitted to.
+
+        Its posterior has the gates ``z``, the coefficients ``coef``, the intercept, the scales and the rate, as
+        ``sample`` gives them; slabs of closed gates, which have no part in the model, are not drawn. There are log
+        likelihoods and replicated observations ``y``, in which classes are numbered in the order of ``classes_``, and
+        the inclusion probabilities ``P(z != 0)`` as constant data.
+        """
         check_is_fitted(self)
-        return to_arviz(self)
+        draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
+        sample = self.sample(len(draws.rate))
+        return to_inference_data(self._family(), draws, sample, self.pip_, *self._data, self._names())
+
+    def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
+        """Take a posterior of the problem over, in the units of the data."""
+        raw = design.posterior(found, seed)
+        self.pip_, self.draws_, self.log_evidence_ = raw.inclusion, raw.draws, raw.log_evidence
+        self.coef_, self.coef_sd_ = (self._as_coef(part.reshape(1, -1))[0] for part in (raw.mean, raw.sd))
+        # The problem's own intercept is zero where a flat one was integrated out: then the mean has no sampling error.
+        intercept = found.draws.intercept.mean(0) + design.offset - design.centre @ raw.mean
+        self.intercept_ = self._as_intercept(intercept[None])[0]
+        for name in ("slab_scale", "noise_scale", "rate"):
+            values, known = getattr(raw.draws, name), getattr(design.problem.prior, name)
+            if not np.isnan(values).any():
+                setattr(self, f"{name}_", known if isinstance(known, float) else float(values.mean()))
 
     @abstractmethod
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
@@ -189,9 +213,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         return pandas.Index(self._names(), name="feature")
 
-    def _design_options(self) -> dict[str, Any]:
-        names = ("rate", "expected_size", "slab_scale", "standardize", "fit_intercept")
-        return {"family": self._family(), **{name: getattr(self, name) for name in names}}
+    def _priors(self) -> dict[str, float | None]:
+        """What is known of the hyperparameters."""
+        return {"rate": self.rate, "expected_size": self.expected_size, "slab_scale": self.slab_scale}
 
     def _validated_features(self, x: ArrayLike) -> Array:
         """Features of new observations."""
@@ -200,6 +224,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return found
 
     def _get_support_mask(self) -> NDArray[np.bool_]:
+        check_is_fitted(self)
         mask = np.zeros(self.n_features_in_, dtype=bool)
         mask[self.select()] = True
         return mask

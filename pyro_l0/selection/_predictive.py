@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 
 from pyro_l0.selection.posterior import Draws
 
-__all__ = ["averages", "quantiles", "rows_of"]
+__all__ = ["averages", "linear_predictors", "quantiles", "rows_of"]
 
 Array = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ def averages(draws: Draws, x: Array, value: Callable[[Array], Array]) -> Array:
     Returns:
         Shape ``(m, ...)``.
     """
-    return np.concatenate([value(_linear_predictors(draws, x[rows])).mean(0) for rows in _blocks(draws, len(x))])
+    return np.concatenate([value(linear_predictors(draws, x[rows])).mean(0) for rows in _blocks(draws, len(x))])
 
 
 def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
@@ -63,8 +63,8 @@ def _blocks(draws: Draws, observations: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, observations, size))
 
 
-def _linear_predictors(draws: Draws, x: Array) -> Array:
-    """Shape ``(N, m, K)``."""
+def linear_predictors(draws: Draws, x: Array) -> Array:
+    """Linear predictors of every draw at features ``(m, p)``, shape ``(N, m, K)``."""
     outputs = draws.intercept.shape[1]
     by_output = (draws.coefficients[:, k::outputs] @ x.T for k in range(outputs))
     return np.stack(list(by_output), axis=2) + draws.intercept[:, None, :]

@@ -99,7 +99,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         Returns:
             Labels, shape ``(m,)``.
         """
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        likeliest = self.predict_proba(X).argmax(1)
+        return self.classes_[likeliest]
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, labels = validate_data(self, x, y, dtype=np.float64, ensure_min_samples=2)
@@ -108,7 +109,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         if len(self.classes_) < 2:
             raise ValueError(
                 "This solver needs samples of at least 2 classes in the data, but the data contains only one class: "
-                f"{self.classes_[0]!r}"
+                f"{self.classes_.tolist()[0]!r}"
             )
         return np.array(found), numbers.astype(np.float64)
 

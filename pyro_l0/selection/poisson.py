@@ -90,7 +90,7 @@ class SpikeSlabPoissonRegressor(RegressorMixin, OneOutput):  # type: ignore[misc
     def _checked_observations(self, y: Array) -> Array:
         if (y < 0).any():
             raise ValueError(
-                f"Some value(s) of y are out of the valid range of the Poisson distribution: the least is {y.min()!r}. "
+                f"Some value(s) of y are out of the valid range of the Poisson distribution: the least is {y.min():g}. "
                 "Counts are 0 or positive."
             )
         return y

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin
@@ -119,5 +117,5 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
     def _family(self) -> Family:
         return "gaussian"
 
-    def _design_options(self) -> dict[str, Any]:
-        return {**super()._design_options(), "noise_scale": self.noise_scale}
+    def _priors(self) -> dict[str, float | None]:
+        return {**super()._priors(), "noise_scale": self.noise_scale}
