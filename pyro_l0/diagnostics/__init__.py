@@ -1,4 +1,4 @@
-"""What training with gates does: bias and noise of their gradients."""
+"""What training with gates does, and posteriors as arviz takes them: gradients, InferenceData, pictures."""
 
 from pyro_l0.diagnostics.gradients import (
     GradientReport,
@@ -7,5 +7,6 @@ from pyro_l0.diagnostics.gradients import (
     pathwise_noise,
     plot_gradients,
 )
+from pyro_l0.diagnostics.inference_data import to_arviz
 
-__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients"]
+__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients", "to_arviz"]
