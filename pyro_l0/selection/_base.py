@@ -48,6 +48,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     n_features_in_: int
     pip_: Array
+    coef_: Array
+    coef_sd_: Array
     draws_: Draws
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803

@@ -71,15 +71,18 @@ def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) ->
         y: observations, shape ``(n,)``.
         noise: scale of Gaussian noise, shape ``(N,)``.
     """
-    if family == "categorical":
-        return log_softmax(predictors, axis=-1)[:, np.arange(len(y)), y.astype(int)]
     eta = predictors[..., 0]
-    if family == "gaussian":
+    found: Array
+    if family == "categorical":
+        found = log_softmax(predictors, axis=-1)[:, np.arange(len(y)), y.astype(int)]
+    elif family == "gaussian":
         scale = noise[:, None]
-        return -0.5 * ((y - eta) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
-    if family == "bernoulli":
-        return log_expit(np.where(y > 0, eta, -eta))
-    return y * eta - np.exp(eta) - gammaln(y + 1)
+        found = -0.5 * ((y - eta) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
+    elif family == "bernoulli":
+        found = log_expit(np.where(y > 0, eta, -eta))
+    else:
+        found = y * eta - np.exp(eta) - gammaln(y + 1)
+    return found
 
 
 def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.Generator) -> Array:
@@ -91,12 +94,14 @@ def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.G
         noise: scale of Gaussian noise, shape ``(N,)``.
         rng: of the random numbers.
     """
+    eta = predictors[..., 0]
     if family == "categorical":
         # The largest of the predictors with Gumbel noise has the probabilities of the softmax.
-        return np.argmax(predictors + rng.gumbel(size=predictors.shape), axis=-1).astype(np.float64)
-    eta = predictors[..., 0]
-    if family == "gaussian":
-        return eta + noise[:, None] * rng.standard_normal(eta.shape)
-    if family == "bernoulli":
-        return (rng.random(eta.shape) < expit(eta)).astype(np.float64)
-    return rng.poisson(np.exp(eta)).astype(np.float64)
+        found = np.argmax(predictors + rng.gumbel(size=predictors.shape), axis=-1)
+    elif family == "gaussian":
+        found = eta + noise[:, None] * rng.standard_normal(eta.shape)
+    elif family == "bernoulli":
+        found = rng.random(eta.shape) < expit(eta)
+    else:
+        found = rng.poisson(np.exp(eta))
+    return np.asarray(found, dtype=np.float64)

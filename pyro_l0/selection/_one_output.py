@@ -16,11 +16,7 @@ class OneOutput(SpikeSlabEstimator):
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, target = validate_data(self, x, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
-        return np.array(found), self._checked_observations(np.array(target, dtype=np.float64))
-
-    def _checked_observations(self, y: Array) -> Array:
-        """The observations, or a refusal of what the family does not have."""
-        return y
+        return np.array(found), np.array(target, dtype=np.float64)
 
     def _as_coef(self, values: Array) -> Array:
         return values

@@ -100,7 +100,8 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
             Labels, shape ``(m,)``.
         """
         likeliest = self.predict_proba(X).argmax(1)
-        return self.classes_[likeliest]
+        labels: NDArray[np.generic] = self.classes_[likeliest]
+        return labels
 
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         found, labels = validate_data(self, x, y, dtype=np.float64, ensure_min_samples=2)

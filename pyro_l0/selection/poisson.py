@@ -87,14 +87,6 @@ class SpikeSlabPoissonRegressor(RegressorMixin, OneOutput):  # type: ignore[misc
     def _family(self) -> Family:
         return "poisson"
 
-    def _checked_observations(self, y: Array) -> Array:
-        if (y < 0).any():
-            raise ValueError(
-                f"Some value(s) of y are out of the valid range of the Poisson distribution: the least is {y.min():g}. "
-                "Counts are 0 or positive."
-            )
-        return y
-
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.target_tags.positive_only = True

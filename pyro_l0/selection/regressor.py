@@ -108,7 +108,7 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
             The means, shape ``(m,)``, and the standard deviations in the same shape if they are asked for.
         """
         x = self._validated_features(X)
-        mean = x @ self.coef_ + self.intercept_
+        mean: Array = x @ self.coef_ + self.intercept_
         if not return_std:
             return mean
         variance = averages(self.draws_, x, lambda predictor: (predictor[..., 0] - predictor[..., 0].mean(0)) ** 2)
