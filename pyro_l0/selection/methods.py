@@ -7,6 +7,7 @@ from typing import Protocol
 from pyro_l0.selection.enumeration import enumerate_posterior
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Problem
+from pyro_l0.selection.sampling import tempered_posterior
 
 __all__ = ["METHODS", "find_posterior"]
 
@@ -19,7 +20,7 @@ class _Method(Protocol):
     def __call__(self, problem: Problem, *, draws: int, seed: int) -> SelectionPosterior: ...
 
 
-METHODS: dict[str, _Method] = {"enumerate": enumerate_posterior}
+METHODS: dict[str, _Method] = {"enumerate": enumerate_posterior, "tempered": tempered_posterior}
 
 
 def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> tuple[SelectionPosterior, str]:
