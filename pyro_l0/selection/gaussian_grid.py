@@ -94,13 +94,10 @@ class GridAxes:
         return GridAxes(prior, ratio, Axis(low, low if derived else high, 2.0 * n))
 
     @property
-    def known(self) -> bool:
-        """Whether there is one node alone."""
-        return self.ratio.known and self.noise.known
-
-    @property
     def size(self) -> float:
-        """Product of the lengths of the axes that are unknown."""
+        """Product of the lengths of the axes that are unknown; 0 if none is."""
+        if self.ratio.known and self.noise.known:
+            return 0.0
         return (self.ratio.length or 1.0) * (self.noise.length or 1.0)
 
     @property

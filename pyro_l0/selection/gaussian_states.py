@@ -22,10 +22,10 @@ from torch import Tensor
 
 from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
 from pyro_l0.selection.gaussian_grid import GaussianGrid, GridAxes
+from pyro_l0.selection.laying import Laid, integrated, lay
 from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Problem
 from pyro_l0.selection.states import (
-    LIGHT,
     Group,
     checked_gates,
     draw_rate,
@@ -39,7 +39,6 @@ __all__ = ["GaussianStates"]
 
 _ENTRIES = 2**19  # numbers in the largest array of a step: 4 MB
 _DENSE = 1000  # features up to which X'X is formed at once
-_ROUNDS = 8  # in which the grid is laid, at most
 _FINER = 2  # the grid of draws, compared with the grid of integrals
 _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
 
@@ -74,12 +73,13 @@ class GaussianStates:
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.selection.states.States`."""
-        return self._laid(checked_gates(z, self._p))[0]
+        z = checked_gates(z, self._p)
+        return integrated(self._laid(z), gate_prior(self.problem.prior).log_prob(z), self._parts)
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.states.States`."""
         z = checked_gates(z, self._p)
-        grid = self._laid(z)[1].fine()
+        grid = self._laid(z).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
         for group in groups_of(z):
             k = group.open.shape[1]
@@ -94,7 +94,7 @@ class GaussianStates:
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """See :class:`~pyro_l0.selection.states.States`."""
         distinct, state = checked_gates(z, self._p).unique(dim=0, return_inverse=True)
-        grid = self._laid(distinct)[1].fine(_FINER)
+        grid = self._laid(distinct).axes.fine(_FINER)
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
         parts = []
         for group in groups_of(distinct):
@@ -113,25 +113,19 @@ class GaussianStates:
             draw_rate(self.problem.prior, z.sum(1), self._p, generator),
         )
 
-    def _laid(self, z: Tensor) -> tuple[Tensor, GridAxes]:
-        """log p(y, z), and the axes of a grid that is laid where these states have their posterior."""
-        kept = [self._eigenvalues(group) for group in groups_of(z)]
+    def _laid(self, z: Tensor) -> Laid[GaussianGrid, _Eigenvalues]:
+        """Lay a grid where these states have their posterior."""
+        groups = [self._eigenvalues(group) for group in groups_of(z)]
         log_gates = gate_prior(self.problem.prior).log_prob(z)
         axes = GridAxes.start(
-            self.problem.prior, self._n, int(z.sum(1).max()), self._square_y, lambda x: self._least_residual(kept, x)
+            self.problem.prior, self._n, int(z.sum(1).max()), self._square_y, lambda x: self._least_residual(groups, x)
         )
-        log_marginal = torch.full_like(log_gates, -math.inf)
-        for _ in range(_ROUNDS):
-            if axes.known:
-                break
-            nodes = self._weigh(kept, axes.coarse(), log_gates, log_marginal)
-            bound = log_marginal.max() - LIGHT - axes.deficit
-            kept = [group.where(log_marginal[group.rows] > bound) for group in kept]
-            before, axes = axes, axes.zoomed(nodes)
-            if axes.size > 0.7 * before.size:
-                break
-        self._weigh(kept, axes.fine(), log_gates, log_marginal)
-        return log_marginal, axes
+        return lay(axes, groups, log_gates, self._parts)
+
+    def _parts(self, group: _Eigenvalues, grid: GaussianGrid) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of some of a group's states and their log p(y, node | z)."""
+        for part in group.split(max(1, _ENTRIES // grid.log_prior.numel())):
+            yield part.rows, self._log_joint(part.values, part.squares, grid)
 
     def _eigenvalues(self, group: Group) -> _Eigenvalues:
         """Of all states of a group, without the vectors: these take k times as much room."""
@@ -150,20 +144,6 @@ class GaussianStates:
         ratio = torch.tensor([log_ratio], dtype=torch.float64)
         most = max(float(_sums(group.values, group.squares, ratio)[0].max()) for group in groups)
         return self._square_y - most
-
-    def _weigh(self, groups: list[_Eigenvalues], grid: GaussianGrid, log_gates: Tensor, log_marginal: Tensor) -> Tensor:
-        """Fill in the log marginals of the groups' states, and give the log weights of the nodes."""
-        nodes = torch.full_like(grid.log_prior, -math.inf)
-        for group in groups:
-            for part in group.split(max(1, _ENTRIES // grid.log_prior.numel())):
-                log_joint = self._log_joint(part.values, part.squares, grid).flatten(1)
-                most = log_joint.amax(1)
-                joint = log_joint.sub_(most[:, None]).exp_()
-                most = most + log_gates[part.rows]
-                log_marginal[part.rows] = most + joint.sum(1).log()
-                added = ((most - most.max()).exp() @ joint).log() + most.max()
-                nodes = torch.logaddexp(nodes, added.view_as(nodes))
-        return nodes
 
     def _probs(self, spectrum: _Spectrum, grid: GaussianGrid) -> Tensor:
         """Probabilities of the nodes given each state, shape ``(s, R, M)``."""

@@ -18,8 +18,6 @@ from pyro_l0.selection.problem import Prior
 
 __all__ = ["States", "gate_prior"]
 
-LIGHT = 32.0  # nats below the heaviest state, beyond which a state has no part in the grid
-
 
 class States(Protocol):
     """Gate vectors of a regression with everything else integrated out.
@@ -66,9 +64,15 @@ class Group(NamedTuple):
     rows: Tensor
     open: Tensor
 
+    def where(self, kept: Tensor) -> Group:
+        """Some of the states."""
+        return Group(self.rows[kept], self.open[kept])
+
     def split(self, size: int) -> Iterator[Group]:
         """Groups of at most so many states."""
-        return (Group(*parts) for parts in zip(self.rows.split(size), self.open.split(size), strict=True))
+        return (
+            Group(*parts) for parts in zip(self.rows.split(size), self.open.split(size), strict=True) if len(parts[0])
+        )
 
 
 def groups_of(z: Tensor) -> list[Group]:
