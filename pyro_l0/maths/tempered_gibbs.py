@@ -53,7 +53,7 @@ class GibbsRun:
 
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Each state once, bool of shape ``(M, G)``, with its weight; the heaviest first."""
-        first, group = self._groups()
+        first, group = distinct_rows(self.states)
         weights = self.weights.new_zeros(len(first)).index_add(0, group, self.weights)
         order = weights.argsort(descending=True)
         return self.states[first[order]], weights[order]
@@ -65,7 +65,7 @@ class GibbsRun:
             log_ratio: of that distribution and the one of the run, up to a constant: of distinct states, bool of shape
                 ``(M, G)``, to shape ``(M,)``.
         """
-        first, group = self._groups()
+        first, group = distinct_rows(self.states)
         weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group].to(self.weights), 0)
         # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
         change = self._averages(weights) - self._averages(self.weights)
@@ -87,13 +87,17 @@ class GibbsRun:
         by_chain = by_chain / by_chain.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         return by_chain @ self.states.to(weights)
 
-    def _groups(self) -> tuple[Tensor, Tensor]:
-        """Where each distinct state is first seen, and which of these every state is."""
-        # As bytes, eight gates each: rows of many bools take seconds to sort.
-        packed = np.packbits(self.states.cpu().numpy(), axis=1)
-        _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
-        device = self.weights.device
-        return torch.from_numpy(first).to(device), torch.from_numpy(group.reshape(-1)).to(device)
+
+def distinct_rows(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each distinct row of gates is first seen, and which of these every row is.
+
+    Args:
+        states: gates, bool, shape ``(N, G)``.
+    """
+    # As bytes, eight gates each: rows of many bools take seconds to sort.
+    packed = np.packbits(states.cpu().numpy(), axis=1)
+    _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+    return torch.from_numpy(first).to(states.device), torch.from_numpy(group.reshape(-1)).to(states.device)
 
 
 @torch.no_grad()

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from pyro_l0.selection.states import States
 
 __all__ = ["bridged_evidence"]
 
 _ROUNDS = 100
 
 
-def bridged_evidence(states: States, drawn: Tensor, logits: Tensor, generator: torch.Generator) -> float:
+def bridged_evidence(
+    log_marginal: Callable[[Tensor], Tensor], drawn: Tensor, logits: Tensor, generator: torch.Generator
+) -> float:
     """log p(y) from draws of the gates and where each would go next.
 
     The bridge (Meng and Wong 1996, eq. 4.1) leads to a distribution that is known and close: a mixture with a part for
     each draw, in which every gate is independently what it would be given the others of that draw.
 
     Args:
-        states: gate vectors and their log p(y, z).
+        log_marginal: log p(y, z) of gates, bool, shape ``(S, p)`` to ``(S,)``.
         drawn: from the posterior, bool, shape ``(N, p)``; those of the mixture have to be others.
         logits: log odds of each gate given the others in M draws, shape ``(M, p)``.
         generator: of the random numbers.
@@ -31,7 +32,7 @@ def bridged_evidence(states: States, drawn: Tensor, logits: Tensor, generator: t
     proposed = torch.rand(drawn.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])
     both = torch.cat([drawn, proposed])
     # log p(y, z) / q(z), of draws and of proposals.
-    log_ratio = states.log_marginal(both) - _log_mixture(both, logits)
+    log_ratio = log_marginal(both) - _log_mixture(both, logits)
     from_posterior, from_mixture = log_ratio.split(len(drawn))
     log_evidence = float(from_mixture.logsumexp(0)) - math.log(len(drawn))
     for _ in range(_ROUNDS):

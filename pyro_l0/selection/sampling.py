@@ -11,8 +11,9 @@ from torch import Tensor
 from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun
+from pyro_l0.selection.enumeration import states_of
+from pyro_l0.selection.expanded_sampling import expanded_posterior
 from pyro_l0.selection.gaussian_grid import smallest_noise
-from pyro_l0.selection.gaussian_states import GaussianStates
 from pyro_l0.selection.hyper_axis import log_half_cauchy, log_half_normal
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
@@ -37,7 +38,8 @@ def tempered_posterior(
     the gates. Inclusion probabilities and moments are averages of what each gate and its slab are given the others.
 
     Args:
-        problem: a Gaussian regression.
+        problem: a regression of any family; for those that are not Gaussian see
+            :func:`~pyro_l0.selection.expanded_sampling.expanded_posterior`.
         draws: how many joint draws.
         seed: of all random numbers.
         effort: how long the chains run; by default what suits the number of features.
@@ -45,7 +47,9 @@ def tempered_posterior(
     generator = torch.Generator().manual_seed(seed)
     features = problem.x.shape[1]
     effort = effort or Effort.of(features)
-    states = GaussianStates(problem)
+    states = states_of(problem)
+    if problem.family != "gaussian":
+        return expanded_posterior(problem, states, effort, draws, generator)
     walk = _walk(problem, effort)
     run = sampled_walk(walk, features, effort.flips, generator)
     mean, square = _moments(walk, run, generator)
@@ -53,7 +57,7 @@ def tempered_posterior(
         run.active_probs.numpy(),
         mean[:, None].numpy(),
         (square - mean.square()).clamp(min=0).sqrt()[:, None].numpy(),
-        chain_evidence(states, walk, run, generator),
+        chain_evidence(states.log_marginal, walk, run, generator),
         states.draws(run.states[resampled(run.weights, draws, generator)], generator),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun, sampled_target
 from pyro_l0.selection.bridge import bridged_evidence
-from pyro_l0.selection.states import States
 
 __all__ = ["Effort", "chain_evidence", "resampled", "sampled_walk"]
 
@@ -37,7 +37,7 @@ class Effort(NamedTuple):
     def of(p: int) -> Effort:
         """For so many features: a flip of a chain takes time in proportion, beyond some hundred."""
         if p <= 50:
-            return Effort(64, 800, 2)
+            return Effort(64, 600, 2)
         return Effort(24, 1000, 2) if p <= 2000 else Effort(12, 1000, 3)
 
 
@@ -59,11 +59,13 @@ def resampled(weights: Tensor, number: int, generator: torch.Generator) -> Tenso
     return found[torch.randperm(number, generator=generator)]
 
 
-def chain_evidence(states: States, walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> float:
+def chain_evidence(
+    log_marginal: Callable[[Tensor], Tensor], walk: ScaleWalk, run: GibbsRun, generator: torch.Generator
+) -> float:
     """log p(y), by a bridge from where one half of the chains would go next to where the other half has been.
 
     Args:
-        states: gate vectors and their log p(y, z).
+        log_marginal: log p(y, z) of gates, bool, shape ``(S, p)`` to ``(S,)``.
         walk: what was sampled.
         run: of two chains at least.
         generator: of the random numbers.
@@ -77,4 +79,4 @@ def chain_evidence(states: States, walk: ScaleWalk, run: GibbsRun, generator: to
             for z in [run.states[part].double()]
         ]
     )
-    return bridged_evidence(states, run.states[drawn], logits, generator)
+    return bridged_evidence(log_marginal, run.states[drawn], logits, generator)
