@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.gaussian_states import GaussianStates
+from pyro_l0.selection.laplace_states import LaplaceStates
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Family, Problem
 from pyro_l0.selection.states import States
@@ -112,9 +113,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
 
 def states_of(problem: Problem) -> States:
     """The gate vectors of a problem, by its family."""
-    if problem.family != "gaussian":
-        raise NotImplementedError(f"No enumeration of the family {problem.family!r} yet.")
-    return GaussianStates(problem)
+    return GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
 
 
 def _all_gates(p: int) -> Tensor:

@@ -16,7 +16,6 @@ from pyro_l0.selection.problem import Prior
 __all__ = ["GaussianGrid", "GridAxes", "smallest_noise"]
 
 _SMALLEST_NOISE = 1e-5
-_NODES = 24  # of an axis, while it is laid
 
 
 class GaussianGrid(NamedTuple):
@@ -95,19 +94,22 @@ class GridAxes:
 
     @property
     def size(self) -> float:
-        """Product of the lengths of the axes that are unknown; 0 if none is."""
-        if self.ratio.known and self.noise.known:
-            return 0.0
+        """Product of the lengths of the axes that are unknown."""
         return (self.ratio.length or 1.0) * (self.noise.length or 1.0)
+
+    @property
+    def settled(self) -> bool:
+        """See :meth:`Axis.settled`."""
+        return self.ratio.settled and self.noise.settled
 
     @property
     def deficit(self) -> float:
         """See :meth:`Axis.deficit`, of the coarse grid."""
-        return self.ratio.deficit(_NODES) + self.noise.deficit(_NODES)
+        return self.ratio.deficit() + self.noise.deficit()
 
     def coarse(self) -> GaussianGrid:
         """The grid of :meth:`zoomed`."""
-        return self._grid(self.ratio.nodes(_NODES), self.noise.nodes(_NODES))
+        return self._grid(self.ratio.coarse_nodes(), self.noise.coarse_nodes())
 
     def fine(self, times: int = 1) -> GaussianGrid:
         """The grid that integrals are taken on, or one with so many times as many nodes on each axis."""

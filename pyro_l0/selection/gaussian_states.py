@@ -101,7 +101,7 @@ class GaussianStates:
             k = group.open.shape[1]
             for part in group.split(max(1, _ENTRIES // (grid.log_noise.numel() + k * k))):
                 spectrum = self._spectrum(part.open)
-                rows, place = draws_of(part, state)
+                rows, place = draws_of(part.rows, state)
                 log_ratio[rows], log_noise[rows] = grid.draw(self._probs(spectrum, grid), place, generator)
                 beta = spectrum.at(place).draw(log_ratio[rows], log_noise[rows], generator)
                 parts.append((Group(rows, part.open[place]), beta[:, :, None]))

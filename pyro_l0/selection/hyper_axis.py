@@ -12,7 +12,7 @@ __all__ = ["NEGLIGIBLE", "Axis", "log_half_cauchy", "log_half_normal"]
 
 # Log of the weight, relative to the largest, below which a part of an axis is left out: 2e-9.
 NEGLIGIBLE = 20.0
-_MOST = 128
+_COARSE, _MOST = 24, 128  # nodes
 
 
 class Axis(NamedTuple):
@@ -43,15 +43,28 @@ class Axis(NamedTuple):
         A normal density needs steps of one standard deviation. The densities of logarithms of scales fall off like
         e^t or exp(-e^2t / 2), which need steps of .3.
         """
-        step = min(0.3, 1 / math.sqrt(self.curvature))
-        return self.nodes(times * min(max(math.ceil((self.high - self.low) / step) + 1, 3), _MOST))
+        return self.nodes(times * self._fine)
 
-    def deficit(self, size: int) -> float:
-        """By how much a log posterior may be higher between that many nodes than at the better one of its neighbours.
+    @property
+    def _fine(self) -> int:
+        step = min(0.3, 1 / math.sqrt(self.curvature))
+        return min(max(math.ceil(self.length / step) + 1, 3), _MOST)
+
+    @property
+    def settled(self) -> bool:
+        """Whether integrals need no more nodes than there are coarse ones."""
+        return self.known or self._fine <= _COARSE
+
+    def coarse_nodes(self) -> Tensor:
+        """Few nodes, for the rounds in which a grid is laid."""
+        return self.nodes(_COARSE)
+
+    def deficit(self) -> float:
+        """By how much a log posterior may be higher between coarse nodes than at the better one of its neighbours.
 
         The worst is c (e^-2t - 1 + 2 t) / 4 at half a step t below the maximum, for a curvature c.
         """
-        step = 0.0 if self.known else (self.high - self.low) / (size - 1)
+        step = 0.0 if self.known else self.length / (_COARSE - 1)
         return self.curvature / 4 * (math.expm1(step) - step)
 
     def zoomed(self, log_weights: Tensor, deficit: float) -> Axis:
@@ -63,7 +76,7 @@ class Axis(NamedTuple):
         """
         if self.known:
             return self
-        step = (self.high - self.low) / (len(log_weights) - 1)
+        step = self.length / (len(log_weights) - 1)
         kept = torch.nonzero(log_weights > log_weights.max() - NEGLIGIBLE - deficit)[:, 0]
         low, high = self.low + step * (int(kept[0]) - 1), self.low + step * (int(kept[-1]) + 1)
         return self._replace(low=max(low, self.low), high=min(high, self.high))

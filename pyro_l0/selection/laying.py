@@ -43,7 +43,12 @@ class Axes(Protocol[GridT_co]):
 
     @property
     def size(self) -> float:
-        """Product of the lengths of the ranges; 0 where every scale is known."""
+        """Product of the lengths of the ranges that are not of length 0."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether the ranges are short enough, or every scale is known."""
         ...
 
     @property
@@ -92,7 +97,7 @@ def lay(
     """
     log_marginal = torch.full_like(log_gates, -math.inf)
     for _ in range(_ROUNDS):
-        if not axes.size:
+        if axes.settled:
             break
         weights = _weigh(groups, axes.coarse(), log_gates, log_joint, log_marginal)
         bound = log_marginal.max() - _LIGHT - axes.deficit

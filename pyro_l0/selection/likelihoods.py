@@ -24,6 +24,15 @@ class Likelihood(Protocol):
         """The slope, shape ``(s, n, K)``, and minus the second derivatives, shape ``(s, n, K, K)``."""
         ...
 
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """Derivatives by eta of the trace of (minus the second derivatives) times covariance, shape ``(s, n, K)``.
+
+        Args:
+            eta: linear predictors, shape ``(s, n, K)``.
+            covariance: of the linear predictors of each observation, shape ``(s, n, K, K)``.
+        """
+        ...
+
 
 class BernoulliLikelihood:
     """Logits eta of observations 0 and 1, shape ``(n,)``."""
@@ -39,6 +48,11 @@ class BernoulliLikelihood:
         """See :class:`Likelihood`."""
         prob = torch.sigmoid(eta)
         return self._y - prob, (prob * torch.sigmoid(-eta))[..., None]
+
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        prob = torch.sigmoid(eta)
+        return prob * (1 - prob) * (1 - 2 * prob) * covariance[..., 0]
 
 
 class CategoricalLikelihood:
@@ -56,6 +70,12 @@ class CategoricalLikelihood:
         prob = eta.softmax(2)
         return self._hot - prob, torch.diag_embed(prob) - prob[..., :, None] * prob[..., None, :]
 
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        prob = eta.softmax(2)
+        by_prob = covariance.diagonal(dim1=2, dim2=3) - 2 * (covariance @ prob[..., None])[..., 0]
+        return prob * (by_prob - (prob * by_prob).sum(2, keepdim=True))
+
 
 class PoissonLikelihood:
     """Logs eta of the means of counts, shape ``(n,)``."""
@@ -72,6 +92,10 @@ class PoissonLikelihood:
         """See :class:`Likelihood`."""
         mean = eta.exp()
         return self._y - mean, mean[..., None]
+
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return eta.exp() * covariance[..., 0]
 
 
 def likelihood_of(problem: Problem) -> Likelihood:

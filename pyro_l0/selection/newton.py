@@ -22,24 +22,44 @@ class Mode(NamedTuple):
     """Laplace's approximation of s gate vectors with m coefficients for each of K outputs.
 
     Attributes:
+        likelihood: of the observations.
+        columns: features, shape ``(s, m, n)``.
         coefficients: at the mode, shape ``(s, m, K)``.
         root: Cholesky factor of the precision there, shape ``(s, m K, m K)``.
         log_evidence: log of the integral of likelihood times prior, shape ``(s,)``.
     """
 
+    likelihood: Likelihood
+    columns: Tensor
     coefficients: Tensor
     root: Tensor
     log_evidence: Tensor
 
     def variances(self) -> Tensor:
         """Of the coefficients, shape ``(s, m, K)``."""
-        return torch.cholesky_inverse(self.root).diagonal(dim1=1, dim2=2).reshape(self.coefficients.shape)
+        return self._covariance().diagonal(dim1=1, dim2=2).reshape(self.coefficients.shape)
+
+    def means(self) -> Tensor:
+        """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2."""
+        s, m, outputs = self.coefficients.shape
+        covariance = self._covariance()
+        by_output = covariance.view(s, m, outputs, m, outputs).movedim((2, 4), (1, 2))
+        rows = self.columns.mT[:, None, None]
+        of_predictors = ((rows @ by_output) * rows).sum(4).movedim(3, 1)
+        slope = self.columns @ self.likelihood.trace_slope(self.columns.mT @ self.coefficients, of_predictors)
+        shift: Tensor = (covariance @ slope.flatten(1)[:, :, None]).reshape(s, m, outputs)
+        return self.coefficients - 0.5 * shift
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """A draw of the coefficients of each gate vector, shape ``(s, m, K)``."""
+        """A normal draw around the mean of each gate vector, shape ``(s, m, K)``."""
         noise = torch.randn(self.root.shape[:2], generator=generator, dtype=torch.float64)[:, :, None]
         spread = torch.linalg.solve_triangular(self.root.mT, noise, upper=True)
-        return self.coefficients + spread.reshape(self.coefficients.shape)
+        drawn: Tensor = self.means() + spread.reshape(self.coefficients.shape)
+        return drawn
+
+    def _covariance(self) -> Tensor:
+        covariance: Tensor = torch.cholesky_inverse(self.root)
+        return covariance
 
 
 def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start: Tensor) -> Mode:
@@ -71,7 +91,7 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
         )
     log_det = root.diagonal(dim1=1, dim2=2).log().sum(1)
     half_prior = 0.5 * x.shape[2] * precision.log().sum(1)
-    return Mode(x + step, root, value + 0.5 * gain + half_prior - log_det)
+    return Mode(likelihood, columns, x + step, root, value + 0.5 * gain + half_prior - log_det)
 
 
 class _Objective(NamedTuple):

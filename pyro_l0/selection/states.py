@@ -89,17 +89,17 @@ def groups_of(z: Tensor) -> list[Group]:
     return found
 
 
-def draws_of(part: Group, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Which draws have one of a part's states, and which of these each has.
+def draws_of(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Which draws have one of some states, and which of these each has.
 
     Args:
-        part: some of the states.
+        rows: the states.
         state: of each draw, shape ``(N,)``.
     """
     place = torch.full((int(state.max()) + 1,), -1)
-    place[part.rows] = torch.arange(len(part.rows))
-    rows = torch.nonzero(place[state] >= 0)[:, 0]
-    return rows, place[state[rows]]
+    place[rows] = torch.arange(len(rows))
+    drawn = torch.nonzero(place[state] >= 0)[:, 0]
+    return drawn, place[state[drawn]]
 
 
 def checked_gates(z: Tensor, p: int) -> Tensor:
