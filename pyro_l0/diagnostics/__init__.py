@@ -8,5 +8,16 @@ from pyro_l0.diagnostics.gradients import (
     plot_gradients,
 )
 from pyro_l0.diagnostics.inference_data import to_arviz
+from pyro_l0.diagnostics.pictures import plot_calibration, plot_credible_sets, plot_inclusion
 
-__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients", "to_arviz"]
+__all__ = [
+    "GradientReport",
+    "exact_gradient",
+    "measure_gradient",
+    "pathwise_noise",
+    "plot_calibration",
+    "plot_credible_sets",
+    "plot_gradients",
+    "plot_inclusion",
+    "to_arviz",
+]

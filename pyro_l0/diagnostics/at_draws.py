@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -147,7 +148,12 @@ def _check_values(sites: Mapping[str, Site], values: Mapping[str, Tensor]) -> No
 def _at_each(function: Callable[[dict[str, Tensor]], _Found], rows: dict[str, Tensor]) -> _Found:
     """What a function that can be run says of each row, stacked."""
     try:
-        with pyro.validation_enabled(False):  # checks of values branch on what is mapped
+        # Checks of values branch on what is mapped. What torch warns of there takes longer, but is right.
+        with pyro.validation_enabled(False), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)  # Gamma
+            warnings.filterwarnings(
+                "ignore", "An output with one or more elements was resized", UserWarning
+            )  # Binomial
             mapped: _Found = torch.vmap(function, randomness="different", chunk_size=_AT_ONCE)(rows)
         return mapped
     except RuntimeError:  # it can't be mapped: it branches on values, or draws from what torch.vmap does not know
