@@ -1,0 +1,111 @@
+"""Variable selection beside abess and sparsevb on six published designs: python tests/bench/bench_selection.py
+
+Features are independent standard normal, and the first of them have effects. A design is n, p, the effects and the
+deviation of the noise, which is estimated. Ours selects at a Bayesian false discovery rate of 5 %: the largest set
+whose mean of 1 - PIP is at most .05. abess chooses its support size by EBIC. Every line: means over the seeds of F1 and
+of the share of the selected that is false, and seconds of one fit on one core. --seeds N takes so many seeds (100),
+--first those from that on, --quick ten seeds of the first design.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyro_l0.selection.design import make_design
+from pyro_l0.selection.sampling import tempered_posterior
+
+LEVEL = 0.05
+Array = NDArray[np.float64]
+Method = Callable[[Array, Array, int], NDArray[np.intp]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A design: observations, features, the effects of the first features, and the deviation of the noise."""
+
+    name: str
+    n: int = 100
+    p: int = 200
+    effects: tuple[float, ...] = (3.0, -2.0, 1.5, -1.0, 0.5)
+    noise: float = 1.0
+
+    def drawn(self, seed: int) -> tuple[Array, Array]:
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=(self.n, self.p))
+        return x, x[:, : len(self.effects)] @ np.array(self.effects) + self.noise * rng.normal(size=self.n)
+
+    def scores(self, chosen: NDArray[np.intp]) -> tuple[float, float]:
+        """F1 and the share of the chosen that is false."""
+        right = int((chosen < len(self.effects)).sum())
+        f1 = 2 * right / (len(chosen) + len(self.effects))
+        return f1, (len(chosen) - right) / max(len(chosen), 1)
+
+
+DESIGNS = (
+    Published("base"),
+    Published("n = 200", n=200),
+    Published("p = 500", p=500),
+    Published("ten effects", effects=tuple(np.linspace(3.0, 0.3, 10))),
+    Published("sigma = 2", noise=2.0),
+    Published("weak", effects=(1.0, -0.8, 0.6, -0.4, 0.2)),
+)
+
+
+def at_false_discovery_rate(inclusion: Array, level: float = LEVEL) -> NDArray[np.intp]:
+    """The largest set of features whose mean of 1 - PIP is at most the level."""
+    order = np.argsort(-inclusion)
+    false = np.cumsum(1 - inclusion[order]) / np.arange(1, len(order) + 1)
+    return order[: int((false <= level).sum())]
+
+
+def ours(x: Array, y: Array, seed: int) -> NDArray[np.intp]:
+    return at_false_discovery_rate(tempered_posterior(make_design(x, y).problem, draws=1000, seed=seed).inclusion)
+
+
+def abess(x: Array, y: Array, seed: int) -> NDArray[np.intp]:
+    from abess.linear import LinearRegression
+
+    return np.flatnonzero(LinearRegression(ic_type="ebic").fit(x, y).coef_)
+
+
+def sparsevb(x: Array, y: Array, seed: int) -> NDArray[np.intp]:
+    from sparsevb import fit_linear
+
+    return at_false_discovery_rate(np.asarray(fit_linear(x, y)["gamma"]))
+
+
+METHODS: dict[str, Method] = {"ours": ours, "abess": abess, "sparsevb": sparsevb}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    designs, seeds = (DESIGNS[:1], 10) if options.quick else (DESIGNS, options.seeds)
+    built = [name for name in METHODS if name == "ours" or importlib.util.find_spec(name)]
+    for name in METHODS.keys() - set(built):
+        print(f"{name}: not built")
+    for design in designs:
+        rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in built}
+        for seed in range(options.first, options.first + seeds):
+            x, y = design.drawn(seed)
+            for name in built:
+                start = time.process_time()
+                chosen = METHODS[name](x, y, seed)
+                rows[name].append((*design.scores(chosen), time.process_time() - start))
+        for name, found in rows.items():
+            f1, false, seconds = np.mean(found, axis=0)
+            print(f"{design.name:12} {name:9} F1 {f1:.3f}  FDR {false:.3f}  {seconds:.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
