@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.utils import check_random_state
 
+from pyro_l0.selection.methods import METHODS
+
 __all__ = ["check_parameters", "seed_of"]
 
 
@@ -40,7 +42,7 @@ def _is_seed(value: object) -> bool:
     return value is None or is_integer or isinstance(value, np.random.RandomState)
 
 
-METHODS = ("auto", "enumerate", "autoregressive", "mean_field", "tempered")
+_METHODS = ("auto", *METHODS)
 
 _RULES = {
     "rate": _Rule(_share, "a float in the range (0, 1) or None"),
@@ -49,7 +51,7 @@ _RULES = {
     "noise_scale": _Rule(_positive, "a float in the range (0, inf) or None"),
     "standardize": _Rule(_is_flag, "an instance of 'bool'"),
     "fit_intercept": _Rule(_is_flag, "an instance of 'bool'"),
-    "method": _Rule(lambda value: isinstance(value, str) and value in METHODS, f"a str among {set(METHODS)}"),
+    "method": _Rule(lambda value: isinstance(value, str) and value in _METHODS, f"a str among {set(_METHODS)}"),
     "random_state": _Rule(_is_seed, "an int in the range [0, 2**32 - 1], an instance of 'RandomState' or None"),
 }
 

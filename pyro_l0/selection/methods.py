@@ -8,19 +8,24 @@ from pyro_l0.selection.enumeration import enumerate_posterior
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Problem
 from pyro_l0.selection.sampling import tempered_posterior
+from pyro_l0.selection.variational import autoregressive_posterior
 
 __all__ = ["METHODS", "find_posterior"]
 
 # Features up to which all subsets are summed over, which takes a second or less; other families need a Newton iteration
 # for each subset.
-_FEW_GAUSSIAN, _FEW = 15, 10
+_FEW_GAUSSIAN, _FEW = 15, 8
 
 
 class _Method(Protocol):
     def __call__(self, problem: Problem, *, draws: int, seed: int) -> SelectionPosterior: ...
 
 
-METHODS: dict[str, _Method] = {"enumerate": enumerate_posterior, "tempered": tempered_posterior}
+METHODS: dict[str, _Method] = {
+    "enumerate": enumerate_posterior,
+    "autoregressive": autoregressive_posterior,
+    "tempered": tempered_posterior,
+}
 
 
 def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> tuple[SelectionPosterior, str]:
