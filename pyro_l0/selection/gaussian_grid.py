@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.selection.hyper_axis import NEGLIGIBLE, Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
+from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
 from pyro_l0.selection.problem import Prior
 
-__all__ = ["GaussianGrid", "GridAxes", "smallest_noise"]
+__all__ = ["GaussianGrid", "GridAxes"]
 
 _SMALLEST_NOISE = 1e-5
+_ERROR = 1e-8
+_NEGLIGIBLE = 20.0  # nats below the largest density, where the ranges begin
 
 
 class GaussianGrid(NamedTuple):
@@ -79,18 +81,18 @@ class GridAxes:
         """
         slab, noise = prior.slab_scale, prior.noise_scale
         slab_range = (
-            (math.log(prior.slab_unit) - NEGLIGIBLE, math.log(prior.slab_unit) + 2.0)
+            (math.log(prior.slab_unit) - _NEGLIGIBLE, math.log(prior.slab_unit) + 2.0)
             if slab is None
             else (math.log(slab), math.log(slab))
         )
         if noise is None:
-            floor = math.log(smallest_noise(n, square_y))
+            floor = math.log(_smallest_noise(n, square_y))
             low, high = _noise_range(prior, n, square_y, least_residual(slab_range[1] - floor), floor)
         else:
             low = high = math.log(noise)
         derived = slab is not None and noise is None
-        ratio = Axis(slab_range[0] - high, slab_range[1] - low, 2.0 * (most_open + 1 + (n if derived else 0)))
-        return GridAxes(prior, ratio, Axis(low, low if derived else high, 2.0 * n))
+        ratio = Axis(slab_range[0] - high, slab_range[1] - low, 2.0 * (most_open + 1 + (n if derived else 0)), _ERROR)
+        return GridAxes(prior, ratio, Axis(low, low if derived else high, 2.0 * n, _ERROR))
 
     @property
     def size(self) -> float:
@@ -136,7 +138,7 @@ class GridAxes:
         return GaussianGrid(log_ratio, nodes, log_prior, (steps[0], steps[1]), log_slab)
 
 
-def smallest_noise(n: int, square_y: float) -> float:
+def _smallest_noise(n: int, square_y: float) -> float:
     """The lower end of an unknown noise scale: 1e-5 times the root mean square of y."""
     return _SMALLEST_NOISE * math.sqrt(square_y / n)
 
@@ -147,8 +149,8 @@ def _noise_range(prior: Prior, n: int, square_y: float, least_residual: float, f
     The likelihood's logarithm is -n (t + (e^-2t - 1) / 2) at a distance t from its maximum, and the prior's slope lies
     between 1, below its unit, and -1.
     """
-    below = min(2.0, 2 * math.sqrt(NEGLIGIBLE / n))
-    above = min(NEGLIGIBLE / n + 0.5, 2 * math.sqrt(NEGLIGIBLE / n))
+    below = min(2.0, 2 * math.sqrt(_NEGLIGIBLE / n))
+    above = min(_NEGLIGIBLE / n + 0.5, 2 * math.sqrt(_NEGLIGIBLE / n))
     middle = 0.5 * math.log(square_y / n)
     top = max(middle, math.log(prior.noise_unit)) if n < 20 else middle
     low = floor if least_residual <= 0 else max(0.5 * math.log(least_residual / n) - below, floor)

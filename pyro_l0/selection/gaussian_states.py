@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
 from pyro_l0.selection.gaussian_grid import GaussianGrid, GridAxes
-from pyro_l0.selection.laying import Laid, integrated, lay
+from pyro_l0.selection.laying import Laid, heaviest, integrated, lay
 from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Problem
 from pyro_l0.selection.states import (
@@ -79,7 +79,7 @@ class GaussianStates:
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.states.States`."""
         z = checked_gates(z, self._p)
-        grid = self._laid(z).axes.fine()
+        grid = self._laid(heaviest(z, weights)).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
         for group in groups_of(z):
             k = group.open.shape[1]

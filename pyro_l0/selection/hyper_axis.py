@@ -8,10 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NEGLIGIBLE", "Axis", "log_half_cauchy", "log_half_normal"]
+__all__ = ["Axis", "log_half_cauchy", "log_half_normal"]
 
-# Log of the weight, relative to the largest, below which a part of an axis is left out: 2e-9.
-NEGLIGIBLE = 20.0
 _COARSE, _MOST = 24, 128  # nodes
 
 
@@ -22,11 +20,13 @@ class Axis(NamedTuple):
         low: its lower end.
         high: its upper end.
         curvature: about the largest second derivative of minus a log posterior at its maximum, along the axis.
+        error: of integrals, relative.
     """
 
     low: float
     high: float
     curvature: float
+    error: float
 
     @property
     def known(self) -> bool:
@@ -38,16 +38,17 @@ class Axis(NamedTuple):
         return torch.linspace(self.low, self.high, 1 if self.known else size, dtype=torch.float64)
 
     def fine_nodes(self, times: int = 1) -> Tensor:
-        """As many nodes as the trapezoidal rule needs for an error of about 1e-8, or so many times as many.
+        """As many nodes as the trapezoidal rule needs, or so many times as many.
 
-        A normal density needs steps of one standard deviation. The densities of logarithms of scales fall off like
-        e^t or exp(-e^2t / 2), which need steps of .3.
+        Steps of h err by 2 exp(-2 pi^2 / h^2) for a standard normal density, and by about exp(-pi^2 / (2 h)) for the
+        density of the logarithm of a half-normal scale.
         """
         return self.nodes(times * self._fine)
 
     @property
     def _fine(self) -> int:
-        step = min(0.3, 1 / math.sqrt(self.curvature))
+        digits = math.log(1 / self.error)
+        step = math.pi * min(math.pi / (2 * digits), math.sqrt(2 / (self.curvature * (digits + math.log(2)))))
         return min(max(math.ceil(self.length / step) + 1, 3), _MOST)
 
     @property
@@ -77,7 +78,7 @@ class Axis(NamedTuple):
         if self.known:
             return self
         step = self.length / (len(log_weights) - 1)
-        kept = torch.nonzero(log_weights > log_weights.max() - NEGLIGIBLE - deficit)[:, 0]
+        kept = torch.nonzero(log_weights > log_weights.max() + math.log(self.error) - deficit)[:, 0]
         low, high = self.low + step * (int(kept[0]) - 1), self.low + step * (int(kept[-1]) + 1)
         return self._replace(low=max(low, self.low), high=min(high, self.high))
 

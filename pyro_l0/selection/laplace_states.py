@@ -17,7 +17,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
-from pyro_l0.selection.laying import Laid, integrated, lay
+from pyro_l0.selection.laying import Laid, heaviest, integrated, lay
 from pyro_l0.selection.likelihoods import likelihood_of
 from pyro_l0.selection.newton import Mode, find_mode
 from pyro_l0.selection.posterior import Draws
@@ -27,10 +27,11 @@ from pyro_l0.selection.states import Group, checked_gates, draw_rate, draws_of, 
 __all__ = ["LaplaceFit", "LaplaceStates", "laplace"]
 
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
-# Nats of the half-normal prior below its unit, where the axis of an unknown slab scale begins: e^-12 is 6e-6, less than
-# what Laplace's approximation errs by.
-_BELOW, _ABOVE = 12.0, 2.0
-_FINER = 2  # the grid of draws, compared with the grid of integrals
+# Of the integral over the slab scale: less than what Laplace's approximation errs by.
+_ERROR = 1e-4
+# Nats of the half-normal prior below and above its unit, between which the slab scale lies.
+_BELOW, _ABOVE = 11.0, 2.0
+_FINER = 3  # the grid of draws, compared with the grid of integrals
 
 
 class LaplaceFit(NamedTuple):
@@ -101,7 +102,7 @@ class LaplaceStates:
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.states.States`."""
         z = checked_gates(z, self._p)
-        grid = self._laid(z).axes.fine()
+        grid = self._laid(heaviest(z, weights)).axes.fine()
         first, second = torch.zeros(2, self._p, self.problem.outputs, dtype=torch.float64)
         for group in groups_of(z):
             k = group.open.shape[1]
@@ -176,7 +177,7 @@ class _SlabAxes:
         """Everything that the posterior may reach, for states of so many open coefficients."""
         middle = math.log(prior.slab_unit if prior.slab_scale is None else prior.slab_scale)
         below, above = (_BELOW, _ABOVE) if prior.slab_scale is None else (0.0, 0.0)
-        return _SlabAxes(prior, Axis(middle - below, middle + above, 2.0 * (most_open + 1)))
+        return _SlabAxes(prior, Axis(middle - below, middle + above, 2.0 * (most_open + 1), _ERROR))
 
     @property
     def size(self) -> float:

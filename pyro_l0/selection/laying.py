@@ -9,13 +9,14 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Axes", "Laid", "LogJoint", "States", "integrated", "lay"]
+__all__ = ["Axes", "Laid", "LogJoint", "StateGroup", "heaviest", "integrated", "lay"]
 
 _LIGHT = 32.0  # nats below the heaviest state, beyond which a state has no part in the grid
 _ROUNDS = 8  # at most
+_ENOUGH = 512  # states
 
 
-class States(Protocol):
+class StateGroup(Protocol):
     """Some gate vectors, with whatever has been computed of them once.
 
     Attributes:
@@ -34,7 +35,7 @@ class States(Protocol):
 
 GridT_co = TypeVar("GridT_co", covariant=True)
 GridT = TypeVar("GridT")
-StatesT = TypeVar("StatesT", bound=States)
+StatesT = TypeVar("StatesT", bound=StateGroup)
 LogJoint = Callable[[StatesT, GridT], Iterator[tuple[Tensor, Tensor]]]
 
 
@@ -119,6 +120,16 @@ def integrated(laid: Laid[GridT, StatesT], log_gates: Tensor, log_joint: LogJoin
     log_marginal = laid.log_marginal.clone()
     _weigh(laid.groups, laid.axes.fine(), log_gates, log_joint, log_marginal)
     return log_marginal
+
+
+def heaviest(z: Tensor, weights: Tensor) -> Tensor:
+    """The states that tell where the grid lies, if they are many.
+
+    Args:
+        z: gates, shape ``(S, p)``.
+        weights: of the states, shape ``(S,)``.
+    """
+    return z[weights.topk(min(_ENOUGH, len(z))).indices]
 
 
 def _weigh(

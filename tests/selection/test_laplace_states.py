@@ -157,7 +157,7 @@ def test_unknown_slab_scales_are_integrated(rate):
         else k * math.log(rate) + (4 - k) * math.log(1 - rate)
     )
     expected = (torch.stack(each) + prior[:, None]).logsumexp(0) + math.log(float(log_slab[1] - log_slab[0]))
-    torch.testing.assert_close(found, expected + torch.from_numpy(log_gates), rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, expected + torch.from_numpy(log_gates), rtol=0, atol=5e-4)
 
 
 def test_draws_have_the_moments():
