@@ -13,10 +13,8 @@ from scipy.sparse import csr_array
 from pyro_l0.selection.posterior import Draws, SelectionPosterior
 from pyro_l0.selection.problem import Family, Prior, Problem
 
-__all__ = ["DEFAULT_RATE", "Design", "make_design"]
+__all__ = ["Design", "default_rate", "make_design"]
 
-# The prior of an unknown rate where no expected size is given: Beta with these parameters.
-DEFAULT_RATE = (1.0, 1.0)
 # Slabs of logits and of log means that are unlikely to be wider, for features of unit deviation.
 _SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0}
 _FAMILIES = ("gaussian", "bernoulli", "categorical", "poisson")
@@ -93,7 +91,8 @@ def make_design(
         x: features, shape ``(n, p)``.
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
         family: distribution of the observations.
-        rate: P(z = 1), or the parameters of its Beta prior; by default it is learned, with a Beta(1, 1) prior.
+        rate: P(z = 1), or the parameters of its Beta prior; by default it is learned, with the prior of
+            :func:`default_rate`.
         expected_size: instead of a rate, how many features are expected to be open: a rate of expected_size / p.
         slab_scale: standard deviation of the slabs; learned by default, with a half-normal prior whose unit is the
             deviation of y for a Gaussian regression, 2 for logits and 1 for counts.
@@ -139,6 +138,15 @@ def make_design(
         outputs=outputs,
     )
     return Design(problem, np.where(told, 1 / divisor, 0.0), centre, offset, len(observations))
+
+
+def default_rate(features: int) -> tuple[float, float]:
+    """Parameters of the Beta prior of an unknown rate: 1 and the square root of the number of features.
+
+    The number of open gates is then about geometric with a mean of sqrt(p). A flat prior would give thousands of open
+    gates with tiny slabs as much weight as a few.
+    """
+    return 1.0, math.sqrt(features)
 
 
 def _checked(
@@ -190,7 +198,7 @@ def _rate(rate: float | tuple[float, float] | None, expected_size: float | None,
             raise ValueError(f"Expected rate to lie between 0 and 1, but got {rate}.")
         return float(rate)
     if expected_size is None:
-        return DEFAULT_RATE
+        return default_rate(p)
     if not 0 < expected_size < p:
         raise ValueError(
             f"Expected expected_size to lie between 0 and the number of features, {p}, but got {expected_size}."

@@ -38,7 +38,7 @@ class Effort(NamedTuple):
         """For so many features: a flip of a chain takes time in proportion, beyond some hundred."""
         if p <= 50:
             return Effort(64, 600, 2)
-        return Effort(24, 1000, 2) if p <= 2000 else Effort(12, 1000, 3)
+        return Effort(24, 600, 3) if p <= 2000 else Effort(12, 1000, 3)
 
 
 def sampled_walk(walk: ScaleWalk, features: int, flips: int, generator: torch.Generator) -> GibbsRun:

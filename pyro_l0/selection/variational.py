@@ -126,11 +126,15 @@ class _Regression:
             pyro.sample("y", self._observed(eta, value), obs=self.problem.y)
 
     def _observed(self, eta: Tensor, value: Mapping[str, Tensor]) -> TorchDistribution:
-        if self.problem.family == "gaussian":
-            return dist.Normal(eta, value["noise_scale"])
-        if self.problem.family == "bernoulli":
-            return dist.Bernoulli(logits=eta)
-        return dist.Poisson(eta.exp()) if self.problem.family == "poisson" else dist.Categorical(logits=eta)
+        family = self.problem.family
+        observed: TorchDistribution
+        if family == "gaussian":
+            observed = dist.Normal(eta, value["noise_scale"])
+        elif family == "bernoulli":
+            observed = dist.Bernoulli(logits=eta)
+        else:
+            observed = dist.Poisson(eta.exp()) if family == "poisson" else dist.Categorical(logits=eta)
+        return observed
 
 
 def _known(problem: Problem) -> dict[str, float]:

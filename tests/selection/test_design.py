@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
-from pyro_l0.selection.design import DEFAULT_RATE, make_design
+from pyro_l0.selection.design import default_rate, make_design
 from pyro_l0.selection.posterior import Draws, SelectionPosterior
 
 
@@ -54,7 +54,7 @@ def test_without_intercept_features_are_not_centred():
 def test_default_priors():
     x, y = data()
     prior = make_design(x, y).problem.prior
-    assert prior.rate == DEFAULT_RATE
+    assert prior.rate == default_rate(4)
     assert (prior.slab_scale, prior.noise_scale) == (None, None)
     assert prior.slab_unit == prior.noise_unit == pytest.approx(y.std())
     raw = make_design(x, y, standardize=False, expected_size=1).problem.prior

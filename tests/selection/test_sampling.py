@@ -5,11 +5,12 @@ import pytest
 import torch
 import torch.distributions as dist
 
+from pyro_l0.selection.enumeration import enumerate_posterior
 from pyro_l0.selection.problem import Prior, Problem
 from pyro_l0.selection.sampling import tempered_posterior
 from pyro_l0.selection.tempered_chains import Effort
 from tests.reference_posteriors import GaussianPosterior
-from tests.spike_slab_designs import exact_pair, unknown_hyperparameters
+from tests.spike_slab_designs import exact_pair, generalised_linear_designs, unknown_hyperparameters
 
 DESIGNS = {design.name.removesuffix(", unknown"): design for design in [*unknown_hyperparameters(), exact_pair()]}
 QUICK = Effort(16, 300, 2)
@@ -42,7 +43,7 @@ def test_everything_unknown(name):
     inclusion, mean, sd, evidence = errors(found, expected)
     assert inclusion < 0.03
     assert mean < 0.06
-    assert sd < 0.04
+    assert sd < 0.08  # of gates that are open in one of twenty draws
     assert evidence < 0.1
     draws = found.draws
     beta = draws.coefficients.toarray()
@@ -67,7 +68,7 @@ def test_some_known(prior):
     )
     assert inclusion < 0.03
     assert mean < 0.06
-    assert sd < 0.04
+    assert sd < 0.08  # of gates that are open in one of twenty draws
     assert evidence < 0.1
 
 
@@ -95,3 +96,43 @@ def test_seed_decides():
     assert (first.draws.coefficients != again.draws.coefficients).nnz == 0
     assert first.log_evidence == again.log_evidence
     assert not np.array_equal(first.inclusion, other.inclusion)
+
+
+def regression(name, intercept, prior):
+    """One of the designs that are not Gaussian, with a constant added where there is an intercept."""
+    design = next(x for x in generalised_linear_designs() if x.name == name)
+    family = "poisson" if design.family == "poisson" else "bernoulli"
+    return Problem(family, design.x, design.y, prior, intercept)
+
+
+def classes():
+    """Three classes; two features tell them apart, and one nearly copies the first of them."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(80, 4, generator=generator, dtype=torch.float64)
+    x[:, 3] = x[:, 0] + 0.3 * x[:, 3]
+    eta = torch.stack([x[:, 0], -x[:, 0], 0.8 * x[:, 2]], 1)
+    y = torch.multinomial(eta.softmax(1), 1, generator=generator)[:, 0].double()
+    return Problem("categorical", x, y, Prior((1.0, 2.0), slab_unit=2.0), intercept=True, outputs=3)
+
+
+OTHERS = {
+    "logistic": lambda: regression("logistic, near-duplicates, n = 100", True, Prior((1.0, 4.0), slab_unit=2.0)),
+    "poisson": lambda: regression("poisson, AR(1), n = 100", True, Prior((1.0, 4.0))),
+    "known slabs": lambda: regression("logistic, independent, n = 100", False, Prior(0.2, 1.0)),
+    "classes": classes,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name):
+    """Against a sum over all gates, with the same approximation of the coefficients' integral."""
+    problem = OTHERS[name]()
+    expected = enumerate_posterior(problem, draws=10)
+    found = tempered_posterior(problem, seed=1, effort=Effort(32, 300, 2))
+    assert np.abs(found.inclusion - expected.inclusion).max() < 0.03
+    assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.06
+    assert np.abs(found.sd / expected.sd - 1).max() < 0.1
+    assert found.log_evidence == pytest.approx(expected.log_evidence, abs=0.1)
+    beta = found.draws.coefficients.toarray().reshape(4000, *expected.mean.shape)
+    assert np.abs((beta != 0).any(2).mean(0) - expected.inclusion).max() < 0.05
+    assert (np.abs(beta.mean(0) - expected.mean) / expected.sd).max() < 0.1
