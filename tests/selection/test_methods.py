@@ -41,7 +41,11 @@ def test_few_features_are_enumerated(kind, p, method, monkeypatch):
         kind().fit(x, y > 0)
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+# The guide is trained twice, which takes ten seconds.
+SLOW = {"autoregressive": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=SLOW.get(m, ())) for m in sorted(METHODS)])
 def test_each_method_finds_the_posterior_and_nothing_else_changes(method):
     """With a seed to the bit; Pyro's parameters and the global generators stay as they were."""
     x, y = data()
