@@ -30,7 +30,7 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
 
     Args:
         rate: prior inclusion probability of every feature. If neither this nor ``expected_size`` is given, it is
-            learned, under a beta prior.
+            learned, under a Beta(1, sqrt(p)) prior.
         expected_size: number of features that are expected to have an effect, which makes the rate
             ``expected_size / n_features``.
         slab_scale: standard deviation of the effects that are not zero, of features as the model takes them; None: it
