@@ -166,7 +166,11 @@ def _checked(
             raise ValueError(f"Expected {name} to be finite, but it holds NaN or infinity; impute or drop rows.")
     if family == "gaussian" and fit_intercept and len(features) < 2:
         raise ValueError("Expected at least 2 samples to learn from beside an intercept, but got n_samples = 1.")
-    if family != "gaussian" and not _counts(observations):
+    if family == "poisson" and (observations < 0).any():
+        raise ValueError(
+            f"Expected y of the family 'poisson' not to be negative, but its least is {observations.min():g}."
+        )
+    if family in ("bernoulli", "categorical") and not _counts(observations):
         raise ValueError(
             f"Expected y of the family {family!r} to hold whole numbers from 0, but got {observations[:5]}."
         )

@@ -123,7 +123,7 @@ def test_a_constant_feature_is_as_good_as_an_intercept_where_there_is_none():
         ({"slab_scale": 0.0}, "slab_scale to be positive"),
         ({"noise_scale": math.inf}, "noise_scale to be positive"),
         ({"family": "poisson", "noise_scale": 1.0, "y": np.ones(30)}, "no noise_scale"),
-        ({"family": "poisson"}, "whole numbers from 0"),
+        ({"family": "poisson", "y": -np.ones(30)}, "not to be negative"),
         ({"family": "bernoulli", "y": 2 * np.ones(30)}, "hold 0 and 1"),
         ({"family": "categorical", "y": np.zeros(30)}, "at least 2 classes"),
         ({"y": np.full(30, np.nan)}, "y to be finite"),
