@@ -45,7 +45,7 @@ class CollapsedQuadratic:
     ) -> None:
         linear = quadratic.linear
         self.quadratic, self.gate_of = quadratic, gate_of
-        self._scale = _by_chain("scale", torch.as_tensor(scale).to(linear), len(linear))
+        self._scale = _by_chain("scale", torch.as_tensor(scale, dtype=linear.dtype, device=linear.device), len(linear))
         self._factor = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1)
         # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
         root = self._factor.sqrt()
