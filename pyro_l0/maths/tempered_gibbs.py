@@ -6,6 +6,7 @@ that of Zanella and Roberts (2019), arXiv:1805.00541.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -50,6 +51,13 @@ class GibbsRun:
     chain: Tensor
     running: Tensor
     hyper: Tensor
+
+    def standard_error(self) -> Tensor:
+        """Of the active probabilities, shape ``(G,)``, by how much the chains differ; NaN for one chain."""
+        chains = len(self.chain_active_probs)
+        share = self.weights.new_zeros(chains).index_add(0, self.chain, self.weights)
+        apart = (self.chain_active_probs - share @ self.chain_active_probs).square()
+        return (share.square() @ apart * (chains / (chains - 1 or math.nan))).sqrt()
 
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Each state once, bool of shape ``(M, G)``, with its weight; the heaviest first."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -33,6 +35,8 @@ RandomState = int | np.random.RandomState | None
 _DRAWS = 2000
 # Those that are handed to arviz: log likelihoods take room for each of them and each observation.
 _FOR_ARVIZ = 1000
+# Standard error of an inclusion probability, beyond which the sampler is said to have failed.
+_UNSURE = 0.05
 
 
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
@@ -64,6 +68,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Raises:
             ValueError: a parameter, or the data, is not what it may be.
+
+        Warns:
+            ConvergenceWarning: the sampler's chains disagree about an inclusion probability, whose standard error is
+                more than .05.
         """
         check_parameters(type(self).__name__, self.get_params(deep=False))
         x, target = self._validated(X, y)
@@ -72,6 +80,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         )
         seed = seed_of(self.random_state)
         posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
+        self._warn_of_chains(posterior.standard_error)
         self._keep(design, posterior, seed)
         self._data = x, target
         self.credible_sets_: list[CredibleSet] = credible_sets(
@@ -179,6 +188,22 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
         return to_inference_data(self._family(), draws, sample, self.pip_, *self._data, self._names())
+
+    def _warn_of_chains(self, standard_error: Array | None) -> None:
+        """Say which inclusion probability is the least certain, if it is too uncertain to be used."""
+        if standard_error is None or standard_error.max() <= _UNSURE:
+            return
+        worst = int(standard_error.argmax())
+        unsure = int((standard_error > _UNSURE).sum())
+        warnings.warn(
+            f"The sampler's chains disagree: the inclusion probability of feature {self._names()[worst]!r} has a "
+            f"standard error of {standard_error[worst]:.2f}, and {unsure} of {len(standard_error)} have one of more "
+            f"than {_UNSURE}. Do not use this fit before another random_state agrees with it. Up to 20 features, "
+            "method='enumerate' has no such error; otherwise a given expected_size, fewer copies of the same feature, "
+            "or fewer features help.",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
 
     def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
         """Take a posterior of the problem over, in the units of the data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class Design:
         """
         factor = self.factor[:, None]
         draws = self._draws(found.draws, np.random.default_rng(seed))
-        return SelectionPosterior(found.inclusion, found.mean * factor, found.sd * factor, found.log_evidence, draws)
+        return replace(found, mean=found.mean * factor, sd=found.sd * factor, draws=draws)
 
     def _draws(self, draws: Draws, rng: np.random.Generator) -> Draws:
         outputs = self.problem.outputs

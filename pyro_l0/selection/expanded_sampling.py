@@ -60,6 +60,7 @@ def expanded_posterior(
         (square - mean.square()).clamp(min=0).sqrt().numpy(),
         log_evidence + float((shares.log() + log_ratio).logsumexp(0)),
         states.draws(z[resampled(weights, draws, generator)], generator),
+        run.standard_error().numpy(),
     )
 
 

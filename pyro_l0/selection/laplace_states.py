@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from scipy.interpolate import CubicSpline
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from pyro_l0.maths.tempered_gibbs import distinct_rows
 from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
-from pyro_l0.selection.laying import Laid, heaviest, integrated, lay
+from pyro_l0.selection.laying import Axes, Laid, heaviest, integrated, lay
 from pyro_l0.selection.likelihoods import likelihood_of
 from pyro_l0.selection.newton import Mode, find_mode
 from pyro_l0.selection.posterior import Draws
@@ -32,6 +34,8 @@ _ERROR = 1e-4
 # Nats of the half-normal prior below and above its unit, between which the slab scale lies.
 _BELOW, _ABOVE = 11.0, 2.0
 _FINER = 3  # the grid of draws, compared with the grid of integrals
+# Nats below the heaviest state, 1e-6, within which a state has a part in where the grid lies.
+_MATTERS = 14.0
 
 
 class LaplaceFit(NamedTuple):
@@ -82,6 +86,8 @@ def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
 class LaplaceStates:
     """See :class:`~pyro_l0.selection.states.States`.
 
+    A grid that was laid for log marginals also serves the moments and draws of the states that it was laid by.
+
     Args:
         problem: of the family "bernoulli", "categorical" or "poisson".
 
@@ -93,16 +99,21 @@ class LaplaceStates:
         self.problem = problem
         self._p = problem.x.shape[1]
         self._modes = _Modes(problem)
+        self._last: _Last | None = None
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.selection.states.States`."""
         z = checked_gates(z, self._p)
-        return integrated(self._laid(z), gate_prior(self.problem.prior).log_prob(z), self._log_joint)
+        laid = self._laid(z)
+        found = integrated(laid, gate_prior(self.problem.prior).log_prob(z), self._log_joint)
+        self._last = _Last(z[found > found.max() - _MATTERS], laid.axes)
+        return found
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.states.States`."""
         z = checked_gates(z, self._p)
-        grid = self._laid(heaviest(z, weights)).axes.fine()
+        matter = weights > weights.max() * math.exp(-_MATTERS)
+        grid = self._axes(heaviest(z[matter], weights[matter])).fine()
         first, second = torch.zeros(2, self._p, self.problem.outputs, dtype=torch.float64)
         for group in groups_of(z):
             k = group.open.shape[1]
@@ -132,13 +143,19 @@ class LaplaceStates:
     def _draw_slab_scales(self, z: Tensor, generator: torch.Generator) -> Tensor:
         """Draws of the log slab scale given the states, shape ``(N,)``."""
         distinct, state = z.unique(dim=0, return_inverse=True)
-        grid = self._laid(distinct).axes.fine(_FINER)
+        axes = self._axes(distinct)
+        grid, finer = axes.fine(), axes.fine(_FINER)
         log_slab = torch.empty(len(z), dtype=torch.float64)
         for group in groups_of(distinct):
             for rows, log_joint in self._log_joint(group, grid):
                 drawn, place = draws_of(rows, state)
-                log_slab[drawn] = grid.draw(log_joint.softmax(1), place, generator)
+                log_joint = finer.log_prior + _interpolated(log_joint - grid.log_prior, grid.log_slab, finer.log_slab)
+                log_slab[drawn] = finer.draw(log_joint.softmax(1), place, generator)
         return log_slab
+
+    def _axes(self, z: Tensor) -> Axes[_SlabGrid]:
+        """Where these states have their posterior."""
+        return self._last.axes if self._last and self._last.holds(z) else self._laid(z).axes
 
     def _laid(self, z: Tensor) -> Laid[_SlabGrid, Group]:
         """Lay a grid where these states have their posterior."""
@@ -150,6 +167,18 @@ class LaplaceStates:
         for part in self._modes.parts(group):
             modes = self._modes.along(part, grid.log_slab[:, None])
             yield part.rows, torch.stack([mode.log_evidence for mode in modes], 1) + grid.log_prior
+
+
+class _Last(NamedTuple):
+    """The states that mattered when log marginals were last asked for, shape ``(S, p)``, and where their grid lies."""
+
+    z: Tensor
+    axes: Axes[_SlabGrid]
+
+    def holds(self, z: Tensor) -> bool:
+        """Whether all of these states are among them."""
+        first, _ = distinct_rows(torch.cat([self.z, z]))
+        return bool((first < len(self.z)).all())
 
 
 class _SlabGrid(NamedTuple):
@@ -235,3 +264,10 @@ class _Modes:
             mode = find_mode(self._likelihood, columns, precision, x)
             x = mode.coefficients
             yield mode
+
+
+def _interpolated(values: Tensor, nodes: Tensor, finer: Tensor) -> Tensor:
+    """Values of a smooth function, shape ``(s, R)``, at the nodes of a finer grid; one node is a known value."""
+    if len(nodes) == 1:
+        return values
+    return torch.from_numpy(CubicSpline(nodes, values, axis=1)(finer))

@@ -41,6 +41,8 @@ class SelectionPosterior:
         sd: their standard deviations, shape ``(p, K)``.
         log_evidence: log p(y), or its estimate.
         draws: joint draws.
+        standard_error: of the inclusion probabilities, from the differences of chains, shape ``(p,)``; None where there
+            are no chains.
     """
 
     inclusion: NDArray[np.float64]
@@ -48,3 +50,4 @@ class SelectionPosterior:
     sd: NDArray[np.float64]
     log_evidence: float
     draws: Draws
+    standard_error: NDArray[np.float64] | None = None

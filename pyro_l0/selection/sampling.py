@@ -59,6 +59,7 @@ def tempered_posterior(
         (square - mean.square()).clamp(min=0).sqrt()[:, None].numpy(),
         chain_evidence(states.log_marginal, walk, run, generator),
         states.draws(run.states[resampled(run.weights, draws, generator)], generator),
+        run.standard_error().numpy(),
     )
 
 

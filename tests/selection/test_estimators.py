@@ -4,6 +4,7 @@ import pickle
 import re
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -45,9 +46,10 @@ def three_classes(n=150):
     return x, (rng.random((n, 1)) > odds.cumsum(1)).sum(1)
 
 
-def fitted(kind, **options):
-    """An estimator with a seed on its data."""
-    return kind(random_state=0, **options).fit(*data(kind))
+@cache
+def fitted(kind):
+    """An estimator with a seed on its data; the tests share it and leave it as it is."""
+    return kind(random_state=0).fit(*data(kind))
 
 
 # Right answers
@@ -370,8 +372,8 @@ def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind):
     np.random.seed(5)  # noqa: NPY002 - the global state is what the test is about
     torch.manual_seed(5)
     before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
-    first, second = (kind(random_state=3).fit(x, y) for _ in range(2))
-    kind().fit(x, y)
+    first, second = (kind(random_state=3).fit(x[:, :3], y) for _ in range(2))
+    kind().fit(x[:, :2], y)
     assert (np.random.get_state()[1] == before[0]).all()  # noqa: NPY002
     assert (torch.get_rng_state() == before[1]).all()
     assert list(pyro.get_param_store().keys()) == ["mine"]
@@ -380,7 +382,7 @@ def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind):
     for name in ("pip_", "coef_", "coef_sd_", "intercept_", "log_evidence_", "slab_scale_", "rate_"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
     assert (first.sample(5000)["coef"] == second.sample(5000)["coef"]).all()
-    assert not (kind(random_state=4).fit(x, y).sample(9)["coef"] == first.sample(9)["coef"]).all()
+    assert not (kind(random_state=4).fit(x[:, :3], y).sample(9)["coef"] == first.sample(9)["coef"]).all()
 
 
 def test_a_random_state_moves_on():
@@ -393,7 +395,7 @@ def test_a_random_state_moves_on():
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_pickles_and_clones(kind):
     """A pickle predicts the same; a clone has the parameters and no fit."""
-    model = fitted(kind, expected_size=2)
+    model = fitted(kind)
     x, _ = data(kind)
     again = pickle.loads(pickle.dumps(model))
     assert (again.predict(x) == model.predict(x)).all()
@@ -433,7 +435,7 @@ def test_in_pipelines_and_searches():
     selected = make_pipeline(SpikeSlabRegressor(random_state=0), SpikeSlabRegressor(random_state=0)).fit(x, y)
     assert selected[-1].n_features_in_ == 2
     labels = data(SpikeSlabClassifier)
-    assert cross_val_score(SpikeSlabClassifier(random_state=0), *labels, cv=3, scoring="neg_log_loss").mean() > -0.69
+    assert cross_val_score(SpikeSlabClassifier(random_state=0), *labels, cv=2, scoring="neg_log_loss").mean() > -0.69
 
 
 def test_without_scikit_learn_the_extra_is_named():

@@ -1,9 +1,13 @@
 """The methods behind the estimators: which one is chosen, what they agree on, and what they leave as it was."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import numpy as np
 import pyro
 import pytest
 import torch
+from sklearn.exceptions import ConvergenceWarning
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.methods import METHODS
@@ -39,6 +43,24 @@ def test_few_features_are_enumerated(kind, p, method, monkeypatch):
     monkeypatch.setitem(METHODS, method, call)
     with pytest.raises(CalledError):
         kind().fit(x, y > 0)
+
+
+@pytest.mark.parametrize("error", [0.04, 0.06])
+def test_chains_that_disagree_are_reported(error, monkeypatch):
+    """With the feature and the size, where a standard error is more than .05, and in no other case."""
+
+    def sampled(problem, *, draws, seed):
+        found = METHODS["enumerate"](problem, draws=draws, seed=seed)
+        return replace(found, standard_error=np.array([0.0, error, 0.01, 0.0]))
+
+    x, y = data()
+    monkeypatch.setitem(METHODS, "tempered", sampled)
+    model = SpikeSlabRegressor(method="tempered", random_state=0)
+    expected = nullcontext()
+    if error > 0.05:
+        expected = pytest.warns(ConvergenceWarning, match=r"feature 'x1' has a standard error of 0.06, and 1 of 4")
+    with expected:
+        model.fit(x, y)
 
 
 # The guide is trained twice, which takes ten seconds.
