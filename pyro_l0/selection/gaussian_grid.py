@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
 from pyro_l0.selection.problem import Prior
 
-__all__ = ["GaussianGrid", "GridAxes"]
+__all__ = ["GaussianGrid", "GridAxes", "smallest_noise"]
 
 _SMALLEST_NOISE = 1e-5
 _ERROR = 1e-8
@@ -86,7 +86,7 @@ class GridAxes:
             else (math.log(slab), math.log(slab))
         )
         if noise is None:
-            floor = math.log(_smallest_noise(n, square_y))
+            floor = math.log(smallest_noise(n, square_y))
             low, high = _noise_range(prior, n, square_y, least_residual(slab_range[1] - floor), floor)
         else:
             low = high = math.log(noise)
@@ -138,7 +138,7 @@ class GridAxes:
         return GaussianGrid(log_ratio, nodes, log_prior, (steps[0], steps[1]), log_slab)
 
 
-def _smallest_noise(n: int, square_y: float) -> float:
+def smallest_noise(n: int, square_y: float) -> float:
     """The lower end of an unknown noise scale: 1e-5 times the root mean square of y."""
     return _SMALLEST_NOISE * math.sqrt(square_y / n)
 
