@@ -4,9 +4,9 @@ Features are independent standard normal, and the first of them have effects. A 
 deviation of the noise, which is estimated. Ours selects at a Bayesian false discovery rate of 5 %: the largest set
 whose mean of 1 - PIP is at most .05. abess chooses its support size by EBIC. Every line: means over the seeds of F1 and
 of the share of the selected that is false, and seconds of one fit on one core. --seeds N takes so many seeds (100),
---first those from that on, --quick ten seeds of the first design. --wide instead takes one design of 10,000 features and
-500 observations with ten effects through our sampler with two seeds: seconds, the process's peak memory, the selected,
-and how far the two seeds' inclusion probabilities lie apart.
+--first those from that on, --quick ten seeds of the first design. --wide instead
+takes one design of 10,000 features and 500 observations with ten effects through our sampler with two seeds: seconds,
+peak memory, the selected, and how far the inclusion probabilities of the two seeds lie apart.
 """
 
 from __future__ import annotations
