@@ -16,8 +16,8 @@ from pyro_l0.selection.states import States, gate_prior
 
 __all__ = ["mean_field_posterior"]
 
-_ROUNDS = 5  # fits of the gates, each with scales that go with the gates before
-_STEPS = 100  # of a fit
+_ROUNDS = 4  # fits of the gates, each with scales that go with the gates before
+_STEPS = 200  # of a fit
 _SCALES = 32  # draws of the scales in a fit
 _BOUND = 500  # draws that the evidence is bounded with
 
