@@ -14,6 +14,7 @@ from torch import Tensor
 # Numbers that one batch of work may hold, and rows of a design's A that are kept: 128 MB and 256 MB of float64.
 BATCH = 2**24
 KEPT = 2**25
+_DENSE = 2000  # columns of a design up to which A is formed at once: 32 MB
 
 
 class Quadratic(Protocol):
@@ -121,3 +122,15 @@ class DesignQuadratic:
         self._kept[self._count : end] = self._computed(index)
         self._place[index] = torch.arange(self._count, end, device=index.device)
         self._count = end
+
+
+def quadratic_of(design: Tensor, linear: Tensor) -> DenseQuadratic | DesignQuadratic:
+    """A quadratic log likelihood with A = X'X, which is formed at once unless it is large.
+
+    Args:
+        design: X, shape ``(n, p)``.
+        linear: b, shape ``(p,)``.
+    """
+    if len(linear) > _DENSE:
+        return DesignQuadratic(design, linear)
+    return DenseQuadratic(design.T @ design, linear)

@@ -8,34 +8,31 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.scale_walk import ScaleWalk
-from pyro_l0.maths.tempered_gibbs import GibbsRun, distinct_rows
-from pyro_l0.selection.expansion import Expansion, expanded, null_predictor
+from pyro_l0.maths.tempered_gibbs import GibbsRun
+from pyro_l0.selection.expansion import Expansion, expanded, gate_of, null_predictor
 from pyro_l0.selection.hyper_axis import log_half_normal
+from pyro_l0.selection.laplace_states import laplace, laplace_draws
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.states import States, gate_prior
+from pyro_l0.selection.states import gate_prior
 from pyro_l0.selection.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
 
 __all__ = ["expanded_posterior"]
 
 _EXPANSIONS = 2  # at the mean linear predictor, after that of the model without features
 _MEAN = 500  # draws that the mean linear predictor is taken from
-# Draws of which no more than so many distinct states are re-weighted, or else the fewer draws.
-_DRAWS, _STATES, _FEWER = 20_000, 2500, 2500
+_DRAWS = 4000  # of gates and slab scale, which are re-weighted
 _NODES = 50  # of the slab scale's logarithm, over e^10 below its unit to e^2 above
 
 
-def expanded_posterior(
-    problem: Problem, states: States, effort: Effort, draws: int, generator: torch.Generator
-) -> SelectionPosterior:
+def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: torch.Generator) -> SelectionPosterior:
     """The posterior of a regression that is not Gaussian.
 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
-    chains find. Draws of the last chains are re-weighted by the Laplace evidence of their gates.
+    chains find. Draws of the last chains are re-weighted by the Laplace evidence of their gates and slab scales.
 
     Args:
         problem: of any family but the Gaussian.
-        states: its gate vectors.
         effort: how long the last chains run; those before take a third of it.
         draws: how many joint draws.
         generator: of the random numbers.
@@ -46,22 +43,30 @@ def expanded_posterior(
         expansion = expanded(problem, expansion.predictor(_mean(walk, run, generator)))
     walk, run = _sampled(expansion, effort, generator)
 
-    log_marginal = _ExpandedMarginal(walk, problem.prior)
-    z, shares = _distinct(run, generator)
-    log_ratio = states.log_marginal(z) - log_marginal(z)
-    weights = torch.softmax(shares.log() + log_ratio, 0)
+    picked = resampled(run.weights, _DRAWS, generator)
+    z, slab = run.states[picked], run.hyper[picked, 1].exp()
+    fit = laplace(problem, z, slab)
+    log_ratio = fit.log_evidence - walk.collapsed(run.hyper[picked]).log_evidence(z)
+    weights = torch.softmax(log_ratio, 0)
     # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
-    inclusion = (run.active_probs + (weights - shares) @ z.double()).clamp(0, 1)
-    mean, square = states.moments(z, weights)
-    log_evidence = chain_evidence(log_marginal, walk, run, generator)
+    inclusion = (run.active_probs + (weights - 1 / _DRAWS) @ z.double()).clamp(0, 1)
+    mean, square = _at_inclusion(inclusion, weights @ z.double(), fit.moments(weights, len(inclusion)))
+    which = resampled(weights, draws, generator)
+    log_evidence = chain_evidence(_ExpandedMarginal(walk, problem.prior), walk, run, generator)
     return SelectionPosterior(
         inclusion.numpy(),
         mean.numpy(),
         (square - mean.square()).clamp(min=0).sqrt().numpy(),
-        log_evidence + float((shares.log() + log_ratio).logsumexp(0)),
-        states.draws(z[resampled(weights, draws, generator)], generator),
+        log_evidence + float(log_ratio.logsumexp(0)) - math.log(_DRAWS),
+        laplace_draws(problem, z[which], slab[which], generator),
         run.standard_error().numpy(),
     )
+
+
+def _at_inclusion(inclusion: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Moments over draws in which each gate is open for a certain share, for what its probability is."""
+    change = (inclusion / share.clamp(min=torch.finfo(share.dtype).tiny))[:, None]
+    return moments[0] * change, moments[1] * change
 
 
 def _sampled(expansion: Expansion, effort: Effort, generator: torch.Generator) -> tuple[ScaleWalk, GibbsRun]:
@@ -75,32 +80,16 @@ def _sampled(expansion: Expansion, effort: Effort, generator: torch.Generator) -
         lambda theta: log_half_normal(theta[:, 1], prior.slab_unit),
         start,
         unknown=[1] if prior.slab_scale is None else [],
-        gate_of=_gate_of(problem),
+        gate_of=gate_of(problem),
         every=effort.every,
     )
     return walk, sampled_walk(walk, problem.x.shape[1], effort.flips, generator)
-
-
-def _gate_of(problem: Problem) -> Tensor | None:
-    if problem.outputs == 1:
-        return None
-    return torch.arange(problem.x.shape[1]).repeat_interleave(problem.outputs)
 
 
 def _mean(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> Tensor:
     """Mean of the coefficients over draws of the chains."""
     picked = resampled(run.weights, _MEAN, generator)
     return walk.collapsed(run.hyper[picked]).mean(run.states[picked]).mean(0)
-
-
-def _distinct(run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """States among draws of the chains, bool, shape ``(M, p)``, and the share of the draws that each has."""
-    for number in (_DRAWS, _FEWER):
-        picked = run.states[resampled(run.weights, number, generator)]
-        first, group = distinct_rows(picked)
-        if len(first) <= _STATES:
-            break
-    return picked[first], group.bincount().double() / number
 
 
 class _ExpandedMarginal:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
+from pyro_l0.maths.quadratic import Quadratic, quadratic_of
+from pyro_l0.selection.likelihoods import likelihood_of
 from pyro_l0.selection.problem import Problem
 
-__all__ = ["Expansion", "expanded", "null_predictor"]
-
-_DENSE = 2000  # coefficients up to which A is formed at once
+__all__ = ["Expansion", "expanded", "gate_of", "null_predictor"]
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,27 @@ def null_predictor(problem: Problem) -> Tensor:
     """Linear predictors of the model without features, shape ``(n, K)``: half an observation more for each outcome."""
     y, n = problem.y, len(problem.y)
     zero = y.new_zeros(n, problem.outputs)
-    if not problem.intercept:
+    if not problem.intercept or problem.family == "gaussian":
         return zero
     if problem.family == "poisson":
         return zero + ((y.sum() + 0.5) / n).log()
     if problem.family == "bernoulli":
         return zero + ((y.sum() + 0.5) / (n - y.sum() + 0.5)).log()
-    log_counts = (_indicators(problem).sum(0) + 0.5).log()
+    log_counts = (y.long().bincount(minlength=problem.outputs) + 0.5).double().log()
     return zero + log_counts - log_counts.mean()
 
 
 def expanded(problem: Problem, eta: Tensor) -> Expansion:
-    """The log likelihood to second order at some linear predictors, shape ``(n, K)``."""
+    """The log likelihood to second order at some linear predictors, shape ``(n, K)``.
+
+    A Gaussian one, at noise of scale one, is of second order everywhere.
+    """
     x, outputs = problem.x, problem.outputs
-    slope, root = _derivatives(problem, eta)
-    residual = slope + (root @ (root.mT @ eta[:, :, None])).squeeze(2)
+    if problem.family == "gaussian":
+        return Expansion(problem, quadratic_of(x, x.T @ problem.y), x.new_zeros(1), x.new_zeros(1, x.shape[1]))
+    slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
+    root = _root(curvature)
+    residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
     design = torch.einsum("nki,nj->nijk", root, x).reshape(len(x) * outputs, -1)
     linear = (x.T @ residual).flatten()
     intercept, falls = x.new_zeros(outputs), x.new_zeros(outputs, design.shape[1])
@@ -77,26 +82,18 @@ def expanded(problem: Problem, eta: Tensor) -> Expansion:
         left, sizes, _ = torch.linalg.svd(columns, full_matrices=False)
         shrunk = 1 - (precision / (sizes.square() + precision)).sqrt()
         design = design - (left * shrunk) @ (left.T @ design)
-    wide = len(linear) > _DENSE
-    quadratic: Quadratic = DesignQuadratic(design, linear) if wide else DenseQuadratic(design.T @ design, linear)
-    return Expansion(problem, quadratic, intercept, falls)
+    return Expansion(problem, quadratic_of(design, linear), intercept, falls)
 
 
-def _derivatives(problem: Problem, eta: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope of each observation's log likelihood, ``(n, K)``, and F with F F' = minus its curvature, ``(n, K, K)``."""
-    if problem.family == "categorical":
-        probs = torch.softmax(eta, 1)
-        # diag(p) - p p' = F F' with F = diag(s) (I - s s') and s = sqrt(p), as I - s s' is a projection.
-        root = probs.sqrt()
-        factor = torch.diag_embed(root) - probs[:, :, None] * root[:, None, :]
-        return _indicators(problem) - probs, factor
-    if problem.family == "bernoulli":
-        mean = torch.sigmoid(eta)
-        return problem.y[:, None] - mean, (mean * (1 - mean)).sqrt()[:, :, None]
-    mean = eta.exp()
-    return problem.y[:, None] - mean, mean.sqrt()[:, :, None]
+def gate_of(problem: Problem) -> Tensor | None:
+    """Which gate switches each coefficient, shape ``(p K,)``; None where each has its own."""
+    if problem.outputs == 1:
+        return None
+    return torch.arange(problem.x.shape[1]).repeat_interleave(problem.outputs)
 
 
-def _indicators(problem: Problem) -> Tensor:
-    """Which class each observation is of, zeros and ones, shape ``(n, K)``."""
-    return (problem.y[:, None] == torch.arange(problem.outputs)).to(problem.x)
+def _root(curvature: Tensor) -> Tensor:
+    """F with F F' = a symmetric semidefinite matrix, shape ``(n, K, K)``."""
+    values, vectors = torch.linalg.eigh(curvature)
+    root: Tensor = vectors * values.clamp(min=0).sqrt()[:, None, :]
+    return root

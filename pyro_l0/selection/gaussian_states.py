@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
+from pyro_l0.maths.quadratic import quadratic_of
 from pyro_l0.selection.gaussian_grid import GaussianGrid, GridAxes
 from pyro_l0.selection.laying import Laid, heaviest, integrated, lay
 from pyro_l0.selection.posterior import Draws
@@ -38,7 +38,6 @@ from pyro_l0.selection.states import (
 __all__ = ["GaussianStates"]
 
 _ENTRIES = 2**19  # numbers in the largest array of a step: 4 MB
-_DENSE = 1000  # features up to which X'X is formed at once
 _FINER = 2  # the grid of draws, compared with the grid of integrals
 _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
 
@@ -67,9 +66,7 @@ class GaussianStates:
         if problem.prior.noise_scale is None and self._square_y == 0:
             raise ValueError("Expected y to vary, as the noise scale is unknown, but y is constant; set noise_scale.")
         self._linear = x.T @ y
-        self._quadratic: Quadratic = (
-            DenseQuadratic(x.T @ x, self._linear) if self._p <= _DENSE else DesignQuadratic(x, self._linear)
-        )
+        self._quadratic = quadratic_of(x, self._linear)
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.selection.states.States`."""

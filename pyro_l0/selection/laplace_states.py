@@ -26,7 +26,7 @@ from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Prior, Problem
 from pyro_l0.selection.states import Group, checked_gates, draw_rate, draws_of, gate_prior, groups_of, sparse_rows
 
-__all__ = ["LaplaceFit", "LaplaceStates", "laplace"]
+__all__ = ["LaplaceFit", "LaplaceStates", "laplace", "laplace_draws"]
 
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
 # Of the integral over the slab scale: less than what Laplace's approximation errs by.
@@ -49,6 +49,18 @@ class LaplaceFit(NamedTuple):
 
     log_evidence: Tensor
     modes: list[tuple[Group, Mode]]
+
+    def moments(self, weights: Tensor, p: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`~pyro_l0.selection.states.States.moments`; the number of features is p."""
+        outputs = self.modes[0][1].coefficients.shape[2]
+        first, second = torch.zeros(2, p, outputs, dtype=torch.float64)
+        for group, mode in self.modes:
+            k = group.open.shape[1]
+            mean, variance = mode.means()[:, :k], mode.variances()[:, :k]
+            weight, at = weights[group.rows, None, None], group.open.flatten()
+            first.index_add_(0, at, (weight * mean).flatten(0, 1))
+            second.index_add_(0, at, (weight * (mean.square() + variance)).flatten(0, 1))
+        return first, second
 
     def draw(self, p: int, generator: torch.Generator) -> tuple[csr_array, Tensor]:
         """Coefficients of each state, shape ``(S, p K)``, and its intercepts, shape ``(S, K)``, 0 if there are none."""
@@ -81,6 +93,18 @@ def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
             log_evidence[part.rows] = mode.log_evidence
             found.append((part, mode))
     return LaplaceFit(log_evidence, found)
+
+
+def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: torch.Generator) -> Draws:
+    """One draw for each gate vector with its slab scale; see :func:`laplace`."""
+    coefficients, intercept = laplace(problem, z, slab_scale).draw(z.shape[1], generator)
+    return Draws(
+        coefficients,
+        intercept.numpy(),
+        slab_scale.numpy(),
+        torch.full_like(slab_scale, math.nan).numpy(),
+        draw_rate(problem.prior, z.sum(1), z.shape[1], generator),
+    )
 
 
 class LaplaceStates:
@@ -130,20 +154,12 @@ class LaplaceStates:
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """See :class:`~pyro_l0.selection.states.States`."""
         z = checked_gates(z, self._p)
-        log_slab = self._draw_slab_scales(z, generator)
-        coefficients, intercept = laplace(self.problem, z, log_slab.exp()).draw(self._p, generator)
-        return Draws(
-            coefficients,
-            intercept.numpy(),
-            log_slab.exp().numpy(),
-            torch.full_like(log_slab, math.nan).numpy(),
-            draw_rate(self.problem.prior, z.sum(1), self._p, generator),
-        )
+        return laplace_draws(self.problem, z, self._draw_slab_scales(z, generator).exp(), generator)
 
     def _draw_slab_scales(self, z: Tensor, generator: torch.Generator) -> Tensor:
         """Draws of the log slab scale given the states, shape ``(N,)``."""
-        distinct, state = z.unique(dim=0, return_inverse=True)
-        axes = self._axes(distinct)
+        distinct, state, count = z.unique(dim=0, return_inverse=True, return_counts=True)
+        axes = self._axes(heaviest(distinct, count))
         grid, finer = axes.fine(), axes.fine(_FINER)
         log_slab = torch.empty(len(z), dtype=torch.float64)
         for group in groups_of(distinct):

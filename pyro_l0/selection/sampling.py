@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
+from pyro_l0.maths.quadratic import quadratic_of
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun
-from pyro_l0.selection.enumeration import states_of
 from pyro_l0.selection.expanded_sampling import expanded_posterior
 from pyro_l0.selection.gaussian_grid import smallest_noise
+from pyro_l0.selection.gaussian_states import GaussianStates
 from pyro_l0.selection.hyper_axis import log_half_cauchy, log_half_normal
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
@@ -22,7 +22,6 @@ from pyro_l0.selection.tempered_chains import Effort, chain_evidence, resampled,
 
 __all__ = ["tempered_posterior"]
 
-_DENSE = 2000  # features up to which X'X is formed at once
 # States that moments are averaged over: as many as there is time for, between these.
 _FEWEST, _MOST = 2000, 20_000
 _ENTRIES = 2**22  # numbers in all these states, and in the largest array of a step
@@ -47,9 +46,9 @@ def tempered_posterior(
     generator = torch.Generator().manual_seed(seed)
     features = problem.x.shape[1]
     effort = effort or Effort.of(features)
-    states = states_of(problem)
     if problem.family != "gaussian":
-        return expanded_posterior(problem, states, effort, draws, generator)
+        return expanded_posterior(problem, effort, draws, generator)
+    states = GaussianStates(problem)
     walk = _walk(problem, effort)
     run = sampled_walk(walk, features, effort.flips, generator)
     mean, square = _moments(walk, run, generator)
@@ -65,14 +64,12 @@ def tempered_posterior(
 
 def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
     x, y, prior = problem.x, problem.y, problem.prior
-    linear = x.T @ y
-    quadratic: Quadratic = DenseQuadratic(x.T @ x, linear) if len(linear) <= _DENSE else DesignQuadratic(x, linear)
     density = _ScaleDensity.of(problem)
     noise = math.sqrt(density.square / density.n) if prior.noise_scale is None else prior.noise_scale
     slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
     start = torch.tensor([math.log(noise), math.log(slab)], dtype=torch.float64).expand(effort.chains, 2)
     unknown = [i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None]
-    return ScaleWalk(quadratic, gate_prior(prior), density, start, unknown=unknown, every=effort.every)
+    return ScaleWalk(quadratic_of(x, x.T @ y), gate_prior(prior), density, start, unknown=unknown, every=effort.every)
 
 
 @dataclass(frozen=True)

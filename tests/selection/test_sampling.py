@@ -128,7 +128,7 @@ def test_other_families(name):
     """Against a sum over all gates, with the same approximation of the coefficients' integral."""
     problem = OTHERS[name]()
     expected = enumerate_posterior(problem, draws=10)
-    found = tempered_posterior(problem, seed=1, effort=Effort(32, 300, 2))
+    found = tempered_posterior(problem, seed=1)
     assert np.abs(found.inclusion - expected.inclusion).max() < 0.03
     assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.06
     assert np.abs(found.sd / expected.sd - 1).max() < 0.1

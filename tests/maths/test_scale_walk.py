@@ -1,0 +1,61 @@
+"""Chains of gates and scales against sums over all gates and a grid of both scales."""
+
+import math
+
+import pytest
+import torch
+
+from pyro_l0.maths.scale_walk import ScaleWalk
+from pyro_l0.maths.tempered_gibbs import sampled_target
+from tests.maths.spike_and_slab import Regression, prior, seeded, vectors
+
+REGRESSION = Regression.drawn(20, 3, 8, rho=0.8)
+SPARSE = prior(0.3)
+CHAINS = 32
+RANGES = ((-1.5, 1.5, 31), (-5.0, 3.5, 30))  # of the logarithms of noise and slabs, and how many nodes
+
+
+def log_density(theta):
+    """What no gate has a part in, with log-normal priors of the scales."""
+    noise, slab = theta.unbind(1)
+    rest = (REGRESSION.weights * REGRESSION.y.square()).sum()
+    return -20 * noise - 0.5 * rest * (-2 * noise).exp() - 0.5 * noise.square() - 0.5 * (slab + 0.5).square()
+
+
+def expected(nodes):
+    """Means of the gates and of the logarithms of the scales, by formulas of the test's own regression."""
+    z = vectors(3).repeat(len(nodes), 1)
+    theta = nodes.repeat_interleave(8, 0)
+    evidence = REGRESSION.log_evidence(z, theta[:, 1:].exp(), (-2 * theta[:, 0]).exp())
+    weights = torch.softmax(evidence + SPARSE.log_prob(z) + log_density(theta), 0)
+    return weights @ torch.cat([z, theta], 1)
+
+
+def sampled(unknown, start):
+    walk = ScaleWalk(REGRESSION.dense(), SPARSE, log_density, start.expand(CHAINS, 2), unknown=unknown)
+    z = torch.bernoulli(torch.full((CHAINS, 3), 0.3).double(), generator=seeded(1))
+    return sampled_target(walk, z, torch.full((3,), 0.3).double(), flips=600, warm_up=100, generator=seeded(2))
+
+
+@pytest.mark.parametrize("unknown", [(0, 1), (0,), (1,)])
+def test_averages(unknown):
+    """Within five standard errors, which the spread of the chains tells."""
+    known = torch.tensor([-0.2, -0.7], dtype=torch.float64)
+    axes = [torch.linspace(*RANGES[i]).double() if i in unknown else known[i : i + 1] for i in (0, 1)]
+    exact = expected(torch.cartesian_prod(*axes))
+    run = sampled(unknown, known)
+    values = torch.cat([run.states.double(), run.hyper], 1)
+    found = run.weights @ values
+    by_chain = torch.stack(
+        [run.weights[run.chain == c] @ (values[run.chain == c] - exact) for c in range(CHAINS)]
+    )  # of which each is its chain's part of the error of the weighted average
+    error = math.sqrt(CHAINS) * by_chain.std(0) + 1e-9
+    assert error.max() < 0.03
+    assert ((found - exact).abs() < 5 * error).all()
+    assert (run.active_probs - exact[:3]).abs().max() < 0.03
+
+
+def test_known_scales_stay():
+    start = torch.tensor([-0.2, -0.7], dtype=torch.float64)
+    run = sampled((), start)
+    assert torch.equal(run.hyper, start.expand_as(run.hyper))
