@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pyro_l0.selection.enumeration import enumerate_posterior
+from pyro_l0.selection.mean_field import mean_field_posterior
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Problem
 from pyro_l0.selection.sampling import tempered_posterior
@@ -24,6 +25,7 @@ class _Method(Protocol):
 METHODS: dict[str, _Method] = {
     "enumerate": enumerate_posterior,
     "autoregressive": autoregressive_posterior,
+    "mean_field": mean_field_posterior,
     "tempered": tempered_posterior,
 }
 
