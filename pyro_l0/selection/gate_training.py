@@ -5,28 +5,29 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_l0.distributions import HardConcrete
-from pyro_l0.infer import L0_ELBO, SparsityTarget
+from pyro_l0.infer import L0_ELBO, GateGuide, SparsityTarget
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.selection.input_gates import SITE, GatedNetworks, InputGates
 from pyro_l0.selection.responses import Response
 
 __all__ = ["Fold", "refit", "train_gates"]
 
-_BATCH = 128
+_BATCH, _JUDGES = 128, 512  # observations per network that a step trains the weights by, and the gates
 _LEARNING_RATE, _WEIGHT_DECAY = 3e-3, 1e-2
 _GATE_RATE, _NOISE_RATE = 0.03, 0.01
 _BETAS = (0.9, 0.99)
 _START = 0.9  # P(z != 0): nearly open, so that interactions are learned before anything is closed
+_MOST = 4.0  # log alpha; a gate that is open for certain would take long to close again
 _WARM_UP = 0.2  # of the steps, while the price rises
-_SHRINKING = 0.65  # of the steps, while a target falls to its budget
-_DUAL_RATE = 3e-3  # nats per observation, step and unit of violation
+_TAIL = 0.15  # of the steps, at the end; a target falls to its budget between warm-up and tail
+_DUAL_RATE = 10.0  # nats per observation and unit of violation, over all steps
 _LOOK = 25  # steps between looks at the held-out loss
 
 
@@ -46,14 +47,15 @@ def train_gates(
     *,
     n_features: int | None,
     steps: int,
-) -> InputGates:
+) -> Tensor:
     r"""Train one network per fold and the gates that all share.
 
     The objective is Eq. 22 of the L0 paper, with the weights of each network following the observations of its fold and
     the gates, like the noise scale, those that it has not seen. So an input by which a network only memorises closes,
     and the likelihood is honest about the noise. Without a number of features the price of an open gate is
     :math:`\log p + \frac12 \log n` nats: what it takes to say which of p inputs, and the BIC's half logarithm. With a
-    number the price is found by :class:`~pyro_l0.infer.SparsityTarget`.
+    number the price is found by :class:`~pyro_l0.infer.SparsityTarget`, and the noise scale stays 1, where no
+    likelihood is so steep that the price comes too late.
 
     Args:
         networks: one per fold, of inputs ``(B, p)``; trained in place.
@@ -64,6 +66,9 @@ def train_gates(
         n_features: inputs that are wanted, or None.
         steps: of the optimisers.
 
+    Returns:
+        P(z != 0) of each gate, the mean over the last 15 % of the steps, shape ``(p,)``.
+
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; Yamada et al. (2020), Feature Selection using Stochastic
         Gates, arXiv:1810.04247.
@@ -72,47 +77,57 @@ def train_gates(
     start = HardConcrete.from_active_prob(torch.full((p,), _START).to(x))
     model, guide = GatedNetworks(networks, response, n, start), InputGates(start, n)
     guide.close(SITE, (x == x[0]).all(0).nonzero().flatten())
-    training = _Training(model, guide, n)
+    training = _Training(model, guide, n, learn_noise=n_features is None)
     price = math.log(p) + 0.5 * math.log(n) if n_features is None else 0.0
-    warm_up = round(_WARM_UP * steps)
+    warm_up, tail = round(_WARM_UP * steps), math.ceil(_TAIL * steps)
+    active = torch.zeros_like(guide.log_alpha.detach())
     model.train()
     for step in range(steps):
         if step == warm_up and n_features is not None and n_features < p:
-            training.aim(n_features, round(_SHRINKING * steps))
+            training.aim(n_features, steps - tail - warm_up)
         training.step(price * min(1.0, step / max(1, warm_up)), x, y, folds)
-    return guide
+        if step >= steps - tail:
+            active += guide.gates().active_prob.detach() / tail
+    return active
 
 
 class _Training:
     """The optimiser's steps: weights by the observations of their folds, gates and noise by the others."""
 
-    def __init__(self, model: GatedNetworks, guide: InputGates, size: int) -> None:
-        self._guide, self._size = guide, size
+    def __init__(self, model: GatedNetworks, guide: InputGates, size: int, *, learn_noise: bool) -> None:
+        self._model, self._guide, self._size = model, guide, size
         self._elbo = L0_ELBO("l0")
         self._loss = self._elbo(model, guide)
         self._target: SparsityTarget | None = None
         self._weights = list(model.networks.parameters())
-        noise = list(model.response.parameters())
+        noise = list(model.response.parameters()) if learn_noise else []
         self._judged = [guide.log_alpha, *noise]
         groups = [
             {"params": self._weights, "lr": _LEARNING_RATE, "weight_decay": _WEIGHT_DECAY},
             {"params": guide.log_alpha, "lr": _GATE_RATE},
             {"params": noise, "lr": _NOISE_RATE},
         ]
-        self._optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
+        self._optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
 
     def aim(self, n_features: int, steps: int) -> None:
         """From now on, raise a price until no more features are open; the half is for rounding."""
         budget = (n_features + 0.5) / len(self._guide.log_alpha)
-        rate = _DUAL_RATE * self._size
-        self._target = SparsityTarget(self._guide, {SITE: budget}, dual_rate=rate, warm_up=steps)
+        rate = _DUAL_RATE * self._size / steps
+        guide = cast(GateGuide, self._guide)  # of which a target needs no other methods
+        self._target = SparsityTarget(guide, {SITE: budget}, dual_rate=rate, warm_up=steps)
+
+    def _fit_of(self, x: Tensor, y: Tensor) -> Tensor:
+        """Negative log likelihood of the networks at a draw of the gates, whose price is no concern of the weights."""
+        with torch.no_grad():
+            gated = x * self._guide.gates().rsample(y.shape)
+        return -self._model.distribution(gated).log_prob(y.flatten()).mean()
 
     def step(self, price: float, x: Tensor, y: Tensor, folds: Sequence[Fold]) -> None:
         """One step of everything, with a price of an open gate in nats."""
         self._elbo.lam = price / self._size  # the gates of every observation pay
-        rows = _batch([fold.train for fold in folds])
-        gradients = torch.autograd.grad(self._loss(x[rows], y[rows]), self._weights)
-        rows = _batch([fold.held_out for fold in folds])
+        rows = _batch([fold.train for fold in folds], _BATCH)
+        gradients = torch.autograd.grad(self._fit_of(x[rows], y[rows]), self._weights)
+        rows = _batch([fold.held_out for fold in folds], _JUDGES)
         held_out = self._loss(x[rows], y[rows])
         if self._target is not None:
             held_out = held_out + self._target.penalty()
@@ -120,14 +135,16 @@ class _Training:
         for parameter, gradient in zip([*self._weights, *self._judged], gradients, strict=True):
             parameter.grad = gradient
         self._optimiser.step()
+        with torch.no_grad():
+            self._guide.log_alpha.clamp_(max=_MOST)
         if self._target is not None:
             self._target.ascend()
 
 
-def _batch(parts: Sequence[Tensor]) -> Tensor:
-    """Numbers of random observations, as many of each part, shape ``(M, B)``."""
-    count = min(_BATCH, *(len(part) for part in parts))
-    return torch.stack([part[torch.randint(len(part), (count,))] for part in parts])
+def _batch(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Numbers of random observations, as many of each part, shape ``(M, B)``; whole parts where they are small."""
+    size = min(size, min(len(part) for part in parts))
+    return torch.stack([part[torch.randperm(len(part))[:size]] for part in parts])
 
 
 def refit(
@@ -146,7 +163,9 @@ def refit(
     """
     gated = nn.Sequential(Gate(len(selected)), network)
     net = fix_gates(gated, {"0": selected.to(x)})
-    optimiser = torch.optim.AdamW(net.parameters(), lr=_LEARNING_RATE, betas=_BETAS, weight_decay=_WEIGHT_DECAY)
+    optimiser = torch.optim.AdamW(
+        net.parameters(), lr=_LEARNING_RATE, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
+    )
     schedule = CosineAnnealingLR(optimiser, steps)
     best, state = math.inf, copy.deepcopy(net.state_dict())
 
@@ -156,7 +175,7 @@ def refit(
     for step in range(1, steps + 1):
         net.train()
         optimiser.zero_grad()
-        loss(_batch([fold.train])[0]).backward()
+        loss(_batch([fold.train], _BATCH)[0]).backward()
         optimiser.step()
         schedule.step()
         if step % _LOOK == 0 or step == steps:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pyro
 import torch
+from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 
 from pyro_l0.distributions import HardConcrete
@@ -21,7 +22,8 @@ class InputGates(nn.Module):
     """A guide over the gates of p inputs: every observation draws gates of its own from one hard concrete per input.
 
     The expected loss is that of gates that a whole batch shares, since a loss is a sum over observations; its estimate
-    varies far less. It is a :class:`~pyro_l0.infer.GateGuide` that states nothing to Pyro's parameter store.
+    varies far less. It has what a :class:`~pyro_l0.infer.SparsityTarget` asks of a guide, and states nothing to Pyro's
+    parameter store.
 
     Args:
         prior: the gates at the start, shape ``(p,)``.
@@ -50,10 +52,6 @@ class InputGates(nn.Module):
     def test_gates(self) -> Mapping[str, Tensor]:
         """The deterministic gates by site, without gradients."""
         return {SITE: self.gates().test_gate.detach()}
-
-    def locations(self) -> Sequence[Tensor]:
-        """The locations of the gates, shape ``(p,)``."""
-        return [self.log_alpha]
 
     @torch.no_grad()
     def close(self, name: str, places: Tensor) -> None:
@@ -90,5 +88,9 @@ class GatedNetworks(nn.Module):
         count = y.numel()
         with pyro.poutine.scale(scale=self.size / count), pyro.plate("observations", count):
             gated = self.gate(x.flatten(0, 1)).view_as(x)
-            outputs = [self.response.output(net(part)) for net, part in zip(self.networks, gated, strict=True)]
-            pyro.sample("y", self.response.distribution(torch.cat(outputs)), obs=y.flatten())
+            pyro.sample("y", self.distribution(gated), obs=y.flatten())
+
+    def distribution(self, gated: Tensor) -> TorchDistribution:
+        """Of observations, batch shape ``(M B,)``, given what is behind the gates, shape ``(M, B, p)``."""
+        outputs = [self.response.output(net(part)) for net, part in zip(self.networks, gated, strict=True)]
+        return self.response.distribution(torch.cat(outputs))

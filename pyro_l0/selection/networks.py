@@ -22,14 +22,14 @@ def make_networks(net: Net, features: int, outputs: int, count: int) -> list[nn.
 
     Args:
         net: a module, which is copied; a function of the number of features that makes one; None for two hidden layers
-            of 64 units with SiLU, smooth as the responses that are mostly looked for.
+            of 64 units with SiLU, smooth as the responses that are mostly looked for, in float64.
         features: p, numbers that a network takes for a row.
         outputs: numbers that a default network returns for a row.
         count: how many.
 
     Raises:
         TypeError: ``net`` is none of these, or its function does not make a module.
-        ValueError: a network has no parameters, or none of a floating type.
+        ValueError: a network has no parameters to train.
     """
     if not (net is None or callable(net)):
         raise TypeError(
@@ -52,7 +52,7 @@ def _make(net: Net, features: int, outputs: int) -> nn.Module:
         return net(features)
     return nn.Sequential(
         nn.Linear(features, _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, outputs)
-    )
+    ).double()
 
 
 @torch.no_grad()
