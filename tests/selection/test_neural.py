@@ -172,9 +172,8 @@ def test_network_of_the_user_is_not_changed(make):
     net = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0))
     before = copy.deepcopy(net.state_dict())
     x, y = product(n=60)
-    selector = NeuralFeatureSelector((lambda p: copy.deepcopy(net)) if as_function else net, n_features=3, **FAST).fit(
-        x, y
-    )
+    given = (lambda p: copy.deepcopy(net)) if as_function else net
+    selector = NeuralFeatureSelector(given, n_features=3, **FAST).fit(x, y)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert net.training
     assert selector.predict(x).dtype == np.float64
