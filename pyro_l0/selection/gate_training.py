@@ -21,13 +21,14 @@ __all__ = ["Fold", "refit", "train_gates"]
 
 _BATCH, _JUDGES = 128, 512  # observations per network that a step trains the weights by, and the gates
 _LEARNING_RATE, _WEIGHT_DECAY = 3e-3, 1e-2
-_GATE_RATE, _NOISE_RATE = 0.03, 0.01
+_GATE_PATH, _GATE_RATE = 36.0, 0.1  # the way of log alpha over all steps, and the most that a step goes
+_NOISE_RATE = 0.01
 _BETAS = (0.9, 0.99)
 _START = 0.9  # P(z != 0): nearly open, so that interactions are learned before anything is closed
 _MOST = 4.0  # log alpha; a gate that is open for certain would take long to close again
 _WARM_UP = 0.2  # of the steps, while the price rises
 _TAIL = 0.15  # of the steps, at the end; a target falls to its budget between warm-up and tail
-_DUAL_RATE = 10.0  # nats per observation and unit of violation, over all steps
+_DUAL_RATE = 30.0  # nats per observation and unit of violation, over all steps
 _LOOK = 25  # steps between looks at the held-out loss
 
 
@@ -77,7 +78,7 @@ def train_gates(
     start = HardConcrete.from_active_prob(torch.full((p,), _START).to(x))
     model, guide = GatedNetworks(networks, response, n, start), InputGates(start, n)
     guide.close(SITE, (x == x[0]).all(0).nonzero().flatten())
-    training = _Training(model, guide, n, learn_noise=n_features is None)
+    training = _Training(model, guide, n, steps, learn_noise=n_features is None)
     price = math.log(p) + 0.5 * math.log(n) if n_features is None else 0.0
     warm_up, tail = round(_WARM_UP * steps), math.ceil(_TAIL * steps)
     active = torch.zeros_like(guide.log_alpha.detach())
@@ -85,7 +86,9 @@ def train_gates(
     for step in range(steps):
         if step == warm_up and n_features is not None and n_features < p:
             training.aim(n_features, steps - tail - warm_up)
-        training.step(price * min(1.0, step / max(1, warm_up)), x, y, folds)
+        # What a network has at its start is wrong as often as right: the gates wait until it has learned.
+        move = 2 * step >= warm_up
+        training.step(price * min(1.0, step / max(1, warm_up)), x, y, folds, move_gates=move)
         if step >= steps - tail:
             active += guide.gates().active_prob.detach() / tail
     return active
@@ -94,7 +97,7 @@ def train_gates(
 class _Training:
     """The optimiser's steps: weights by the observations of their folds, gates and noise by the others."""
 
-    def __init__(self, model: GatedNetworks, guide: InputGates, size: int, *, learn_noise: bool) -> None:
+    def __init__(self, model: GatedNetworks, guide: InputGates, size: int, steps: int, *, learn_noise: bool) -> None:
         self._model, self._guide, self._size = model, guide, size
         self._elbo = L0_ELBO("l0")
         self._loss = self._elbo(model, guide)
@@ -104,7 +107,7 @@ class _Training:
         self._judged = [guide.log_alpha, *noise]
         groups = [
             {"params": self._weights, "lr": _LEARNING_RATE, "weight_decay": _WEIGHT_DECAY},
-            {"params": guide.log_alpha, "lr": _GATE_RATE},
+            {"params": guide.log_alpha, "lr": min(_GATE_RATE, _GATE_PATH / steps)},
             {"params": noise, "lr": _NOISE_RATE},
         ]
         self._optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
@@ -122,7 +125,7 @@ class _Training:
             gated = x * self._guide.gates().rsample(y.shape)
         return -self._model.distribution(gated).log_prob(y.flatten()).mean()
 
-    def step(self, price: float, x: Tensor, y: Tensor, folds: Sequence[Fold]) -> None:
+    def step(self, price: float, x: Tensor, y: Tensor, folds: Sequence[Fold], *, move_gates: bool = True) -> None:
         """One step of everything, with a price of an open gate in nats."""
         self._elbo.lam = price / self._size  # the gates of every observation pay
         rows = _batch([fold.train for fold in folds], _BATCH)
@@ -134,6 +137,8 @@ class _Training:
         gradients += torch.autograd.grad(held_out, self._judged)
         for parameter, gradient in zip([*self._weights, *self._judged], gradients, strict=True):
             parameter.grad = gradient
+        if not move_gates:
+            self._guide.log_alpha.grad = None
         self._optimiser.step()
         with torch.no_grad():
             self._guide.log_alpha.clamp_(max=_MOST)

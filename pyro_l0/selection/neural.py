@@ -59,8 +59,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         task: ``"regression"``, ``"classification"``, or ``"auto"`` to infer it from y as scikit-learn's
             ``type_of_target`` does: real numbers that are not all whole are a regression.
         cv: folds of the cross-fitting, which is also the number of networks.
-        max_steps: steps of the optimiser, of 128 observations per network, for the selection; half as many train the
-            networks on the selected features.
+        max_steps: steps of the optimiser, of 128 observations per network, for the selection, and as many to train
+            the networks on the selected features.
         random_state: seed of folds, starts, batches and gates. Global random states stay untouched.
 
     Attributes:
@@ -179,7 +179,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.active_probs_: Array = active.double().cpu().numpy()
         self._support: NDArray[np.bool_] = selected.cpu().numpy()
         self.networks_ = [
-            refit(network, selected, response, inputs, observations, fold, steps=max(1, self.max_steps // 2))
+            refit(network, selected, response, inputs, observations, fold, steps=self.max_steps)
             for network, fold in zip(networks, folds, strict=True)
         ]
 

@@ -35,7 +35,7 @@ from sklearn.preprocessing import StandardScaler
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pyro_l0.selection.neural import NeuralFeatureSelector
+from pyro_l0.selection import NeuralFeatureSelector
 
 WANTED, LIMIT = 0.95, 0.0112
 SIZES = {"breast cancer": (1, 2, 3, 5, 8, 12), "wine": (1, 2, 3, 5, 8)}
@@ -78,7 +78,7 @@ def l1(x: np.ndarray, y: np.ndarray, test: np.ndarray, size: int, steps: int, se
     """The weakest penalty of a grid that leaves at most so many features; predictions of the penalised fit."""
     del steps
     best = None
-    for c in np.geomspace(1e-3, 10, 41):
+    for c in np.geomspace(1e-3, 10, 25):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             model = LogisticRegression(l1_ratio=1, solver="saga", C=c, max_iter=300, random_state=seed).fit(x, y)

@@ -17,9 +17,9 @@ from torch import nn
 
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO
+from pyro_l0.selection import NeuralFeatureSelector
 from pyro_l0.selection.gate_training import Fold, _Training, train_gates
 from pyro_l0.selection.input_gates import SITE, GatedNetworks, InputGates
-from pyro_l0.selection.neural import NeuralFeatureSelector
 from pyro_l0.selection.responses import ClassResponse, NormalResponse
 
 FAST = {"max_steps": 4, "random_state": 0}
@@ -80,7 +80,7 @@ def test_weights_and_gates_see_data_of_their_own(changed):
 
     def after(shift):
         model, guide = gated(m=1)
-        training = _Training(model, guide, 40, learn_noise=True)
+        training = _Training(model, guide, 40, 100, learn_noise=True)
         x, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
         fold = Fold(torch.arange(30), torch.arange(30, 40))
         y[getattr(fold, changed)] += shift * torch.arange(len(getattr(fold, changed)))
@@ -165,10 +165,8 @@ def test_three_classes_with_names():
 # ---------------------------------------------------------------- networks of the user
 
 
-@pytest.mark.parametrize(
-    "make", [lambda net: net, lambda net: lambda p: copy.deepcopy(net)], ids=["module", "function"]
-)
-def test_network_of_the_user_is_not_changed(make):
+@pytest.mark.parametrize("as_function", [False, True])
+def test_network_of_the_user_is_not_changed(as_function):
     net = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0))
     before = copy.deepcopy(net.state_dict())
     x, y = product(n=60)
@@ -196,11 +194,10 @@ def test_one_logit_is_that_of_the_second_class():
 # ---------------------------------------------------------------- conventions
 
 
-@parametrize_with_checks(
-    [NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression", "classification")]
-)
+@parametrize_with_checks([NeuralFeatureSelector(task=task, **FAST) for task in ("regression", "classification")])
 def test_scikit_learn_conventions(estimator, check):
-    torch.manual_seed(0)
+    if check.func.__name__ == "check_regressors_train":  # asks for a good fit
+        estimator.set_params(max_steps=100)
     check(estimator)
 
 
