@@ -135,8 +135,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """
         outputs = self._outputs(X)
         if isinstance(self.response_, NormalResponse):
-            return cast(Array, self.response_.decode(outputs.mean(0)))
-        return self.classes_[_softmax(outputs).mean(0).argmax(1)]
+            return self.response_.decode(outputs.mean(0))
+        return cast(NDArray[Any], self.classes_[_softmax(outputs).mean(0).argmax(1)])
 
     @available_if(_may_classify)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: ArrayLike) -> Array:  # noqa: N803
