@@ -20,7 +20,9 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
-from pyro_l0.selection.gate_training import Fold, refit, train_gates
+from pyro_l0.selection.cross_fitting import Fold, refit
+from pyro_l0.selection.elimination import eliminate, train_for_subsets
+from pyro_l0.selection.gate_training import train_gates
 from pyro_l0.selection.networks import Net, check_outputs, make_networks
 from pyro_l0.selection.responses import ClassResponse, NormalResponse, Response
 
@@ -40,16 +42,22 @@ def _may_classify(selector: NeuralFeatureSelector) -> bool:
 class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     r"""Selects the features that a neural network needs, and predicts by these alone.
 
-    Every feature is multiplied by a hard concrete gate before it enters the network, so that interactions and
-    non-linear effects count that no marginal test would see. The loss is that of Eq. 22 of the L0 paper: the expected
-    negative log likelihood and a price for each open gate. There is one network per fold of a cross-fitting, and all
-    share the gates: each network's weights are trained on the other folds, the gates on the fold that it has not seen.
-    A feature by which a network only memorises so closes by itself, and the selection hardly depends on the seed.
+    Every feature is multiplied by a gate before it enters the network, so that interactions and non-linear effects
+    count that no marginal test would see. There is one network per fold of a cross-fitting: its weights are trained on
+    the other folds, and the features are judged by the fold that it has not seen, all networks together. A feature by
+    which a network only memorises so does harm.
 
-    With ``n_features=None`` an open gate costs :math:`\log p + \frac12 \log n` nats of held-out log likelihood, and the
-    features whose gates are open with a probability above one half are selected. With a number, the price rises until
-    no more gates are open, and the features with the largest P(z != 0) are selected. Then every network is trained on
-    with the selected features until its held-out loss is least, and predictions are averages over the networks.
+    With ``n_features=None`` the gates are hard concrete, and the loss is that of Eq. 22 of the L0 paper: the expected
+    held-out negative log likelihood and a price for each open gate, :math:`\log p + \frac12 \log n` nats. Features
+    whose gates are open with a probability above one half are selected.
+
+    With a number, gates are opened at random while the weights are trained, so that the networks learn to predict from
+    any subset of the features, and then closed one after the other, those first without which the held-out loss is
+    least. The networks are the same for all subsets, and so the choice between features that are nearly as good depends
+    far less on the seed than a competition of gates does.
+
+    Then every network is trained on with the selected features until its held-out loss is least, and predictions are
+    averages over the networks.
 
     Args:
         net: a ``torch.nn.Module`` that takes standardised features, shape ``(n, p)``, and returns a number per row for
@@ -65,7 +73,9 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     Attributes:
         active_probs_: P(z != 0) of each feature's gate, the mean over the last 15 % of the selection's steps, shape
-            ``(p,)``.
+            ``(p,)``; with ``n_features=None``.
+        ranking_: 1 for selected features, and the larger the earlier a feature was closed, shape ``(p,)``; with a
+            number of features.
         classes_: labels in order, of a classification.
         n_features_in_: features of ``fit``.
         feature_names_in_: their names, if they have any.
@@ -170,14 +180,17 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         observations = response.encode(y).to(like.device)
         check_outputs(networks[0], response, inputs[:2])
         folds = _folds(observations, len(networks), isinstance(response, ClassResponse))
-        active = train_gates(
-            networks, response, inputs, observations, folds, n_features=self.n_features, steps=self.max_steps
-        )
-        selected = active > 0.5
-        if self.n_features is not None:
-            selected = torch.zeros_like(selected).index_fill(0, active.topk(self.n_features).indices, True)
-        self.active_probs_: Array = active.double().cpu().numpy()
-        self._support: NDArray[np.bool_] = selected.cpu().numpy()
+        fit = (networks, response, inputs, observations, folds)
+        for name in ("active_probs_", "ranking_"):  # of an earlier fit
+            self.__dict__.pop(name, None)
+        if self.n_features is None:
+            self.active_probs_: Array = train_gates(*fit, steps=self.max_steps).double().cpu().numpy()
+            self._support: NDArray[np.bool_] = self.active_probs_ > 0.5
+        else:
+            train_for_subsets(*fit, steps=self.max_steps)
+            self.ranking_: NDArray[np.int64] = eliminate(*fit, n_features=self.n_features).cpu().numpy()
+            self._support = self.ranking_ == 1
+        selected = torch.as_tensor(self._support).to(inputs.device)
         self.networks_ = [
             refit(network, selected, response, inputs, observations, fold, steps=self.max_steps)
             for network, fold in zip(networks, folds, strict=True)

@@ -13,7 +13,7 @@ PART stable is the mean overlap (Jaccard) of the features that are selected on b
 the smallest absolute correlation of a feature that one seed selects with its next relative among those of another: 1
 where seeds differ only in which of two duplicates they take.
 
-``--seeds`` says how many, ``--steps`` how many steps a fit takes.
+``--seeds`` says how many, ``--first`` from which on, ``--steps`` how many steps a fit takes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def stg_design(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return x, np.sin(x[:, 0]) * np.cos(x[:, 1]) ** 3
 
 
-def stg(seeds: int, steps: int) -> bool:
+def stg(seeds: range, steps: int) -> bool:
     print("n_features   exact   MSE: mean   median    worst   seconds")
     missed = False
     for size in (2, None):
         exact, errors, seconds = [], [], []
-        for seed in range(seeds):
+        for seed in seeds:
             x, y = stg_design(seed)
             start = time.process_time()
             found = NeuralFeatureSelector(n_features=size, max_steps=steps, random_state=seed).fit(x[:1000], y[:1000])
@@ -63,7 +63,8 @@ def stg(seeds: int, steps: int) -> bool:
         few, large = np.mean(exact) < WANTED, np.mean(errors) > LIMIT
         missed |= bool(few or large)
         print(
-            f"{size!s:10}{sum(exact):5} / {seeds}{'!' if few else ' '}{np.mean(errors):10.5f}{'!' if large else ' '}"
+            f"{size!s:10}{sum(exact):5} / {len(seeds)}{'!' if few else ' '}"
+            f"{np.mean(errors):10.5f}{'!' if large else ' '}"
             f"{np.median(errors):9.5f}{np.max(errors):9.5f}{np.mean(seconds):10.1f}",
             flush=True,
         )
@@ -95,13 +96,13 @@ def forest(x: np.ndarray, y: np.ndarray, test: np.ndarray, size: int, steps: int
     return RandomForestClassifier(random_state=seed).fit(x[:, kept], y).predict(test[:, kept])
 
 
-def real(seeds: int, steps: int) -> None:
+def real(seeds: range, steps: int) -> None:
     print("data           features  selector        L1    forest")
     for name, sizes in SIZES.items():
         x, y = LOAD[name](return_X_y=True)
         for size in sizes:
             right: list[list[float]] = [[], [], []]
-            for seed in range(seeds):
+            for seed in seeds:
                 for train, test in StratifiedKFold(5, shuffle=True, random_state=seed).split(x, y):
                     scaler = StandardScaler().fit(x[train])
                     parts = scaler.transform(x[train]), y[train], scaler.transform(x[test])
@@ -110,7 +111,7 @@ def real(seeds: int, steps: int) -> None:
             print(f"{name:15}{size:8}" + "".join(f"{np.mean(column):10.3f}" for column in right), flush=True)
 
 
-def stable(seeds: int, steps: int) -> None:
+def stable(seeds: range, steps: int) -> None:
     print("features   overlap   least correlation with the next")
     x, y = load_breast_cancer(return_X_y=True)
     correlation = np.abs(np.corrcoef(x.T))
@@ -119,7 +120,7 @@ def stable(seeds: int, steps: int) -> None:
             NeuralFeatureSelector(n_features=size, max_steps=steps, random_state=seed)
             .fit(x, y)
             .get_support(indices=True)
-            for seed in range(seeds)
+            for seed in seeds
         ]
         pairs = list(combinations(found, 2))
         overlap = np.mean([len(np.intersect1d(a, b)) / len(np.union1d(a, b)) for a, b in pairs])
@@ -131,14 +132,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("stg", "real", "stable"), required=True)
     parser.add_argument("--seeds", type=int)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1200)
     options = parser.parse_args()
+    count = options.seeds or {"stg": 20, "real": 1, "stable": 5}[options.part]
+    seeds = range(options.first, options.first + count)
     if options.part == "stg":
-        return int(stg(options.seeds or 20, options.steps))
+        return int(stg(seeds, options.steps))
     if options.part == "real":
-        real(options.seeds or 1, options.steps)
+        real(seeds, options.steps)
     else:
-        stable(options.seeds or 5, options.steps)
+        stable(seeds, options.steps)
     return 0
 
 

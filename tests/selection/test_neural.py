@@ -18,7 +18,9 @@ from torch import nn
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO
 from pyro_l0.selection import NeuralFeatureSelector
-from pyro_l0.selection.gate_training import Fold, _Training, train_gates
+from pyro_l0.selection.cross_fitting import Fold
+from pyro_l0.selection.elimination import eliminate, held_out_loss, train_for_subsets
+from pyro_l0.selection.gate_training import _Training
 from pyro_l0.selection.input_gates import SITE, GatedNetworks, InputGates
 from pyro_l0.selection.responses import ClassResponse, NormalResponse
 
@@ -80,7 +82,7 @@ def test_weights_and_gates_see_data_of_their_own(changed):
 
     def after(shift):
         model, guide = gated(m=1)
-        training = _Training(model, guide, 40, 100, learn_noise=True)
+        training = _Training(model, guide, 40, 100)
         x, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
         fold = Fold(torch.arange(30), torch.arange(30, 40))
         y[getattr(fold, changed)] += shift * torch.arange(len(getattr(fold, changed)))
@@ -107,17 +109,76 @@ def test_draws_of_the_guide_are_the_models():
     assert torch.allclose(seen.nodes["y"]["fn"].loc[5:], (x[1] * drawn[5:]) @ weight + bias)
 
 
-def test_target_leaves_the_number_that_is_wanted():
-    """All eight of eight inputs matter, and three are open in the end."""
+# ---------------------------------------------------------------- backward elimination
+
+
+def linear(coefficients, n=60):
+    """Two folds, each with the network that knows the truth; inputs that are orthogonal within both."""
+    p = len(coefficients)
+    half = torch.linalg.qr(torch.randn(n // 2, p, dtype=torch.float64)).Q * (n / 2) ** 0.5
+    x = torch.cat([half, -half])
+    y = x @ coefficients
+    networks = [nn.Linear(p, 1, bias=False).double() for _ in range(2)]
+    for network in networks:
+        network.weight.data = coefficients.clone()[None]
+    rows = torch.arange(n)
+    return networks, NormalResponse(y.numpy()).double(), x, y, [Fold(rows[30:], rows[:30]), Fold(rows[:30], rows[30:])]
+
+
+def test_held_out_loss_is_of_observations_not_seen():
+    """Orthogonal inputs: half the sum of the squared coefficients of closed inputs, and the constant."""
     torch.manual_seed(0)
-    x = torch.randn(200, 8, dtype=torch.float64)
-    y = x.sum(1) / 8**0.5
+    coefficients = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+    fit = linear(coefficients)
+    loss = held_out_loss(*fit, torch.tensor([True, False, False]))
+    assert loss == pytest.approx(0.5 * (1 + 4) + 0.5 * np.log(2 * np.pi), rel=1e-10)
+    fit[0][0].weight.data.zero_()  # the network that has not seen the first thirty
+    loss = held_out_loss(*fit, torch.tensor([True, False, False]))
+    assert loss == pytest.approx(0.5 * (5 + 14) / 2 + 0.5 * np.log(2 * np.pi), rel=1e-10)
+    fit[3][:30] *= 2.0
+    assert held_out_loss(*fit, torch.ones(3)) == pytest.approx(0.5 * 4 * 14 / 2 + 0.5 * np.log(2 * np.pi), rel=1e-10)
+
+
+def test_elimination_goes_by_what_an_input_explains():
+    torch.manual_seed(0)
+    coefficients = torch.tensor([0.3, -2.0, 0.1, 1.0, 0.5], dtype=torch.float64)
+    networks, response, x, y, folds = linear(coefficients)
+    ranks = eliminate(networks, response, x, y, folds, n_features=2)
+    assert ranks.tolist() == [3, 1, 4, 1, 2]
+    x[:, 1] = 0.0  # constant, although the networks set store by it
+    assert eliminate(networks, response, x, y, folds, n_features=2).tolist() == [2, 4, 3, 1, 1]
+
+
+def test_networks_learn_to_do_without_an_input():
+    """Two copies of an input: a network that has learned from subsets predicts by either."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 1, dtype=torch.float64).repeat(1, 2)
+    y = x[:, 0].clone()
     rows = torch.arange(200)
     folds = [Fold(rows[rows % 2 != m], rows[rows % 2 == m]) for m in range(2)]
-    networks = [nn.Linear(8, 1).double() for _ in folds]
+    networks = [nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)).double() for _ in folds]
     response = NormalResponse(y.numpy()).double()
-    active = train_gates(networks, response, x, response.encode(y.numpy()), folds, n_features=3, steps=400)
-    assert int((active > 0.5).sum()) <= 3
+    train_for_subsets(networks, response, x, response.encode(y.numpy()), folds, steps=300)
+    for is_open in ([True, False], [False, True], [True, True]):
+        loss = held_out_loss(networks, response, x, response.encode(y.numpy()), folds, torch.tensor(is_open))
+        assert loss - 0.5 * np.log(2 * np.pi) < 0.02  # half the variance that is left, of 1
+
+
+def test_losses_that_are_not_finite_are_refused():
+    x, y = product(n=40)
+    for n_features in (2, None):
+        with pytest.raises(ValueError, match="outputs stay finite"):
+            NeuralFeatureSelector(Broken(), n_features, **FAST).fit(x, y)
+
+
+class Broken(nn.Linear):
+    """A network whose outputs in training are not numbers."""
+
+    def __init__(self):
+        super().__init__(8, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x) + torch.nan
 
 
 # ---------------------------------------------------------------- what it selects
@@ -129,7 +190,9 @@ def test_selects_an_interaction_without_marginal_effects(fitted):
     assert selector.transform(x).shape == (300, 2)
     fresh, truth = product(seed=1)
     assert selector.score(fresh, truth) > 0.8
-    assert selector.active_probs_[[1, 4]].min() > 0.9
+    assert selector.ranking_[[1, 4]].tolist() == [1, 1]
+    assert sorted(selector.ranking_) == [1, 1, 2, 3, 4, 5, 6, 7]
+    assert not hasattr(selector, "active_probs_")
 
 
 def test_number_of_features_is_found():
@@ -194,7 +257,9 @@ def test_one_logit_is_that_of_the_second_class():
 # ---------------------------------------------------------------- conventions
 
 
-@parametrize_with_checks([NeuralFeatureSelector(task=task, **FAST) for task in ("regression", "classification")])
+@parametrize_with_checks(
+    [NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression", "classification")]
+)
 def test_scikit_learn_conventions(estimator, check):
     if check.func.__name__ == "check_regressors_train":  # asks for a good fit
         estimator.set_params(max_steps=100)
@@ -217,7 +282,7 @@ def test_global_states_are_left_alone():
 def test_a_seed_gives_the_same_fit_again():
     x, y = product(n=40)
     first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
-    assert np.array_equal(first.active_probs_, second.active_probs_)
+    assert np.array_equal(first.ranking_, second.ranking_)
     assert np.array_equal(first.predict(x), second.predict(x))
 
 
