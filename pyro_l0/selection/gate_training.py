@@ -52,9 +52,6 @@ def train_gates(
     Returns:
         P(z != 0) of each gate, the mean over the last 15 % of the steps, shape ``(p,)``.
 
-    Raises:
-        ValueError: the networks' losses are no finite numbers.
-
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; Yamada et al. (2020), Feature Selection using Stochastic
         Gates, arXiv:1810.04247.
@@ -74,8 +71,6 @@ def train_gates(
         training.step(price * min(1.0, step / max(1, warm_up)), x, y, folds, move_gates=move)
         if step >= steps - tail:
             active += guide.gates().active_prob.detach() / tail
-    if not bool(active.isfinite().all()):
-        raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")
     return active
 
 
