@@ -1,4 +1,4 @@
-"""What training with gates does: bias and noise of their gradients."""
+"""What training with gates does, and posteriors as arviz takes them: gradients, InferenceData, pictures."""
 
 from pyro_l0.diagnostics.gradients import (
     GradientReport,
@@ -7,5 +7,17 @@ from pyro_l0.diagnostics.gradients import (
     pathwise_noise,
     plot_gradients,
 )
+from pyro_l0.diagnostics.inference_data import to_arviz
+from pyro_l0.diagnostics.pictures import plot_calibration, plot_credible_sets, plot_inclusion
 
-__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise", "plot_gradients"]
+__all__ = [
+    "GradientReport",
+    "exact_gradient",
+    "measure_gradient",
+    "pathwise_noise",
+    "plot_calibration",
+    "plot_credible_sets",
+    "plot_gradients",
+    "plot_inclusion",
+    "to_arviz",
+]

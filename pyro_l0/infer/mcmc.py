@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_l0.infer._log_joint import LogJoint, Model
 from pyro_l0.infer._recorded import recorded_with_slope
 from pyro_l0.infer._swaps import gates_of_slabs, moved_by_swaps
+from pyro_l0.infer.slabs import product_name
 from pyro_l0.maths.chains import bulk_ess, r_hat
 
 __all__ = ["PosteriorSamples", "sample_posterior"]
@@ -233,7 +234,7 @@ def _complete(
     conditional = weights @ posterior.codes.double()
     for name, shape in gates_of_slabs(posterior, slab).items():
         gates = values[slab[name]]
-        values[f"{slab[name]} * {name}"] = gates.reshape(len(flat), *shape) * values[name]
+        values[product_name(slab[name], name)] = gates.reshape(len(flat), *shape) * values[name]
     probabilities = {name: (values[name] != 0).double() for name in dict.fromkeys((*posterior.gates, *slab.values()))}
     for name, piece in posterior.switches.items():
         probabilities[name] = conditional[:, piece.places].reshape(values[name].shape)

@@ -7,6 +7,11 @@ from pyro_l0.fast.record import Site
 Shape = tuple[int, ...]
 
 
+def product_name(gate: str, slab: str) -> str:
+    """The name under which draws of the products of a slab with its gates are kept, such as ``"z * w"``."""
+    return f"{gate} * {slab}"
+
+
 def places_of(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates: Site) -> Shape:
     """The gates' shape with a dimension of size 1 wherever they are shared, one for each dimension of the slab.
 

@@ -76,7 +76,7 @@ class JointDraws:
         Returns:
             Shape ``(n, *shape of the slab)``.
         """
-        return self._products(self.draws(number))
+        return self.products(self.draws(number))
 
     def quantiles(self, probs: Sequence[float], draws: int = 10_000) -> dict[str, Tensor]:
         """Quantiles of the coefficients z * w by slab site, and of the latents that are neither gates nor slabs.
@@ -106,14 +106,15 @@ class JointDraws:
             found[name] = Summary(of_gates, values.mean(0), values.std(0), lower, upper)
         return found
 
-    def _products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
         return {name: draws[name] * draws[gate].reshape(-1, *self._places[name]) for name, gate in self.slab.items()}
 
     def _effects(self, number: int) -> dict[str, Tensor]:
         """Draws of the coefficients, and of the latents that are neither gates nor slabs."""
         draws = self.draws(number)
         others = {name: x for name, x in draws.items() if name not in self.slab and not self._is_gate(name)}
-        return {**self._products(draws), **others}
+        return {**self.products(draws), **others}
 
 
 def _quantiles(draws: Tensor, probs: Sequence[float]) -> Tensor:

@@ -45,7 +45,7 @@ class CollapsedQuadratic:
     ) -> None:
         linear = quadratic.linear
         self.quadratic, self.gate_of = quadratic, gate_of
-        self._scale = _by_chain("scale", torch.as_tensor(scale).to(linear), len(linear))
+        self._scale = _by_chain("scale", torch.as_tensor(scale, dtype=linear.dtype, device=linear.device), len(linear))
         self._factor = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1)
         # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
         root = self._factor.sqrt()
@@ -86,8 +86,27 @@ class CollapsedQuadratic:
 
     def log_bayes_factors(self, z: Tensor) -> Tensor:
         """Log evidence with the gate open minus that with it closed, the others as they are; shape ``(S, G)``."""
+        return self.conditionals(z)[0]
+
+    def conditionals(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Log Bayes factors of all gates and log evidence, of shape ``(S, G)`` and ``(S,)``, in one go."""
         on = self._on(z)
-        return torch.cat([self._factors(on[part], part) for part in self._parts(on, on.shape[1])])
+        parts = [self._conditionals(on[part], part) for part in self._parts(on, on.shape[1])]
+        factors, evidence = map(torch.cat, zip(*parts, strict=True))
+        return factors, evidence
+
+    def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log Bayes factor of every gate, and mean and variance of the slab behind it if it opens; each ``(S, p)``.
+
+        Raises:
+            ValueError: gates switch groups of elements.
+        """
+        if self._groups is not None:
+            raise ValueError("Expected each element to have a gate of its own, but some share one; draw the slabs.")
+        on = self._on(z)
+        parts = [self._slab(self._open(on[part], part), part) for part in self._parts(on, on.shape[1])]
+        precision, linear = map(torch.cat, zip(*parts, strict=True))
+        return _log_integral(precision, linear), linear / precision * self._scale, self._scale.square() / precision
 
     def log_evidence(self, z: Tensor) -> Tensor:
         """Log of the integral over the slabs, shape ``(S,)``; 0 where no gate is open."""
@@ -126,18 +145,28 @@ class CollapsedQuadratic:
         inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
 
-    def _factors(self, on: Tensor, part: slice) -> Tensor:
+    def _conditionals(self, on: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         open_ = self._open(on, part)
+        if self._groups is None:
+            return _log_integral(*self._slab(open_, part)), open_.log_evidence
+        elements, cross, rest = self._rest(open_, part)
+        factors = self._groups.log_bayes_factors(on, open_, cross, rest, elements.unit)
+        return factors, open_.log_evidence
+
+    def _rest(self, open_: _Open, part: slice) -> tuple[_Elements, Tensor, Tensor]:
+        """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
         elements = _Elements(*(_picked(x, part) for x in self._elements))
         cross = (open_.inverse * open_.unit[:, None, :]) @ self.quadratic.rows(open_.index)
-        rest = elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
-        if self._groups is not None:
-            return self._groups.log_bayes_factors(on, open_, cross, rest, elements.unit)
+        return elements, cross, elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
+
+    def _slab(self, open_: _Open, part: slice) -> tuple[Tensor, Tensor]:
+        """Precision and linear term of each slab alone, in units of its scale, if its gate is open."""
+        elements, cross, rest = self._rest(open_, part)
         explained = elements.unit.square() * cross.square_().sum(1)
         # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
-        closed = _log_integral((elements.diagonal - explained).clamp(min=0) + 1, rest)
+        precision = (elements.diagonal - explained).clamp(min=0) + 1
         variance = open_.inverse.square().sum(1)
-        return open_.placed(_log_integral(1 / variance, open_.mean / variance), out=closed)
+        return open_.placed(1 / variance, out=precision), open_.placed(open_.mean / variance, out=rest)
 
     def _slabs(self, on: Tensor, noise: Tensor) -> Tensor:
         """Posterior mean and so many deviations of the slabs; the noise alone behind closed gates."""

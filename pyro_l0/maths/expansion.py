@@ -42,7 +42,7 @@ def gibbs_by_expansion(
     Returns:
         The last run, re-weighted, and the last expansion, from which slabs can be drawn.
     """
-    scale = torch.as_tensor(scale).to(start)
+    scale = torch.as_tensor(scale, dtype=start.dtype, device=start.device)
     point = laplace_evidence(log_likelihood, torch.ones_like(start)[None], scale, start).mode[0]
     collapsed = CollapsedQuadratic(expanded(log_likelihood, point), scale, gate_of=gate_of)
     for _ in range(expansions):

@@ -54,7 +54,8 @@ def laplace_evidence(
     Raises:
         ValueError: the log likelihood is not finite where the search starts, or has another shape than ``(S,)``.
     """
-    scale = torch.as_tensor(scale).to(z if start is None else start)
+    like = z if start is None else start
+    scale = torch.as_tensor(scale, dtype=like.dtype, device=like.device)
     unit = scale.expand(z.shape)
     begin = torch.zeros_like(unit) if start is None else start.expand(z.shape)
     batches = zip(*(x.split(_AT_ONCE) for x in (z, unit, begin)), strict=True)

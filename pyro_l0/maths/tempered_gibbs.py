@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class GibbsRun:
         weights: of these states, summing to one.
         chain: which chain visited each, shape ``(N,)``.
         running: active probabilities that steered the chains, shape ``(G,)``.
+        hyper: hyperparameters of each state, shape ``(N, d)``; none where they are fixed.
     """
 
     active_probs: Tensor
@@ -47,10 +49,11 @@ class GibbsRun:
     weights: Tensor
     chain: Tensor
     running: Tensor
+    hyper: Tensor
 
     def distinct(self) -> tuple[Tensor, Tensor]:
         """Each state once, bool of shape ``(M, G)``, with its weight; the heaviest first."""
-        first, group = self._groups()
+        first, group = distinct_rows(self.states)
         weights = self.weights.new_zeros(len(first)).index_add(0, group, self.weights)
         order = weights.argsort(descending=True)
         return self.states[first[order]], weights[order]
@@ -62,7 +65,7 @@ class GibbsRun:
             log_ratio: of that distribution and the one of the run, up to a constant: of distinct states, bool of shape
                 ``(M, G)``, to shape ``(M,)``.
         """
-        first, group = self._groups()
+        first, group = distinct_rows(self.states)
         weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group].to(self.weights), 0)
         # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
         change = self._averages(weights) - self._averages(self.weights)
@@ -84,13 +87,17 @@ class GibbsRun:
         by_chain = by_chain / by_chain.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
         return by_chain @ self.states.to(weights)
 
-    def _groups(self) -> tuple[Tensor, Tensor]:
-        """Where each distinct state is first seen, and which of these every state is."""
-        # As bytes, eight gates each: rows of many bools take seconds to sort.
-        packed = np.packbits(self.states.cpu().numpy(), axis=1)
-        _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
-        device = self.weights.device
-        return torch.from_numpy(first).to(device), torch.from_numpy(group.reshape(-1)).to(device)
+
+def distinct_rows(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each distinct row of gates is first seen, and which of these every row is.
+
+    Args:
+        states: gates, bool, shape ``(N, G)``.
+    """
+    # As bytes, eight gates each: rows of many bools take seconds to sort.
+    packed = np.packbits(states.cpu().numpy(), axis=1)
+    _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+    return torch.from_numpy(first).to(states.device), torch.from_numpy(group.reshape(-1)).to(states.device)
 
 
 @torch.no_grad()
@@ -155,36 +162,133 @@ def tempered_gibbs(
     chains = collapsed.chains or chains
     probs = _start_probs(collapsed, prior)
     z = torch.bernoulli(probs.expand(chains, -1), generator=generator) if start is None else start.to(probs, copy=True)
-    adapts = running is None
-    running = probs if running is None else running.to(probs)
-    first = int(warm_up * flips)
-    explored = min(_EXPLORED / collapsed.gates, _EXPLORED_MOST)
-    steps = _Steps(flips - first, z)
+    target = _Fixed(collapsed, prior, z.new_empty(len(z), 0))
+    return sampled_target(
+        target,
+        z,
+        probs if running is None else running.to(probs),
+        flips=flips,
+        warm_up=int(warm_up * flips),
+        adapts=running is None,
+        same_target=collapsed.chains is None,
+        generator=generator,
+    )
+
+
+@torch.no_grad()
+def sampled_target(
+    target: Target,
+    start: Tensor,
+    running: Tensor,
+    *,
+    flips: int,
+    warm_up: int,
+    adapts: bool = True,
+    same_target: bool = True,
+    generator: torch.Generator | None = None,
+) -> GibbsRun:
+    """Weighted tempered Gibbs sampling of gates and of what goes with them.
+
+    Args:
+        target: their distribution.
+        start: gates of each chain, shape ``(chains, G)``; they move in place.
+        running: running active probabilities at first, shape ``(G,)``.
+        flips: of each chain.
+        warm_up: how many of these are left out.
+        adapts: whether the running probabilities follow the chains during the warm-up.
+        same_target: whether all chains sample one distribution; otherwise the averages give each the same weight.
+        generator: of the random numbers.
+    """
+    z = start
+    explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
+    tempering = Tempering(0.5 * (running + explored))
+    steps = _Steps(flips - warm_up, z, target.hyper)
     everyone = torch.arange(len(z), device=z.device)
     for step in range(flips):
-        logits = collapsed.gibbs_logits(z, prior.logits(z))
-        active = torch.sigmoid(logits)
-        if adapts and step < first:
-            running = running.lerp(active.mean(0), 0.05)
-        against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
-        rates = 0.5 * (running + explored) * (1 + torch.exp(against))
-        if step >= first:
-            steps.add(step - first, z, 1 / rates.sum(1), active)
+        logits = target.logits(z)
+        if adapts and step < warm_up:
+            running = running.lerp(torch.sigmoid(logits).mean(0), 0.05)
+            tempering = Tempering(0.5 * (running + explored))
+        logits, rates = target.moved(z, logits, tempering, adapts=step < warm_up, generator=generator)
+        if step >= warm_up:
+            steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits))
         flipped = _chosen(rates, generator)
         z[everyone, flipped] = 1 - z[everyone, flipped]
-    return steps.run(running, same_target=collapsed.chains is None)
+    return steps.run(running, same_target)
+
+
+class Tempering(NamedTuple):
+    """How fast gates are tried.
+
+    Attributes:
+        tried: half of how often each is tried, shape ``(G,)``.
+    """
+
+    tried: Tensor
+
+    def rates(self, z: Tensor, logits: Tensor) -> Tensor:
+        """v of every gate, shape ``(S, G)``; the chains sample the target times their sum."""
+        against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
+        return self.tried * (1 + torch.exp(against))
+
+
+class Target(Protocol):
+    """A distribution of gates z, and of hyperparameters that a chain has beside them.
+
+    Attributes:
+        hyper: those of each chain as they are now, shape ``(chains, d)``.
+    """
+
+    @property
+    def hyper(self) -> Tensor: ...  # noqa: D102
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Log odds of every gate given the others and the hyperparameters; shape ``(chains, G)``."""
+        ...
+
+    def moved(
+        self,
+        z: Tensor,
+        logits: Tensor,
+        tempering: Tempering,
+        *,
+        adapts: bool,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Move the hyperparameters, if it is their turn; gives log odds and rates as they are then.
+
+        The target times the sum of the rates has to stay what it is, other than where ``adapts`` says that what is
+        seen is left out.
+        """
+        ...
+
+
+class _Fixed(NamedTuple):
+    """Gates alone."""
+
+    collapsed: CollapsedQuadratic
+    prior: GatePrior
+    hyper: Tensor
+
+    def logits(self, z: Tensor) -> Tensor:
+        return self.collapsed.gibbs_logits(z, self.prior.logits(z))
+
+    def moved(self, z: Tensor, logits: Tensor, tempering: Tempering, **_: object) -> tuple[Tensor, Tensor]:
+        return logits, tempering.rates(z, logits)
 
 
 class _Steps:
     """States and weights while they are collected, in room that is taken at once: wide states need much of it."""
 
-    def __init__(self, steps: int, z: Tensor) -> None:
+    def __init__(self, steps: int, z: Tensor, hyper: Tensor) -> None:
         self.states = torch.empty((steps, *z.shape), dtype=torch.bool, device=z.device)
+        self.hyper = hyper.new_empty(steps, *hyper.shape)
         self.weights = z.new_empty(steps, len(z))
         self.active = torch.zeros_like(z)
 
-    def add(self, step: int, z: Tensor, weight: Tensor, active: Tensor) -> None:
+    def add(self, step: int, z: Tensor, hyper: Tensor, weight: Tensor, active: Tensor) -> None:
         self.states[step] = z.bool()
+        self.hyper[step] = hyper
         self.weights[step] = weight
         self.active.addcmul_(weight[:, None], active)
 
@@ -195,7 +299,9 @@ class _Steps:
         share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
         chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
         weights = (self.weights / total * share).flatten()
-        return GibbsRun(share @ by_chain, by_chain, self.states.flatten(0, 1), weights, chain, running)
+        return GibbsRun(
+            share @ by_chain, by_chain, self.states.flatten(0, 1), weights, chain, running, self.hyper.flatten(0, 1)
+        )
 
 
 def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:

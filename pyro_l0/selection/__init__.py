@@ -1,7 +1,32 @@
 """Variable selection with spike-and-slab regressions, by the conventions of scikit-learn."""
 
+from importlib.util import find_spec
+
+if find_spec("sklearn") is None:
+    raise ImportError(
+        "Expected scikit-learn, whose conventions pyro_l0.selection follows, but it is not installed; "
+        "do: pip install 'pyro-l0[selection]'"
+    )
+
+from pyro_l0.selection.classifier import SpikeSlabClassifier
+from pyro_l0.selection.credible_sets import CredibleSet, credible_sets
+from pyro_l0.selection.enumeration import exact_posterior
 from pyro_l0.selection.neural import NeuralFeatureSelector
+from pyro_l0.selection.poisson import SpikeSlabPoissonRegressor
 from pyro_l0.selection.posterior import Draws, SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.regressor import SpikeSlabRegressor
 
-__all__ = ["Draws", "NeuralFeatureSelector", "Prior", "Problem", "SelectionPosterior"]
+__all__ = [
+    "CredibleSet",
+    "Draws",
+    "NeuralFeatureSelector",
+    "Prior",
+    "Problem",
+    "SelectionPosterior",
+    "SpikeSlabClassifier",
+    "SpikeSlabPoissonRegressor",
+    "SpikeSlabRegressor",
+    "credible_sets",
+    "exact_posterior",
+]

@@ -14,12 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
 from sklearn.feature_selection import SelectorMixin
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.utils import ClassifierTags, RegressorTags, Tags, check_random_state
+from sklearn.utils import ClassifierTags, RegressorTags, Tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
+from pyro_l0.selection._parameters import seed_of
 from pyro_l0.selection.cross_fitting import Fold, refit
 from pyro_l0.selection.elimination import eliminate, train_for_subsets
 from pyro_l0.selection.gate_training import train_gates
@@ -271,7 +272,6 @@ def _softmax(logits: Array) -> Array:
 @contextmanager
 def _own_random_state(random_state: int | np.random.RandomState | None) -> Iterator[None]:
     """Seed torch for a while, apart from its global state and from Pyro's parameters."""
-    generator = np.random.RandomState() if random_state is None else check_random_state(random_state)
     with torch.random.fork_rng(range(torch.cuda.device_count())), pyro.get_param_store().scope():
-        torch.manual_seed(int(generator.randint(2**31 - 1)))
+        torch.manual_seed(seed_of(random_state))
         yield

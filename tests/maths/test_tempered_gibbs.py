@@ -159,7 +159,7 @@ def test_a_chain_without_weight():
     """Is no reason for numbers that are not numbers."""
     states = torch.tensor([[True, False], [False, True]])
     half = torch.full((2,), 0.5)
-    run = GibbsRun(half, states.float(), states, half, torch.arange(2), half)
+    run = GibbsRun(half, states.float(), states, half, torch.arange(2), half, torch.empty(2, 0))
     moved = run.reweighted(lambda z: torch.where(z[:, 0], 0.0, -math.inf))
     assert moved.active_probs.tolist() == [1.0, 0.0]
     assert torch.isfinite(moved.chain_active_probs).all()

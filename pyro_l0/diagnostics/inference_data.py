@@ -1,0 +1,218 @@
+"""Draws of a posterior in the form that arviz summarises, compares and draws."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from pyro_l0.diagnostics.at_draws import AtDraws, at_draws, is_observation, sites_of
+from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of
+from pyro_l0.infer.pairs import Program
+
+if TYPE_CHECKING:
+    from arviz import InferenceData  # takes seconds to import
+
+__all__ = ["inclusion_name", "inference_data", "to_arviz"]
+
+_Arrays = dict[str, NDArray[Any]]
+
+
+def to_arviz(
+    posterior: object,
+    model: Program | None = None,
+    *args: object,
+    slab: Mapping[str, str] | None = None,
+    draws: int = 1000,
+    seed: int | None = None,
+    coords: Mapping[str, Sequence[Any]] | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+    **kwargs: object,
+) -> InferenceData:
+    """A posterior with gates as arviz's InferenceData, for ``az.summary``, ``az.plot_forest``, ``az.loo`` and so on.
+
+    Groups: ``posterior`` has every latent variable, with gates of two values as int8, products of slabs with their
+    gates under names such as ``"z * w"``, and deterministic sites of the model. ``constant_data`` has the inclusion
+    probabilities, under names such as ``"P(z != 0)"``, which may have less noise than the draws. The model gives
+    ``log_likelihood`` (of every observation, in nats), ``posterior_predictive`` and ``observed_data`` of every observed
+    site. Chains are those of a sampler; draws of a guide are independent, and make up one chain.
+
+    An observation is one event of an observed site; where the whole site is a single event of independent elements, as
+    by ``to_event`` in the place of a plate, each element is one. Masked observations have a log likelihood of 0.
+    Factors score without data, and have no place in these groups.
+
+    Args:
+        posterior: a trained guide (:class:`~pyro_l0.infer.AutoSpikeSlab`, :class:`~pyro_l0.infer.AutoGate`, one of
+            Pyro's, or your own), what ``guide.refine`` returns, what :func:`~pyro_l0.infer.sample_posterior` returns, a
+            ``pyro.infer.MCMC`` that has run, or an object with a method ``to_arviz``, which is all that is asked then.
+        model: the model that it is a posterior of, as it was sampled; None for the draws alone.
+        *args: arguments of model and guide, with all of the data.
+        slab: the gate site of each slab site, where the posterior does not know it: of ``MCMC`` and of guides other
+            than ``AutoSpikeSlab``.
+        draws: of a guide.
+        seed: of the random numbers; the global state of generators is then left as it was.
+        coords: labels along dimensions, by the dimensions' names.
+        dims: names of the dimensions of each site; products take over the slab's, inclusion probabilities the gates'.
+        **kwargs: keyword arguments of model and guide.
+
+    Raises:
+        TypeError: the posterior is nothing that draws, or an object with a method ``to_arviz`` comes with a model.
+        ValueError: the model has latent variables without draws, or is given a part of its data, or ``slab`` names
+            sites that the draws lack.
+
+    Example:
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_l0 import BernoulliGate
+        >>> from pyro_l0.infer import AutoSpikeSlab, fit
+        >>> def regression(x, y):
+        ...     with pyro.plate("features", 2):
+        ...         z = pyro.sample("z", BernoulliGate(probs=0.2))
+        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
+        >>> x = torch.stack((torch.linspace(-1, 1, 50), torch.linspace(1, -1, 50) ** 2), 1)
+        >>> y = 2 * x[:, 0]
+        >>> guide = AutoSpikeSlab(regression, slab={"w": "z"})
+        >>> result = fit(regression, guide, x, y, seed=0)
+        >>> found = to_arviz(guide, regression, x, y, draws=100, seed=1)
+        >>> sorted(found["posterior"]), found["log_likelihood"]["y"].shape
+        (['w', 'z', 'z * w'], (1, 100, 50))
+        >>> [f"{p:.1f}" for p in found["constant_data"]["P(z != 0)"].values]
+        ['1.0', '0.1']
+    """
+    own = getattr(posterior, "to_arviz", None)
+    if own is not None:
+        if model is not None or args or kwargs:
+            raise TypeError(
+                f"Expected a {type(posterior).__name__} alone, which has its own model and data, but got a model or "
+                "arguments of one too."
+            )
+        result: InferenceData = own()
+        return result
+    if model is None and slab:
+        raise ValueError("Expected the model with slab, as it tells how slabs and gates belong together.")
+    said, observed = AtDraws({}, {}, {}), {}
+    with torch.random.fork_rng() if seed is not None else nullcontext():
+        if seed is not None:
+            torch.manual_seed(seed)
+        drawn = draws_of(posterior, draws, args, kwargs)
+        if model is not None:
+            sites = sites_of(model, args, kwargs)
+            said = at_draws(model, args, kwargs, sites, drawn.values)
+            observed = {name: site["value"] for name, site in sites.items() if is_observation(site)}
+            drawn = completed(drawn, said.fixed, sites, slab or {})
+    return inference_data(
+        {name: _array(x, name in drawn.switches) for name, x in {**drawn.values, **drawn.derived}.items()},
+        log_likelihood=_arrays(said.log_likelihood),
+        posterior_predictive=_arrays(said.predicted),
+        observed_data=_arrays(observed),
+        constant_data=_arrays({inclusion_name(name): x for name, x in drawn.active_probs.items()}),
+        coords=coords,
+        dims=_all_dims(dims or {}, drawn),
+    )
+
+
+def _array(values: Tensor, two_valued: bool = False) -> NDArray[Any]:
+    found: NDArray[Any] = (values.to(torch.int8) if two_valued else values).detach().cpu().numpy()
+    return found
+
+
+def _arrays(values: Mapping[str, Tensor]) -> _Arrays:
+    return {name: _array(x) for name, x in values.items()}
+
+
+def _all_dims(dims: Mapping[str, Sequence[str]], drawn: PosteriorDraws) -> dict[str, Sequence[str]]:
+    """Dimensions by site, and those of what follows from a site: products have the slab's."""
+    of_products = {name: name.rpartition(" * ")[2] for name in drawn.derived}
+    of_probs = {inclusion_name(name): name for name in drawn.active_probs}
+    return {**{name: dims[site] for name, site in {**of_products, **of_probs}.items() if site in dims}, **dims}
+
+
+def inclusion_name(gate: str) -> str:
+    """The name under which the inclusion probabilities of a gate are kept, such as ``"P(z != 0)"``."""
+    return f"P({gate} != 0)"
+
+
+def inference_data(
+    posterior: Mapping[str, ArrayLike],
+    *,
+    log_likelihood: Mapping[str, ArrayLike] | None = None,
+    posterior_predictive: Mapping[str, ArrayLike] | None = None,
+    observed_data: Mapping[str, ArrayLike] | None = None,
+    constant_data: Mapping[str, ArrayLike] | None = None,
+    coords: Mapping[str, Sequence[Any]] | None = None,
+    dims: Mapping[str, Sequence[str]] | None = None,
+) -> InferenceData:
+    """Arrays by name as arviz's InferenceData, or as its DataTree where arviz is of version 1.
+
+    What is true or false is stored as int8, since netCDF has no such type, and a slash in a name as a dot. Groups that
+    are not given, or are empty, are left out.
+
+    Args:
+        posterior: draws of every variable, shape ``(chains, draws, *shape)``; one chain for independent draws.
+        log_likelihood: log probability of every observation in nats, shape ``(chains, draws, *observations)``.
+        posterior_predictive: draws of what was observed, shape ``(chains, draws, *shape)``.
+        observed_data: what was observed.
+        constant_data: arrays without draws, such as inclusion probabilities.
+        coords: labels along dimensions, by the dimensions' names.
+        dims: names of the dimensions of each variable behind chains and draws; those not given are made up by arviz.
+
+    Raises:
+        ValueError: variables differ in their chains or draws.
+
+    Example:
+        >>> found = inference_data(
+        ...     {"z": np.ones((1, 100, 2), dtype=bool)},
+        ...     constant_data={"P(z != 0)": np.array([1.0, 1.0])},
+        ...     dims={"z": ["feature"]},
+        ...     coords={"feature": ["age", "bmi"]},
+        ... )
+        >>> found["posterior"]["z"].sel(feature="bmi").shape
+        (1, 100)
+        >>> found["constant_data"]["P(z != 0)"].shape
+        (2,)
+    """
+    drawn = {"posterior": posterior, "log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
+    fixed = {"observed_data": observed_data, "constant_data": constant_data}
+    groups = {name: _legal(arrays) for name, arrays in {**drawn, **fixed}.items() if arrays}
+    _check_draws({f"{group}[{name!r}]": x.shape[:2] for group in drawn for name, x in groups.get(group, {}).items()})
+    labels: dict[str, Any] = {"coords": coords, "dims": _legal_names(dims or {})}
+    arviz = _arviz()
+    if int(arviz.__version__.split(".")[0]) >= 1:
+        found: InferenceData = arviz.from_dict(groups, **labels)
+    else:
+        found = arviz.from_dict(**groups, **labels)
+    return found
+
+
+def _arviz() -> Any:
+    """The library, without its word on changes to come, which it has at its first import of a day."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing a major refactor", FutureWarning)
+        import arviz
+    return arviz
+
+
+def _legal(arrays: Mapping[str, ArrayLike]) -> _Arrays:
+    found = {name: np.asarray(x) for name, x in _legal_names(arrays).items()}
+    return {name: x.astype(np.int8) if x.dtype == bool else x for name, x in found.items()}
+
+
+def _legal_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("/", "."): value for name, value in values.items()}
+
+
+def _check_draws(leads: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse variables whose first two dimensions are not the same chains and draws."""
+    if len(set(leads.values())) != 1 or any(len(lead) != 2 for lead in leads.values()):
+        raise ValueError(
+            "Expected arrays of shape (chains, draws, *shape) with the same chains and draws of every variable, but "
+            f"got {', '.join(f'{lead} at {name}' for name, lead in leads.items())}."
+        )

@@ -1,0 +1,160 @@
+"""Joint draws of whatever holds a posterior: guides, refined posteriors and samplers' chains."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+from pyro.infer import MCMC
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.wrappers import active_prob, find_gate
+from pyro_l0.fast.record import Site, is_deterministic
+from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
+from pyro_l0.infer.mcmc import PosteriorSamples
+from pyro_l0.infer.pairs import Args, Kwargs
+from pyro_l0.infer.refine import RefinedPosterior
+from pyro_l0.infer.runs import record_run
+from pyro_l0.infer.slabs import places_of, product_name
+
+__all__ = ["PosteriorDraws", "completed", "draws_of", "refuse_subsample"]
+
+
+class PosteriorDraws(NamedTuple):
+    """Draws by chain, and what is known of their gates.
+
+    Attributes:
+        values: of every latent site, shape ``(chains, draws, *shape of the site)``.
+        derived: of what follows from those, products of slabs with their gates too, in the same shape.
+        active_probs: P(z != 0) of gate sites; of those that are missing nothing better is known than the draws.
+        switches: the sites of gates of two values.
+    """
+
+    values: dict[str, Tensor]
+    derived: dict[str, Tensor]
+    active_probs: dict[str, Tensor]
+    switches: Collection[str]
+
+
+@torch.no_grad()
+def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> PosteriorDraws:
+    """Draws of a posterior.
+
+    Args:
+        posterior: what holds it.
+        number: of draws of a guide; samplers have as many as they have.
+        args: arguments of a guide.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: it is nothing that draws.
+        ValueError: a guide draws a part of a plate.
+    """
+    if isinstance(posterior, PosteriorSamples):
+        return _of_samples(posterior)
+    if isinstance(posterior, MCMC):
+        return PosteriorDraws(dict(posterior.get_samples(group_by_chain=True)), {}, {}, ())
+    if number < 1:
+        raise ValueError(f"Expected at least one draw of a guide, but got draws={number}.")
+    if isinstance(posterior, AutoSpikeSlab | RefinedPosterior):
+        return _of_joint_draws(posterior, number)
+    if callable(posterior):
+        return _of_guide(posterior, number, args, kwargs)
+    raise TypeError(
+        "Expected a guide, a RefinedPosterior, PosteriorSamples, pyro.infer.MCMC or an object with a method to_arviz, "
+        f"but got {type(posterior).__name__}. The result of fit is no posterior: give its guide."
+    )
+
+
+def refuse_subsample(name: str, site: Site) -> None:
+    """Refuse a site of a minibatch."""
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            raise ValueError(
+                f"Expected all of the data, but site {name!r} stands in plate {frame.name!r}, which takes {frame.size} "
+                f"of {frame.full_size}. Leave out subsample and subsample_size and call with all the data."
+            )
+
+
+def completed(
+    drawn: PosteriorDraws, fixed: Mapping[str, Tensor], sites: Mapping[str, Site], slab: Mapping[str, str]
+) -> PosteriorDraws:
+    """Draws together with what the model tells of them.
+
+    Args:
+        drawn: the draws.
+        fixed: values of the model's deterministic sites, in the shape of the draws.
+        sites: the model's sites.
+        slab: the gate site of each slab site, whose products are missing.
+
+    Raises:
+        ValueError: ``slab`` names sites that were not drawn, or gates that do not fit.
+    """
+    values, products = {**drawn.values, **fixed}, {}
+    for name, gate in slab.items():
+        for site in (name, gate):
+            if site not in values:
+                raise ValueError(f"Expected slab to name sites of {sorted(values)}, but {site!r} is none.")
+        places = places_of(name, gate, sites[name], sites[gate], sites[gate])
+        products[product_name(gate, name)] = values[gate].reshape(*values[gate].shape[:2], *places) * values[name]
+    gates = [name for name, site in sites.items() if name in values and _is_gate(name, site, values)]
+    probs = {name: (values[name] != 0).double().mean((0, 1)) for name in gates} | drawn.active_probs
+    switches = {name for name in gates if isinstance(find_gate(sites[name]["fn"]), BernoulliGate)}
+    return PosteriorDraws(values, {**drawn.derived, **products}, probs, {*drawn.switches, *switches})
+
+
+def _is_gate(name: str, site: Site, values: Mapping[str, Tensor]) -> bool:
+    """Whether a site is a gate, or was one before RectifyReparam."""
+    rectified = is_deterministic(site) and f"{name}_base" in values
+    if rectified:
+        return bool(((values[name] >= 0) & (values[name] <= 1)).all())
+    return find_gate(site["fn"]) is not None
+
+
+def _of_samples(posterior: PosteriorSamples) -> PosteriorDraws:
+    probs = posterior.active_probs()
+    products = {name: x for name, x in posterior.samples.items() if " * " in name}
+    bases = {f"{gate}_base" for gate in probs if f"{gate}_base" in posterior.samples}  # of gates with a density
+    derived = {name: x for name, x in posterior.samples.items() if name in bases} | products
+    values = {name: x for name, x in posterior.samples.items() if name not in derived}
+    return PosteriorDraws(values, derived, probs, [gate for gate in probs if f"{gate}_base" not in bases])
+
+
+def _of_joint_draws(posterior: AutoSpikeSlab | RefinedPosterior, number: int) -> PosteriorDraws:
+    values, probs = posterior.draws(number), posterior.active_probs()
+    products = {product_name(posterior.slab[name], name): x for name, x in posterior.products(values).items()}
+    two_valued = isinstance(posterior, RefinedPosterior) or posterior.family is BernoulliGate
+    return PosteriorDraws(_one_chain(values), _one_chain(products), probs, list(probs) if two_valued else ())
+
+
+def _of_guide(guide: object, number: int, args: Args, kwargs: Kwargs) -> PosteriorDraws:
+    """Draws of a guide of any kind, run after run."""
+    assert callable(guide)
+    found: dict[str, list[Tensor]] = {}
+    probs: dict[str, list[Tensor]] = {}
+    switches: set[str] = set()
+    for _ in range(number):
+        for name, site in record_run(guide, args, kwargs, 0).sites.items():
+            refuse_subsample(name, site)
+            if not _is_latent(site):
+                continue
+            found.setdefault(name, []).append(site["value"])
+            gate = find_gate(site["fn"])
+            if gate is not None:
+                probs.setdefault(name, []).append(active_prob(site["fn"]).expand(site["value"].shape))
+            if isinstance(gate, BernoulliGate):
+                switches.add(name)
+    values = {name: torch.stack(x) for name, x in found.items()}
+    return PosteriorDraws(_one_chain(values), {}, {n: torch.stack(x).mean(0) for n, x in probs.items()}, switches)
+
+
+def _is_latent(site: Site) -> bool:
+    return not (site["is_observed"] or site["infer"].get("is_auxiliary") or site_is_subsample(site))
+
+
+def _one_chain(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Draws that do not depend on each other, as a single chain."""
+    return {name: x.unsqueeze(0) for name, x in draws.items()}

@@ -1,0 +1,107 @@
+"""An estimator's posterior as arviz takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit, gammaln, log_expit, log_softmax
+
+from pyro_l0.diagnostics.inference_data import inference_data
+from pyro_l0.selection._predictive import linear_predictors
+from pyro_l0.selection.posterior import Draws
+from pyro_l0.selection.problem import Family
+
+if TYPE_CHECKING:
+    import arviz
+
+__all__ = ["log_likelihood", "replicated", "to_inference_data"]
+
+Array = NDArray[np.float64]
+
+
+def to_inference_data(
+    family: Family,
+    draws: Draws,
+    sample: dict[str, NDArray[Any]],
+    inclusion: Array,
+    x: Array,
+    y: Array,
+    names: Sequence[str],
+) -> arviz.InferenceData:
+    """Posterior draws, log likelihoods, replicated observations, the observations, and inclusion probabilities.
+
+    Args:
+        family: of the observations.
+        draws: N joint draws in the units of the data.
+        sample: the same by name, as the estimator's ``sample`` gives them.
+        inclusion: P(z = 1 | y), shape ``(p,)``.
+        x: features, shape ``(n, p)``.
+        y: observations as numbers, shape ``(n,)``.
+        names: of the features.
+    """
+    predictors = linear_predictors(draws, x)
+    posterior = {"z": sample["gates"], **{name: values for name, values in sample.items() if name != "gates"}}
+    outputs = ["output"] if sample["coef"].ndim == 3 else []
+    return inference_data(
+        {name: values[None] for name, values in posterior.items()},
+        log_likelihood={"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]},
+        posterior_predictive={"y": replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))[None]},
+        observed_data={"y": y},
+        constant_data={"P(z != 0)": inclusion},
+        coords={"feature": list(names)},
+        dims={
+            "z": ["feature"],
+            "coef": [*outputs, "feature"],
+            "intercept": outputs,
+            "y": ["observation"],
+            "P(z != 0)": ["feature"],
+        },
+    )
+
+
+def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) -> Array:
+    """Log probability of each observation at each draw, shape ``(N, n)``.
+
+    Args:
+        family: of the observations.
+        predictors: linear predictors, shape ``(N, n, K)``.
+        y: observations, shape ``(n,)``.
+        noise: scale of Gaussian noise, shape ``(N,)``.
+    """
+    eta = predictors[..., 0]
+    found: Array
+    if family == "categorical":
+        found = log_softmax(predictors, axis=-1)[:, np.arange(len(y)), y.astype(int)]
+    elif family == "gaussian":
+        scale = noise[:, None]
+        found = -0.5 * ((y - eta) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
+    elif family == "bernoulli":
+        found = log_expit(np.where(y > 0, eta, -eta))
+    else:
+        found = y * eta - np.exp(eta) - gammaln(y + 1)
+    return found
+
+
+def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.Generator) -> Array:
+    """New observations at the same features, one set for each draw, shape ``(N, n)``.
+
+    Args:
+        family: of the observations.
+        predictors: linear predictors, shape ``(N, n, K)``.
+        noise: scale of Gaussian noise, shape ``(N,)``.
+        rng: of the random numbers.
+    """
+    eta = predictors[..., 0]
+    if family == "categorical":
+        # The largest of the predictors with Gumbel noise has the probabilities of the softmax.
+        found = np.argmax(predictors + rng.gumbel(size=predictors.shape), axis=-1)
+    elif family == "gaussian":
+        found = eta + noise[:, None] * rng.standard_normal(eta.shape)
+    elif family == "bernoulli":
+        found = rng.random(eta.shape) < expit(eta)
+    else:
+        found = rng.poisson(np.exp(eta))
+    return np.asarray(found, dtype=np.float64)

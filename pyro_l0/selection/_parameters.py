@@ -1,0 +1,85 @@
+"""What the parameters of the estimators may be, in the words of scikit-learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn.utils import check_random_state
+
+from pyro_l0.selection.methods import METHODS
+
+__all__ = ["check_parameters", "seed_of"]
+
+
+class _Rule(NamedTuple):
+    """Whether a value will do, and what is expected in words."""
+
+    holds: Callable[[object], bool]
+    expected: str
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_) and bool(np.isfinite(float(value)))
+
+
+def _positive(value: object) -> bool:
+    return value is None or (_is_real(value) and float(value) > 0)  # type: ignore[arg-type]
+
+
+def _share(value: object) -> bool:
+    return value is None or (_is_real(value) and 0 < float(value) < 1)  # type: ignore[arg-type]
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def _is_seed(value: object) -> bool:
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**32
+    return value is None or is_integer or isinstance(value, np.random.RandomState)
+
+
+_METHODS = ("auto", *METHODS)
+
+_RULES = {
+    "rate": _Rule(_share, "a float in the range (0, 1) or None"),
+    "expected_size": _Rule(_positive, "a float in the range (0, n_features) or None"),
+    "slab_scale": _Rule(_positive, "a float in the range (0, inf) or None"),
+    "noise_scale": _Rule(_positive, "a float in the range (0, inf) or None"),
+    "standardize": _Rule(_is_flag, "an instance of 'bool'"),
+    "fit_intercept": _Rule(_is_flag, "an instance of 'bool'"),
+    "method": _Rule(lambda value: isinstance(value, str) and value in _METHODS, f"a str among {set(_METHODS)}"),
+    "random_state": _Rule(_is_seed, "an int in the range [0, 2**32 - 1], an instance of 'RandomState' or None"),
+}
+
+
+def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse what an estimator cannot work with.
+
+    Args:
+        estimator: its name, for messages.
+        parameters: as ``get_params`` gives them.
+
+    Raises:
+        ValueError: a parameter is not what it may be, or both ``rate`` and ``expected_size`` are given.
+    """
+    for name, value in parameters.items():
+        if not _RULES[name].holds(value):
+            raise ValueError(
+                f"The {name!r} parameter of {estimator} must be {_RULES[name].expected}. Got {value!r} instead."
+            )
+    if parameters["rate"] is not None and parameters["expected_size"] is not None:
+        raise ValueError(
+            f"The 'rate' and 'expected_size' parameters of {estimator} say the same thing, so that one of them must be "
+            f"None. Got rate={parameters['rate']!r} and expected_size={parameters['expected_size']!r} instead."
+        )
+
+
+def seed_of(random_state: int | np.random.RandomState | None) -> int:
+    """A seed by scikit-learn's convention, but without drawing from numpy's global generator where none is given."""
+    if random_state is None:
+        return int(np.random.default_rng().integers(2**31 - 1))
+    return int(check_random_state(random_state).randint(2**31 - 1))

@@ -1,0 +1,70 @@
+"""What joint draws of sparse coefficients say: quantiles, linear predictors, and averages of what depends on these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from pyro_l0.selection.posterior import Draws
+
+__all__ = ["averages", "linear_predictors", "quantiles", "rows_of"]
+
+Array = NDArray[np.float64]
+
+# Numbers that are held at once, 32 MB: draws times features, or draws times observations.
+_AT_ONCE = 4_000_000
+
+
+def quantiles(coefficients: csr_array, levels: Sequence[float]) -> Array:
+    """Quantiles of each column of sparse draws.
+
+    Args:
+        coefficients: shape ``(N, C)``.
+        levels: in [0, 1].
+
+    Returns:
+        Shape ``(len(levels), C)``.
+    """
+    found = np.zeros((len(levels), coefficients.shape[1]))
+    columns = coefficients.tocsc()
+    # Columns of zeros need no work, which are most where there are thousands.
+    filled = np.flatnonzero(np.diff(columns.indptr))
+    width = max(1, _AT_ONCE // coefficients.shape[0])
+    for start in range(0, len(filled), width):
+        some = filled[start : start + width]
+        found[:, some] = np.quantile(columns[:, some].toarray(), levels, axis=0)
+    return found
+
+
+def averages(draws: Draws, x: Array, value: Callable[[Array], Array]) -> Array:
+    """Averages over draws of something that depends on the linear predictors.
+
+    Args:
+        draws: N joint draws of the coefficients of p features, K for each, and of K intercepts.
+        x: features of m observations, shape ``(m, p)``.
+        value: of linear predictors ``(N, some observations, K)``, to shape ``(N, some observations, ...)``.
+
+    Returns:
+        Shape ``(m, ...)``.
+    """
+    return np.concatenate([value(linear_predictors(draws, x[rows])).mean(0) for rows in _blocks(draws, len(x))])
+
+
+def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
+    """Some of the draws, in the order that is given."""
+    return Draws(*(part[rows] for part in draws))
+
+
+def _blocks(draws: Draws, observations: int) -> Iterator[slice]:
+    size = max(1, _AT_ONCE // draws.intercept.size)
+    return (slice(start, start + size) for start in range(0, observations, size))
+
+
+def linear_predictors(draws: Draws, x: Array) -> Array:
+    """Linear predictors of every draw at features ``(m, p)``, shape ``(N, m, K)``."""
+    outputs = draws.intercept.shape[1]
+    by_output = (draws.coefficients[:, k::outputs] @ x.T for k in range(outputs))
+    return np.stack(list(by_output), axis=2) + draws.intercept[:, None, :]

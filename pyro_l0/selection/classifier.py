@@ -1,0 +1,125 @@
+"""Logistic regression, of two classes or more, with spike-and-slab coefficients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import expit, softmax
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import column_or_1d, validate_data
+
+from pyro_l0.selection._base import Array, RandomState, SpikeSlabEstimator
+from pyro_l0.selection._predictive import averages
+from pyro_l0.selection.problem import Family
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["SpikeSlabClassifier"]
+
+
+class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[misc]
+    """Logistic regression whose coefficients are exactly zero with a probability that is learned.
+
+    Two classes have one linear predictor, the log odds of the second class. More classes have one each, and their
+    probabilities are its softmax; a feature then has one gate, which opens or closes its coefficients for all classes.
+    The priors are those of :class:`SpikeSlabRegressor`; that of an intercept is normal with mean 0 and standard
+    deviation 10, that of an unknown slab scale half-normal with scale 2.
+
+    Args:
+        rate: see :class:`SpikeSlabRegressor`, as for all others.
+        expected_size: number of features that are expected to have an effect.
+        slab_scale: standard deviation of the effects that are not zero; None: it is learned.
+        standardize: whether features are divided by their standard deviations first.
+        fit_intercept: whether there is an intercept.
+        method: see :class:`SpikeSlabRegressor`.
+        random_state: an int makes fits reproducible.
+
+    Attributes:
+        classes_: the labels, in increasing order.
+        pip_: P(z = 1 | y) of every feature, shape ``(p,)``.
+        coef_: posterior means of the coefficients, shape ``(1, p)`` for two classes and ``(classes, p)`` for more.
+        coef_sd_: their posterior standard deviations, in the same shape.
+        intercept_: posterior means of the intercepts, shape ``(1,)`` or ``(classes,)``.
+        slab_scale_: posterior mean of the slab scale, of features as the model takes them.
+        rate_: posterior mean of the rate.
+        log_evidence_: log p(y), or its estimate.
+        credible_sets_: groups of correlated features, of which one has an effect with probability .95 or more.
+        draws_: joint draws in the units of the data.
+        method_: the method that was used.
+        n_features_in_: p.
+        feature_names_in_: names of the features, where X had names.
+    """
+
+    classes_: NDArray[np.generic]
+
+    def __init__(
+        self,
+        *,
+        rate: float | None = None,
+        expected_size: float | None = None,
+        slab_scale: float | None = None,
+        standardize: bool = True,
+        fit_intercept: bool = True,
+        method: str = "auto",
+        random_state: RandomState = None,
+    ) -> None:
+        self.rate = rate
+        self.expected_size = expected_size
+        self.slab_scale = slab_scale
+        self.standardize = standardize
+        self.fit_intercept = fit_intercept
+        self.method = method
+        self.random_state = random_state
+
+    def predict_proba(self, X: ArrayLike) -> Array:  # noqa: N803
+        """Probabilities of the classes, averaged over the posterior.
+
+        Args:
+            X: features, shape ``(m, p)``.
+
+        Returns:
+            Shape ``(m, classes)``, in the order of ``classes_``.
+        """
+        x = self._validated_features(X)
+        if len(self.classes_) > 2:
+            return averages(self.draws_, x, lambda predictor: softmax(predictor, axis=-1))
+        second = averages(self.draws_, x, lambda predictor: expit(predictor[..., 0]))
+        return np.stack([1 - second, second], axis=1)
+
+    def predict(self, X: ArrayLike) -> NDArray[np.generic]:  # noqa: N803
+        """The likeliest class of new observations.
+
+        Args:
+            X: features, shape ``(m, p)``.
+
+        Returns:
+            Labels, shape ``(m,)``.
+        """
+        likeliest = self.predict_proba(X).argmax(1)
+        labels: NDArray[np.generic] = self.classes_[likeliest]
+        return labels
+
+    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        found, labels = validate_data(self, x, y, dtype=np.float64, ensure_min_samples=2)
+        check_classification_targets(labels)
+        self.classes_, numbers = np.unique(column_or_1d(labels), return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                "This solver needs samples of at least 2 classes in the data, but the data contains only one class: "
+                f"{self.classes_.tolist()[0]!r}"
+            )
+        return np.array(found), numbers.astype(np.float64)
+
+    def _rows(self) -> pandas.Index:
+        import pandas
+
+        if len(self.classes_) == 2:
+            return super()._rows()
+        return pandas.MultiIndex.from_product([self._names(), self.classes_], names=["feature", "class"])
+
+    def _family(self) -> Family:
+        return "bernoulli" if len(self.classes_) == 2 else "categorical"

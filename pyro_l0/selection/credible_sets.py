@@ -1,0 +1,172 @@
+"""Credible sets: small groups of correlated features of which one has an effect, with a given probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+__all__ = ["CredibleSet", "credible_sets", "open_gates"]
+
+# A set grows from a feature that has at least this inclusion probability: less would make sets of the prior alone.
+_SEED = 0.05
+
+
+@dataclass(frozen=True)
+class CredibleSet:
+    """Features that stand for one another, of which at least one has an effect.
+
+    Attributes:
+        features: indices of the members, the likeliest first.
+        probability: P(at least one of their gates is open | y).
+        purity: smallest absolute correlation of two members; 1 where there is one member only.
+        names: of the members, where the features have names.
+    """
+
+    features: tuple[int, ...]
+    probability: float
+    purity: float
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        members = ", ".join(self.names or map(str, self.features))
+        return f"{{{members}}} (probability {self.probability:.3f}, purity {self.purity:.2f})"
+
+
+def credible_sets(
+    gates: NDArray[np.bool_],
+    inclusion: NDArray[np.float64],
+    x: NDArray[np.float64],
+    *,
+    level: float = 0.95,
+    min_correlation: float = 0.5,
+    names: Sequence[str] = (),
+) -> list[CredibleSet]:
+    """Group the features of a posterior into credible sets, which share no members.
+
+    A set starts with the feature of the largest inclusion probability that is in no set yet. It takes in, one by one,
+    the feature that is open most often where no member is, of those that correlate with every member, until the
+    probability that a member is open reaches the level. Members that are not needed for this leave again. A feature
+    that brings no set to the level starts none, but may be a member of a later one.
+
+    A true effect lies in such a set as often as the posterior says, however correlated the features are, because the
+    draws are joint: this is what inclusion probabilities, feature by feature, cannot tell.
+
+    Args:
+        gates: joint draws, bool, shape ``(N, p)``.
+        inclusion: P(z = 1 | y) of every feature, shape ``(p,)``.
+        x: features of the observations, shape ``(n, p)``, of which correlations are taken where they are needed.
+        level: least probability that a member is open.
+        min_correlation: least absolute correlation of any two members.
+        names: of the features; empty where they have none.
+
+    Raises:
+        ValueError: the level or the correlation is not between 0 and 1, or the shapes do not fit.
+    """
+    for name, value in (("level", level), ("min_correlation", min_correlation)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"Expected {name} to be between 0 and 1, but got {value!r}.")
+    if not gates.shape[1:] == inclusion.shape == x.shape[1:]:
+        raise ValueError(
+            f"Expected as many gates as inclusion probabilities and features, but got {gates.shape[1:]}, "
+            f"{inclusion.shape} and {x.shape[1:]}."
+        )
+    grower = _Grower(gates, x, level, min_correlation)
+    free = np.ones(len(inclusion), dtype=bool)
+    found = []
+    for seed in np.argsort(-inclusion, kind="stable"):
+        if inclusion[seed] < _SEED:
+            break
+        members = grower.grow(seed, free) if free[seed] else None
+        if members is not None:
+            free[members] = False
+            ordered = sorted(members, key=lambda j: (-inclusion[j], j))
+            found.append(
+                CredibleSet(
+                    features=tuple(ordered),
+                    probability=float(gates[:, ordered].any(1).mean()),
+                    purity=grower.purity(ordered),
+                    names=tuple(str(names[j]) for j in ordered) if len(names) else (),
+                )
+            )
+    return found
+
+
+def open_gates(coefficients: csr_array, features: int) -> NDArray[np.bool_]:
+    """Which gates are open in draws of coefficients that are stored for open gates only.
+
+    Args:
+        coefficients: shape ``(N, p K)``, the K coefficients of a feature side by side.
+        features: p.
+
+    Returns:
+        Shape ``(N, p)``.
+    """
+    outputs = coefficients.shape[1] // features
+    found = np.zeros((coefficients.shape[0], features), dtype=bool)
+    rows = np.repeat(np.arange(len(found)), np.diff(coefficients.indptr))
+    found[rows, coefficients.indices // outputs] = True
+    return found
+
+
+class _Grower:
+    """Grows one set at a time from draws of the gates.
+
+    Args:
+        gates: shape ``(N, p)``.
+        x: shape ``(n, p)``.
+        level: least probability that a member is open.
+        min_correlation: least absolute correlation of members.
+    """
+
+    def __init__(self, gates: NDArray[np.bool_], x: NDArray[np.float64], level: float, min_correlation: float) -> None:
+        # What is never open is in no set, so that a large design shrinks to what the draws have seen.
+        self._seen = np.flatnonzero(gates.any(0))
+        self._place = {int(j): i for i, j in enumerate(self._seen)}
+        self._gates = gates[:, self._seen]
+        centred = x[:, self._seen] - x[:, self._seen].mean(0)
+        norm = np.sqrt((centred**2).sum(0))
+        # A constant feature correlates with none.
+        self._unit = centred / np.where(norm > 0, norm, np.inf)
+        self._level, self._min_correlation = level, min_correlation
+
+    def grow(self, seed: int, free: NDArray[np.bool_]) -> list[int] | None:
+        """The members of a set that starts with a feature; None if it does not reach the level."""
+        if int(seed) not in self._place:
+            return None
+        members = [self._place[int(seed)]]
+        allowed = free[self._seen].copy()
+        missed = ~self._gates[:, members[0]]
+        while missed.mean() > 1 - self._level:
+            allowed &= self._correlations(members[-1]) >= self._min_correlation
+            allowed[members] = False
+            gain = np.where(allowed, self._gates[missed].sum(0), 0)
+            best = int(gain.argmax())
+            if gain[best] == 0:
+                return None
+            members.append(best)
+            missed &= ~self._gates[:, best]
+        return [int(self._seen[j]) for j in self._needed(members)]
+
+    def purity(self, features: Sequence[int]) -> float:
+        """Smallest absolute correlation of two features."""
+        unit = self._unit[:, [self._place[j] for j in features]]
+        among = np.abs(unit.T @ unit)[np.triu_indices(len(features), 1)]
+        return min(1.0, float(among.min())) if len(among) else 1.0
+
+    def _correlations(self, member: int) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = np.abs(self._unit[:, member] @ self._unit)
+        return found
+
+    def _needed(self, members: list[int]) -> list[int]:
+        """The members without those that the level does not need, the least often open leaving first."""
+        opened = self._gates[:, members].mean(0)
+        kept = list(members)
+        for i in np.argsort(opened, kind="stable"):
+            rest = [j for j in kept if j != members[i]]
+            if rest and self._gates[:, rest].any(1).mean() >= self._level:
+                kept = rest
+        return kept

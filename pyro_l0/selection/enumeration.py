@@ -1,0 +1,131 @@
+"""Posteriors by enumeration: every gate vector of a small problem."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from pyro_l0.selection.design import make_design
+from pyro_l0.selection.gaussian_states import GaussianStates
+from pyro_l0.selection.laplace_states import LaplaceStates
+from pyro_l0.selection.posterior import SelectionPosterior
+from pyro_l0.selection.problem import Family, Problem
+from pyro_l0.selection.states import States
+
+__all__ = ["MOST_FEATURES", "enumerate_posterior", "exact_posterior", "states_of"]
+
+MOST_FEATURES = 20
+# Weight of all states that are left out of the moments of the coefficients.
+_LEFT_OUT = 1e-10
+
+
+def exact_posterior(
+    X: ArrayLike,  # noqa: N803
+    y: ArrayLike,
+    *,
+    family: Family = "gaussian",
+    rate: float | tuple[float, float] | None = None,
+    expected_size: float | None = None,
+    slab_scale: float | None = None,
+    noise_scale: float | None = None,
+    standardize: bool = True,
+    fit_intercept: bool = True,
+    draws: int = 1000,
+    random_state: int | np.random.RandomState | None = None,
+) -> SelectionPosterior:
+    """The posterior of a regression with spike-and-slab coefficients, by a sum over every subset of the features.
+
+    For a Gaussian regression it is exact up to about 1e-8, with unknown scales integrated on a grid and an unknown rate
+    in closed form. For other families the coefficients of each subset are integrated by Laplace's approximation.
+
+    With ``standardize=False``, ``fit_intercept=False`` and rate, slab_scale and noise_scale given, the model is
+    y ~ N(X beta, noise_scale^2), beta_j = z_j w_j, z_j ~ Bernoulli(rate), w_j ~ N(0, slab_scale^2).
+
+    Args:
+        X: features, shape ``(n, p)``, p at most 20.
+        y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
+        family: "gaussian", "bernoulli", "categorical" or "poisson".
+        rate: see :func:`~pyro_l0.selection.design.make_design`, as for the next five.
+        expected_size: as above.
+        slab_scale: as above.
+        noise_scale: as above.
+        standardize: as above.
+        fit_intercept: as above.
+        draws: how many joint draws.
+        random_state: seed of the draws, or a generator to take it from.
+
+    Returns:
+        The posterior in the units of the data; its scales of slabs are those of standardised features if these are.
+
+    Raises:
+        ValueError: there are more than 20 features, or an argument is out of range.
+    """
+    design = make_design(
+        X,
+        y,
+        family,
+        rate=rate,
+        expected_size=expected_size,
+        slab_scale=slab_scale,
+        noise_scale=noise_scale,
+        standardize=standardize,
+        fit_intercept=fit_intercept,
+    )
+    seed = _seed(random_state)
+    return design.posterior(enumerate_posterior(design.problem, draws=draws, seed=seed), seed)
+
+
+@torch.no_grad()
+def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -> SelectionPosterior:
+    """The posterior of a problem by a sum over its gate vectors.
+
+    Args:
+        problem: with at most 20 features.
+        draws: how many joint draws.
+        seed: of the draws.
+
+    Raises:
+        ValueError: there are more features, or no draws are asked for.
+    """
+    p = problem.x.shape[1]
+    if p > MOST_FEATURES:
+        raise ValueError(f"Expected at most {MOST_FEATURES} features to enumerate, but got {p}; use another method.")
+    if draws < 1:
+        raise ValueError(f"Expected at least one draw, but got {draws}.")
+    states, z = states_of(problem), _all_gates(p)
+    log_marginal = states.log_marginal(z)
+    weights = log_marginal.softmax(0)
+    lightest_first = weights.argsort()
+    heavy = lightest_first[weights[lightest_first].cumsum(0) > _LEFT_OUT]
+    mean, square = states.moments(z[heavy], weights[heavy] / weights[heavy].sum())
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
+    return SelectionPosterior(
+        torch.stack([weights[column].sum() for column in z.T]).numpy(),
+        mean.numpy(),
+        (square - mean.square()).clamp(min=0).sqrt().numpy(),
+        float(log_marginal.logsumexp(0)),
+        states.draws(z[drawn], generator),
+    )
+
+
+def states_of(problem: Problem) -> States:
+    """The gate vectors of a problem, by its family."""
+    return GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
+
+
+def _all_gates(p: int) -> Tensor:
+    """Every vector of p gates, bool, shape ``(2^p, p)``."""
+    codes = torch.arange(2**p)
+    return torch.stack([(codes >> j) % 2 == 1 for j in range(p)], 1)
+
+
+def _seed(random_state: int | np.random.RandomState | None) -> int:
+    """A seed by the conventions of scikit-learn."""
+    if random_state is None:
+        return int(np.random.SeedSequence().generate_state(1)[0])
+    if isinstance(random_state, np.random.RandomState):
+        return int(random_state.randint(2**31 - 1))
+    return int(random_state)

@@ -1,0 +1,128 @@
+"""Posteriors of generalised linear regressions: tempered chains on an expansion, re-weighted by Laplace evidence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_l0.maths.scale_walk import ScaleWalk
+from pyro_l0.maths.tempered_gibbs import GibbsRun, distinct_rows
+from pyro_l0.selection.expansion import Expansion, expanded, null_predictor
+from pyro_l0.selection.hyper_axis import log_half_normal
+from pyro_l0.selection.posterior import SelectionPosterior
+from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.states import States, gate_prior
+from pyro_l0.selection.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
+
+__all__ = ["expanded_posterior"]
+
+_EXPANSIONS = 2  # at the mean linear predictor, after that of the model without features
+_MEAN = 500  # draws that the mean linear predictor is taken from
+# Draws of which no more than so many distinct states are re-weighted, or else the fewer draws.
+_DRAWS, _STATES, _FEWER = 20_000, 2500, 2500
+_NODES = 50  # of the slab scale's logarithm, over e^10 below its unit to e^2 above
+
+
+def expanded_posterior(
+    problem: Problem, states: States, effort: Effort, draws: int, generator: torch.Generator
+) -> SelectionPosterior:
+    """The posterior of a regression that is not Gaussian.
+
+    The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
+    chains find. Draws of the last chains are re-weighted by the Laplace evidence of their gates.
+
+    Args:
+        problem: of any family but the Gaussian.
+        states: its gate vectors.
+        effort: how long the last chains run; those before take a third of it.
+        draws: how many joint draws.
+        generator: of the random numbers.
+    """
+    expansion = expanded(problem, null_predictor(problem))
+    for _ in range(_EXPANSIONS):
+        walk, run = _sampled(expansion, effort._replace(flips=effort.flips // 3), generator)
+        expansion = expanded(problem, expansion.predictor(_mean(walk, run, generator)))
+    walk, run = _sampled(expansion, effort, generator)
+
+    log_marginal = _ExpandedMarginal(walk, problem.prior)
+    z, shares = _distinct(run, generator)
+    log_ratio = states.log_marginal(z) - log_marginal(z)
+    weights = torch.softmax(shares.log() + log_ratio, 0)
+    # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
+    inclusion = (run.active_probs + (weights - shares) @ z.double()).clamp(0, 1)
+    mean, square = states.moments(z, weights)
+    log_evidence = chain_evidence(log_marginal, walk, run, generator)
+    return SelectionPosterior(
+        inclusion.numpy(),
+        mean.numpy(),
+        (square - mean.square()).clamp(min=0).sqrt().numpy(),
+        log_evidence + float((shares.log() + log_ratio).logsumexp(0)),
+        states.draws(z[resampled(weights, draws, generator)], generator),
+    )
+
+
+def _sampled(expansion: Expansion, effort: Effort, generator: torch.Generator) -> tuple[ScaleWalk, GibbsRun]:
+    problem = expansion.problem
+    prior = problem.prior
+    slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
+    start = torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2)
+    walk = ScaleWalk(
+        expansion.quadratic,
+        gate_prior(prior),
+        lambda theta: log_half_normal(theta[:, 1], prior.slab_unit),
+        start,
+        unknown=[1] if prior.slab_scale is None else [],
+        gate_of=_gate_of(problem),
+        every=effort.every,
+    )
+    return walk, sampled_walk(walk, problem.x.shape[1], effort.flips, generator)
+
+
+def _gate_of(problem: Problem) -> Tensor | None:
+    if problem.outputs == 1:
+        return None
+    return torch.arange(problem.x.shape[1]).repeat_interleave(problem.outputs)
+
+
+def _mean(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> Tensor:
+    """Mean of the coefficients over draws of the chains."""
+    picked = resampled(run.weights, _MEAN, generator)
+    return walk.collapsed(run.hyper[picked]).mean(run.states[picked]).mean(0)
+
+
+def _distinct(run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """States among draws of the chains, bool, shape ``(M, p)``, and the share of the draws that each has."""
+    for number in (_DRAWS, _FEWER):
+        picked = run.states[resampled(run.weights, number, generator)]
+        first, group = distinct_rows(picked)
+        if len(first) <= _STATES:
+            break
+    return picked[first], group.bincount().double() / number
+
+
+class _ExpandedMarginal:
+    """log p(y, z) of the expansion up to a constant, an unknown slab scale integrated out.
+
+    Args:
+        walk: over the expansion's gates.
+        prior: of the slab scale.
+    """
+
+    def __init__(self, walk: ScaleWalk, prior: Prior) -> None:
+        self._walk = walk
+        if prior.slab_scale is not None:
+            self._log_slabs = torch.tensor([math.log(prior.slab_scale)], dtype=torch.float64)
+            self._log_weights = torch.zeros(1, dtype=torch.float64)
+            return
+        low, high = math.log(prior.slab_unit) - 10.0, math.log(prior.slab_unit) + 2.0
+        self._log_slabs = torch.linspace(low, high, _NODES, dtype=torch.float64)
+        step = (high - low) / (_NODES - 1)
+        self._log_weights = log_half_normal(self._log_slabs, prior.slab_unit) + math.log(step)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        nodes = self._log_slabs.new_zeros(len(self._log_slabs), 2)
+        nodes[:, 1] = self._log_slabs
+        each = torch.stack([self._walk.collapsed(node[None]).log_evidence(z) for node in nodes], 1)
+        return (each + self._log_weights).logsumexp(1) + self._walk.prior.log_prob(z)

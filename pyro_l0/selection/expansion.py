@@ -1,0 +1,102 @@
+r"""A generalised linear regression to second order in its coefficients, with the intercepts integrated out.
+
+With g and H the slope and minus the curvature of each observation's log likelihood in its K linear predictors eta, and
+r = g + H eta, the log likelihood is r . (c + X beta) - (c + X beta)' H (c + X beta) / 2 and a constant. Let F F' = H,
+R = F' X and J = F' 1. Intercepts c ~ N(0, s^2) leave the quadratic
+
+.. math:: A = R'R - R'J (J'J + s^{-2})^{-1} J'R, \quad b = X'r - R'J (J'J + s^{-2})^{-1} 1'r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
+from pyro_l0.selection.problem import Problem
+
+__all__ = ["Expansion", "expanded", "null_predictor"]
+
+_DENSE = 2000  # coefficients up to which A is formed at once
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The log likelihood of the coefficients, to second order and up to a constant.
+
+    Attributes:
+        problem: whose it is.
+        quadratic: of the coefficients, the K of a feature side by side, shape ``(p K,)``.
+        intercept: mean of the intercepts where all coefficients are zero, shape ``(K,)``.
+        slope: by how much that mean falls with each coefficient, shape ``(K, p K)``.
+    """
+
+    problem: Problem
+    quadratic: Quadratic
+    intercept: Tensor
+    slope: Tensor
+
+    def predictor(self, beta: Tensor) -> Tensor:
+        """Linear predictors at some coefficients, of shape ``(p K,)``, and the mean of the intercepts given these."""
+        return self.intercept - self.slope @ beta + self.problem.x @ beta.view(-1, self.problem.outputs)
+
+
+def null_predictor(problem: Problem) -> Tensor:
+    """Linear predictors of the model without features, shape ``(n, K)``: half an observation more for each outcome."""
+    y, n = problem.y, len(problem.y)
+    zero = y.new_zeros(n, problem.outputs)
+    if not problem.intercept:
+        return zero
+    if problem.family == "poisson":
+        return zero + ((y.sum() + 0.5) / n).log()
+    if problem.family == "bernoulli":
+        return zero + ((y.sum() + 0.5) / (n - y.sum() + 0.5)).log()
+    log_counts = (_indicators(problem).sum(0) + 0.5).log()
+    return zero + log_counts - log_counts.mean()
+
+
+def expanded(problem: Problem, eta: Tensor) -> Expansion:
+    """The log likelihood to second order at some linear predictors, shape ``(n, K)``."""
+    x, outputs = problem.x, problem.outputs
+    slope, root = _derivatives(problem, eta)
+    residual = slope + (root @ (root.mT @ eta[:, :, None])).squeeze(2)
+    design = torch.einsum("nki,nj->nijk", root, x).reshape(len(x) * outputs, -1)
+    linear = (x.T @ residual).flatten()
+    intercept, falls = x.new_zeros(outputs), x.new_zeros(outputs, design.shape[1])
+    if problem.intercept:
+        columns = root.mT.reshape(-1, outputs)  # J
+        precision = problem.prior.intercept_scale**-2
+        inverse = torch.linalg.inv(columns.T @ columns + precision * torch.eye(outputs).to(x))
+        intercept = inverse @ residual.sum(0)
+        crossed = columns.T @ design
+        linear = linear - crossed.T @ intercept
+        falls = inverse @ crossed
+        # (I - U t U')^2 = I - J (J'J + s^-2)^-1 J' for the left singular vectors U of J.
+        left, sizes, _ = torch.linalg.svd(columns, full_matrices=False)
+        shrunk = 1 - (precision / (sizes.square() + precision)).sqrt()
+        design = design - (left * shrunk) @ (left.T @ design)
+    wide = len(linear) > _DENSE
+    quadratic: Quadratic = DesignQuadratic(design, linear) if wide else DenseQuadratic(design.T @ design, linear)
+    return Expansion(problem, quadratic, intercept, falls)
+
+
+def _derivatives(problem: Problem, eta: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope of each observation's log likelihood, ``(n, K)``, and F with F F' = minus its curvature, ``(n, K, K)``."""
+    if problem.family == "categorical":
+        probs = torch.softmax(eta, 1)
+        # diag(p) - p p' = F F' with F = diag(s) (I - s s') and s = sqrt(p), as I - s s' is a projection.
+        root = probs.sqrt()
+        factor = torch.diag_embed(root) - probs[:, :, None] * root[:, None, :]
+        return _indicators(problem) - probs, factor
+    if problem.family == "bernoulli":
+        mean = torch.sigmoid(eta)
+        return problem.y[:, None] - mean, (mean * (1 - mean)).sqrt()[:, :, None]
+    mean = eta.exp()
+    return problem.y[:, None] - mean, mean.sqrt()[:, :, None]
+
+
+def _indicators(problem: Problem) -> Tensor:
+    """Which class each observation is of, zeros and ones, shape ``(n, K)``."""
+    return (problem.y[:, None] == torch.arange(problem.outputs)).to(problem.x)

@@ -1,0 +1,237 @@
+r"""Gate vectors of Bernoulli, categorical and Poisson regressions, with Laplace's approximation of their coefficients.
+
+The coefficients of the open features, and an intercept for each output, have independent normal priors; their mode is
+found by Newton's method. An unknown slab scale is integrated on a grid of its logarithm, on which each node starts from
+the mode of its neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from scipy.sparse import csr_array
+from torch import Tensor
+
+from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
+from pyro_l0.selection.laying import Laid, heaviest, integrated, lay
+from pyro_l0.selection.likelihoods import likelihood_of
+from pyro_l0.selection.newton import Mode, find_mode
+from pyro_l0.selection.posterior import Draws
+from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.states import Group, checked_gates, draw_rate, draws_of, gate_prior, groups_of, sparse_rows
+
+__all__ = ["LaplaceFit", "LaplaceStates", "laplace"]
+
+_ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
+# Of the integral over the slab scale: less than what Laplace's approximation errs by.
+_ERROR = 1e-4
+# Nats of the half-normal prior below and above its unit, between which the slab scale lies.
+_BELOW, _ABOVE = 11.0, 2.0
+_FINER = 3  # the grid of draws, compared with the grid of integrals
+
+
+class LaplaceFit(NamedTuple):
+    """Laplace's approximation of S gate vectors.
+
+    Attributes:
+        log_evidence: log of the integral of likelihood times slabs times intercept, shape ``(S,)``.
+        modes: by the number of open features: which states, and the coefficients of their open features, and of the
+            intercept last if there is one, with their precision.
+    """
+
+    log_evidence: Tensor
+    modes: list[tuple[Group, Mode]]
+
+    def draw(self, p: int, generator: torch.Generator) -> tuple[csr_array, Tensor]:
+        """Coefficients of each state, shape ``(S, p K)``, and its intercepts, shape ``(S, K)``, 0 if there are none."""
+        outputs = self.modes[0][1].coefficients.shape[2]
+        intercept = torch.zeros(len(self.log_evidence), outputs, dtype=torch.float64)
+        parts = []
+        for group, mode in self.modes:
+            drawn = mode.draw(generator)
+            k = group.open.shape[1]
+            parts.append((group, drawn[:, :k]))
+            if drawn.shape[1] > k:
+                intercept[group.rows] = drawn[:, k]
+        return sparse_rows(parts, len(intercept), p, outputs), intercept
+
+
+def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
+    """Laplace's approximation of each gate vector.
+
+    Args:
+        problem: of a family other than the Gaussian.
+        z: gates, bool, shape ``(S, p)``.
+        slab_scale: of each, shape ``(S,)``.
+    """
+    modes = _Modes(problem)
+    log_evidence = torch.empty(len(z), dtype=torch.float64)
+    found = []
+    for group in groups_of(checked_gates(z, problem.x.shape[1])):
+        for part in modes.parts(group):
+            (mode,) = modes.along(part, slab_scale[part.rows].log()[None])
+            log_evidence[part.rows] = mode.log_evidence
+            found.append((part, mode))
+    return LaplaceFit(log_evidence, found)
+
+
+class LaplaceStates:
+    """See :class:`~pyro_l0.selection.states.States`.
+
+    Args:
+        problem: of the family "bernoulli", "categorical" or "poisson".
+
+    Raises:
+        ValueError: the family is another.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._p = problem.x.shape[1]
+        self._modes = _Modes(problem)
+
+    def log_marginal(self, z: Tensor) -> Tensor:
+        """See :class:`~pyro_l0.selection.states.States`."""
+        z = checked_gates(z, self._p)
+        return integrated(self._laid(z), gate_prior(self.problem.prior).log_prob(z), self._log_joint)
+
+    def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`~pyro_l0.selection.states.States`."""
+        z = checked_gates(z, self._p)
+        grid = self._laid(heaviest(z, weights)).axes.fine()
+        first, second = torch.zeros(2, self._p, self.problem.outputs, dtype=torch.float64)
+        for group in groups_of(z):
+            k = group.open.shape[1]
+            for part in self._modes.parts(group):
+                modes = self._modes.along(part, grid.log_slab[:, None])
+                found = [(mode.log_evidence, mode.means()[:, :k], mode.variances()[:, :k]) for mode in modes]
+                log_evidence, mean, variance = (torch.stack(x) for x in zip(*found, strict=True))
+                probs = (log_evidence + grid.log_prior[:, None]).softmax(0) * weights[part.rows]
+                weight, at = probs[:, :, None, None], part.open.flatten()
+                first.index_add_(0, at, (weight * mean).sum(0).flatten(0, 1))
+                second.index_add_(0, at, (weight * (mean.square() + variance)).sum(0).flatten(0, 1))
+        return first, second
+
+    def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
+        """See :class:`~pyro_l0.selection.states.States`."""
+        z = checked_gates(z, self._p)
+        log_slab = self._draw_slab_scales(z, generator)
+        coefficients, intercept = laplace(self.problem, z, log_slab.exp()).draw(self._p, generator)
+        return Draws(
+            coefficients,
+            intercept.numpy(),
+            log_slab.exp().numpy(),
+            torch.full_like(log_slab, math.nan).numpy(),
+            draw_rate(self.problem.prior, z.sum(1), self._p, generator),
+        )
+
+    def _draw_slab_scales(self, z: Tensor, generator: torch.Generator) -> Tensor:
+        """Draws of the log slab scale given the states, shape ``(N,)``."""
+        distinct, state = z.unique(dim=0, return_inverse=True)
+        grid = self._laid(distinct).axes.fine(_FINER)
+        log_slab = torch.empty(len(z), dtype=torch.float64)
+        for group in groups_of(distinct):
+            for rows, log_joint in self._log_joint(group, grid):
+                drawn, place = draws_of(rows, state)
+                log_slab[drawn] = grid.draw(log_joint.softmax(1), place, generator)
+        return log_slab
+
+    def _laid(self, z: Tensor) -> Laid[_SlabGrid, Group]:
+        """Lay a grid where these states have their posterior."""
+        axes = _SlabAxes.start(self.problem.prior, int(z.sum(1).max()) * self.problem.outputs)
+        return lay(axes, groups_of(z), gate_prior(self.problem.prior).log_prob(z), self._log_joint)
+
+    def _log_joint(self, group: Group, grid: _SlabGrid) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of some of a group's states and their log p(y, node | z), shape ``(s, R)``."""
+        for part in self._modes.parts(group):
+            modes = self._modes.along(part, grid.log_slab[:, None])
+            yield part.rows, torch.stack([mode.log_evidence for mode in modes], 1) + grid.log_prior
+
+
+class _SlabGrid(NamedTuple):
+    """Nodes of the log slab scale, and their log prior densities times the length of a cell; each of shape ``(R,)``."""
+
+    log_slab: Tensor
+    log_prior: Tensor
+
+    def draw(self, probs: Tensor, state: Tensor, generator: torch.Generator) -> Tensor:
+        """A log slab scale for each draw, spread over its cell; see :func:`draw_nodes`."""
+        node = self.log_slab[draw_nodes(probs, state, generator)]
+        cell = step_of(self.log_slab) if len(self.log_slab) > 1 else 0.0
+        return node + cell * (torch.rand(node.shape, generator=generator, dtype=torch.float64) - 0.5)
+
+
+@dataclass(frozen=True)
+class _SlabAxes:
+    """Where the nodes of the log slab scale lie."""
+
+    prior: Prior
+    slab: Axis
+
+    @staticmethod
+    def start(prior: Prior, most_open: int) -> _SlabAxes:
+        """Everything that the posterior may reach, for states of so many open coefficients."""
+        middle = math.log(prior.slab_unit if prior.slab_scale is None else prior.slab_scale)
+        below, above = (_BELOW, _ABOVE) if prior.slab_scale is None else (0.0, 0.0)
+        return _SlabAxes(prior, Axis(middle - below, middle + above, 2.0 * (most_open + 1), _ERROR))
+
+    @property
+    def size(self) -> float:
+        return self.slab.length
+
+    @property
+    def settled(self) -> bool:
+        return self.slab.settled
+
+    @property
+    def deficit(self) -> float:
+        return self.slab.deficit()
+
+    def coarse(self) -> _SlabGrid:
+        return self._grid(self.slab.coarse_nodes())
+
+    def fine(self, times: int = 1) -> _SlabGrid:
+        return self._grid(self.slab.fine_nodes(times))
+
+    def zoomed(self, log_weights: Tensor) -> _SlabAxes:
+        return replace(self, slab=self.slab.zoomed(log_weights, self.deficit))
+
+    def _grid(self, log_slab: Tensor) -> _SlabGrid:
+        if self.prior.slab_scale is not None:
+            return _SlabGrid(log_slab, torch.zeros_like(log_slab))
+        return _SlabGrid(log_slab, log_half_normal(log_slab, self.prior.slab_unit) + math.log(step_of(log_slab)))
+
+
+class _Modes:
+    """Finds the modes of groups of states."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._likelihood = likelihood_of(problem)
+        self._problem = problem
+        self._columns = problem.x.T.contiguous()
+
+    def parts(self, group: Group) -> Iterator[Group]:
+        """As many states at a time as there is room for."""
+        m = group.open.shape[1] + 1
+        n, outputs = len(self._problem.x), self._problem.outputs
+        return group.split(max(1, _ENTRIES // (outputs**2 * (n + m) * m)))
+
+    def along(self, part: Group, log_slab: Tensor) -> Iterator[Mode]:
+        """The modes of a part's states at slab scales of shape ``(R, 1 or s)``, each from the mode before."""
+        s, k = part.open.shape
+        columns = self._columns[part.open]
+        intercept = int(self._problem.intercept)
+        if intercept:
+            columns = torch.cat([columns, columns.new_ones(s, 1, columns.shape[2])], 1)
+        precision = columns.new_full((s, k + intercept), self._problem.prior.intercept_scale**-2)
+        x = columns.new_zeros(s, k + intercept, self._problem.outputs)
+        for scales in log_slab:
+            precision = precision.clone()
+            precision[:, :k] = (-2 * scales[:, None]).exp()
+            mode = find_mode(self._likelihood, columns, precision, x)
+            x = mode.coefficients
+            yield mode

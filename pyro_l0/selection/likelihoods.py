@@ -1,0 +1,109 @@
+"""Log likelihoods of linear predictors eta with their derivatives: Bernoulli, categorical and Poisson observations."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_l0.selection.problem import Problem
+
+__all__ = ["Likelihood", "likelihood_of"]
+
+
+class Likelihood(Protocol):
+    """Of n observations with K linear predictors each."""
+
+    def value(self, eta: Tensor) -> Tensor:
+        """Log likelihood, shape ``(s,)``, of linear predictors of shape ``(s, n, K)``."""
+        ...
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """The slope, shape ``(s, n, K)``, and minus the second derivatives, shape ``(s, n, K, K)``."""
+        ...
+
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """Derivatives by eta of the trace of (minus the second derivatives) times covariance, shape ``(s, n, K)``.
+
+        Args:
+            eta: linear predictors, shape ``(s, n, K)``.
+            covariance: of the linear predictors of each observation, shape ``(s, n, K, K)``.
+        """
+        ...
+
+
+class BernoulliLikelihood:
+    """Logits eta of observations 0 and 1, shape ``(n,)``."""
+
+    def __init__(self, y: Tensor) -> None:
+        self._y = y[:, None]
+
+    def value(self, eta: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return (self._y * eta - F.softplus(eta)).sum((1, 2))
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        prob = torch.sigmoid(eta)
+        return self._y - prob, (prob * torch.sigmoid(-eta))[..., None]
+
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        prob = torch.sigmoid(eta)
+        return prob * (1 - prob) * (1 - 2 * prob) * covariance[..., 0]
+
+
+class CategoricalLikelihood:
+    """Logits eta of K classes; observations are the numbers of classes, shape ``(n,)``."""
+
+    def __init__(self, y: Tensor, classes: int) -> None:
+        self._hot = F.one_hot(y.long(), classes).to(y)
+
+    def value(self, eta: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return ((self._hot * eta).sum(2) - eta.logsumexp(2)).sum(1)
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        prob = eta.softmax(2)
+        return self._hot - prob, torch.diag_embed(prob) - prob[..., :, None] * prob[..., None, :]
+
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        prob = eta.softmax(2)
+        by_prob = covariance.diagonal(dim1=2, dim2=3) - 2 * (covariance @ prob[..., None])[..., 0]
+        return prob * (by_prob - (prob * by_prob).sum(2, keepdim=True))
+
+
+class PoissonLikelihood:
+    """Logs eta of the means of counts, shape ``(n,)``."""
+
+    def __init__(self, y: Tensor) -> None:
+        self._y = y[:, None]
+        self._constant = torch.lgamma(y + 1).sum()
+
+    def value(self, eta: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return (self._y * eta - eta.exp()).sum((1, 2)) - self._constant
+
+    def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Likelihood`."""
+        mean = eta.exp()
+        return self._y - mean, mean[..., None]
+
+    def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
+        """See :class:`Likelihood`."""
+        return eta.exp() * covariance[..., 0]
+
+
+def likelihood_of(problem: Problem) -> Likelihood:
+    """The likelihood of a problem that is not Gaussian."""
+    if problem.family == "bernoulli":
+        return BernoulliLikelihood(problem.y)
+    if problem.family == "poisson":
+        return PoissonLikelihood(problem.y)
+    if problem.family == "categorical":
+        return CategoricalLikelihood(problem.y, problem.outputs)
+    raise ValueError(f"Expected a family other than the Gaussian, but got {problem.family!r}; see GaussianStates.")

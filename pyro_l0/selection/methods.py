@@ -1,0 +1,43 @@
+"""The methods of finding a posterior by name, and which one suits a problem."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pyro_l0.selection.enumeration import enumerate_posterior
+from pyro_l0.selection.posterior import SelectionPosterior
+from pyro_l0.selection.problem import Problem
+from pyro_l0.selection.sampling import tempered_posterior
+from pyro_l0.selection.variational import autoregressive_posterior
+
+__all__ = ["METHODS", "find_posterior"]
+
+# Features up to which all subsets are summed over, which takes a second or less; other families need a Newton iteration
+# for each subset.
+_FEW_GAUSSIAN, _FEW = 15, 8
+
+
+class _Method(Protocol):
+    def __call__(self, problem: Problem, *, draws: int, seed: int) -> SelectionPosterior: ...
+
+
+METHODS: dict[str, _Method] = {
+    "enumerate": enumerate_posterior,
+    "autoregressive": autoregressive_posterior,
+    "tempered": tempered_posterior,
+}
+
+
+def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> tuple[SelectionPosterior, str]:
+    """The posterior of a problem, and the method that found it.
+
+    Args:
+        problem: what to solve.
+        method: a key of ``METHODS``; ``"auto"`` enumerates few features and samples the gates of more.
+        draws: joint draws that are made.
+        seed: of all random numbers.
+    """
+    if method == "auto":
+        few = _FEW_GAUSSIAN if problem.family == "gaussian" else _FEW
+        method = "enumerate" if problem.x.shape[1] <= few else "tempered"
+    return METHODS[method](problem, draws=draws, seed=seed), method

@@ -1,0 +1,133 @@
+"""Modes of the coefficients of many gate vectors side by side, and Laplace's approximation around them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0.selection.likelihoods import Likelihood
+
+__all__ = ["Mode", "find_mode"]
+
+_ITERATIONS, _HALVINGS = 100, 40
+_ARMIJO = 1e-4  # share of the slope that a step has to gain
+# A Newton step that would gain so little is taken unseen: the error of the mode is 3e-4 of a deviation before it.
+_GAIN = 1e-7
+
+
+class Mode(NamedTuple):
+    """Laplace's approximation of s gate vectors with m coefficients for each of K outputs.
+
+    Attributes:
+        likelihood: of the observations.
+        columns: features, shape ``(s, m, n)``.
+        coefficients: at the mode, shape ``(s, m, K)``.
+        root: Cholesky factor of the precision there, shape ``(s, m K, m K)``.
+        log_evidence: log of the integral of likelihood times prior, shape ``(s,)``.
+    """
+
+    likelihood: Likelihood
+    columns: Tensor
+    coefficients: Tensor
+    root: Tensor
+    log_evidence: Tensor
+
+    def variances(self) -> Tensor:
+        """Of the coefficients, shape ``(s, m, K)``."""
+        return self._covariance().diagonal(dim1=1, dim2=2).reshape(self.coefficients.shape)
+
+    def means(self) -> Tensor:
+        """Of the coefficients, shape ``(s, m, K)``, to the next order: mode - H^-1 (slope of log det H) / 2."""
+        s, m, outputs = self.coefficients.shape
+        covariance = self._covariance()
+        by_output = covariance.view(s, m, outputs, m, outputs).movedim((2, 4), (1, 2))
+        rows = self.columns.mT[:, None, None]
+        of_predictors = ((rows @ by_output) * rows).sum(4).movedim(3, 1)
+        slope = self.columns @ self.likelihood.trace_slope(self.columns.mT @ self.coefficients, of_predictors)
+        shift: Tensor = (covariance @ slope.flatten(1)[:, :, None]).reshape(s, m, outputs)
+        return self.coefficients - 0.5 * shift
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """A normal draw around the mean of each gate vector, shape ``(s, m, K)``."""
+        noise = torch.randn(self.root.shape[:2], generator=generator, dtype=torch.float64)[:, :, None]
+        spread = torch.linalg.solve_triangular(self.root.mT, noise, upper=True)
+        drawn: Tensor = self.means() + spread.reshape(self.coefficients.shape)
+        return drawn
+
+    def _covariance(self) -> Tensor:
+        covariance: Tensor = torch.cholesky_inverse(self.root)
+        return covariance
+
+
+def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start: Tensor) -> Mode:
+    """Newton's method with backtracking for coefficients with independent normal priors around zero.
+
+    Args:
+        likelihood: concave in the linear predictor.
+        columns: features of each gate vector, shape ``(s, m, n)``.
+        precision: of the priors, shape ``(s, m)``.
+        start: coefficients, shape ``(s, m, K)``.
+    """
+    objective = _Objective(likelihood, precision[:, :, None])
+    x, eta = start, columns.mT @ start
+    value = objective.value(x, eta)
+    for _ in range(_ITERATIONS):
+        slope, hessian = objective.derivatives(x, eta, columns)
+        root = torch.linalg.cholesky(hessian)
+        step = torch.cholesky_solve(slope.flatten(1)[:, :, None], root).reshape(x.shape)
+        gain = (slope * step).sum((1, 2))
+        if bool((gain < _GAIN).all()):
+            break
+        x, eta, value = _ascended(objective, (x, eta, value), step, columns.mT @ step, gain)
+    else:
+        warnings.warn(
+            f"Newton's method has not found the mode of {int((gain >= _GAIN).sum())} of {len(x)} gate vectors in "
+            f"{_ITERATIONS} steps; their evidence is too small. Look for features of very different sizes.",
+            UserWarning,
+            stacklevel=4,
+        )
+    log_det = root.diagonal(dim1=1, dim2=2).log().sum(1)
+    half_prior = 0.5 * x.shape[2] * precision.log().sum(1)
+    return Mode(likelihood, columns, x + step, root, value + 0.5 * gain + half_prior - log_det)
+
+
+class _Objective(NamedTuple):
+    """Log likelihood plus log prior, but for a constant; ``precision`` has shape ``(s, m, 1)``."""
+
+    likelihood: Likelihood
+    precision: Tensor
+
+    def value(self, x: Tensor, eta: Tensor) -> Tensor:
+        return self.likelihood.value(eta) - 0.5 * (self.precision * x.square()).sum((1, 2))
+
+    def derivatives(self, x: Tensor, eta: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The slope, shape ``(s, m, K)``, and minus the Hessian, shape ``(s, m K, m K)``."""
+        residual, weights = self.likelihood.derivatives(eta)
+        s, m, outputs = x.shape
+        hessian = x.new_empty(s, m, outputs, m, outputs)
+        for a in range(outputs):
+            for b in range(a + 1):
+                block = (columns * weights[:, None, :, a, b]) @ columns.mT
+                hessian[:, :, a, :, b] = hessian[:, :, b, :, a] = block
+        hessian = hessian.reshape(s, m * outputs, m * outputs)
+        hessian.diagonal(dim1=1, dim2=2).add_(self.precision.expand_as(x).flatten(1))
+        return columns @ residual - self.precision * x, hessian
+
+
+def _ascended(
+    objective: _Objective, at: tuple[Tensor, Tensor, Tensor], step: Tensor, eta_step: Tensor, gain: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients, linear predictors and values after the longest of the halved steps that gains enough."""
+    x, eta, value = at
+    length = torch.ones_like(value)
+    for _ in range(_HALVINGS):
+        new = objective.value(x + length[:, None, None] * step, eta + length[:, None, None] * eta_step)
+        enough = (new >= value + _ARMIJO * length * gain) | (gain < _GAIN)
+        if bool(enough.all()):
+            break
+        length = torch.where(enough, length, 0.5 * length)
+    moved = length[:, None, None]
+    return x + moved * step, eta + moved * eta_step, new

@@ -1,0 +1,120 @@
+"""Linear regression with spike-and-slab coefficients."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+from sklearn.base import RegressorMixin
+
+from pyro_l0.selection._base import Array, RandomState
+from pyro_l0.selection._one_output import OneOutput
+from pyro_l0.selection._predictive import averages
+from pyro_l0.selection.problem import Family
+
+__all__ = ["SpikeSlabRegressor"]
+
+
+class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
+    r"""Linear regression whose coefficients are exactly zero with a probability that is learned.
+
+    The model is
+
+    .. math:: y \sim N(\text{intercept} + X \beta, \text{noise\_scale}^2), \quad \beta_j = z_j w_j, \quad
+        z_j \sim \text{Bernoulli}(\text{rate}), \quad w_j \sim N(0, \text{slab\_scale}^2),
+
+    with a flat prior of the intercept. Where features are standardised, the coefficients of this model are those of the
+    standardised features; ``coef_``, ``coef_sd_``, ``intercept_`` and all draws are given in the units of the data.
+
+    A constant feature cannot be told from the intercept: the data say nothing of its gate, whose inclusion probability
+    is that of the prior (at the rate that the other features lead to), and its coefficient is 0.
+
+    Args:
+        rate: prior inclusion probability of every feature. If neither this nor ``expected_size`` is given, it is
+            learned, under a Beta(1, sqrt(p)) prior.
+        expected_size: number of features that are expected to have an effect, which makes the rate
+            ``expected_size / n_features``.
+        slab_scale: standard deviation of the effects that are not zero, of features as the model takes them; None: it
+            is learned, under a half-normal prior with the standard deviation of y as its scale.
+        noise_scale: standard deviation of the noise; None: it is learned, under a half-Cauchy prior with the standard
+            deviation of y as its scale.
+        standardize: whether features are divided by their standard deviations first.
+        fit_intercept: whether there is an intercept; otherwise nothing is centred.
+        method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 10,000
+            features; ``"autoregressive"`` fits a guide with dependent gates, up to 40 features; ``"auto"`` is the first
+            for few features, 15 or 8 of families other than the Gaussian, and the second for more.
+        random_state: an int makes fits reproducible. None takes fresh random numbers; numpy's global generator is not
+            touched in either case.
+
+    Attributes:
+        pip_: P(z = 1 | y) of every feature, its inclusion probability, shape ``(p,)``.
+        coef_: posterior means of the coefficients, shape ``(p,)``; closed gates count as 0.
+        coef_sd_: their posterior standard deviations, shape ``(p,)``.
+        intercept_: posterior mean of the intercept; 0 without one.
+        noise_scale_: posterior mean of the standard deviation of the noise, in the units of y.
+        slab_scale_: posterior mean of the slab scale, in coefficients of the standardised features where they are
+            standardised.
+        rate_: posterior mean of the rate.
+        log_evidence_: log p(y), or its estimate; with an intercept, that of y without its mean.
+        credible_sets_: groups of correlated features, of which one has an effect with probability .95 or more.
+        draws_: joint draws in the units of the data, which ``sample`` takes apart.
+        method_: the method that was used.
+        n_features_in_: p.
+        feature_names_in_: names of the features, where X had names.
+
+    Example:
+        >>> import numpy as np
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(100, 5))
+        >>> y = x[:, 0] - x[:, 3] + rng.normal(size=100)
+        >>> SpikeSlabRegressor(random_state=0).fit(x, y).select()
+        array([0, 3])
+
+    References:
+        George and McCulloch (1997), Statistica Sinica 7, for the model; Zanella and Roberts (2019), arXiv:1805.00541,
+        for the sampler; Wang et al. (2020), JRSS B 82, for credible sets.
+    """
+
+    def __init__(
+        self,
+        *,
+        rate: float | None = None,
+        expected_size: float | None = None,
+        slab_scale: float | None = None,
+        noise_scale: float | None = None,
+        standardize: bool = True,
+        fit_intercept: bool = True,
+        method: str = "auto",
+        random_state: RandomState = None,
+    ) -> None:
+        self.rate = rate
+        self.expected_size = expected_size
+        self.slab_scale = slab_scale
+        self.noise_scale = noise_scale
+        self.standardize = standardize
+        self.fit_intercept = fit_intercept
+        self.method = method
+        self.random_state = random_state
+
+    def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803
+        """The posterior mean of new observations.
+
+        Args:
+            X: features, shape ``(m, p)``.
+            return_std: whether to return the standard deviation of the posterior predictive distribution, too: that of
+                a new observation, noise included.
+
+        Returns:
+            The means, shape ``(m,)``, and the standard deviations in the same shape if they are asked for.
+        """
+        x = self._validated_features(X)
+        mean: Array = x @ self.coef_ + self.intercept_
+        if not return_std:
+            return mean
+        variance = averages(self.draws_, x, lambda predictor: (predictor[..., 0] - predictor[..., 0].mean(0)) ** 2)
+        return mean, np.sqrt(variance + (self.draws_.noise_scale**2).mean())
+
+    def _family(self) -> Family:
+        return "gaussian"
+
+    def _priors(self) -> dict[str, float | None]:
+        return {**super()._priors(), "noise_scale": self.noise_scale}

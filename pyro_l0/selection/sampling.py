@@ -1,0 +1,118 @@
+"""Posteriors of up to ten thousand features by weighted tempered Gibbs sampling, unknown scales included."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_l0.maths.quadratic import DenseQuadratic, DesignQuadratic, Quadratic
+from pyro_l0.maths.scale_walk import ScaleWalk
+from pyro_l0.maths.tempered_gibbs import GibbsRun
+from pyro_l0.selection.enumeration import states_of
+from pyro_l0.selection.expanded_sampling import expanded_posterior
+from pyro_l0.selection.gaussian_grid import smallest_noise
+from pyro_l0.selection.hyper_axis import log_half_cauchy, log_half_normal
+from pyro_l0.selection.posterior import SelectionPosterior
+from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.states import gate_prior
+from pyro_l0.selection.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
+
+__all__ = ["tempered_posterior"]
+
+_DENSE = 2000  # features up to which X'X is formed at once
+# States that moments are averaged over: as many as there is time for, between these.
+_FEWEST, _MOST = 2000, 20_000
+_ENTRIES = 2**22  # numbers in all these states, and in the largest array of a step
+
+
+@torch.no_grad()
+def tempered_posterior(
+    problem: Problem, *, draws: int = 4000, seed: int = 0, effort: Effort | None = None
+) -> SelectionPosterior:
+    """The posterior of a problem by weighted tempered Gibbs sampling (Zanella and Roberts 2019).
+
+    The coefficients and the rate are integrated out; unknown scales of the noise and of the slabs are sampled beside
+    the gates. Inclusion probabilities and moments are averages of what each gate and its slab are given the others.
+
+    Args:
+        problem: a regression of any family; for those that are not Gaussian see
+            :func:`~pyro_l0.selection.expanded_sampling.expanded_posterior`.
+        draws: how many joint draws.
+        seed: of all random numbers.
+        effort: how long the chains run; by default what suits the number of features.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    features = problem.x.shape[1]
+    effort = effort or Effort.of(features)
+    states = states_of(problem)
+    if problem.family != "gaussian":
+        return expanded_posterior(problem, states, effort, draws, generator)
+    walk = _walk(problem, effort)
+    run = sampled_walk(walk, features, effort.flips, generator)
+    mean, square = _moments(walk, run, generator)
+    return SelectionPosterior(
+        run.active_probs.numpy(),
+        mean[:, None].numpy(),
+        (square - mean.square()).clamp(min=0).sqrt()[:, None].numpy(),
+        chain_evidence(states.log_marginal, walk, run, generator),
+        states.draws(run.states[resampled(run.weights, draws, generator)], generator),
+    )
+
+
+def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
+    x, y, prior = problem.x, problem.y, problem.prior
+    linear = x.T @ y
+    quadratic: Quadratic = DenseQuadratic(x.T @ x, linear) if len(linear) <= _DENSE else DesignQuadratic(x, linear)
+    density = _ScaleDensity.of(problem)
+    noise = math.sqrt(density.square / density.n) if prior.noise_scale is None else prior.noise_scale
+    slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
+    start = torch.tensor([math.log(noise), math.log(slab)], dtype=torch.float64).expand(effort.chains, 2)
+    unknown = [i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None]
+    return ScaleWalk(quadratic, gate_prior(prior), density, start, unknown=unknown, every=effort.every)
+
+
+@dataclass(frozen=True)
+class _ScaleDensity:
+    """Log density of the logarithms of noise and slab scale, with the part of the log likelihood that has no gates.
+
+    Attributes:
+        n: observations.
+        square: y'y.
+        prior: of the scales.
+    """
+
+    n: int
+    square: float
+    prior: Prior
+
+    @staticmethod
+    def of(problem: Problem) -> _ScaleDensity:
+        return _ScaleDensity(len(problem.y), float(problem.y @ problem.y), problem.prior)
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        noise, slab = theta.unbind(1)
+        total = -self.n * noise - 0.5 * self.square * (-2 * noise).exp()
+        if self.prior.noise_scale is None:
+            total = total + log_half_cauchy(noise, self.prior.noise_unit)
+            total = torch.where(noise >= math.log(smallest_noise(self.n, self.square)), total, -math.inf)
+        return total if self.prior.slab_scale is not None else total + log_half_normal(slab, self.prior.slab_unit)
+
+
+def _moments(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Means of the coefficients and of their squares, averaged over what each is given all other gates."""
+    p = run.states.shape[1]
+    active, first, second = torch.zeros(3, p, dtype=torch.float64)
+    picked = resampled(run.weights, min(_MOST, max(_FEWEST, _ENTRIES // p)), generator)
+    for part in picked.split(max(16, _ENTRIES // (64 * p))):
+        z = run.states[part].double()
+        factors, mean, variance = walk.collapsed(run.hyper[part]).slab_moments(z)
+        probs = torch.sigmoid(factors + walk.prior.logits(z))
+        active += probs.sum(0)
+        first += (probs * mean).sum(0)
+        second += (probs * (mean.square() + variance)).sum(0)
+    # The probabilities of the whole run are surer than those of the states that are picked.
+    share = run.active_probs / active.clamp(min=torch.finfo(active.dtype).tiny)
+    return first * share, second * share

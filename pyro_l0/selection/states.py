@@ -1,0 +1,148 @@
+"""What is asked of a family's gate vectors, and what every family does alike with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from torch import Tensor
+
+from pyro_l0.maths.gate_priors import BetaBinomialGates, GatePrior, IndependentGates
+from pyro_l0.selection.posterior import Draws
+from pyro_l0.selection.problem import Prior
+
+__all__ = ["States", "gate_prior"]
+
+
+class States(Protocol):
+    """Gate vectors of a regression with everything else integrated out.
+
+    Hyperparameters are integrated on a grid that is laid where the posterior of the given states is. A state that is
+    e^-32 times lighter than the heaviest, or less, has its evidence to a few nats alone.
+    """
+
+    def log_marginal(self, z: Tensor) -> Tensor:
+        """log p(y, z) with the prior of z, hyperparameters and coefficients integrated out; shape ``(S,)``.
+
+        Args:
+            z: gates, bool, shape ``(S, p)``.
+        """
+        ...
+
+    def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Means of the coefficients and of their squares over states of given weights, each of shape ``(p, K)``.
+
+        Args:
+            z: gates, bool, shape ``(S, p)``.
+            weights: of the states, which add up to one, shape ``(S,)``.
+        """
+        ...
+
+    def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
+        """One draw of the coefficients and of what is unknown for each state.
+
+        Args:
+            z: gates, bool, shape ``(N, p)``.
+            generator: of the random numbers.
+        """
+        ...
+
+
+class Group(NamedTuple):
+    """States with the same number of open gates.
+
+    Attributes:
+        rows: which states, shape ``(m,)``.
+        open: their open features, shape ``(m, k)``.
+    """
+
+    rows: Tensor
+    open: Tensor
+
+    def where(self, kept: Tensor) -> Group:
+        """Some of the states."""
+        return Group(self.rows[kept], self.open[kept])
+
+    def split(self, size: int) -> Iterator[Group]:
+        """Groups of at most so many states."""
+        return (
+            Group(*parts) for parts in zip(self.rows.split(size), self.open.split(size), strict=True) if len(parts[0])
+        )
+
+
+def groups_of(z: Tensor) -> list[Group]:
+    """States grouped by how many gates are open.
+
+    Args:
+        z: gates, bool, shape ``(S, p)``.
+    """
+    count = z.sum(1)
+    found = []
+    for k in count.unique().tolist():
+        rows = torch.nonzero(count == k)[:, 0]
+        found.append(Group(rows, torch.nonzero(z[rows])[:, 1].reshape(len(rows), k)))
+    return found
+
+
+def draws_of(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Which draws have one of some states, and which of these each has.
+
+    Args:
+        rows: the states.
+        state: of each draw, shape ``(N,)``.
+    """
+    place = torch.full((int(state.max()) + 1,), -1)
+    place[rows] = torch.arange(len(rows))
+    drawn = torch.nonzero(place[state] >= 0)[:, 0]
+    return drawn, place[state[drawn]]
+
+
+def checked_gates(z: Tensor, p: int) -> Tensor:
+    """Gates as bool, if their shape is right."""
+    if z.dim() != 2 or z.shape[1] != p or not len(z):
+        raise ValueError(f"Expected gates of shape (S, {p}) with at least one row, but got {tuple(z.shape)}.")
+    return z.bool()
+
+
+def gate_prior(prior: Prior) -> GatePrior:
+    """The prior of the gates, with an unknown rate integrated out."""
+    if isinstance(prior.rate, tuple):
+        return BetaBinomialGates(*prior.rate)
+    return IndependentGates(torch.tensor(math.log(prior.rate) - math.log1p(-prior.rate), dtype=torch.float64))
+
+
+def numpy_generator(generator: torch.Generator) -> np.random.Generator:
+    """A numpy generator that is seeded by torch's, for the distributions that torch draws from its global one alone."""
+    return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
+
+
+def draw_rate(prior: Prior, count: Tensor, p: int, generator: torch.Generator) -> NDArray[np.float64]:
+    """P(z = 1) given how many of p gates are open, shape ``(N,)``."""
+    if not isinstance(prior.rate, tuple):
+        return np.full(len(count), prior.rate)
+    opened = count.numpy()
+    return numpy_generator(generator).beta(prior.rate[0] + opened, prior.rate[1] + p - opened)
+
+
+def sparse_rows(parts: list[tuple[Group, Tensor]], rows: int, p: int, outputs: int) -> csr_array:
+    """Coefficients of the open features as the rows of a sparse matrix.
+
+    Args:
+        parts: groups with the coefficients of their states, each of shape ``(m, k, outputs)``.
+        rows: how many there are in all.
+        p: features.
+        outputs: K.
+    """
+    at, columns, values = [], [], []
+    for group, beta in parts:
+        place = group.open[:, :, None] * outputs + torch.arange(outputs)
+        at.append(group.rows[:, None, None].expand_as(place).flatten())
+        columns.append(place.flatten())
+        values.append(beta.flatten())
+    where = (torch.cat(at).numpy(), torch.cat(columns).numpy())
+    return csr_array((torch.cat(values).numpy(), where), shape=(rows, p * outputs))

@@ -1,0 +1,144 @@
+"""Do credible sets and inclusion probabilities keep their word? python tests/bench/credible_sets.py [--part PART]
+
+``sets``: 200 data sets of 150 observations and 30 features, in blocks of five with the correlation rho within a block
+or as AR(rho) with ``--features ar``; three features have an effect, normal with standard deviation .5, under noise of
+variance 1. ``SpikeSlabRegressor`` learns noise, slab scale and rate. Of its credible sets of level .95, which share
+holds a feature with an effect? It should be .93 or more at each rho.
+
+``calibration``: rate, slab scale and noise are drawn from the priors of ``draw_model``, which are not those that the
+estimators fit with, then gates, coefficients and data; the regressor and the classifier learn all of them again. Of the
+gates whose inclusion probability lies in a bin, which share is open? Standard errors are those that the posterior gives
+itself: gates of one data set depend on one another.
+
+A mark "!" stands where a number leaves what is asked: .93, or 3 standard errors, and then the command ends with 1; one
+in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from simulation_based_calibration import BINS, Calibration
+
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+
+N, P, BLOCK, EFFECTS = 150, 30, 5, 3
+LEAST, MOST = 0.93, 3.0
+Array = NDArray[np.float64]
+
+
+def features(kind: str, rho: float, rng: np.random.Generator, n: int, p: int) -> Array:
+    """Standardised features, in blocks or as an autoregression."""
+    if kind == "blocks":
+        block = np.repeat(rng.normal(size=(n, -(-p // BLOCK))), BLOCK, axis=1)[:, :p]
+        x = math.sqrt(rho) * block + math.sqrt(1 - rho) * rng.normal(size=(n, p))
+    else:
+        covariance = rho ** np.abs(np.subtract.outer(range(p), range(p)))
+        x = rng.normal(size=(n, p)) @ np.linalg.cholesky(covariance).T
+    return (x - x.mean(0)) / x.std(0)
+
+
+def coverage(kind: str, rho: float, options: argparse.Namespace) -> bool:
+    """Print the row of a correlation; returns whether the sets keep their word."""
+    right, sizes, claims, caught, seconds = [], [], [], 0, 0.0
+    for seed in range(options.replicates):
+        rng = np.random.default_rng(seed)
+        x = features(kind, rho, rng, N, P)
+        beta = np.zeros(P)
+        active = rng.choice(P, EFFECTS, replace=False)
+        beta[active] = 0.5 * rng.normal(size=EFFECTS)
+        y = x @ beta + rng.normal(size=N)
+        start = time.process_time()
+        found = SpikeSlabRegressor(method=options.method, random_state=seed).fit(x, y).credible_sets_
+        seconds += time.process_time() - start
+        right += [bool((beta[list(s.features)] != 0).any()) for s in found]
+        sizes += [len(s.features) for s in found]
+        claims += [s.probability for s in found]
+        caught += sum(any(j in s.features for s in found) for j in active)
+    share = float(np.mean(right))
+    mark = "" if share >= LEAST else "!"
+    print(
+        f"{kind}, rho {rho:.2f}: {len(right)} sets, coverage {share:.3f}{mark} (they say {np.mean(claims):.3f}), size "
+        f"{np.median(sizes):.0f} in the median and {max(sizes)} at most, {caught} of {EFFECTS * options.replicates} "
+        f"effects in a set; {seconds / options.replicates:.2f} s a data set",
+        flush=True,
+    )
+    return not mark
+
+
+def draw_model(rng: np.random.Generator, n: int, p: int, family: str) -> tuple[Array, Array, Array]:
+    """Features AR(.7), observations and gates, with hyperparameters from their priors."""
+    rate = rng.beta(2.0, 8.0)
+    slab = math.exp(rng.normal(-0.7 if family == "gaussian" else 0.3, 0.5))
+    noise = math.exp(rng.normal(0.0, 0.5))
+    x = features("ar", 0.7, rng, n, p)
+    z = rng.random(p) < rate
+    predictor = x @ (z * rng.normal(size=p)) * slab
+    if family == "gaussian":
+        return x, 2.0 + predictor + noise * rng.normal(size=n), z
+    return x, (rng.random(n) < 1 / (1 + np.exp(-0.3 - predictor))).astype(float), z
+
+
+def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> bool:
+    """Print the bins of an estimator; returns whether they are open as often as they say."""
+    counted, seconds = Calibration(), 0.0
+    kind: Any = SpikeSlabRegressor if family == "gaussian" else SpikeSlabClassifier
+    for seed in range(options.replicates):
+        x, y, z = draw_model(np.random.default_rng(seed), n, p, family)
+        if len(np.unique(y)) < 2:
+            continue
+        start = time.process_time()
+        model = kind(method=options.method, random_state=seed).fit(x, y)
+        seconds += time.process_time() - start
+        inclusion = torch.as_tensor(model.pip_)
+        counted.inclusion.append(inclusion)
+        counted.gates.append(torch.as_tensor(z).double())
+        covariance = torch.as_tensor(np.atleast_2d(np.cov(model.sample(2000)["gates"].T.astype(float))))
+        counted.covariances.append(covariance.diagonal_scatter(inclusion * (1 - inclusion)))
+    print(f"{kind.__name__}, n = {n}, p = {p}, method {model.method_}: {seconds / options.replicates:.2f} s a data set")
+    kept = True
+    for (count, mean, share, score), low, high in zip(counted.bins(), BINS, BINS[1:], strict=False):
+        mark = "!" if abs(score) > MOST else ""
+        kept &= not mark
+        error = abs(share - mean) / abs(score) if score else 0.0
+        where = f"PIP {low:.2f}–{high:.2f}: {count:5d} gates"
+        print(f"  {where}, mean {mean:.3f}, open {share:.3f} (s.e. {error:.3f}), {score:+.2f} s.e.{mark}", flush=True)
+    return kept
+
+
+def main() -> None:
+    """Print what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("sets", "calibration"), help="both, if it is not given")
+    parser.add_argument("--replicates", type=int, default=200)
+    parser.add_argument("--features", choices=("blocks", "ar"), default="blocks")
+    parser.add_argument("--method", default="auto")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    options.replicates = 10 if options.quick else options.replicates
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, one thread, {options.replicates} data sets each")
+    kept = True
+    if options.part != "calibration":
+        for rho in (0.5, 0.9, 0.99):
+            kept &= coverage(options.features, rho, options)
+    if options.part != "sets":
+        sizes = [("gaussian", 100, 10), ("gaussian", 150, 30), ("bernoulli", 200, 8), ("bernoulli", 200, 20)]
+        for family, n, p in sizes:
+            kept &= calibration(family, n, p, options)
+    sys.exit(not kept)
+
+
+if __name__ == "__main__":
+    main()

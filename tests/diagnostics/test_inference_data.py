@@ -1,0 +1,91 @@
+"""Arrays as arviz's InferenceData."""
+
+import subprocess
+import sys
+
+import arviz as az
+import numpy as np
+import pytest
+
+from pyro_l0.diagnostics.inference_data import inference_data
+
+DRAWN = {"z": np.arange(12).reshape(2, 6) % 2 == 0, "scope/w": np.linspace(0, 1, 36).reshape(2, 6, 3)}
+
+
+def test_groups_hold_what_they_were_given():
+    """Values, dimensions and labels; what is true or false is int8, a slash a dot, an empty group left out."""
+    found = inference_data(
+        DRAWN,
+        log_likelihood={"y": np.ones((2, 6, 4))},
+        posterior_predictive={},
+        observed_data={"y": np.arange(4.0)},
+        constant_data={"P(z != 0)": 0.5},
+        coords={"feature": ["a", "b", "c"]},
+        dims={"scope/w": ["feature"]},
+    )
+    assert sorted(found.groups()) == ["constant_data", "log_likelihood", "observed_data", "posterior"]
+    z, w = found["posterior"]["z"], found["posterior"]["scope.w"]
+    assert z.dtype == np.int8
+    np.testing.assert_array_equal(z, DRAWN["z"])
+    assert w.dims == ("chain", "draw", "feature")
+    np.testing.assert_array_equal(w.sel(feature="b"), DRAWN["scope/w"][..., 1])
+    assert found["log_likelihood"]["y"].shape == (2, 6, 4)
+    assert float(found["constant_data"]["P(z != 0)"].squeeze()) == 0.5
+
+
+def test_draws_must_agree():
+    with pytest.raises(ValueError, match=r"\(2, 6\) at posterior\['z'\].*\(1, 6\) at log_likelihood\['y'\]"):
+        inference_data(DRAWN, log_likelihood={"y": np.ones((1, 6, 4))})
+    with pytest.raises(ValueError, match=r"chains, draws.*\(5,\) at posterior\['w'\]"):
+        inference_data({"w": np.ones(5)})
+
+
+def test_files_keep_everything(tmp_path):
+    """Through netCDF and back, names of products and inclusion probabilities too."""
+    found = inference_data(
+        {"z": DRAWN["z"], "z * w": DRAWN["scope/w"]},
+        constant_data={"P(z != 0)": np.array([0.25, 0.5, 1.0])},
+        dims={"z * w": ["feature"], "P(z != 0)": ["feature"]},
+    )
+    found.to_netcdf(str(tmp_path / "posterior.nc"))
+    again = az.from_netcdf(str(tmp_path / "posterior.nc"))
+    for group in ("posterior", "constant_data"):
+        for name, variable in found[group].items():
+            np.testing.assert_array_equal(again[group][name], variable)
+            assert again[group][name].dtype == variable.dtype
+            assert again[group][name].dims == variable.dims
+
+
+def test_version_1_takes_one_nested_dict(monkeypatch):
+    """Of arviz 1 there is only the signature of from_dict here."""
+    seen = []
+    monkeypatch.setattr(az, "__version__", "1.2.0")
+    monkeypatch.setattr(az, "from_dict", lambda data, *, coords, dims: seen.append((data, coords, dims)))
+    inference_data(DRAWN, observed_data={"y": [1.0]}, dims={"scope/w": ["feature"]})
+    (data, coords, dims) = seen[0]
+    assert {group: sorted(arrays) for group, arrays in data.items()} == {
+        "posterior": ["scope.w", "z"],
+        "observed_data": ["y"],
+    }
+    assert coords is None
+    assert dims == {"scope.w": ["feature"]}
+
+
+def test_first_import_of_a_day_is_silent(tmp_path):
+    """arviz warns once a day that it will change; warnings may be errors, and arviz's other warnings stay."""
+    program = (
+        "import numpy as np\n"
+        "from pyro_l0.diagnostics.inference_data import inference_data\n"
+        "print(inference_data({'w': np.zeros((1, 20))})['posterior']['w'].shape)"
+    )
+    (tmp_path / "cache").mkdir()
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", program],
+        env={"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "(1, 20)\n"
+    assert list((tmp_path / "cache").rglob("daily_warning"))  # it has warned

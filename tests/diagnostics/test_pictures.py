@@ -1,0 +1,88 @@
+"""What the pictures show."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from pyro_l0.diagnostics import plot_calibration, plot_credible_sets, plot_inclusion
+
+CORRELATION = np.array([[1.0, 0.9, -0.2, 0.1], [0.9, 1.0, 0.3, 0.0], [-0.2, 0.3, 1.0, 0.95], [0.1, 0.0, 0.95, 1.0]])
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
+
+
+def test_inclusion_beside_intervals():
+    """Bars as long as the probabilities, lines from end to end, the first feature on top."""
+    left, right = plot_inclusion([0.9, 0.25], [-1.0, 0.0], [2.0, 0.5], mean=[0.5, 0.1], names=["age", "bmi"])
+    assert [bar.get_width() for bar in left.patches] == [0.9, 0.25]
+    assert [bar.get_y() + bar.get_height() / 2 for bar in left.patches] == [0.0, 1.0]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["age", "bmi"]
+    assert left.get_ylim() == (1.5, -0.5)
+    ends = [segment.tolist() for segment in right.collections[0].get_segments()]
+    assert ends == [[[-1.0, 0.0], [2.0, 0.0]], [[0.0, 1.0], [0.5, 1.0]]]
+    assert right.lines[0].get_xydata().tolist() == [[0.5, 0.0], [0.1, 1.0]]
+
+
+def test_inclusion_on_axes_of_ones_own():
+    _, axes = plt.subplots(1, 2)
+    assert plot_inclusion([1.0], [0.0], [1.0], axes=axes) is axes
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == ["0"]
+    assert len(axes[1].lines) == 1  # that of 0
+
+
+def test_credible_sets_over_correlations():
+    """The matrix in the order of the sets, a frame around each."""
+    axes = plot_credible_sets([[3, 2], [0]], CORRELATION, names=list("abcd"))
+    np.testing.assert_array_equal(axes.images[0].get_array(), CORRELATION[[3, 2, 0]][:, [3, 2, 0]])
+    assert axes.images[0].get_clim() == (-1, 1)
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        assert [label.get_text() for label in labels] == ["d", "c", "a"]
+    frames = [(line.get_xdata().min(), line.get_xdata().max()) for line in axes.lines]
+    assert frames == [(-0.5, 1.5), (1.5, 2.5)]
+
+
+def test_calibration_bins():
+    """Means by bin and two standard errors; a probability of 1 is in the last bin, empty bins are left out."""
+    pip, gates = np.array([0.1, 0.2, 0.3, 0.8, 1.0]), np.array([0, 0, 1, 1, 1])
+    axes = plot_calibration(pip, gates, bins=2)
+    points, _, (bars,) = axes.containers[0]
+    np.testing.assert_allclose(points.get_xydata(), [[0.2, 1 / 3], [0.9, 1.0]])
+    error = 2 * np.sqrt(np.array([(0.09 + 0.16 + 0.21) / 3 / 3, 0.16 / 2 / 2]))
+    ends = np.array(bars.get_segments())[:, :, 1]
+    middle = np.array([1 / 3, 1.0])
+    np.testing.assert_allclose(ends, np.stack([middle - error, middle + error], 1))
+    assert len(plot_calibration(pip, gates, bins=10).containers[0][0].get_xdata()) == 5
+
+
+def test_calibrated_probabilities_meet_the_diagonal():
+    """Of 20,000 gates that are open as often as they say, at least 9 of 10 bars reach the diagonal."""
+    rng = np.random.default_rng(3)
+    pip = rng.random(20_000)
+    points, _, (bars,) = plot_calibration(pip, rng.random(20_000) < pip).containers[0]
+    ends = np.array(bars.get_segments())[:, :, 1]
+    assert ((ends[:, 0] < points.get_xdata()) & (points.get_xdata() < ends[:, 1])).sum() >= 9
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot_inclusion([0.5], [0.0, 1.0], [1.0]), r"lower of the shape of pip, \(1,\), but got \(2,\)"),
+        (lambda: plot_inclusion([1.5], [0.0], [1.0]), r"pip in \[0, 1\]"),
+        (lambda: plot_inclusion([[0.5]], [0.0], [1.0]), r"pip of shape \(p,\), but got \(1, 1\)"),
+        (lambda: plot_inclusion([0.5], [0.0], [1.0], names=["a", "b"]), "a name for each of 1 features, but got 2"),
+        (lambda: plot_credible_sets([[0, 4]], CORRELATION), "from 0 to 3"),
+        (lambda: plot_credible_sets([], CORRELATION), "at least one credible set"),
+        (lambda: plot_credible_sets([[0], []], CORRELATION), "of a feature or more"),
+        (lambda: plot_credible_sets([[0]], np.ones((5, 2))), r"shape \(p, p\), but got \(5, 2\)"),
+        (lambda: plot_calibration([0.5], [0.5]), "gates that are 0 or 1"),
+        (lambda: plot_calibration([0.5], [1], bins=0), "at least one bin"),
+        (lambda: plot_calibration([0.5], [1, 0]), "gates of the shape of pip"),
+    ],
+)
+def test_what_is_refused(draw, message):
+    with pytest.raises(ValueError, match=message):
+        draw()

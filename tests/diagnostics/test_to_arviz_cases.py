@@ -1,0 +1,201 @@
+"""Models that to_arviz runs in another way, and those that it refuses."""
+
+import types
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+from pyro_l0 import BernoulliGate
+from pyro_l0.diagnostics import to_arviz
+from pyro_l0.infer import factor
+
+X = torch.tensor([-1.0, 0.5, 1.0, 2.0])
+
+
+def guide(*args, **kwargs):
+    """Two latent variables, of which one is a gate."""
+    pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+    pyro.sample("w", dist.Normal(1.0, 0.5))
+
+
+def latents():
+    z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
+    return z * pyro.sample("w", dist.Normal(0.0, 1.0))
+
+
+def model(y):
+    effect = latents()
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(effect * X, 1.0), obs=y)
+
+
+def effects(found):
+    return (found["posterior"]["z"] * found["posterior"]["w"]).values.astype(float)[..., None] * X.numpy()
+
+
+def test_an_event_of_independent_elements_is_as_many_observations():
+    """to_event in the place of a plate changes nothing."""
+
+    def as_event(y):
+        pyro.sample("y", dist.Normal(latents() * X, 1.0).to_event(1), obs=y)
+
+    first, second = (to_arviz(guide, m, X, draws=20, seed=1) for m in (model, as_event))
+    assert second["log_likelihood"]["y"].shape == (1, 20, 4)
+    for group in ("log_likelihood", "posterior_predictive"):
+        np.testing.assert_allclose(second[group]["y"], first[group]["y"], rtol=1e-6)
+
+
+def test_events_of_a_batch_are_observations():
+    """A joint density of two numbers for each of three people; data that broadcast are predicted in full."""
+    y = torch.arange(6.0).reshape(3, 2)
+
+    def people(y):
+        pyro.sample("y", dist.MultivariateNormal(latents() * torch.ones(2), torch.eye(2)), obs=y)
+
+    found = to_arviz(guide, people, y, draws=15, seed=1)
+    assert found["posterior_predictive"]["y"].shape == (1, 15, 3, 2)
+    mean = effects(found)[..., 2, None]  # at x = 1
+    expected = -0.5 * ((y.numpy() - mean[..., None]) ** 2).sum(-1) - np.log(2 * np.pi)
+    np.testing.assert_allclose(found["log_likelihood"]["y"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["poisson", "bernoulli", "binomial", "gamma", "categorical", "branch"])
+def test_families_and_models_that_cannot_be_mapped(family):
+    """Each draws by its own means, and some not under torch.vmap; a branch on a gate has to be run draw by draw."""
+    families = {
+        "poisson": lambda effect: dist.Poisson(torch.exp(effect * X)),
+        "bernoulli": lambda effect: dist.Bernoulli(logits=effect * X),
+        "binomial": lambda effect: dist.Binomial(3, logits=effect * X),
+        "gamma": lambda effect: dist.Gamma(2.0, torch.exp(effect * X)),
+        "categorical": lambda effect: dist.Categorical(logits=torch.stack((effect * X, 0 * X), -1)),
+        "branch": lambda effect: dist.Normal(effect * X if effect != 0 else 0 * X, 1.0),
+    }
+    y = torch.tensor([1.0, 1.0, 1.0, 1.0])
+
+    def of_family(y):
+        effect = latents()
+        with pyro.plate("data", 4):
+            pyro.sample("y", families[family](effect), obs=y)
+
+    found = to_arviz(guide, of_family, y, draws=30, seed=1)
+    effect = torch.from_numpy(found["posterior"]["z"].values * found["posterior"]["w"].values)
+    by_hand = torch.stack([families[family](e).log_prob(y) for e in effect[0]])
+    np.testing.assert_allclose(found["log_likelihood"]["y"][0], by_hand, rtol=1e-4, atol=1e-6)
+    predicted = found["posterior_predictive"]["y"].values
+    assert predicted.shape == (1, 30, 4)
+    assert len(np.unique(predicted)) > 1  # not the data
+
+
+def test_masks_and_factors():
+    """What is masked says nothing, and a factor is no observation."""
+    mask = torch.tensor([True, False, True, True])
+
+    def masked(y):
+        effect = latents()
+        factor("penalty", -(effect**2))
+        with pyro.plate("data", len(y)), poutine.mask(mask=mask):
+            pyro.sample("y", dist.Normal(effect * X, 1.0), obs=y)
+
+    found = to_arviz(guide, masked, X, draws=20, seed=1)
+    assert list(found["log_likelihood"]) == list(found["observed_data"]) == ["y"]
+    whole = to_arviz(guide, model, X, draws=20, seed=1)["log_likelihood"]["y"]
+    np.testing.assert_allclose(found["log_likelihood"]["y"], whole.values * mask.numpy(), rtol=1e-6)
+
+
+def test_dims_of_sites_are_those_of_what_follows():
+    def two(y):
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal((z * w).sum(), 1.0), obs=y)
+
+    def of_two(y):
+        with pyro.plate("features", 2):
+            pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+            pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    dims, coords = {"z": ["feature"], "w": ["feature"]}, {"feature": ["age", "bmi"]}
+    found = to_arviz(of_two, two, torch.tensor(1.0), slab={"w": "z"}, draws=9, dims=dims, coords=coords)
+    assert found["posterior"]["z * w"].dims == ("chain", "draw", "feature")
+    assert found["constant_data"]["P(z != 0)"].sel(feature="bmi") == 0.5
+
+
+def test_seeds():
+    """The same draws twice, and the global generator where it was."""
+    before = torch.random.get_rng_state()
+    first, second, third = (to_arviz(guide, model, X, draws=20, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for group, name in (("posterior", "w"), ("posterior_predictive", "y")):
+        np.testing.assert_array_equal(first[group][name], second[group][name])
+        assert not np.array_equal(first[group][name], third[group][name])
+
+
+def test_what_says_it_itself():
+    own = types.SimpleNamespace(to_arviz=lambda: "its own")
+    assert to_arviz(own) == "its own"
+    with pytest.raises(TypeError, match="Expected a SimpleNamespace alone"):
+        to_arviz(own, model)
+
+
+def minibatch(y, **options):
+    effect = latents()
+    with pyro.plate("data", len(y), **options) as index:
+        pyro.sample("y", dist.Normal(effect * X[index], 1.0), obs=y[index])
+
+
+def scaled(y):
+    with poutine.scale(scale=0.5):
+        model(y)
+
+
+def one_more(y):
+    pyro.sample("more", dist.Normal(0.0, 1.0))
+    model(y)
+
+
+def other_shape(y):
+    with pyro.plate("features", 2):
+        effect = latents()
+    pyro.sample("y", dist.Normal(effect.sum(), 1.0), obs=y[0])
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "message"),
+    [
+        (minibatch, {"subsample_size": 2}, "site 'y' stands in plate 'data', which takes 2 of 4"),
+        (minibatch, {"subsample": torch.tensor([1, 3, 0])}, "which takes 3 of 4"),
+        (scaled, {}, "site 'y' has a scale of 0.5"),
+        (one_more, {}, r"\['more'\] are missing"),
+        (
+            lambda y: pyro.sample("y", dist.Normal(pyro.sample("w", dist.Normal(0.0, 1.0)), 1.0), obs=y),
+            {},
+            r"\['z'\] are not",
+        ),
+        (other_shape, {}, r"site 'z' of shape \(2,\).*but got \(\)"),
+        (model, {"draws": 0}, "draws=0"),
+        (model, {"slab": {"v": "z"}}, "'v' is none"),
+    ],
+)
+def test_models_that_are_refused(program, options, message):
+    with pytest.raises(ValueError, match=message):
+        to_arviz(guide, program, X, **{"draws": 3, **options})
+
+
+def test_guides_of_minibatches_are_refused():
+    def part(y):
+        with pyro.plate("data", 4, subsample_size=2):
+            pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
+
+    with pytest.raises(ValueError, match="site 'z' stands in plate 'data', which takes 2 of 4"):
+        to_arviz(part, None, X, draws=3)
+
+
+def test_what_is_no_posterior():
+    with pytest.raises(TypeError, match=r"but got list.*give its guide"):
+        to_arviz([1.0])
+    with pytest.raises(ValueError, match="Expected the model with slab"):
+        to_arviz(guide, slab={"w": "z"})

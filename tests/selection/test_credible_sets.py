@@ -1,0 +1,144 @@
+"""Credible sets: who is a member, with what probability, and how often an effect is inside."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
+
+
+def duplicates(rng, n=60):
+    """Features 0, 1, 2 nearly the same, 3 and 4 nearly the same with the other sign, 5 constant, 6 alone."""
+    base = rng.normal(size=(n, 3))
+    noise = 0.05 * rng.normal(size=(n, 7))
+    return base[:, [0, 0, 0, 1, 1, 2, 2]] * [1, 1, 1, 1, -1, 0, 1] + noise * [1, 1, 1, 1, 1, 0, 1]
+
+
+def one_open(choices, probs, draws, p, rng):
+    """Draws in which exactly one of some features is open."""
+    gates = np.zeros((draws, p), dtype=bool)
+    gates[np.arange(draws), rng.choice(choices, size=draws, p=probs)] = True
+    return gates
+
+
+def test_features_that_stand_for_each_other_are_a_set():
+    """One of three is open in each draw: all three are needed for 95 %, and their probability is one."""
+    rng = np.random.default_rng(0)
+    x = duplicates(rng)
+    gates = one_open([0, 1, 2], [0.5, 0.3, 0.2], 1000, 7, rng)
+    (found,) = credible_sets(gates, gates.mean(0), x, names=list("abcdefg"))
+    assert found.features == (0, 1, 2)
+    assert found.names == ("a", "b", "c")
+    assert found.probability == 1.0
+    correlation = np.abs(np.corrcoef(x[:, :3].T))
+    assert found.purity == pytest.approx(correlation.min(), abs=1e-12)
+    assert str(found) == f"{{a, b, c}} (probability 1.000, purity {found.purity:.2f})"
+
+
+def test_two_effects_make_two_sets_without_shared_members():
+    """The sign of a correlation does not matter, and a set of one has purity one."""
+    rng = np.random.default_rng(1)
+    gates = one_open([3, 4], [0.6, 0.4], 1000, 7, rng)
+    gates[:, 6] = rng.random(1000) < 0.97
+    found = credible_sets(gates, gates.mean(0), duplicates(rng))
+    assert [s.features for s in found] == [(6,), (3, 4)]
+    assert found[0].purity == 1.0
+    assert found[0].probability == pytest.approx(gates[:, 6].mean())
+
+
+def test_features_without_correlation_are_no_set():
+    """0 or 6 is open, which do not correlate: to say that one of them has an effect is no credible set."""
+    rng = np.random.default_rng(2)
+    gates = one_open([0, 6], [0.6, 0.4], 500, 7, rng)
+    assert credible_sets(gates, gates.mean(0), duplicates(rng)) == []
+    assert [s.features for s in credible_sets(gates, gates.mean(0), duplicates(rng), min_correlation=0.0)] == [(0, 6)]
+    assert [s.features for s in credible_sets(gates, gates.mean(0), duplicates(rng), level=0.5)] == [(0,)]
+
+
+def test_members_that_are_not_needed_leave():
+    """The seed is the likeliest alone, but two others are open in its place and cover all without it."""
+    rng = np.random.default_rng(3)
+    gates = np.zeros((1000, 7), dtype=bool)
+    gates[:500, 1] = gates[500:, 2] = True
+    gates[200:720, 0] = True
+    found = credible_sets(gates, gates.mean(0), duplicates(rng))
+    assert [s.features for s in found] == [(1, 2)]
+
+
+def test_a_constant_feature_is_in_no_set_of_others():
+    """It correlates with none."""
+    rng = np.random.default_rng(4)
+    gates = one_open([5, 6], [0.5, 0.5], 400, 7, rng)
+    assert credible_sets(gates, gates.mean(0), duplicates(rng)) == []
+
+
+def test_what_is_hardly_open_starts_no_set():
+    """No inclusion probability of .05, no seed, whatever the level."""
+    gates = np.zeros((100, 7), dtype=bool)
+    gates[:4, 0] = True
+    assert credible_sets(gates, gates.mean(0), duplicates(np.random.default_rng(5)), level=0.03) == []
+
+
+@pytest.mark.parametrize("features", [1, 3])
+def test_gates_of_sparse_draws(features):
+    """A coefficient that is stored tells an open gate, even if it is zero; the K of a feature have one gate."""
+    stored = csr_array((np.array([0.0, 1.0, 2.0]), np.array([1, 0, 5 % (2 * features)]), np.array([0, 1, 3])))
+    stored.resize((2, 2 * features))
+    found = open_gates(stored, features)
+    wanted = np.zeros((2, features), dtype=bool)
+    for row, column in ((0, 1), (1, 0), (1, 5 % (2 * features))):
+        wanted[row, column // 2] = True
+    assert (found == wanted).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": 1.5}, "Expected level to be between 0 and 1, but got 1.5."),
+        ({"min_correlation": -0.1}, "Expected min_correlation to be between 0 and 1, but got -0.1."),
+        ({"inclusion": np.ones(3)}, "Expected as many gates as inclusion probabilities and features"),
+    ],
+)
+def test_refusals(options, message):
+    """Levels outside of [0, 1] and arrays that do not belong together."""
+    arguments = {"gates": np.ones((5, 7), dtype=bool), "inclusion": np.ones(7), "x": np.ones((4, 7)), **options}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        credible_sets(**arguments)
+
+
+def enumerated_gates(x, y, scale, rate, draws, rng):
+    """Draws of gates from the exact posterior with unit noise, by density functions of y."""
+    n, p = x.shape
+    states = np.array(list(itertools.product([False, True], repeat=p)))
+    logs = []
+    for z in states:
+        covariance = np.eye(n) + scale**2 * x[:, z] @ x[:, z].T
+        factor = np.linalg.cholesky(covariance)
+        solved = np.linalg.solve(factor, y)
+        prior = z.sum() * np.log(rate) + (~z).sum() * np.log1p(-rate)
+        logs.append(prior - np.log(np.diag(factor)).sum() - 0.5 * solved @ solved)
+    weights = np.exp(np.array(logs) - max(logs))
+    return states[rng.choice(len(states), size=draws, p=weights / weights.sum())]
+
+
+def test_sets_hold_an_effect_as_often_as_they_say():
+    """Gates from the prior, features of correlation .95: of some hundred sets a share of .95 or more is right."""
+    right = []
+    for seed in range(120):
+        rng = np.random.default_rng(seed)
+        x = np.sqrt(0.95) * np.repeat(rng.normal(size=(40, 2)), 3, axis=1) + np.sqrt(0.05) * rng.normal(size=(40, 6))
+        z = rng.random(6) < 0.25
+        y = x @ (z * rng.normal(size=6)) + rng.normal(size=40)
+        gates = enumerated_gates(x, y, 1.0, 0.25, 2000, rng)
+        right += [z[list(s.features)].any() for s in credible_sets(gates, gates.mean(0), x)]
+    assert len(right) > 80
+    # Of 100 sets of probability .95 or more, 2.5 standard errors are .055.
+    assert np.mean(right) >= 0.95 - 2.5 * np.sqrt(0.95 * 0.05 / len(right))
+
+
+def test_a_set_says_its_indices_where_there_are_no_names():
+    """For arrays."""
+    assert str(CredibleSet((3, 1), 0.97, 0.8)) == "{3, 1} (probability 0.970, purity 0.80)"

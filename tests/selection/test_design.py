@@ -1,0 +1,138 @@
+"""From data to a problem and back: contrasts, units, draws, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csr_array
+
+from pyro_l0.selection.design import default_rate, make_design
+from pyro_l0.selection.posterior import Draws, SelectionPosterior
+
+
+def data(n=30, p=4, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p)) * [1.0, 3.0, 0.2, 5.0][:p] + 7
+    return x, 2 + 0.5 * x[:, 0] + rng.normal(size=n)
+
+
+def found_with(beta, intercept, outputs=1):
+    """A posterior whose draws have these coefficients, shape (N, p K); zeros are closed gates."""
+    n = len(beta)
+    draws = Draws(csr_array(beta), intercept, np.full(n, 0.5), np.full(n, 2.0), np.full(n, 0.1))
+    moments = np.ones((beta.shape[1] // outputs, outputs))
+    return SelectionPosterior(np.full(len(moments), 0.5), moments, 2 * moments, -3.0, draws)
+
+
+def test_contrasts_are_orthonormal_and_orthogonal_to_a_constant():
+    x, y = data()
+    problem = make_design(x, y, standardize=False).problem
+    assert problem.x.shape == (29, 4)
+    rows = np.column_stack([problem.x.numpy(), problem.y.numpy()])
+    columns = np.column_stack([x - x.mean(0), y - y.mean()])
+    np.testing.assert_allclose(rows.T @ rows, columns.T @ columns, rtol=1e-10, atol=1e-10)
+    assert not problem.intercept
+
+
+@pytest.mark.parametrize("family", ["gaussian", "poisson"])
+def test_standardised_features_have_unit_deviation(family):
+    x, y = data()
+    problem = make_design(x, np.floor(np.abs(y)), family).problem
+    square = problem.x.square().sum(0).numpy() / len(x)
+    np.testing.assert_allclose(square, 1.0, rtol=1e-10)
+
+
+def test_without_intercept_features_are_not_centred():
+    x, y = data()
+    problem = make_design(x, y, fit_intercept=False).problem
+    np.testing.assert_allclose(problem.x.numpy(), x / np.sqrt((x**2).mean(0)), rtol=1e-12)
+    assert torch.equal(problem.y, torch.from_numpy(y))
+    assert torch.equal(make_design(x, y, fit_intercept=False, standardize=False).problem.x, torch.from_numpy(x))
+
+
+def test_default_priors():
+    x, y = data()
+    prior = make_design(x, y).problem.prior
+    assert prior.rate == default_rate(4)
+    assert (prior.slab_scale, prior.noise_scale) == (None, None)
+    assert prior.slab_unit == prior.noise_unit == pytest.approx(y.std())
+    raw = make_design(x, y, standardize=False, expected_size=1).problem.prior
+    assert raw.rate == 0.25
+    assert raw.slab_unit == pytest.approx(y.std() / math.sqrt((x.std(0) ** 2).mean()))
+    assert make_design(x, y > y.mean(), "bernoulli").problem.prior.slab_unit == 2
+    assert make_design(x, np.floor(np.abs(y)), "poisson", rate=0.1).problem.prior.slab_unit == 1
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+@pytest.mark.parametrize("family", ["gaussian", "categorical"])
+def test_predictors_are_the_same_in_both_units(family, standardize):
+    """A draw's linear predictor does not depend on the units, but for the intercept that is drawn."""
+    x, y = data()
+    outputs = 3 if family == "categorical" else 1
+    y = np.arange(len(y)) % 3 if family == "categorical" else y
+    design = make_design(x, y, family, standardize=standardize)
+    rng = np.random.default_rng(1)
+    beta = rng.normal(size=(5, 4, outputs)) * (rng.random((5, 4, 1)) < 0.6)
+    intercept = rng.normal(size=(5, outputs)) if outputs > 1 else np.zeros((5, 1))
+    found = found_with(beta.reshape(5, -1), intercept, outputs)
+    raw = design.posterior(found, seed=2)
+    assert raw.draws.coefficients.nnz == found.draws.coefficients.nnz
+    deviation = x.std(0) if standardize else np.ones(4)
+    centred = (x - x.mean(0)) / deviation
+    expected = np.einsum("ij,sjk->sik", centred, beta) + intercept[:, None]
+    got = np.einsum("ij,sjk->sik", x, raw.draws.coefficients.toarray().reshape(5, 4, outputs))
+    got += raw.draws.intercept[:, None]
+    if family == "gaussian":
+        noise = np.random.default_rng(2).standard_normal((5, 1)) * 2.0 / math.sqrt(len(x))
+        expected = expected + y.mean() + noise[:, None]
+    np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(raw.mean, found.mean / deviation[:, None])
+    np.testing.assert_allclose(raw.sd, found.sd / deviation[:, None])
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+def test_constant_features_have_no_coefficient(standardize):
+    """Rounding would leave one tenth, thirty times, with a deviation."""
+    x, y = data()
+    x[:, 1] = 0.1
+    design = make_design(x, y, standardize=standardize)
+    assert bool((design.problem.x[:, 1] == 0).all())
+    raw = design.posterior(found_with(np.ones((3, 4)), np.zeros((3, 1))), seed=0)
+    assert raw.mean[1] == 0
+    assert raw.sd[1] == 0
+    assert raw.draws.coefficients.nnz == 12  # what is stored tells the gates
+
+
+def test_a_constant_feature_is_as_good_as_an_intercept_where_there_is_none():
+    x, y = data()
+    x[:, 1] = -2.0
+    design = make_design(x, y, fit_intercept=False)
+    np.testing.assert_allclose(design.problem.x[:, 1].numpy(), -1.0)
+    assert design.factor[1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "normal"}, "family of"),
+        ({"rate": 1.0}, "rate to lie between 0 and 1"),
+        ({"rate": (1.0, 0.0)}, "parameters of a Beta prior"),
+        ({"rate": 0.1, "expected_size": 2}, "but got both"),
+        ({"expected_size": 4}, "expected_size to lie between 0 and the number of features, 4"),
+        ({"slab_scale": 0.0}, "slab_scale to be positive"),
+        ({"noise_scale": math.inf}, "noise_scale to be positive"),
+        ({"family": "poisson", "noise_scale": 1.0, "y": np.ones(30)}, "no noise_scale"),
+        ({"family": "poisson", "y": -np.ones(30)}, "not to be negative"),
+        ({"family": "bernoulli", "y": 2 * np.ones(30)}, "hold 0 and 1"),
+        ({"family": "categorical", "y": np.zeros(30)}, "at least 2 classes"),
+        ({"y": np.full(30, np.nan)}, "y to be finite"),
+        ({"y": np.ones(29)}, r"\(30, 4\) and \(29,\)"),
+        ({"x": np.ones((1, 4)), "y": np.ones(1)}, "n_samples = 1"),
+    ],
+)
+def test_refusals(change, message):
+    x, y = data()
+    arguments = {"x": x, "y": y, "family": "gaussian"} | change
+    with pytest.raises(ValueError, match=message):
+        make_design(**arguments)

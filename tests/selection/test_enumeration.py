@@ -1,0 +1,230 @@
+"""Gaussian enumeration against an independent one, in closed form, and its draws against its own moments."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pyro import distributions as dist
+from scipy import stats
+
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.quadratic import DenseQuadratic
+from pyro_l0.selection.design import make_design
+from pyro_l0.selection.enumeration import enumerate_posterior, exact_posterior
+from pyro_l0.selection.gaussian_states import GaussianStates
+from pyro_l0.selection.problem import Prior, Problem
+from tests.reference_posteriors import GaussianPosterior, all_gates
+from tests.spike_slab_designs import gaussian_designs, wide_designs
+
+NOISE_UNIT, SLAB_UNIT, RATE = 1.3, 0.7, (1.0, 4.0)
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def problem_of(x, y, **known):
+    return Problem(
+        "gaussian", x, y, Prior(**({"rate": RATE, "slab_unit": SLAB_UNIT, "noise_unit": NOISE_UNIT} | known))
+    )
+
+
+def regression(n, p, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, noise = (torch.randn(n, k, generator=generator, dtype=torch.float64) for k in (p, 1))
+    return x, 0.5 * x[:, 0] + noise[:, 0]
+
+
+@pytest.mark.parametrize("design", gaussian_designs() + wide_designs(0)[:1], ids=lambda d: d.name)
+def test_known_hyperparameters(design):
+    """The model as it is stated: what differs is rounding."""
+    known = {"rate": design.rate, "slab_scale": design.tau, "noise_scale": design.sigma}
+    found = exact_posterior(
+        design.x.numpy(), design.y.numpy(), standardize=False, fit_intercept=False, draws=10, random_state=0, **known
+    )
+    expected = GaussianPosterior(design.x, design.y, design.sigma, design.tau, design.rate).summary()
+    assert found.log_evidence == pytest.approx(expected.log_evidence, abs=1e-8)
+    np.testing.assert_allclose(found.inclusion, expected.inclusion, atol=1e-9)
+    np.testing.assert_allclose(found.mean[:, 0], expected.mean, atol=1e-8)
+    np.testing.assert_allclose(found.sd[:, 0], expected.sd, atol=1e-8)
+
+
+@pytest.mark.parametrize(("number", "unknown"), [(0, "noise"), (1, "slab"), (4, "both")])
+def test_unknown_hyperparameters(number, unknown):
+    """The reference leaves out e^-14 of its grid, which is 1e-6."""
+    design = gaussian_designs()[number]
+    noise_known, slab_known = unknown == "slab", unknown == "noise"
+    problem = problem_of(
+        design.x,
+        design.y,
+        noise_scale=design.sigma if noise_known else None,
+        slab_scale=design.tau if slab_known else None,
+    )
+    found = enumerate_posterior(problem, draws=4000, seed=1)
+    reference = GaussianPosterior(
+        design.x,
+        design.y,
+        design.sigma if noise_known else dist.HalfCauchy(NOISE_UNIT * ONE).log_prob,
+        design.tau if slab_known else dist.HalfNormal(SLAB_UNIT * ONE).log_prob,
+        RATE,
+        size=70 if unknown == "both" else 200,
+    )
+    expected = reference.summary()
+    assert found.log_evidence == pytest.approx(expected.log_evidence, abs=5e-6)
+    np.testing.assert_allclose(found.inclusion, expected.inclusion, atol=3e-6)
+    np.testing.assert_allclose(found.mean[:, 0], expected.mean, atol=3e-6)
+    np.testing.assert_allclose(found.sd[:, 0], expected.sd, atol=3e-6)
+    # Five standard errors of the draws' means.
+    scales = {"log sigma": np.log(found.draws.noise_scale), "log tau": np.log(found.draws.slab_scale)}
+    for name, drawn in (scales | {"rate": found.draws.rate}).items():
+        if name in expected.hyper:
+            assert drawn.mean() == pytest.approx(expected.hyper[name], abs=5 * drawn.std() / math.sqrt(4000))
+        else:
+            assert np.ptp(drawn) < 1e-12
+
+
+def test_each_state_is_integrated():
+    """log p(y, z) of a state alone, and of a few together, is what it is among all of them."""
+    x, y = regression(40, 5, 1)
+    states, z = GaussianStates(problem_of(x, y)), all_gates(5).bool()
+    everything = states.log_marginal(z)
+    heavy = everything.argsort(descending=True)[:6]
+    torch.testing.assert_close(states.log_marginal(z[heavy]), everything[heavy], rtol=0, atol=2e-6)
+    for row in heavy:
+        torch.testing.assert_close(states.log_marginal(z[row, None])[0], everything[row], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("n", "p"), [(1, 3), (3, 6), (40, 3)])
+def test_evidence_by_quadrature(n, p):
+    """One state with both scales unknown, against the normal density of y on a fine grid over all of the prior."""
+    x, y = regression(n, p, 2)
+    z = torch.ones(1, p, dtype=torch.bool)
+    log_noise, log_slab = (torch.linspace(-low, 12.0, 500, dtype=torch.float64) for low in (11.0, 20.0))
+    values, vectors = torch.linalg.eigh(x @ x.T)
+    square = (vectors.T @ y).square()
+    variance = (2 * log_noise).exp()[:, None, None] + (2 * log_slab).exp()[:, None] * values.clamp(min=0)
+    log_joint = -0.5 * (square / variance + variance.log() + math.log(2 * math.pi)).sum(2)
+    log_joint += (
+        torch.from_numpy(stats.halfcauchy(scale=NOISE_UNIT).logpdf(log_noise.exp().numpy()))[:, None]
+        + log_noise[:, None]
+    )
+    log_joint += torch.from_numpy(stats.halfnorm(scale=SLAB_UNIT).logpdf(log_slab.exp().numpy())) + log_slab
+    cell = float((log_noise[1] - log_noise[0]) * (log_slab[1] - log_slab[0]))
+    log_gates = stats.betabinom(p, *RATE).logpmf(p)  # all of p are open: one vector
+    expected = float(log_joint.flatten().logsumexp(0)) + math.log(cell) + log_gates
+    # A noise of 1e-5 of y is the smallest: where features explain y in full, as much is left out.
+    assert GaussianStates(problem_of(x, y)).log_marginal(z).item() == pytest.approx(expected, abs=3e-5)
+
+
+def test_a_common_state_with_collapsed_slabs():
+    x, y = regression(30, 6, 3)
+    z = all_gates(6).bool()
+    known = {"rate": 0.3, "slab_scale": 0.8, "noise_scale": 0.9}
+    quadratic = DenseQuadratic(x.T @ x / 0.81, x.T @ y / 0.81)
+    expected = CollapsedQuadratic(quadratic, 0.8 * ONE).log_evidence(z)
+    expected = expected + torch.distributions.Normal(0 * ONE, 0.9 * ONE).log_prob(y).sum()
+    expected = expected + torch.distributions.Bernoulli(probs=0.3 * ONE).log_prob(z.double()).sum(1)
+    found = GaussianStates(problem_of(x, y, **known)).log_marginal(z)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("known", [{}, {"noise_scale": 1.0, "slab_scale": 0.5}], ids=["unknown", "known"])
+def test_draws_have_the_moments(known):
+    x, y = regression(40, 4, 4)
+    x[:, 2] = x[:, 0] + 0.3 * x[:, 2]
+    found = enumerate_posterior(problem_of(x, y, **known), draws=20000, seed=5)
+    beta = found.draws.coefficients.toarray()
+    error = 5 / math.sqrt(len(beta))
+    np.testing.assert_allclose(beta.mean(0), found.mean[:, 0], atol=error * found.sd.max())
+    np.testing.assert_allclose(beta.std(0), found.sd[:, 0], rtol=error * 2)
+    opened = np.bincount(found.draws.coefficients.indices, minlength=4) / len(beta)
+    np.testing.assert_allclose(opened, found.inclusion, atol=error / 2)
+
+
+def test_draws_given_the_scales():
+    """One state: the distribution of residuals that conjugacy gives, standardised by each draw's own scales."""
+    x, y = regression(15, 3, 6)
+    z = torch.ones(8000, 3, dtype=torch.bool)
+    draws = GaussianStates(problem_of(x, y)).draws(z, torch.Generator().manual_seed(7))
+    noise, slab = (torch.from_numpy(s)[:, None, None] for s in (draws.noise_scale, draws.slab_scale))
+    precision = x.T @ x / noise**2 + torch.eye(3, dtype=torch.float64) / slab**2
+    root = torch.linalg.cholesky(precision)
+    mean = torch.cholesky_solve((x.T @ y)[:, None] / noise**2, root)
+    white = root.mT @ (torch.from_numpy(draws.coefficients.toarray())[:, :, None] - mean)
+    assert stats.kstest(white.flatten().numpy(), "norm").pvalue > 1e-3
+
+
+def test_a_wide_problem():
+    """More features than X'X is formed for: the blocks of the open ones alone are."""
+    x, y = regression(20, 1200, 8)
+    z = torch.zeros(3, 1200, dtype=torch.bool)
+    z[1, :2] = z[2, 5:9] = True
+    known = {"rate": 0.01, "slab_scale": 0.5, "noise_scale": 1.0}
+    narrow = GaussianStates(problem_of(x[:, :10], y, **known)).log_marginal(z[:, :10])
+    wide = GaussianStates(problem_of(x, y, **known)).log_marginal(z)
+    torch.testing.assert_close(wide - narrow, torch.full_like(wide, 1190 * math.log(0.99)), rtol=0, atol=1e-9)
+
+
+def test_an_intercept_is_integrated_out():
+    """A feature of ones with a very wide slab is the same as a flat intercept, but for that slab's density."""
+    x, y = regression(25, 3, 9)
+    x, y, wide = x + 3, y + 5, 1e4
+    known = {"rate": 0.3, "slab_scale": 0.6, "noise_scale": 0.8}
+    found = exact_posterior(x, y, standardize=False, draws=20000, random_state=1, **known)
+    inclusion, log_evidence = torch.zeros(3, dtype=torch.float64), []
+    for z in all_gates(3):
+        covariance = 0.64 * torch.eye(25) + 0.36 * (x * z) @ x.T + wide**2
+        log_joint = torch.distributions.MultivariateNormal(torch.zeros(25).double(), covariance).log_prob(y)
+        log_evidence.append(log_joint + (z * math.log(0.3) + (1 - z) * math.log(0.7)).sum())
+        inclusion += z * log_evidence[-1].exp()
+    total = torch.stack(log_evidence).logsumexp(0)
+    np.testing.assert_allclose(found.inclusion, inclusion / total.exp(), atol=1e-6)
+    # N(0, wide^2) at the intercept instead of 1, and the length of the constant vector.
+    density = -math.log(wide) - 0.5 * math.log(2 * math.pi)
+    assert found.log_evidence == pytest.approx(float(total) - density + 0.5 * math.log(25), abs=1e-6)
+    predicted = found.draws.coefficients @ x.numpy().T + found.draws.intercept
+    error = 5 * 0.8 / 5 / math.sqrt(20000)
+    assert predicted.mean() == pytest.approx(float(y.mean()), abs=error)
+    assert predicted.mean(1).std() == pytest.approx(0.8 / 5, rel=5 / math.sqrt(2 * 20000))
+
+
+def test_difficult_data():
+    """Copies share their evidence, a feature of zeros follows the prior, and noise that vanishes ends at its bound."""
+    x, y = regression(50, 4, 10)
+    x[:, 1], x[:, 2] = 0.0, x[:, 0]
+    found = enumerate_posterior(problem_of(x, y), seed=0)
+    assert found.inclusion[0] == pytest.approx(found.inclusion[2], abs=1e-9)
+    assert found.mean[1] == pytest.approx(0.0, abs=1e-9)
+    exact = enumerate_posterior(problem_of(x, x[:, 0]), seed=0)
+    np.testing.assert_allclose(exact.mean[[0, 2]].sum(), 1.0, atol=1e-6)
+    assert exact.draws.noise_scale.max() < 1e-4
+    zero = enumerate_posterior(problem_of(x, torch.zeros_like(y), noise_scale=1.0), seed=0)
+    np.testing.assert_allclose(zero.mean, 0.0, atol=1e-12)
+    assert exact_posterior(x[:, :1], y, random_state=0).inclusion.shape == (1,)
+    assert np.isfinite(exact_posterior(x[:3], y[:3], random_state=0).inclusion).all()
+
+
+def test_refusals():
+    x, y = regression(50, 4, 10)
+    with pytest.raises(ValueError, match="y to vary"):
+        enumerate_posterior(problem_of(x, torch.zeros_like(y)))
+    with pytest.raises(ValueError, match="y to vary"):
+        exact_posterior(x, np.full(50, 3.0))
+    with pytest.raises(ValueError, match="at most 20 features"):
+        exact_posterior(np.ones((5, 21)), np.arange(5))
+    with pytest.raises(ValueError, match="at least one draw"):
+        exact_posterior(x, y, draws=0)
+    with pytest.raises(ValueError, match=r"shape \(S, 4\)"):
+        GaussianStates(problem_of(x, y)).log_marginal(torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="at least one observation"):
+        GaussianStates(problem_of(x[:0], y[:0]))
+
+
+def test_seeds():
+    x, y = regression(30, 3, 11)
+    before = torch.get_rng_state()
+    one, two = (exact_posterior(x, y, random_state=3) for _ in range(2))
+    other = exact_posterior(x, y, random_state=np.random.RandomState(0))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (one.draws.coefficients != two.draws.coefficients).nnz == 0
+    np.testing.assert_array_equal(one.draws.intercept, two.draws.intercept)
+    assert not np.array_equal(one.draws.intercept, other.draws.intercept)
+    assert make_design(x, y).problem.x.dtype == torch.float64

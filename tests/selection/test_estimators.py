@@ -1,0 +1,498 @@
+"""Estimators of spike-and-slab regressions: right answers, and what they do with awkward data."""
+
+import pickle
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pyro
+import pytest
+import torch
+from scipy import stats
+from scipy.special import expit, softmax
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+from tests.reference_posteriors import GaussianPosterior
+from tests.spike_slab_designs import exact_pair, gaussian_design
+
+ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
+
+
+def data(kind, n=80, p=4, seed=0):
+    """Features of very different units, and observations of which features 0 and 2 tell."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p)) * 10.0 ** np.arange(-1, p - 1) + 5.0
+    eta = 10 * (x[:, 0] - 5.0) - 0.1 * (x[:, 2] - 5.0)
+    if kind is SpikeSlabRegressor:
+        return x, 3.0 + eta + rng.normal(size=n)
+    if kind is SpikeSlabClassifier:
+        return x, np.where(rng.random(n) < expit(2 * eta), "yes", "no")
+    return x, rng.poisson(np.exp(0.5 + 0.5 * eta)).astype(float)
+
+
+def three_classes(n=150):
+    """Feature 1 of three tells the classes apart."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(n, 3))
+    odds = softmax(x[:, [1]] * np.array([2.0, 0.0, -2.0]), axis=1)
+    return x, (rng.random((n, 1)) > odds.cumsum(1)).sum(1)
+
+
+def fitted(kind, **options):
+    """An estimator with a seed on its data."""
+    return kind(random_state=0, **options).fit(*data(kind))
+
+
+# Right answers
+
+
+@pytest.mark.parametrize("design", [gaussian_design("near-duplicates"), exact_pair()], ids=lambda d: d.name)
+def test_with_known_scales_it_is_the_exact_posterior(design):
+    """Without intercept and standardisation the model is the plain one, constants of the evidence included."""
+    known = GaussianPosterior(design.x, design.y, design.sigma, design.tau, design.rate).summary()
+    scales = {"rate": design.rate, "slab_scale": design.tau, "noise_scale": design.sigma}
+    model = SpikeSlabRegressor(standardize=False, fit_intercept=False, random_state=0, **scales)
+    model.fit(design.x.numpy(), design.y.numpy())
+    assert model.method_ == "enumerate"
+    np.testing.assert_allclose(model.pip_, known.inclusion, atol=1e-9)
+    np.testing.assert_allclose(model.coef_, known.mean, atol=1e-9)
+    np.testing.assert_allclose(model.coef_sd_, known.sd, atol=1e-9)
+    assert model.log_evidence_ == pytest.approx(known.log_evidence, abs=1e-8)
+    assert model.intercept_ == 0.0
+    assert (model.noise_scale_, model.slab_scale_, model.rate_) == (design.sigma, design.tau, design.rate)
+
+
+def test_units_do_not_matter():
+    """Standardised features: other units of X and y change the coefficients by these, and nothing else."""
+    x, y = data(SpikeSlabRegressor)
+    units = np.array([3.0, 0.01, 20.0, 1e4])
+    first = SpikeSlabRegressor(random_state=0).fit(x, y)
+    second = SpikeSlabRegressor(random_state=0).fit(x * units - 7.0, 100 * y + 3.0)
+    np.testing.assert_allclose(second.pip_, first.pip_, atol=1e-8)
+    np.testing.assert_allclose(second.coef_, 100 * first.coef_ / units, rtol=1e-6)
+    np.testing.assert_allclose(second.coef_sd_, 100 * first.coef_sd_ / units, rtol=1e-6)
+    assert second.noise_scale_ == pytest.approx(100 * first.noise_scale_, rel=1e-6)
+    np.testing.assert_allclose(second.predict(x * units - 7.0), 100 * first.predict(x) + 3.0, rtol=1e-6)
+
+
+def test_predictions_are_those_of_the_draws():
+    """Means and standard deviations of the regressor against averages over draws with their noise."""
+    x, _ = data(SpikeSlabRegressor)
+    model = fitted(SpikeSlabRegressor)
+    mean, sd = model.predict(x[:5], return_std=True)
+    draws = model.sample(2000)
+    predictors = draws["coef"] @ x[:5].T + draws["intercept"][:, None]
+    error = predictors.std(0) / np.sqrt(2000)
+    assert (np.abs(predictors.mean(0) - mean) < 5 * error).all()
+    np.testing.assert_allclose(sd, np.sqrt(predictors.var(0) + (draws["noise_scale"] ** 2).mean()), rtol=1e-10)
+
+
+def test_predictive_intervals_hold_new_observations():
+    """Of 2,000 new observations, 90 % lie within 1.645 standard deviations (2.5 standard errors: 1.7 %)."""
+    model = fitted(SpikeSlabRegressor)
+    x, y = data(SpikeSlabRegressor, n=2000, seed=1)
+    mean, sd = model.predict(x, return_std=True)
+    assert np.mean(np.abs(y - mean) < stats.norm.ppf(0.95) * sd) == pytest.approx(0.9, abs=0.03)
+
+
+def test_probabilities_are_averaged_over_draws():
+    """And not taken at the mean of the coefficients; the same for counts."""
+    model = fitted(SpikeSlabClassifier)
+    x, _ = data(SpikeSlabClassifier)
+    draws = model.sample(2000)
+    predictors = draws["coef"][:, 0] @ x.T + draws["intercept"]
+    np.testing.assert_allclose(model.predict_proba(x)[:, 1], expit(predictors).mean(0), rtol=1e-10)
+    assert set(model.predict(x)) == {"yes", "no"}
+    assert model.score(x, data(SpikeSlabClassifier)[1]) > 0.7
+
+    counts = fitted(SpikeSlabPoissonRegressor)
+    x, _ = data(SpikeSlabPoissonRegressor)
+    draws = counts.sample(2000)
+    means = np.exp(draws["coef"] @ x.T + draws["intercept"][:, None])
+    mean, sd = counts.predict(x, return_std=True)
+    np.testing.assert_allclose(mean, means.mean(0), rtol=1e-10)
+    np.testing.assert_allclose(sd, np.sqrt(means.mean(0) + means.var(0)), rtol=1e-10)
+
+
+def test_more_than_two_classes():
+    """A gate for each feature, a coefficient for each feature and class, probabilities that add up to one."""
+    x, y = three_classes()
+    model = SpikeSlabClassifier(random_state=0).fit(x, np.array(["a", "b", "c"])[y])
+    assert model.coef_.shape == model.coef_sd_.shape == (3, 3)
+    assert model.intercept_.shape == (3,)
+    assert model.select().tolist() == [1]
+    assert model.coef_[0, 1] > 0 > model.coef_[2, 1]
+    probs = model.predict_proba(x)
+    np.testing.assert_allclose(probs.sum(1), 1.0)
+    draws = model.sample(2000)
+    predictors = np.einsum("nkp,mp->nmk", draws["coef"], x) + draws["intercept"][:, None]
+    np.testing.assert_allclose(probs, softmax(predictors, axis=-1).mean(0), rtol=1e-9)
+    assert model.summary().index.names == ["feature", "class"]
+    assert model.summary().loc[("x1", "c"), "mean"] == pytest.approx(model.coef_[2, 1])
+    assert (model.summary()["PIP"].groupby("feature").nunique() == 1).all()
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_moments_agree_with_draws(kind):
+    """Within five standard errors; the gate of a coefficient that is not zero is open."""
+    model = fitted(kind)
+    draws = model.sample(2000)
+    coef = draws["coef"].reshape(2000, -1)
+    error = np.maximum(coef.std(0), 1e-12) / np.sqrt(2000)
+    assert (np.abs(coef.mean(0) - model.coef_.ravel()) < 5 * error + 1e-9).all()
+    np.testing.assert_allclose(coef.std(0), model.coef_sd_.ravel(), rtol=0.3, atol=0.02 * model.coef_sd_.max())
+    assert ((coef != 0) == draws["gates"]).all()
+    error = np.sqrt(model.pip_ * (1 - model.pip_) / 2000)
+    assert (np.abs(draws["gates"].mean(0) - model.pip_) < 5 * error + 1e-9).all()
+    assert draws["slab_scale"].mean() == pytest.approx(model.slab_scale_)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_what_has_an_effect_is_found(kind):
+    """Features 0 and 2, by selection, summary, intervals and credible sets."""
+    model = fitted(kind)
+    assert model.select().tolist() == [0, 2]
+    assert model.get_support().tolist() == [True, False, True, False]
+    table = model.summary()
+    assert table.columns.tolist() == ["PIP", "mean", "sd", "5 %", "95 %"]
+    np.testing.assert_array_equal(table["PIP"], model.pip_)
+    np.testing.assert_array_equal(table[["5 %", "95 %"]], model.interval(0.9).reshape(-1, 2))
+    assert table.loc["x0", "5 %"] > 0 > table.loc["x2", "95 %"]
+    assert sorted(s.features for s in model.credible_sets_) == [(0,), (2,)]
+
+
+def test_intervals_are_quantiles():
+    """Of the draws, closed gates as zeros."""
+    model = fitted(SpikeSlabRegressor)
+    ends = np.quantile(model.sample(2000)["coef"], (0.1, 0.9), axis=0).T
+    np.testing.assert_allclose(model.interval(0.8), ends, atol=1e-12)
+
+
+# Selection
+
+
+def with_pips(pips):
+    """An estimator of which only the inclusion probabilities matter."""
+    model = SpikeSlabRegressor()
+    model.pip_, model.n_features_in_ = np.array(pips), len(pips)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("pips", "fdr", "chosen"),
+    [
+        ([0.2, 0.99, 0.92, 0.97], 0.05, [1, 2, 3]),
+        ([0.2, 0.99, 0.92, 0.97], 0.03, [1, 3]),
+        ([0.2, 0.99, 0.92, 0.97], 1.0, [0, 1, 2, 3]),
+        ([0.2, 0.5], 0.05, []),
+        ([1.0, 0.0, 1.0], 0.0, [0, 2]),
+        ([0.875, 1.0, 0.875], 0.0625, [0, 1]),
+    ],
+)
+def test_selection_keeps_the_mean_of_false_discoveries(pips, fdr, chosen):
+    """The largest such set; of two equal features that do not both fit, the first."""
+    assert with_pips(pips).select(fdr).tolist() == chosen
+
+
+def test_an_empty_selection_warns_as_in_scikit_learn():
+    """Of pure noise nothing is selected, and transform gives no columns."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 3))
+    model = SpikeSlabRegressor(random_state=0).fit(x, rng.normal(size=50))
+    assert model.select().tolist() == []
+    with pytest.warns(UserWarning, match="No features were selected"):
+        assert model.transform(x).shape == (50, 0)
+
+
+# Awkward data
+
+
+def test_a_constant_feature_leaves_the_others_alone():
+    """Its gate stays as the others' rate has it, and its coefficient is zero."""
+    x, y = data(SpikeSlabRegressor)
+    model = SpikeSlabRegressor(rate=0.3, random_state=0).fit(np.insert(x, 1, 4.0, axis=1), y)
+    alone = SpikeSlabRegressor(rate=0.3, random_state=0).fit(x, y)
+    np.testing.assert_allclose(np.delete(model.pip_, 1), alone.pip_, atol=1e-7)
+    assert model.pip_[1] == pytest.approx(0.3)
+    assert model.coef_[1] == model.coef_sd_[1] == 0.0
+    assert model.log_evidence_ == pytest.approx(alone.log_evidence_, abs=1e-6)
+    np.testing.assert_allclose(model.predict(np.insert(x, 1, -9.0, axis=1)), alone.predict(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_constant_features_only(kind):
+    """Nothing can be learned but the intercept."""
+    _, y = data(kind)
+    x = np.ones((len(y), 2))
+    model = kind(rate=0.25, random_state=0).fit(x, y)
+    np.testing.assert_allclose(model.pip_, 0.25, atol=1e-9)
+    assert not model.coef_.any()
+    assert model.credible_sets_ == []
+
+
+def test_duplicate_features_share_an_effect():
+    """The same twice, either will do: they have the same probability, and one credible set."""
+    x, y = data(SpikeSlabRegressor)
+    model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, x[:, 0], axis=1), y)
+    assert model.pip_[0] == pytest.approx(model.pip_[1], abs=1e-9)
+    (pair,) = (s for s in model.credible_sets_ if 0 in s.features)
+    assert set(pair.features) == {0, 1}
+    assert pair.purity == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_one_feature(kind):
+    """p = 1."""
+    x, y = data(kind)
+    model = kind(random_state=0).fit(x[:, :1], y)
+    assert model.pip_.shape == (1,)
+    assert model.pip_[0] > 0.9
+    assert model.predict(x[:, :1]).shape == (80,)
+
+
+def test_more_features_than_observations():
+    """The two of fifteen that matter, from ten observations with little noise."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(10, 15))
+    y = 5 * x[:, 3] - 5 * x[:, 8] + 0.05 * rng.normal(size=10)
+    model = SpikeSlabRegressor(expected_size=2, random_state=0).fit(x, y)
+    assert model.pip_.argsort()[-2:].tolist() in ([3, 8], [8, 3])
+    assert model.rate_ == 2 / 15
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("where", ["X", "y"])
+def test_nan_is_refused(kind, where):
+    """In scikit-learn's words."""
+    x, y = data(kind)
+    if where == "X":
+        x[3, 1] = np.nan
+    else:
+        y = y.astype(object)
+        y[3] = np.nan
+    with pytest.raises(ValueError, match=r"NaN|contains nan|mix of label input types|unknown label"):
+        kind().fit(x, y)
+
+
+def test_one_class_is_refused():
+    """In scikit-learn's words."""
+    with pytest.raises(ValueError, match="the data contains only one class: 'b'"):
+        SpikeSlabClassifier().fit(np.eye(3), ["b", "b", "b"])
+
+
+def test_negative_counts_are_refused():
+    """In scikit-learn's words."""
+    with pytest.raises(ValueError, match="y of the family 'poisson' not to be negative, but its least is -1"):
+        SpikeSlabPoissonRegressor().fit(np.eye(3), [1, 2, -1])
+
+
+def test_a_constant_y_needs_a_noise_scale():
+    """There is no scale to learn the noise from; if it is known, nothing has an effect."""
+    x, _ = data(SpikeSlabRegressor)
+    with pytest.raises(ValueError, match="set noise_scale"):
+        SpikeSlabRegressor().fit(x, np.full(80, 2.0))
+    model = SpikeSlabRegressor(noise_scale=1.0, slab_scale=1.0, random_state=0).fit(x, np.full(80, 2.0))
+    np.testing.assert_allclose(model.predict(x), 2.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rate": 2}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None. Got 2"),
+        ({"rate": 0.0}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None."),
+        ({"rate": "a"}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None."),
+        ({"expected_size": -1}, "The 'expected_size' parameter of SpikeSlabRegressor must be a float in the range"),
+        ({"expected_size": 4}, "Expected expected_size to lie between 0 and the number of features, 4"),
+        (
+            {"rate": 0.1, "expected_size": 2},
+            "The 'rate' and 'expected_size' parameters of SpikeSlabRegressor",
+        ),
+        ({"slab_scale": 0.0}, "The 'slab_scale' parameter of SpikeSlabRegressor must be a float in the range (0, inf)"),
+        ({"noise_scale": np.inf}, "The 'noise_scale' parameter of SpikeSlabRegressor must be a float in the range"),
+        ({"standardize": 1}, "The 'standardize' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
+        ({"fit_intercept": None}, "The 'fit_intercept' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
+        ({"method": "gibbs"}, "The 'method' parameter of SpikeSlabRegressor must be a str among"),
+        ({"random_state": "a"}, "The 'random_state' parameter of SpikeSlabRegressor must be an int in the range"),
+    ],
+)
+def test_wrong_parameters(options, message):
+    """Refused at the fit, and not before, in scikit-learn's words."""
+    model = SpikeSlabRegressor(**options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.fit(*data(SpikeSlabRegressor))
+
+
+def test_too_many_features_to_enumerate():
+    """The message says how many are possible."""
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="20"):
+        SpikeSlabRegressor(method="enumerate").fit(rng.normal(size=(30, 21)), rng.normal(size=30))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.select(fdr=2), "Expected fdr to be between 0 and 1, but got 2."),
+        (lambda m: m.sample(0), "Expected n to be a positive integer, but got 0."),
+        (lambda m: m.sample(2.5), "Expected n to be a positive integer, but got 2.5."),
+        (lambda m: m.interval(1.0), "Expected level to be between 0 and 1, but got 1.0."),
+    ],
+)
+def test_wrong_questions(call, message):
+    """Of a fitted estimator."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(fitted(SpikeSlabRegressor))
+
+
+@pytest.mark.parametrize("name", ["select", "sample", "interval", "summary", "get_support", "to_arviz"])
+def test_before_a_fit(name):
+    """scikit-learn's error."""
+    with pytest.raises(NotFittedError):
+        getattr(SpikeSlabRegressor(), name)()
+
+
+# Conventions
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_a_seed_makes_fits_equal_and_nothing_else_changes(kind):
+    """To the bit; the global generators, Pyro's parameters, the data and the parameters stay as they were."""
+    x, y = data(kind)
+    kept = x.copy(), y.copy()
+    pyro.param("mine", torch.tensor(3.0))
+    np.random.seed(5)  # noqa: NPY002 - the global state is what the test is about
+    torch.manual_seed(5)
+    before = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
+    first, second = (kind(random_state=3).fit(x, y) for _ in range(2))
+    kind().fit(x, y)
+    assert (np.random.get_state()[1] == before[0]).all()  # noqa: NPY002
+    assert (torch.get_rng_state() == before[1]).all()
+    assert list(pyro.get_param_store().keys()) == ["mine"]
+    assert (x == kept[0]).all()
+    assert (y == kept[1]).all()
+    for name in ("pip_", "coef_", "coef_sd_", "intercept_", "log_evidence_", "slab_scale_", "rate_"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    assert (first.sample(5000)["coef"] == second.sample(5000)["coef"]).all()
+    assert not (kind(random_state=4).fit(x, y).sample(9)["coef"] == first.sample(9)["coef"]).all()
+
+
+def test_a_random_state_moves_on():
+    """An instance gives another seed at each fit."""
+    state = np.random.RandomState(0)
+    first, second = (SpikeSlabRegressor(random_state=state).fit(*data(SpikeSlabRegressor)) for _ in range(2))
+    assert not (first.sample(5)["coef"] == second.sample(5)["coef"]).all()
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_pickles_and_clones(kind):
+    """A pickle predicts the same; a clone has the parameters and no fit."""
+    model = fitted(kind, expected_size=2)
+    x, _ = data(kind)
+    again = pickle.loads(pickle.dumps(model))
+    assert (again.predict(x) == model.predict(x)).all()
+    assert (again.sample(3)["coef"] == model.sample(3)["coef"]).all()
+    copy = clone(model)
+    assert copy.get_params() == model.get_params()
+    assert not hasattr(copy, "pip_")
+
+
+def test_frames_give_names():
+    """To the summary, to credible sets and to what is selected; other columns are refused later."""
+    x, y = data(SpikeSlabRegressor)
+    frame = pd.DataFrame(x, columns=["age", "sex", "bmi", "bp"])
+    model = SpikeSlabRegressor(random_state=0).fit(frame, pd.Series(y))
+    assert model.summary().index.tolist() == ["age", "sex", "bmi", "bp"]
+    assert model.get_feature_names_out().tolist() == ["age", "bmi"]
+    assert {s.names for s in model.credible_sets_} == {("age",), ("bmi",)}
+    assert model.set_output(transform="pandas").transform(frame).columns.tolist() == ["age", "bmi"]
+    with pytest.raises(ValueError, match="feature names should match"):
+        model.predict(frame[["sex", "age", "bmi", "bp"]])
+
+
+def test_columns_of_words_are_refused():
+    """In scikit-learn's words."""
+    frame = pd.DataFrame({"age": [1.0, 2.0, 3.0], "city": ["a", "b", "c"]})
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        SpikeSlabRegressor().fit(frame, [1.0, 2.0, 3.0])
+
+
+def test_in_pipelines_and_searches():
+    """Cross-validation, a grid of rates, and a selection in front of another model."""
+    x, y = data(SpikeSlabRegressor)
+    model = make_pipeline(StandardScaler(), SpikeSlabRegressor(random_state=0))
+    assert cross_val_score(model, x, y, cv=3).mean() > 0.5
+    search = GridSearchCV(model, {"spikeslabregressor__rate": [0.01, 0.5]}, cv=3).fit(x, y)
+    assert search.best_params_["spikeslabregressor__rate"] in (0.01, 0.5)
+    selected = make_pipeline(SpikeSlabRegressor(random_state=0), SpikeSlabRegressor(random_state=0)).fit(x, y)
+    assert selected[-1].n_features_in_ == 2
+    labels = data(SpikeSlabClassifier)
+    assert cross_val_score(SpikeSlabClassifier(random_state=0), *labels, cv=3, scoring="neg_log_loss").mean() > -0.69
+
+
+def test_without_scikit_learn_the_extra_is_named():
+    """The import says what to install."""
+    code = "import sys; sys.modules['sklearn'] = None; import pyro_l0.selection"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "pip install 'pyro-l0[selection]'" in run.stderr
+
+
+# arviz
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_arviz_gets_what_it_asks_for(kind):
+    """Draws by feature name, log likelihoods by scipy's densities, replicated observations like the observed ones."""
+    model = fitted(kind)
+    x, y = data(kind)
+    found = model.to_arviz()
+    posterior = found["posterior"]
+    draws = model.sample(1000)
+    assert posterior["z"].dims == ("chain", "draw", "feature")
+    assert posterior["coef"].coords["feature"].values.tolist() == ["x0", "x1", "x2", "x3"]
+    np.testing.assert_array_equal(posterior["coef"][0].values, draws["coef"])
+    eta = draws["coef"].reshape(1000, 4) @ x.T + draws["intercept"].reshape(1000, 1)
+    if kind is SpikeSlabRegressor:
+        wanted = stats.norm.logpdf(y, eta, draws["noise_scale"][:, None])
+    elif kind is SpikeSlabClassifier:
+        wanted = stats.bernoulli.logpmf(y == "yes", expit(eta))
+    else:
+        wanted = stats.poisson.logpmf(y, np.exp(eta))
+    np.testing.assert_allclose(found["log_likelihood"]["y"][0].values, wanted, atol=1e-8)
+    observed = found["observed_data"]["y"].values
+    again = found["posterior_predictive"]["y"][0].values
+    assert again.mean() == pytest.approx(observed.mean(), abs=5 * observed.std() / np.sqrt(len(observed)))
+    np.testing.assert_allclose(found["constant_data"]["P(z != 0)"].values, model.pip_)
+
+
+@pytest.mark.filterwarnings("ignore")  # arviz has warnings of its own
+def test_arviz_summarises_and_compares():
+    """The model with the effects predicts better than one that is told to expect none."""
+    import arviz
+
+    x, y = data(SpikeSlabRegressor)
+    model, without = (SpikeSlabRegressor(rate=rate, random_state=0).fit(x, y) for rate in (0.5, 1e-9))
+    without.fit(np.ones_like(x), y)
+    assert "coef[x0]" in arviz.summary(model.to_arviz(), var_names=["coef"]).index
+    table = arviz.compare({"with": model.to_arviz(), "without": without.to_arviz()})
+    assert table.index[0] == "with"
+
+
+def test_classes_for_arviz():
+    """Of three, as numbers; log likelihoods are those of the softmax."""
+    x, y = three_classes()
+    model = SpikeSlabClassifier(random_state=0).fit(x, np.array(["a", "b", "c"])[y])
+    found = model.to_arviz()
+    draws = model.sample(1000)
+    predictors = np.einsum("nkp,mp->nmk", draws["coef"], x) + draws["intercept"][:, None]
+    wanted = np.log(softmax(predictors, axis=-1))[:, np.arange(150), y]
+    np.testing.assert_allclose(found["log_likelihood"]["y"][0].values, wanted, atol=1e-9)
+    shares = np.bincount(found["posterior_predictive"]["y"].values.ravel().astype(int), minlength=3)
+    np.testing.assert_allclose(shares / shares.sum(), np.bincount(y) / 150, atol=0.1)

@@ -1,0 +1,66 @@
+"""The methods behind the estimators: which one is chosen, what they agree on, and what they leave as it was."""
+
+import numpy as np
+import pyro
+import pytest
+import torch
+
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+from pyro_l0.selection.methods import METHODS
+
+
+def data(p=4, n=100):
+    """Features 0 and 1 are nearly the same, and either explains y."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, p))
+    x[:, 1] = x[:, 0] + 0.2 * rng.normal(size=n)
+    return x, 0.4 * x[:, 0] + rng.normal(size=n)
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "method"),
+    [
+        (SpikeSlabRegressor, 15, "enumerate"),
+        (SpikeSlabRegressor, 16, "tempered"),
+        (SpikeSlabClassifier, 8, "enumerate"),
+        (SpikeSlabClassifier, 9, "tempered"),
+    ],
+)
+def test_few_features_are_enumerated(kind, p, method, monkeypatch):
+    """And more of them sampled; what is called is replaced, since only the choice matters."""
+
+    class CalledError(Exception):
+        pass
+
+    def call(problem, *, draws, seed):
+        raise CalledError
+
+    x, y = data(p)
+    monkeypatch.setitem(METHODS, method, call)
+    with pytest.raises(CalledError):
+        kind().fit(x, y > 0)
+
+
+# The guide is trained twice, which takes ten seconds.
+SLOW = {"autoregressive": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=SLOW.get(m, ())) for m in sorted(METHODS)])
+def test_each_method_finds_the_posterior_and_nothing_else_changes(method):
+    """With a seed to the bit; Pyro's parameters and the global generators stay as they were."""
+    x, y = data()
+    scales = {"rate": 0.2, "slab_scale": 0.5, "noise_scale": 1.0}
+    exact = SpikeSlabRegressor(method="enumerate", random_state=0, **scales).fit(x, y)
+    pyro.param("mine", torch.tensor(3.0))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = (SpikeSlabRegressor(method=method, random_state=1, **scales).fit(x, y) for _ in range(2))
+    assert first.method_ == method
+    assert (torch.get_rng_state() == before).all()
+    assert dict(pyro.get_param_store().items()) == {"mine": torch.tensor(3.0)}
+    assert (first.pip_ == second.pip_).all()
+    assert (first.sample(5)["coef"] == second.sample(5)["coef"]).all()
+    if method != "mean_field":  # which cannot have two features stand for one another
+        np.testing.assert_allclose(first.pip_, exact.pip_, atol=0.03)
+        np.testing.assert_allclose(first.coef_, exact.coef_, atol=0.02)
+        assert first.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.05)

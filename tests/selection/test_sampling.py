@@ -1,0 +1,138 @@
+"""Tempered chains with unknown scales against sums over all gates and a grid of scales."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributions as dist
+
+from pyro_l0.selection.enumeration import enumerate_posterior
+from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.sampling import tempered_posterior
+from pyro_l0.selection.tempered_chains import Effort
+from tests.reference_posteriors import GaussianPosterior
+from tests.spike_slab_designs import exact_pair, generalised_linear_designs, unknown_hyperparameters
+
+DESIGNS = {design.name.removesuffix(", unknown"): design for design in [*unknown_hyperparameters(), exact_pair()]}
+QUICK = Effort(16, 300, 2)
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def reference(design, prior):
+    sigma = dist.HalfCauchy(prior.noise_unit * ONE).log_prob if prior.noise_scale is None else prior.noise_scale
+    tau = dist.HalfNormal(prior.slab_unit * ONE).log_prob if prior.slab_scale is None else prior.slab_scale
+    return GaussianPosterior(design.x, design.y, sigma, tau, prior.rate, size=20).summary()
+
+
+def errors(found, expected):
+    """Largest errors of probabilities, of means in standard deviations, of relative deviations, and of the evidence."""
+    sd = expected.sd.numpy()
+    return (
+        np.abs(found.inclusion - expected.inclusion.numpy()).max(),
+        (np.abs(found.mean[:, 0] - expected.mean.numpy()) / sd).max(),
+        np.abs(found.sd[:, 0] / sd - 1).max(),
+        abs(found.log_evidence - expected.log_evidence),
+    )
+
+
+@pytest.mark.parametrize("name", ["diabetes", "near-duplicates", "exact pair"])
+def test_everything_unknown(name):
+    """Probabilities, moments, evidence, and draws of all unknowns."""
+    prior = Prior((1.0, 4.0), slab_unit=0.7, noise_unit=2.0)
+    expected = reference(DESIGNS[name], prior)
+    found = tempered_posterior(Problem("gaussian", DESIGNS[name].x, DESIGNS[name].y, prior), seed=1)
+    inclusion, mean, sd, evidence = errors(found, expected)
+    assert inclusion < 0.03
+    assert mean < 0.06
+    assert sd < 0.08  # of gates that are open in one of twenty draws
+    assert evidence < 0.1
+    draws = found.draws
+    beta = draws.coefficients.toarray()
+    assert beta.shape == (4000, DESIGNS[name].x.shape[1])
+    assert np.abs((beta != 0).mean(0) - expected.inclusion.numpy()).max() < 0.05
+    assert (np.abs(beta.mean(0) - expected.mean.numpy()) / expected.sd.numpy()).max() < 0.1
+    assert np.log(draws.noise_scale).mean() == pytest.approx(expected.hyper["log sigma"], abs=0.01)
+    assert np.log(draws.slab_scale).mean() == pytest.approx(expected.hyper["log tau"], abs=0.05)
+    assert draws.rate.mean() == pytest.approx(expected.hyper["rate"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [Prior(0.2, 0.5, 1.0), Prior(0.2, 0.5, noise_unit=2.0), Prior((1.0, 4.0), None, 1.0)],
+    ids=["all known", "noise unknown", "slab unknown"],
+)
+def test_some_known(prior):
+    """Each scale alone, and none."""
+    design = DESIGNS["near-duplicates"]
+    inclusion, mean, sd, evidence = errors(
+        tempered_posterior(Problem("gaussian", design.x, design.y, prior), seed=2), reference(design, prior)
+    )
+    assert inclusion < 0.03
+    assert mean < 0.06
+    assert sd < 0.08  # of gates that are open in one of twenty draws
+    assert evidence < 0.1
+
+
+def test_one_feature():
+    """Whose gate is alone."""
+    design = DESIGNS["diabetes"]
+    prior = Prior((1.0, 1.0))
+    x = design.x[:, 1:2]
+    found = tempered_posterior(Problem("gaussian", x, design.y, prior), seed=3)
+    expected = GaussianPosterior(
+        x, design.y, dist.HalfCauchy(ONE).log_prob, dist.HalfNormal(ONE).log_prob, prior.rate
+    ).summary()
+    assert errors(found, expected)[0] < 0.02
+    assert errors(found, expected)[3] < 0.1
+
+
+def test_seed_decides():
+    """The same posterior for the same seed, and torch's own generator untouched."""
+    design = DESIGNS["independent"]
+    problem = Problem("gaussian", design.x, design.y, Prior((1.0, 4.0)))
+    state = torch.get_rng_state()
+    first, again, other = (tempered_posterior(problem, draws=10, seed=seed, effort=QUICK) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert np.array_equal(first.inclusion, again.inclusion)
+    assert (first.draws.coefficients != again.draws.coefficients).nnz == 0
+    assert first.log_evidence == again.log_evidence
+    assert not np.array_equal(first.inclusion, other.inclusion)
+
+
+def regression(name, intercept, prior):
+    """One of the designs that are not Gaussian, with a constant added where there is an intercept."""
+    design = next(x for x in generalised_linear_designs() if x.name == name)
+    family = "poisson" if design.family == "poisson" else "bernoulli"
+    return Problem(family, design.x, design.y, prior, intercept)
+
+
+def classes():
+    """Three classes; two features tell them apart, and one nearly copies the first of them."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(80, 4, generator=generator, dtype=torch.float64)
+    x[:, 3] = x[:, 0] + 0.3 * x[:, 3]
+    eta = torch.stack([x[:, 0], -x[:, 0], 0.8 * x[:, 2]], 1)
+    y = torch.multinomial(eta.softmax(1), 1, generator=generator)[:, 0].double()
+    return Problem("categorical", x, y, Prior((1.0, 2.0), slab_unit=2.0), intercept=True, outputs=3)
+
+
+OTHERS = {
+    "logistic": lambda: regression("logistic, near-duplicates, n = 100", True, Prior((1.0, 4.0), slab_unit=2.0)),
+    "poisson": lambda: regression("poisson, AR(1), n = 100", True, Prior((1.0, 4.0))),
+    "known slabs": lambda: regression("logistic, independent, n = 100", False, Prior(0.2, 1.0)),
+    "classes": classes,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name):
+    """Against a sum over all gates, with the same approximation of the coefficients' integral."""
+    problem = OTHERS[name]()
+    expected = enumerate_posterior(problem, draws=10)
+    found = tempered_posterior(problem, seed=1, effort=Effort(32, 300, 2))
+    assert np.abs(found.inclusion - expected.inclusion).max() < 0.03
+    assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.06
+    assert np.abs(found.sd / expected.sd - 1).max() < 0.1
+    assert found.log_evidence == pytest.approx(expected.log_evidence, abs=0.1)
+    beta = found.draws.coefficients.toarray().reshape(4000, *expected.mean.shape)
+    assert np.abs((beta != 0).any(2).mean(0) - expected.inclusion).max() < 0.05
+    assert (np.abs(beta.mean(0) - expected.mean) / expected.sd).max() < 0.1
