@@ -1,0 +1,80 @@
+"""Cross-fitting: several networks, each of which is trained on its own part of the observations."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.selection.responses import Response
+
+__all__ = ["BATCH", "BETAS", "LEARNING_RATE", "WEIGHT_DECAY", "Fold", "random_rows", "refit", "weights_optimiser"]
+
+BATCH = 128  # observations per network that a step trains the weights by
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 1e-2
+BETAS = (0.9, 0.99)
+_LOOK = 25  # steps between looks at the held-out loss
+
+
+class Fold(NamedTuple):
+    """Observations that one network is trained on, and those that it never sees; their numbers."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def weights_optimiser(weights: Iterable[nn.Parameter]) -> AdamW:
+    """The optimiser of networks' weights."""
+    return AdamW(weights, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def random_rows(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Numbers of random observations, as many of each part, shape ``(M, B)``; whole parts where they are small."""
+    size = min(size, min(len(part) for part in parts))
+    return torch.stack([part[torch.randperm(len(part))[:size]] for part in parts])
+
+
+def refit(
+    network: nn.Module, selected: Tensor, response: Response, x: Tensor, y: Tensor, fold: Fold, *, steps: int
+) -> nn.Module:
+    """A copy of a network that reads the selected inputs alone, trained on; the best on the held-out observations.
+
+    Args:
+        network: of inputs ``(B, p)``; not changed.
+        selected: which inputs it reads, shape ``(p,)``.
+        response: what its outputs mean.
+        x: standardised inputs, shape ``(n, p)``.
+        y: encoded observations, shape ``(n,)``.
+        fold: the observations to train on, and those that tell when to stop.
+        steps: of the optimiser.
+    """
+    gated = nn.Sequential(Gate(len(selected)), network)
+    net = fix_gates(gated, {"0": selected.to(x)})
+    optimiser = weights_optimiser(net.parameters())
+    schedule = CosineAnnealingLR(optimiser, steps)
+    best, state = math.inf, copy.deepcopy(net.state_dict())
+
+    def loss(rows: Tensor) -> Tensor:
+        return -response.distribution(response.output(net(x[rows]))).log_prob(y[rows]).mean()
+
+    for step in range(1, steps + 1):
+        net.train()
+        optimiser.zero_grad()
+        loss(random_rows([fold.train], BATCH)[0]).backward()
+        optimiser.step()
+        schedule.step()
+        if step % _LOOK == 0 or step == steps:
+            net.eval()
+            with torch.no_grad():
+                now = float(loss(fold.held_out))
+            if now < best:
+                best, state = now, copy.deepcopy(net.state_dict())
+    net.load_state_dict(state)
+    return net.eval()

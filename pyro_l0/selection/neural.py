@@ -1,0 +1,277 @@
+"""Selects the inputs of a network, by the conventions of scikit-learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+import pyro
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator
+from sklearn.feature_selection import SelectorMixin
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.utils import ClassifierTags, RegressorTags, Tags
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from torch import Tensor
+
+from pyro_l0.selection._parameters import seed_of
+from pyro_l0.selection.cross_fitting import Fold, refit
+from pyro_l0.selection.elimination import eliminate, train_for_subsets
+from pyro_l0.selection.gate_training import train_gates
+from pyro_l0.selection.networks import Net, check_outputs, make_networks
+from pyro_l0.selection.responses import ClassResponse, NormalResponse, Response
+
+__all__ = ["NeuralFeatureSelector"]
+
+Array = NDArray[np.float64]
+_TASKS = ("auto", "regression", "classification")
+
+
+def _may_classify(selector: NeuralFeatureSelector) -> bool:
+    """Whether there are, or may be, classes; scikit-learn asks before it shows ``predict_proba``."""
+    if hasattr(selector, "response_"):
+        return isinstance(selector.response_, ClassResponse)
+    return selector.task != "regression"
+
+
+class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
+    r"""Selects the features that a neural network needs, and predicts by these alone.
+
+    Every feature is multiplied by a gate before it enters the network, so that interactions and non-linear effects
+    count that no marginal test would see. There is one network per fold of a cross-fitting: its weights are trained on
+    the other folds, and the features are judged by the fold that it has not seen, all networks together. A feature by
+    which a network only memorises so does harm.
+
+    With ``n_features=None`` the gates are hard concrete, and the loss is that of Eq. 22 of the L0 paper: the expected
+    held-out negative log likelihood and a price for each open gate, :math:`\log p + \frac12 \log n` nats. Features
+    whose gates are open with a probability above one half are selected.
+
+    With a number, gates are opened at random while the weights are trained, so that the networks learn to predict from
+    any subset of the features, and then closed one after the other, those first without which the held-out loss is
+    least. The networks are the same for all subsets, and so the choice between features that are nearly as good depends
+    far less on the seed than a competition of gates does.
+
+    Then every network is trained on with the selected features until its held-out loss is least, and predictions are
+    averages over the networks.
+
+    Args:
+        net: a ``torch.nn.Module`` that takes standardised features, shape ``(n, p)``, and returns a number per row for
+            regression, or a logit per class (with two classes, one will do); or a function that makes one of the number
+            of features. A module is copied and stays as it is. None: two hidden layers of 64 units.
+        n_features: how many features are selected; None: as many as earn their price.
+        task: ``"regression"``, ``"classification"``, or ``"auto"`` to infer it from y as scikit-learn's
+            ``type_of_target`` does: real numbers that are not all whole are a regression.
+        cv: folds of the cross-fitting, which is also the number of networks.
+        max_steps: steps of the optimiser, of 128 observations per network, for the selection, and as many to train
+            the networks on the selected features.
+        random_state: seed of folds, starts, batches and gates. Global random states stay untouched.
+
+    Attributes:
+        active_probs_: P(z != 0) of each feature's gate, the mean over the last 15 % of the selection's steps, shape
+            ``(p,)``; with ``n_features=None``.
+        ranking_: 1 for selected features, and the larger the earlier a feature was closed, shape ``(p,)``; with a
+            number of features.
+        classes_: labels in order, of a classification.
+        n_features_in_: features of ``fit``.
+        feature_names_in_: their names, if they have any.
+
+    Raises:
+        ValueError: when fitted, a parameter or the data is not what it may be.
+        TypeError: when fitted, ``net`` is neither a module nor a function that makes one.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> X = rng.normal(size=(300, 8))
+        >>> y = X[:, 1] * X[:, 4]  # neither has an effect of its own
+        >>> selector = NeuralFeatureSelector(n_features=2, max_steps=600, random_state=0).fit(X, y)
+        >>> selector.get_support(indices=True)
+        array([1, 4])
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22. Yamada, Lindenbaum, Negahban, Kluger (2020),
+        Feature Selection using Stochastic Gates, arXiv:1810.04247, who price Gaussian gates on the training loss.
+    """
+
+    def __init__(
+        self,
+        net: Net = None,
+        n_features: int | None = None,
+        *,
+        task: Literal["auto", "regression", "classification"] = "auto",
+        cv: int = 3,
+        max_steps: int = 1200,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        self.net = net
+        self.n_features = n_features
+        self.task = task
+        self.cv = cv
+        self.max_steps = max_steps
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
+        """Select features, and train the networks on them.
+
+        Args:
+            X: features, shape ``(n, p)``, at least two observations.
+            y: numbers or class labels, shape ``(n,)``.
+
+        Returns:
+            The estimator.
+        """
+        x, target = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        self._check_parameters()
+        response = self._response(column_or_1d(target, warn=True))
+        self.mean_, scale = x.mean(0), x.std(0)
+        self.scale_ = np.where(x.max(0) > x.min(0), scale, 1.0)
+        with _own_random_state(self.random_state):
+            self._fit(x, response, target)
+        self.response_ = response
+        return self
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
+        """The mean of y, or the likeliest class.
+
+        Args:
+            X: features, shape ``(m, p)``, of which only the selected ones are used.
+
+        Returns:
+            Numbers or labels, shape ``(m,)``.
+        """
+        outputs = self._outputs(X)
+        if isinstance(self.response_, NormalResponse):
+            return self.response_.decode(outputs.mean(0))
+        return cast(NDArray[Any], self.classes_[_softmax(outputs).mean(0).argmax(1)])
+
+    @available_if(_may_classify)  # type: ignore[untyped-decorator]
+    def predict_proba(self, X: ArrayLike) -> Array:  # noqa: N803
+        """Probabilities of the classes, averaged over the networks.
+
+        Args:
+            X: features, shape ``(m, p)``, of which only the selected ones are used.
+
+        Returns:
+            Shape ``(m, classes)``, in the order of ``classes_``.
+        """
+        return cast(Array, _softmax(self._outputs(X)).mean(0))
+
+    def score(self, X: ArrayLike, y: ArrayLike) -> float:  # noqa: N803
+        """R² of a regression's predictions, accuracy of a classification's.
+
+        Args:
+            X: features, shape ``(m, p)``.
+            y: what was observed, shape ``(m,)``.
+        """
+        predicted = self.predict(X)
+        metric = r2_score if isinstance(self.response_, NormalResponse) else accuracy_score
+        return float(metric(y, predicted))
+
+    def _fit(self, x: Array, response: Response, y: NDArray[Any]) -> None:
+        """Train gates and networks; torch's random numbers are this estimator's own."""
+        networks = make_networks(self.net, x.shape[1], response.outputs, min(self.cv, len(x)))
+        like = next(networks[0].parameters())
+        inputs = self._standardised(x).to(like)
+        response.to(like)
+        observations = response.encode(y).to(like.device)
+        check_outputs(networks[0], response, inputs[:2])
+        folds = _folds(observations, len(networks), isinstance(response, ClassResponse))
+        fit = (networks, response, inputs, observations, folds)
+        for name in ("active_probs_", "ranking_"):  # of an earlier fit
+            self.__dict__.pop(name, None)
+        if self.n_features is None:
+            self.active_probs_: Array = train_gates(*fit, steps=self.max_steps).double().cpu().numpy()
+            self._support: NDArray[np.bool_] = self.active_probs_ > 0.5
+        else:
+            train_for_subsets(*fit, steps=self.max_steps)
+            self.ranking_: NDArray[np.int64] = eliminate(*fit, n_features=self.n_features).cpu().numpy()
+            self._support = self.ranking_ == 1
+        selected = torch.as_tensor(self._support).to(inputs.device)
+        self.networks_ = [
+            refit(network, selected, response, inputs, observations, fold, steps=self.max_steps)
+            for network, fold in zip(networks, folds, strict=True)
+        ]
+
+    def _check_parameters(self) -> None:
+        """Refuse what a fit can't work with; the number of features is known."""
+        p = self.n_features_in_
+        for name, value, least, most in (
+            ("n_features", self.n_features, 1, p),
+            ("cv", self.cv, 2, None),
+            ("max_steps", self.max_steps, 1, None),
+        ):
+            if value is None and name == "n_features":
+                continue
+            is_int = isinstance(value, Integral) and not isinstance(value, bool)
+            if not is_int or value < least or (most is not None and value > most):  # type: ignore[operator]
+                upper = "" if most is None else f" and at most {most}, the features of X"
+                raise ValueError(f"Expected {name} to be an integer of at least {least}{upper}, but got {value!r}.")
+        if self.task not in _TASKS:
+            raise ValueError(f"Expected task to be one of {', '.join(map(repr, _TASKS))}, but got {self.task!r}.")
+
+    def _response(self, y: NDArray[Any]) -> Response:
+        """What the task says of y, after looking at it."""
+        kind = type_of_target(y, input_name="y", raise_unknown=True)
+        if self.task == "regression" or (self.task == "auto" and kind == "continuous"):
+            return NormalResponse(y.astype(np.float64))
+        check_classification_targets(y)
+        self.classes_: NDArray[Any] = np.unique(y)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                "Expected at least two classes in y, but got one class, "
+                f"{self.classes_[0]!r}; task='regression' takes numbers that are all the same."
+            )
+        return ClassResponse(self.classes_)
+
+    def _standardised(self, x: Array) -> Tensor:
+        return torch.as_tensor((x - self.mean_) / self.scale_)
+
+    @torch.no_grad()
+    def _outputs(self, x: ArrayLike) -> Array:
+        """What the networks return, shape ``(M, m)`` or ``(M, m, classes)``."""
+        check_is_fitted(self)
+        found = validate_data(self, x, dtype=np.float64, reset=False)
+        inputs = self._standardised(np.where(self._support, found, self.mean_)).to(next(self.networks_[0].parameters()))
+        outputs = torch.stack([self.response_.output(network(inputs)) for network in self.networks_])
+        return cast(Array, outputs.double().cpu().numpy())
+
+    def _get_support_mask(self) -> NDArray[np.bool_]:
+        check_is_fitted(self)
+        return self._support
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.required = True
+        if self.task == "classification":
+            tags.estimator_type, tags.classifier_tags = "classifier", ClassifierTags()
+        elif self.task == "regression":
+            tags.estimator_type, tags.regressor_tags = "regressor", RegressorTags()
+        return tags
+
+
+def _folds(y: Tensor, count: int, stratified: bool) -> list[Fold]:
+    """Folds of random observations; of classes, about as many of each in every fold."""
+    order = torch.randperm(len(y))
+    if stratified:
+        order = order[torch.argsort(y.cpu()[order], stable=True)]
+    part = torch.empty(len(y), dtype=torch.long)
+    part[order] = torch.arange(len(y)) % count
+    return [Fold((part != m).nonzero().flatten(), (part == m).nonzero().flatten()) for m in range(count)]
+
+
+def _softmax(logits: Array) -> Array:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return cast(Array, weights / weights.sum(-1, keepdims=True))
+
+
+@contextmanager
+def _own_random_state(random_state: int | np.random.RandomState | None) -> Iterator[None]:
+    """Seed torch for a while, apart from its global state and from Pyro's parameters."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())), pyro.get_param_store().scope():
+        torch.manual_seed(seed_of(random_state))
+        yield

@@ -1,0 +1,331 @@
+"""The selector of a network's inputs: what its objective is, what it selects, scikit-learn's conventions."""
+
+import copy
+import pickle
+
+import numpy as np
+import pandas as pd
+import pyro
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_wine
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import nn
+
+from pyro_l0 import HardConcrete
+from pyro_l0.infer import L0_ELBO
+from pyro_l0.selection import NeuralFeatureSelector
+from pyro_l0.selection.cross_fitting import Fold
+from pyro_l0.selection.elimination import eliminate, held_out_loss, train_for_subsets
+from pyro_l0.selection.gate_training import _Training
+from pyro_l0.selection.input_gates import SITE, GatedNetworks, InputGates
+from pyro_l0.selection.networks import make_networks
+from pyro_l0.selection.responses import ClassResponse, NormalResponse
+
+FAST = {"max_steps": 2, "cv": 2, "random_state": 0}
+
+
+def product(seed=0, n=300, p=8):
+    """An interaction of two features without any effect of one of them alone."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p))
+    return x, x[:, 1] * x[:, 4] + 0.1 * rng.normal(size=n)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    x, y = product()
+    return NeuralFeatureSelector(n_features=2, max_steps=300, random_state=0).fit(x, y), x, y
+
+
+def gated(p=3, m=2, n=40):
+    torch.manual_seed(0)
+    prior = HardConcrete(torch.linspace(-1, 2, p, dtype=torch.float64))
+    response = NormalResponse(np.arange(10.0)).double()
+    networks = [nn.Linear(p, 1).double() for _ in range(m)]
+    return GatedNetworks(networks, response, n, prior), InputGates(prior, n)
+
+
+# ---------------------------------------------------------------- the objective
+
+
+def test_price_is_that_of_one_gate_per_feature():
+    """Drawing gates for each observation leaves the price at lambda sum P(z != 0), whatever the batch."""
+    model, guide = gated()
+    x, y = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    price = L0_ELBO("l0", lam=1.7 / 40).terms(model, guide, x, y)["l0"]
+    # P(z != 0) = sigmoid(log alpha - temperature log(-gamma / zeta)), eq. 12
+    expected = 1.7 / (1 + np.exp(-(np.linspace(-1, 2, 3) - 2 / 3 * np.log(0.1 / 1.1))))
+    assert float(price) == pytest.approx(expected.sum(), rel=1e-12)
+
+
+def test_likelihood_is_of_the_whole_data_set():
+    """With gates that are all open: n times the mean negative log density."""
+    model, guide = gated()
+    with torch.no_grad():
+        guide.log_alpha.fill_(60.0)
+        model.response.log_noise.fill_(np.log(0.5))
+    x, y = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    nll = L0_ELBO("l0").terms(model, guide, x, y)["nll"]
+    total = 0.0
+    for net, part, target in zip(model.networks, x.numpy(), y.numpy(), strict=True):
+        mean = part @ net.weight.detach().numpy()[0] + net.bias.item()
+        total += (0.5 * ((target - mean) / 0.5) ** 2 + np.log(0.5) + 0.5 * np.log(2 * np.pi)).sum()
+    assert float(nll) == pytest.approx(40 * total / 10, rel=1e-10)
+
+
+@pytest.mark.parametrize("changed", ["train", "held_out"])
+def test_weights_and_gates_see_data_of_their_own(changed):
+    """Observations of the training folds move the weights alone, held-out ones the gates and the noise alone."""
+
+    def after(shift):
+        model, guide = gated(m=1)
+        training = _Training(model, guide, 40, 100)
+        x, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
+        fold = Fold(torch.arange(30), torch.arange(30, 40))
+        y[getattr(fold, changed)] += shift * torch.arange(len(getattr(fold, changed)))
+        training.step(0.0, x, y, [fold])
+        weights = torch.cat([q.detach().flatten() for q in model.networks.parameters()])
+        # Adam's first step tells the sign alone; the gradient tells more.
+        return weights, torch.cat([guide.log_alpha.grad, model.response.log_noise.grad.view(1)])
+
+    (weights, judged), (other_weights, other_judged) = after(0.0), after(3.0)
+    assert torch.equal(judged, other_judged) == (changed == "train")
+    assert torch.equal(weights, other_weights) == (changed == "held_out")
+
+
+def test_draws_of_the_guide_are_the_models():
+    """Each observation has gates of its own, shape (n, p)."""
+    model, guide = gated()
+    x, y = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    trace = pyro.poutine.trace(guide).get_trace(x, y)
+    drawn = trace.nodes[SITE]["value"]
+    assert drawn.shape == (10, 3)
+    assert len(drawn[:, 0].unique()) > 1
+    seen = pyro.poutine.trace(pyro.poutine.replay(model, trace)).get_trace(x, y)
+    weight, bias = model.networks[1].weight[0], model.networks[1].bias
+    assert torch.allclose(seen.nodes["y"]["fn"].loc[5:], (x[1] * drawn[5:]) @ weight + bias)
+
+
+# ---------------------------------------------------------------- backward elimination
+
+
+def linear(coefficients, n=60):
+    """Two folds, each with the network that knows the truth; inputs that are orthogonal within both."""
+    p = len(coefficients)
+    half = torch.linalg.qr(torch.randn(n // 2, p, dtype=torch.float64)).Q * (n / 2) ** 0.5
+    x = torch.cat([half, -half])
+    y = x @ coefficients
+    networks = [nn.Linear(p, 1, bias=False).double() for _ in range(2)]
+    for network in networks:
+        network.weight.data = coefficients.clone()[None]
+    rows = torch.arange(n)
+    return networks, NormalResponse(y.numpy()).double(), x, y, [Fold(rows[30:], rows[:30]), Fold(rows[:30], rows[30:])]
+
+
+def test_held_out_loss_is_of_observations_not_seen():
+    """Orthogonal inputs: half the sum of the squared coefficients of closed inputs, and the constant."""
+    torch.manual_seed(0)
+    coefficients = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+    fit = linear(coefficients)
+    loss = held_out_loss(*fit, torch.tensor([True, False, False]))
+    assert loss == pytest.approx(0.5 * (1 + 4) + 0.5 * np.log(2 * np.pi), rel=1e-10)
+    fit[0][0].weight.data.zero_()  # the network that has not seen the first thirty
+    loss = held_out_loss(*fit, torch.tensor([True, False, False]))
+    assert loss == pytest.approx(0.5 * (5 + 14) / 2 + 0.5 * np.log(2 * np.pi), rel=1e-10)
+    fit[3][:30] *= 2.0
+    assert held_out_loss(*fit, torch.ones(3)) == pytest.approx(0.5 * 4 * 14 / 2 + 0.5 * np.log(2 * np.pi), rel=1e-10)
+
+
+def test_elimination_goes_by_what_an_input_explains():
+    torch.manual_seed(0)
+    coefficients = torch.tensor([0.3, -2.0, 0.1, 1.0, 0.5], dtype=torch.float64)
+    networks, response, x, y, folds = linear(coefficients)
+    ranks = eliminate(networks, response, x, y, folds, n_features=2)
+    assert ranks.tolist() == [3, 1, 4, 1, 2]
+    x[:, 1] = 0.0  # constant, although the networks set store by it
+    assert eliminate(networks, response, x, y, folds, n_features=2).tolist() == [2, 4, 3, 1, 1]
+
+
+def test_networks_learn_to_do_without_an_input():
+    """Two copies of an input: a network that has learned from subsets predicts by either."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 1, dtype=torch.float64).repeat(1, 2)
+    y = x[:, 0].clone()
+    rows = torch.arange(200)
+    folds = [Fold(rows[rows % 2 != m], rows[rows % 2 == m]) for m in range(2)]
+    networks = make_networks(None, 2, 1, 2)
+    response = NormalResponse(y.numpy()).double()
+    train_for_subsets(networks, response, x, response.encode(y.numpy()), folds, steps=300)
+    for is_open in ([True, False], [False, True], [True, True]):
+        loss = held_out_loss(networks, response, x, response.encode(y.numpy()), folds, torch.tensor(is_open))
+        assert loss - 0.5 * np.log(2 * np.pi) < 0.04  # a sum of both halves would leave 0.125
+
+
+@pytest.mark.parametrize(("n_features", "message"), [(2, "outputs stay finite"), (None, "loss is nan")])
+def test_losses_that_are_not_finite_are_refused(n_features, message):
+    x, y = product(n=40)
+    with pytest.raises(ValueError, match=message):
+        NeuralFeatureSelector(Broken(), n_features, **FAST).fit(x, y)
+
+
+class Broken(nn.Linear):
+    """A network whose outputs in training are not numbers."""
+
+    def __init__(self):
+        super().__init__(8, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x) + torch.nan
+
+
+# ---------------------------------------------------------------- what it selects
+
+
+def test_selects_an_interaction_without_marginal_effects(fitted):
+    selector, x, _ = fitted
+    assert selector.get_support(indices=True).tolist() == [1, 4]
+    assert selector.transform(x).shape == (300, 2)
+    fresh, truth = product(seed=1)
+    assert selector.score(fresh, truth) > 0.8
+    assert selector.ranking_[[1, 4]].tolist() == [1, 1]
+    assert sorted(selector.ranking_) == [1, 1, 2, 3, 4, 5, 6, 7]
+    assert not hasattr(selector, "active_probs_")
+
+
+def test_number_of_features_is_found():
+    x, y = product(seed=2)
+    x[:, 7] = 3.0  # constant: of no use, and no trouble
+    selector = NeuralFeatureSelector(max_steps=400, random_state=0).fit(x, y)
+    assert selector.get_support(indices=True).tolist() == [1, 4]
+    assert selector.active_probs_[7] < 1e-3
+
+
+def test_unselected_features_have_no_effect(fitted):
+    selector, x, _ = fitted
+    other = x.copy()
+    other[:, ~selector.get_support()] = 1e6 * np.random.default_rng(0).normal(size=(300, 6))
+    assert np.array_equal(selector.predict(x), selector.predict(other))
+    other[:, 4] += 1.0
+    assert not np.allclose(selector.predict(x), selector.predict(other))
+
+
+def test_three_classes_with_names():
+    x, y = load_wine(return_X_y=True)
+    labels = np.array(["barolo", "grignolino", "barbera"])[y]
+    selector = NeuralFeatureSelector(n_features=4, max_steps=300, random_state=0).fit(x, labels)
+    assert selector.classes_.tolist() == ["barbera", "barolo", "grignolino"]
+    assert selector.get_support().sum() == 4
+    probabilities = selector.predict_proba(x)
+    assert probabilities.shape == (178, 3)
+    assert np.allclose(probabilities.sum(1), 1)
+    assert (selector.classes_[probabilities.argmax(1)] == selector.predict(x)).all()
+    assert selector.score(x, labels) > 0.9
+
+
+# ---------------------------------------------------------------- networks of the user
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_network_of_the_user_is_not_changed(as_function):
+    net = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0))
+    before = copy.deepcopy(net.state_dict())
+    x, y = product(n=60)
+    given = (lambda p: copy.deepcopy(net)) if as_function else net
+    selector = NeuralFeatureSelector(given, n_features=3, **FAST).fit(x, y)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net.training
+    assert selector.predict(x).dtype == np.float64
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_two_classes_take_one_logit_or_two(outputs):
+    x, y = product(n=60)
+    selector = NeuralFeatureSelector(nn.Linear(8, outputs), n_features=3, **FAST).fit(x, y > 0)
+    assert selector.predict_proba(x).shape == (60, 2)
+
+
+def test_one_logit_is_that_of_the_second_class():
+    response = ClassResponse(np.array(["a", "b"]))
+    raw = torch.tensor([[-2.0], [1.0]])
+    probabilities = response.distribution(response.output(raw)).probs
+    assert torch.allclose(probabilities[:, 1], torch.sigmoid(raw[:, 0]))
+
+
+# ---------------------------------------------------------------- conventions
+
+
+@parametrize_with_checks(
+    [NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression", "classification")]
+)
+def test_scikit_learn_conventions(estimator, check):
+    if check.func.__name__ == "check_regressors_train":  # asks for a good fit
+        estimator.set_params(max_steps=100)
+    check(estimator)
+
+
+def test_global_states_are_left_alone():
+    x, y = product(n=40)
+    pyro.clear_param_store()
+    pyro.param("mine", torch.ones(1))
+    torch.manual_seed(3)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    NeuralFeatureSelector(n_features=2, max_steps=3).fit(x, y)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    assert list(pyro.get_param_store().keys()) == ["mine"]
+    pyro.clear_param_store()
+
+
+def test_a_seed_gives_the_same_fit_again():
+    x, y = product(n=40)
+    first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
+    assert np.array_equal(first.ranking_, second.ranking_)
+    assert np.array_equal(first.predict(x), second.predict(x))
+
+
+def test_pickles_clones_and_pipes(fitted):
+    selector, x, y = fitted
+    again = pickle.loads(pickle.dumps(selector))
+    assert np.array_equal(again.predict(x), selector.predict(x))
+    assert clone(selector).get_params() == selector.get_params()
+    frame = pd.DataFrame(x, columns=[f"gene {j}" for j in range(8)])
+    pipe = make_pipeline(StandardScaler().set_output(transform="pandas"), NeuralFeatureSelector(n_features=2, **FAST))
+    pipe.fit(frame, y)
+    names = pipe[-1].feature_names_in_[pipe[-1].get_support()]
+    assert pipe.get_feature_names_out().tolist() == names.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"n_features": 0}, ValueError, "n_features to be an integer of at least 1 and at most 8"),
+        ({"n_features": 9}, ValueError, "at most 8, the features of X, but got 9"),
+        ({"n_features": 2.0}, ValueError, "but got 2.0"),
+        ({"cv": 1}, ValueError, "cv to be an integer of at least 2"),
+        ({"max_steps": 0}, ValueError, "max_steps to be an integer of at least 1"),
+        ({"task": "ranking"}, ValueError, "one of 'auto', 'regression', 'classification', but got 'ranking'"),
+        ({"net": 3}, TypeError, "net to be a torch.nn.Module, a function"),
+        ({"net": lambda p: p}, TypeError, "it made a int"),
+        ({"net": nn.ReLU()}, ValueError, "parameters to train"),
+        ({"net": nn.Linear(5, 1)}, ValueError, r"inputs of shape \(n, 8\)"),
+        ({"net": nn.Linear(8, 2)}, ValueError, r"one number for each row, but got \(2, 2\)"),
+        ({"net": nn.Linear(8, 3), "task": "classification"}, ValueError, "returns 2 logits for each row"),
+    ],
+)
+def test_bad_parameters_are_named(options, error, message):
+    x, y = product(n=40)
+    y = y > 0 if "task" in options else y
+    with pytest.raises(error, match=message):
+        NeuralFeatureSelector(**{**FAST, **options}).fit(x, y)
+
+
+def test_one_class_and_continuous_classes_are_refused():
+    x, y = product(n=40)
+    with pytest.raises(ValueError, match="one class"):
+        NeuralFeatureSelector(**FAST).fit(x, np.ones(40, dtype=int))
+    with pytest.raises(ValueError, match="continuous"):
+        NeuralFeatureSelector(task="classification", **FAST).fit(x, y)
