@@ -50,7 +50,7 @@ def test_averages(unknown):
         [run.weights[run.chain == c] @ (values[run.chain == c] - exact) for c in range(CHAINS)]
     )  # of which each is its chain's part of the error of the weighted average
     error = math.sqrt(CHAINS) * by_chain.std(0) + 1e-9
-    assert error.max() < 0.03
+    assert (error < torch.tensor([0.01, 0.01, 0.01, 0.01, 0.06])).all()  # of gates, noise and slabs
     assert ((found - exact).abs() < 5 * error).all()
     assert (run.active_probs - exact[:3]).abs().max() < 0.03
 
