@@ -102,7 +102,7 @@ def test_a_rate_and_a_noise_of_the_model(seeded):
     guide = AutoSpikeSlab(model, slab=SLAB, slabs="structured", hyper=("rate", "sigma"))
     draws = guide.refine(x, y, seed=0).draws(4000)
     assert draws["sigma"].shape == (4000,)
-    assert draws["sigma"].std() == 0
+    assert bool((draws["sigma"] == draws["sigma"][0]).all())
     # Given the gates, the rate is Beta(1 + open, 4 + closed).
     expected = (1 + draws["z"].sum(1)) / 10
     assert float((draws["rate"] - expected).mean()) == pytest.approx(0.0, abs=0.01)
