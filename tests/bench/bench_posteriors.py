@@ -203,9 +203,17 @@ def main() -> None:
     parser.add_argument("--design", default="", help="part of a name")
     parser.add_argument("--gates", default="autoregressive")
     parser.add_argument("--slabs", default="structured")
+    parser.add_argument("--steps", type=int, help="of a fit, in the place of the library's, as for the next two")
+    parser.add_argument("--particles", type=int)
+    parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    options.fit = {"steps": 300} if options.quick else {}
+    recipe = {
+        "steps": 300 if options.quick else options.steps,
+        "num_particles": options.particles,
+        "learning_rate": options.learning_rate,
+    }
+    options.fit = {name: value for name, value in recipe.items() if value is not None}
     options.seeds = 1 if options.quick else options.seeds
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, seeds 0 to {options.seeds - 1}")
