@@ -42,19 +42,30 @@ _UNSURE = 0.05
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     """A regression with spike-and-slab coefficients; see :class:`SpikeSlabRegressor` for parameters and attributes."""
 
-    rate: float | None
-    expected_size: float | None
-    slab_scale: float | None
-    standardize: bool
-    fit_intercept: bool
-    method: str
-    random_state: RandomState
-
     n_features_in_: int
     pip_: Array
     coef_: Array
     coef_sd_: Array
     draws_: Draws
+
+    def __init__(
+        self,
+        *,
+        rate: float | None = None,
+        expected_size: float | None = None,
+        slab_scale: float | None = None,
+        standardize: bool = True,
+        fit_intercept: bool = True,
+        method: str = "auto",
+        random_state: RandomState = None,
+    ) -> None:
+        self.rate = rate
+        self.expected_size = expected_size
+        self.slab_scale = slab_scale
+        self.standardize = standardize
+        self.fit_intercept = fit_intercept
+        self.method = method
+        self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
         """Find the posterior of the coefficients.

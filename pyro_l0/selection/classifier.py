@@ -11,7 +11,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
-from pyro_l0.selection._base import Array, RandomState, SpikeSlabEstimator
+from pyro_l0.selection._base import Array, SpikeSlabEstimator
 from pyro_l0.selection._predictive import averages
 from pyro_l0.selection.problem import Family
 
@@ -55,25 +55,6 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
     """
 
     classes_: NDArray[np.generic]
-
-    def __init__(
-        self,
-        *,
-        rate: float | None = None,
-        expected_size: float | None = None,
-        slab_scale: float | None = None,
-        standardize: bool = True,
-        fit_intercept: bool = True,
-        method: str = "auto",
-        random_state: RandomState = None,
-    ) -> None:
-        self.rate = rate
-        self.expected_size = expected_size
-        self.slab_scale = slab_scale
-        self.standardize = standardize
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.random_state = random_state
 
     def predict_proba(self, X: ArrayLike) -> Array:  # noqa: N803
         """Probabilities of the classes, averaged over the posterior.

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin
 from sklearn.utils import Tags
 
-from pyro_l0.selection._base import Array, RandomState
+from pyro_l0.selection._base import Array
 from pyro_l0.selection._one_output import OneOutput
 from pyro_l0.selection._predictive import averages
 from pyro_l0.selection.problem import Family
@@ -46,25 +46,6 @@ class SpikeSlabPoissonRegressor(RegressorMixin, OneOutput):  # type: ignore[misc
         n_features_in_: p.
         feature_names_in_: names of the features, where X had names.
     """
-
-    def __init__(
-        self,
-        *,
-        rate: float | None = None,
-        expected_size: float | None = None,
-        slab_scale: float | None = None,
-        standardize: bool = True,
-        fit_intercept: bool = True,
-        method: str = "auto",
-        random_state: RandomState = None,
-    ) -> None:
-        self.rate = rate
-        self.expected_size = expected_size
-        self.slab_scale = slab_scale
-        self.standardize = standardize
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.random_state = random_state
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803
         """The posterior mean of new counts.

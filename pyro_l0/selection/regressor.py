@@ -88,14 +88,16 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
         method: str = "auto",
         random_state: RandomState = None,
     ) -> None:
-        self.rate = rate
-        self.expected_size = expected_size
-        self.slab_scale = slab_scale
+        super().__init__(
+            rate=rate,
+            expected_size=expected_size,
+            slab_scale=slab_scale,
+            standardize=standardize,
+            fit_intercept=fit_intercept,
+            method=method,
+            random_state=random_state,
+        )
         self.noise_scale = noise_scale
-        self.standardize = standardize
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.random_state = random_state
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803
         """The posterior mean of new observations.
