@@ -65,7 +65,7 @@ def fit(
     *args: object,
     steps: int = 800,
     restarts: int = 1,
-    num_particles: int = 64,
+    num_particles: int = 128,
     learning_rate: float = 0.1,
     seed: int | None = None,
     progress: bool = False,
