@@ -100,10 +100,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def select(self, fdr: float = 0.05) -> NDArray[np.intp]:
-        """The largest set of features whose expected share of false discoveries is small.
+        """The largest set of features that probably have an effect, and of which few are expected not to.
 
-        It has the features of the largest inclusion probabilities, as many as keep the mean of 1 - PIP at most ``fdr``;
-        of equal ones, those of the smaller index come first.
+        It has the features of the largest inclusion probabilities above one half, as many as keep the mean of 1 - PIP
+        at most ``fdr``; of equal ones, those of the smaller index come first. Without the bound of one half, some
+        features that are certain would make room for others that are more likely to be without effect than not.
 
         Args:
             fdr: share of the selected features that may have no effect, in the mean over the posterior.
@@ -120,7 +121,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         order = np.argsort(-self.pip_, kind="stable")
         false = np.cumsum(1 - self.pip_[order]) / np.arange(1, len(order) + 1)
         # The means increase with the size of the set, as 1 - PIP does.
-        return np.sort(order[: np.searchsorted(false, fdr, side="right")])
+        size = min(np.searchsorted(false, fdr, side="right"), np.count_nonzero(self.pip_ > 0.5))
+        return np.sort(order[:size])
 
     def sample(self, n: int = 1000) -> dict[str, NDArray[Any]]:
         """Joint draws from the posterior, in the units of the data.

@@ -192,14 +192,15 @@ def with_pips(pips):
     [
         ([0.2, 0.99, 0.92, 0.97], 0.05, [1, 2, 3]),
         ([0.2, 0.99, 0.92, 0.97], 0.03, [1, 3]),
-        ([0.2, 0.99, 0.92, 0.97], 1.0, [0, 1, 2, 3]),
+        ([0.2, 0.99, 0.92, 0.97], 1.0, [1, 2, 3]),
+        ([0.5, 1.0, 1.0, 1.0, 1.0, 0.51], 0.2, [1, 2, 3, 4, 5]),
         ([0.2, 0.5], 0.05, []),
         ([1.0, 0.0, 1.0], 0.0, [0, 2]),
         ([0.875, 1.0, 0.875], 0.0625, [0, 1]),
     ],
 )
 def test_selection_keeps_the_mean_of_false_discoveries(pips, fdr, chosen):
-    """The largest such set; of two equal features that do not both fit, the first."""
+    """The largest such set of probable features; of two equal ones that do not both fit, the first."""
     assert with_pips(pips).select(fdr).tolist() == chosen
 
 
