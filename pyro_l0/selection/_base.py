@@ -99,7 +99,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         )
         return self
 
-    def select(self, fdr: float = 0.05) -> NDArray[np.intp]:
+    def select(self, fdr: float = 0.1) -> NDArray[np.intp]:
         """The largest set of features that probably have an effect, and of which few are expected not to.
 
         It has the features of the largest inclusion probabilities above one half, as many as keep the mean of 1 - PIP

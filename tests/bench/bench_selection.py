@@ -1,9 +1,9 @@
 """Variable selection beside abess on six published designs: python tests/bench/bench_selection.py
 
 Features are independent standard normal, and the first of them have effects. A design is n, p, the effects and the
-deviation of the noise, which is estimated. Ours is SpikeSlabRegressor as it comes, and selects the largest set whose
-mean of 1 - PIP is at most .05, or .1, or the features with a PIP above .5, the median probability model. abess chooses
-its support size by EBIC. Every line: means over the seeds of F1 and of the share of the selected that is false, and
+deviation of the noise, which is estimated. Ours is SpikeSlabRegressor as it comes, with select(.05), select(.1), which
+is its default, or the features with a PIP above .5, the median probability model. abess chooses its support size by
+EBIC. Every line: means over the seeds of F1 and of the share of the selected that is false, and
 seconds of one fit on one core. --seeds N takes so many seeds (100), --first those from that on, --design part of a
 name, --quick ten seeds of the first design. --wide instead takes one design of 10,000 features and 500 observations
 with ten effects through our estimator with two seeds: seconds, peak memory, the selected, and how far the inclusion
