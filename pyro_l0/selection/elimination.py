@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from pyro_l0.selection.cross_fitting import BATCH, Fold, random_rows, weights_optimiser
 from pyro_l0.selection.responses import Response
 
-__all__ = ["eliminate", "held_out_loss", "train_for_subsets"]
+__all__ = ["eliminate", "held_out_losses", "train_for_subsets"]
 
 _SHARE = 0.05  # of the inputs that have to go, closed at once
 
@@ -48,15 +49,15 @@ def train_for_subsets(
 
 
 @torch.no_grad()
-def held_out_loss(
+def held_out_losses(
     networks: Sequence[nn.Module],
     response: Response,
     x: Tensor,
     y: Tensor,
     folds: Sequence[Fold],
     is_open: Tensor,
-) -> float:
-    """Mean negative log likelihood, each network at the observations that it has never seen.
+) -> Tensor:
+    """Negative log likelihoods of all observations, shape ``(n,)``, by the networks that have never seen them.
 
     Args:
         networks: one per fold, in evaluation mode.
@@ -66,12 +67,11 @@ def held_out_loss(
         folds: the observations of each network.
         is_open: which inputs they see, shape ``(p,)``.
     """
-    total, count = 0.0, 0
+    losses = torch.zeros(len(y)).to(x)
     for network, (_, rows) in zip(networks, folds, strict=True):
         output = response.output(network(x[rows] * is_open))
-        total -= float(response.distribution(output).log_prob(y[rows]).sum())
-        count += len(rows)
-    return total / count
+        losses[rows] = -response.distribution(output).log_prob(y[rows])
+    return losses
 
 
 def eliminate(
@@ -82,8 +82,12 @@ def eliminate(
     folds: Sequence[Fold],
     *,
     n_features: int,
+    alone: Tensor,
 ) -> Tensor:
     """Close inputs without which the held-out loss is least, until so many are left.
+
+    Losses of near duplicates differ by less than their noise, so that the least one would be a matter of the seed. Of
+    all inputs whose closing is within one standard error of the best, those are closed that tell least alone.
 
     In each round a twentieth of those that have to go is closed, at least one: two near duplicates that were closed at
     once would both be missed. That takes about 20 p evaluations of the loss where few inputs are left, and at most
@@ -96,28 +100,48 @@ def eliminate(
         y: encoded observations, shape ``(n,)``.
         folds: the observations of each network.
         n_features: inputs that are left.
+        alone: how much each input tells alone, on any scale, shape ``(p,)``.
 
     Returns:
         Ranks, shape ``(p,)``: 1 for inputs that are left, and the larger the earlier an input was closed.
 
     Raises:
         ValueError: the networks' losses are no finite numbers.
+
+    References:
+        Breiman, Friedman, Olshen, Stone (1984), Classification and Regression Trees; the rule of one standard error.
     """
     for network in networks:
         network.eval()
     varies = (x != x[0]).any(0)
+    alone = torch.where(varies, alone.to(x), -torch.inf)
     is_open, ranks = torch.ones_like(varies), torch.ones(len(varies), dtype=torch.long, device=x.device)
     while (surplus := int(is_open.sum()) - n_features) > 0:
         candidates = is_open.nonzero().flatten()
-        losses = torch.full((len(candidates),), -torch.inf)
-        for i, j in enumerate(candidates.tolist()):
-            if varies[j]:
-                rest = is_open.clone()
-                rest[j] = False
-                losses[i] = held_out_loss(networks, response, x, y, folds, rest)
-        if bool(losses.isnan().any()):
-            raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")
-        closed = losses.argsort(stable=True)[: max(1, int(_SHARE * surplus))]
-        is_open[candidates[closed.to(x.device)]] = False
+        losses = []
+        for j in candidates.tolist():
+            rest = is_open.clone()
+            rest[j] = False
+            losses.append(held_out_losses(networks, response, x, y, folds, rest))
+        order = _least_missed(torch.stack(losses), alone[candidates])
+        is_open[candidates[order[: max(1, int(_SHARE * surplus))]]] = False
         ranks[~is_open] += 1
     return ranks
+
+
+def _least_missed(losses: Tensor, alone: Tensor) -> Tensor:
+    """Candidates in the order in which they may go.
+
+    Args:
+        losses: of each observation without each candidate, shape ``(candidates, n)``.
+        alone: what each candidate tells alone, minus infinity for a constant; shape ``(candidates,)``.
+    """
+    means = losses.mean(1)
+    if bool(means.isnan().any()):
+        raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")
+    above = losses - losses[means.argmin()]
+    is_tied = above.mean(1) <= above.std(1) / math.sqrt(losses.shape[1])
+    is_tied |= alone.isinf()
+    by_loss = means.argsort(stable=True)
+    by_alone = alone.argsort(stable=True)
+    return torch.cat([by_alone[is_tied[by_alone]], by_loss[~is_tied[by_loss]]])

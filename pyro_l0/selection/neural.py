@@ -12,7 +12,7 @@ import pyro
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
-from sklearn.feature_selection import SelectorMixin
+from sklearn.feature_selection import SelectorMixin, f_classif, f_regression
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import ClassifierTags, RegressorTags, Tags
 from sklearn.utils.metaestimators import available_if
@@ -189,7 +189,9 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             self._support: NDArray[np.bool_] = self.active_probs_ > 0.5
         else:
             train_for_subsets(*fit, steps=self.max_steps)
-            self.ranking_: NDArray[np.int64] = eliminate(*fit, n_features=self.n_features).cpu().numpy()
+            alone = _told_alone(x, y, isinstance(response, ClassResponse))
+            ranks = eliminate(*fit, n_features=self.n_features, alone=alone)
+            self.ranking_: NDArray[np.int64] = ranks.cpu().numpy()
             self._support = self.ranking_ == 1
         selected = torch.as_tensor(self._support).to(inputs.device)
         self.networks_ = [
@@ -252,6 +254,15 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         elif self.task == "regression":
             tags.estimator_type, tags.regressor_tags = "regressor", RegressorTags()
         return tags
+
+
+def _told_alone(x: Array, y: NDArray[Any], of_classes: bool) -> Tensor:
+    """How much each feature tells of y by itself: the F statistic of its linear relation; 0 for a constant."""
+    told = np.zeros(x.shape[1])
+    varies = np.ptp(x, axis=0) > 0
+    if varies.any():
+        told[varies] = (f_classif if of_classes else f_regression)(x[:, varies], y)[0]
+    return torch.from_numpy(np.nan_to_num(told))
 
 
 def _folds(y: Tensor, count: int, stratified: bool) -> list[Fold]:
