@@ -26,7 +26,7 @@ def test_everything_unknown_and_nothing_touched():
     pyro.clear_param_store()
     pyro.param("own", torch.ones(2))
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
-    found = autoregressive_posterior(problem(), draws=500, seed=1)
+    found = autoregressive_posterior(problem(), draws=500, seed=1, steps=400)
     assert list(pyro.get_param_store().keys()) == ["own"]
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
