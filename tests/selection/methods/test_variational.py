@@ -7,9 +7,9 @@ import pyro
 import pytest
 import torch
 
-from pyro_l0.selection.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.variational import autoregressive_posterior
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.variational import autoregressive_posterior
 from tests.maths.spike_and_slab import seeded
 
 

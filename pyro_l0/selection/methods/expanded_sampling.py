@@ -9,13 +9,13 @@ from torch import Tensor
 
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun
-from pyro_l0.selection.expansion import Expansion, expanded, gate_of, null_predictor
-from pyro_l0.selection.hyper_axis import log_half_normal
-from pyro_l0.selection.laplace_states import laplace, laplace_draws
+from pyro_l0.selection.gate_vectors.hyper_axis import log_half_normal
+from pyro_l0.selection.gate_vectors.laplace_states import laplace, laplace_draws
+from pyro_l0.selection.gate_vectors.states import gate_prior
+from pyro_l0.selection.methods.expansion import Expansion, expanded, gate_of, null_predictor
+from pyro_l0.selection.methods.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.states import gate_prior
-from pyro_l0.selection.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
 
 __all__ = ["expanded_posterior"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pyro_l0.selection.design import make_design
-from pyro_l0.selection.enumeration import enumerate_posterior
-from pyro_l0.selection.mean_field import mean_field_posterior
+from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.mean_field import mean_field_posterior
 from pyro_l0.selection.problem import Prior, Problem
 from tests.maths.spike_and_slab import seeded
 

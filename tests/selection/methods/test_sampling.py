@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributions as dist
 
-from pyro_l0.selection import sampling
-from pyro_l0.selection.enumeration import enumerate_posterior
+from pyro_l0.selection.methods import sampling
+from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.sampling import _moments, tempered_posterior
+from pyro_l0.selection.methods.tempered_chains import Effort, sampled_walk
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.sampling import _moments, tempered_posterior
-from pyro_l0.selection.tempered_chains import Effort, sampled_walk
 from tests.reference_posteriors import GaussianPosterior
 from tests.spike_slab_designs import exact_pair, generalised_linear_designs, unknown_hyperparameters
 

@@ -18,13 +18,21 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.maths.tempered_gibbs import distinct_rows
-from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
-from pyro_l0.selection.laying import Axes, Laid, heaviest, integrated, lay
-from pyro_l0.selection.likelihoods import likelihood_of
-from pyro_l0.selection.newton import Mode, find_mode
+from pyro_l0.selection.gate_vectors.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
+from pyro_l0.selection.gate_vectors.laying import Axes, Laid, heaviest, integrated, lay
+from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
+from pyro_l0.selection.gate_vectors.newton import Mode, find_mode
+from pyro_l0.selection.gate_vectors.states import (
+    Group,
+    checked_gates,
+    draw_rate,
+    draws_of,
+    gate_prior,
+    groups_of,
+    sparse_rows,
+)
 from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.states import Group, checked_gates, draw_rate, draws_of, gate_prior, groups_of, sparse_rows
 
 __all__ = ["LaplaceFit", "LaplaceStates", "laplace", "laplace_draws"]
 
@@ -52,7 +60,7 @@ class LaplaceFit(NamedTuple):
     modes: list[tuple[Group, Mode]]
 
     def moments(self, weights: Tensor, p: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`~pyro_l0.selection.states.States.moments`; the number of features is p."""
+        """See :meth:`~pyro_l0.selection.gate_vectors.states.States.moments`; the number of features is p."""
         outputs = self.modes[0][1].coefficients.shape[2]
         first, second = torch.zeros(2, p, outputs, dtype=torch.float64)
         for group, mode in self.modes:
@@ -109,7 +117,7 @@ def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: to
 
 
 class LaplaceStates:
-    """See :class:`~pyro_l0.selection.states.States`.
+    """See :class:`~pyro_l0.selection.gate_vectors.states.States`.
 
     A grid that was laid for log marginals also serves the moments and draws of the states that it was laid by.
 
@@ -127,7 +135,7 @@ class LaplaceStates:
         self._last: _Last | None = None
 
     def log_marginal(self, z: Tensor) -> Tensor:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         laid = self._laid(z)
         found = integrated(laid, gate_prior(self.problem.prior).log_prob(z), self._log_joint)
@@ -135,7 +143,7 @@ class LaplaceStates:
         return found
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         matter = weights > weights.max() * math.exp(-_MATTERS)
         grid = self._axes(heaviest(z[matter], weights[matter])).fine()
@@ -155,7 +163,7 @@ class LaplaceStates:
         return first, second
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         return laplace_draws(self.problem, z, self._draw_slab_scales(z, generator).exp(), generator)
 
