@@ -18,6 +18,12 @@ MAY_IMPORT = {
     "diagnostics": {"maths", "fast", "distributions", "infer"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
 }
+# Folders of selection, and which of its other parts they may import.
+SELECTION_MAY_IMPORT = {
+    "gate_vectors": {"problem", "posterior"},
+    "methods": {"gate_vectors", "design", "problem", "posterior"},
+    "network_inputs": set(),
+}
 # Extras, and what takes seconds to import, which are imported where they are used.
 OPTIONAL = {
     "arviz",
@@ -55,6 +61,15 @@ def test_imports_run_one_way(path):
     own = {name.split(".")[1] for name in top if name.startswith("pyro_l0.")}
     if part != "__init__":
         assert own <= MAY_IMPORT[part] | {part}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "selection").glob("*/*.py")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_selection_runs_one_way(path):
+    """From gate vectors to methods to estimators."""
+    part = path.parent.name
+    top, _ = imports(path)
+    own = {name.split(".")[2] for name in top if name.startswith("pyro_l0.selection.")}
+    assert own <= SELECTION_MAY_IMPORT[part] | {part}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "maths").glob("*.py")), ids=lambda p: p.name)

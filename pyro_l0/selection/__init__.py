@@ -10,7 +10,7 @@ if find_spec("sklearn") is None:
 
 from pyro_l0.selection.classifier import SpikeSlabClassifier
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets
-from pyro_l0.selection.enumeration import exact_posterior
+from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.neural import NeuralFeatureSelector
 from pyro_l0.selection.poisson import SpikeSlabPoissonRegressor
 from pyro_l0.selection.posterior import Draws, SelectionPosterior

@@ -41,8 +41,8 @@ class SelectionPosterior:
         sd: their standard deviations, shape ``(p, K)``.
         log_evidence: log p(y), or its estimate.
         draws: joint draws.
-        standard_error: of the inclusion probabilities, from the differences of chains, shape ``(p,)``; None where there
-            are no chains.
+        standard_error: of the inclusion probabilities, from the differences of chains and from the weights that their
+            draws are given, shape ``(p,)``; None where there are no chains.
     """
 
     inclusion: NDArray[np.float64]

@@ -5,10 +5,14 @@ or as AR(rho) with ``--features ar``; three features have an effect, normal with
 variance 1. ``SpikeSlabRegressor`` learns noise, slab scale and rate. Of its credible sets of level .95, which share
 holds a feature with an effect? It should be .93 or more at each rho.
 
-``calibration``: rate, slab scale and noise are drawn from the priors of ``draw_model``, which are not those that the
-estimators fit with, then gates, coefficients and data; the regressor and the classifier learn all of them again. Of the
-gates whose inclusion probability lies in a bin, which share is open? Standard errors are those that the posterior gives
-itself: gates of one data set depend on one another.
+``calibration``: hyperparameters, gates, coefficients and observations are drawn from the priors that the estimators
+learn with, and the regressor and the classifier learn all of them again. Of the gates whose inclusion probability lies
+in a bin, which share is open? Only data from these very priors can tell, since a posterior promises its probabilities
+in the mean over its own prior. The estimators scale the priors by the deviation of y; so the regressor's data are drawn
+again until that is within 2 % of the unit that they were drawn in, and labels until a fifth or more is of each class: a
+choice by y leaves the posterior given y as it is. With ``--priors other`` hyperparameters come from the priors of
+``other_hyperparameters``, which shows how much that matters. Standard errors are those that the posterior gives itself:
+gates of one data set depend on one another.
 
 A mark "!" stands where a number leaves what is asked: .93, or 3 standard errors, and then the command ends with 1; one
 in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets.
@@ -21,7 +25,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from simulation_based_calibration import BINS, Calibration
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+from pyro_l0.selection.design import default_rate
 
 N, P, BLOCK, EFFECTS = 150, 30, 5, 3
 LEAST, MOST = 0.93, 3.0
@@ -77,17 +82,47 @@ def coverage(kind: str, rho: float, options: argparse.Namespace) -> bool:
     return not mark
 
 
-def draw_model(rng: np.random.Generator, n: int, p: int, family: str) -> tuple[Array, Array, Array]:
-    """Features AR(.7), observations and gates, with hyperparameters from their priors."""
+class Hyperparameters(NamedTuple):
+    """Of a regression with features of deviation 1."""
+
+    rate: float
+    slab: float
+    noise: float
+    intercept: float
+
+
+def own_hyperparameters(rng: np.random.Generator, p: int, family: str) -> Hyperparameters:
+    """Draws from the priors of the estimators, in units of the deviation of y."""
+    rate = rng.beta(*default_rate(p))
+    if family == "gaussian":
+        return Hyperparameters(rate, abs(rng.normal()), abs(rng.standard_cauchy()), 2.0)
+    return Hyperparameters(rate, 2.0 * abs(rng.normal()), 0.0, 10.0 * rng.normal())
+
+
+def other_hyperparameters(rng: np.random.Generator, p: int, family: str) -> Hyperparameters:
+    """Draws from priors of other shapes, whatever the number of features."""
     rate = rng.beta(2.0, 8.0)
     slab = math.exp(rng.normal(-0.7 if family == "gaussian" else 0.3, 0.5))
     noise = math.exp(rng.normal(0.0, 0.5))
+    return Hyperparameters(rate, slab, noise, 2.0 if family == "gaussian" else 0.3)
+
+
+def draw_model(rng: np.random.Generator, n: int, p: int, family: str, priors: str) -> tuple[Array, Array, Array]:
+    """Features AR(.7), observations and gates, with hyperparameters from their priors."""
     x = features("ar", 0.7, rng, n, p)
-    z = rng.random(p) < rate
-    predictor = x @ (z * rng.normal(size=p)) * slab
-    if family == "gaussian":
-        return x, 2.0 + predictor + noise * rng.normal(size=n), z
-    return x, (rng.random(n) < 1 / (1 + np.exp(-0.3 - predictor))).astype(float), z
+    draw = own_hyperparameters if priors == "own" else other_hyperparameters
+    while True:
+        hyper = draw(rng, p, family)
+        z = rng.random(p) < hyper.rate
+        predictor = hyper.intercept + x @ (z * rng.normal(size=p)) * hyper.slab
+        if family == "gaussian":
+            y = predictor + hyper.noise * rng.normal(size=n)
+            kept = abs(y.std() - 1) < 0.02
+        else:
+            y = (rng.random(n) < 1 / (1 + np.exp(-predictor))).astype(float)
+            kept = 0.2 <= y.mean() <= 0.8
+        if kept or (priors == "other" and y.std() > 0):
+            return x, y, z
 
 
 def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> bool:
@@ -95,9 +130,7 @@ def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> boo
     counted, seconds = Calibration(), 0.0
     kind: Any = SpikeSlabRegressor if family == "gaussian" else SpikeSlabClassifier
     for seed in range(options.replicates):
-        x, y, z = draw_model(np.random.default_rng(seed), n, p, family)
-        if len(np.unique(y)) < 2:
-            continue
+        x, y, z = draw_model(np.random.default_rng(seed), n, p, family, options.priors)
         start = time.process_time()
         model = kind(method=options.method, random_state=seed).fit(x, y)
         seconds += time.process_time() - start
@@ -106,7 +139,8 @@ def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> boo
         counted.gates.append(torch.as_tensor(z).double())
         covariance = torch.as_tensor(np.atleast_2d(np.cov(model.sample(2000)["gates"].T.astype(float))))
         counted.covariances.append(covariance.diagonal_scatter(inclusion * (1 - inclusion)))
-    print(f"{kind.__name__}, n = {n}, p = {p}, method {model.method_}: {seconds / options.replicates:.2f} s a data set")
+    each = f"{seconds / options.replicates:.2f} s a data set"
+    print(f"{kind.__name__}, n = {n}, p = {p}, {options.priors} priors, method {model.method_}: {each}")
     kept = True
     for (count, mean, share, score), low, high in zip(counted.bins(), BINS, BINS[1:], strict=False):
         mark = "!" if abs(score) > MOST else ""
@@ -122,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("sets", "calibration"), help="both, if it is not given")
     parser.add_argument("--replicates", type=int, default=200)
+    parser.add_argument("--priors", choices=("own", "other"), default="own", help="what calibration draws from")
     parser.add_argument("--features", choices=("blocks", "ar"), default="blocks")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--quick", action="store_true")

@@ -18,12 +18,12 @@ from torch import nn
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO
 from pyro_l0.selection import NeuralFeatureSelector
-from pyro_l0.selection.cross_fitting import Fold
-from pyro_l0.selection.elimination import eliminate, held_out_losses, train_for_subsets
-from pyro_l0.selection.gate_training import _Training
-from pyro_l0.selection.input_gates import SITE, GatedNetworks, InputGates
-from pyro_l0.selection.networks import make_networks
-from pyro_l0.selection.responses import ClassResponse, NormalResponse
+from pyro_l0.selection.network_inputs.cross_fitting import Fold
+from pyro_l0.selection.network_inputs.elimination import eliminate, held_out_losses, train_for_subsets
+from pyro_l0.selection.network_inputs.gate_training import _Training
+from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, InputGates
+from pyro_l0.selection.network_inputs.networks import make_networks
+from pyro_l0.selection.network_inputs.responses import ClassResponse, NormalResponse
 
 FAST = {"max_steps": 2, "cv": 2, "random_state": 0}
 

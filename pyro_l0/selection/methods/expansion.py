@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.quadratic import Quadratic, quadratic_of
-from pyro_l0.selection.likelihoods import likelihood_of
+from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.problem import Problem
 
 __all__ = ["Expansion", "expanded", "gate_of", "null_predictor"]

@@ -8,11 +8,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pyro_l0.selection.design import make_design
-from pyro_l0.selection.gaussian_states import GaussianStates
-from pyro_l0.selection.laplace_states import LaplaceStates
+from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
+from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates
+from pyro_l0.selection.gate_vectors.states import States
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Family, Problem
-from pyro_l0.selection.states import States
 
 __all__ = ["MOST_FEATURES", "enumerate_posterior", "exact_posterior", "states_of"]
 

@@ -7,9 +7,9 @@ import pyro
 import pytest
 import torch
 
-from pyro_l0.selection.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.variational import autoregressive_posterior
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.variational import autoregressive_posterior
 from tests.maths.spike_and_slab import seeded
 
 
@@ -26,7 +26,7 @@ def test_everything_unknown_and_nothing_touched():
     pyro.clear_param_store()
     pyro.param("own", torch.ones(2))
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
-    found = autoregressive_posterior(problem(), draws=500, seed=1)
+    found = autoregressive_posterior(problem(), draws=500, seed=1, steps=400)
     assert list(pyro.get_param_store().keys()) == ["own"]
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.quadratic import quadratic_of
-from pyro_l0.selection.gaussian_grid import GaussianGrid, GridAxes
-from pyro_l0.selection.laying import Laid, heaviest, integrated, lay
-from pyro_l0.selection.posterior import Draws
-from pyro_l0.selection.problem import Problem
-from pyro_l0.selection.states import (
+from pyro_l0.selection.gate_vectors.gaussian_grid import GaussianGrid, GridAxes
+from pyro_l0.selection.gate_vectors.laying import Laid, heaviest, integrated, lay
+from pyro_l0.selection.gate_vectors.states import (
     Group,
     checked_gates,
     draw_rate,
@@ -34,6 +32,8 @@ from pyro_l0.selection.states import (
     groups_of,
     sparse_rows,
 )
+from pyro_l0.selection.posterior import Draws
+from pyro_l0.selection.problem import Problem
 
 __all__ = ["GaussianStates"]
 
@@ -43,7 +43,7 @@ _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
 
 
 class GaussianStates:
-    """See :class:`~pyro_l0.selection.states.States`.
+    """See :class:`~pyro_l0.selection.gate_vectors.states.States`.
 
     An unknown noise scale is bounded from below by 1e-5 times the root mean square of y: where the features explain y
     without a rest, its density has no other bound.
@@ -69,12 +69,12 @@ class GaussianStates:
         self._quadratic = quadratic_of(x, self._linear)
 
     def log_marginal(self, z: Tensor) -> Tensor:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         return integrated(self._laid(z), gate_prior(self.problem.prior).log_prob(z), self._parts)
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         grid = self._laid(heaviest(z, weights)).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
@@ -89,7 +89,7 @@ class GaussianStates:
         return first[:, None], second[:, None]
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         distinct, state = checked_gates(z, self._p).unique(dim=0, return_inverse=True)
         grid = self._laid(distinct).axes.fine(_FINER)
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
+from pyro_l0.selection.gate_vectors.hyper_axis import Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
 from pyro_l0.selection.problem import Prior
 
 __all__ = ["GaussianGrid", "GridAxes", "smallest_noise"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun, sampled_target
-from pyro_l0.selection.bridge import bridged_evidence
+from pyro_l0.selection.methods.bridge import bridged_evidence
 
 __all__ = ["Effort", "chain_evidence", "resampled", "sampled_walk"]
 

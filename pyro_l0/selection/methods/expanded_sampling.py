@@ -9,13 +9,13 @@ from torch import Tensor
 
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun
-from pyro_l0.selection.expansion import Expansion, expanded, gate_of, null_predictor
-from pyro_l0.selection.hyper_axis import log_half_normal
-from pyro_l0.selection.laplace_states import laplace, laplace_draws
+from pyro_l0.selection.gate_vectors.hyper_axis import log_half_normal
+from pyro_l0.selection.gate_vectors.laplace_states import laplace, laplace_draws
+from pyro_l0.selection.gate_vectors.states import gate_prior
+from pyro_l0.selection.methods.expansion import Expansion, expanded, gate_of, null_predictor
+from pyro_l0.selection.methods.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.states import gate_prior
-from pyro_l0.selection.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
 
 __all__ = ["expanded_posterior"]
 
@@ -49,7 +49,9 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     log_ratio = fit.log_evidence - walk.collapsed(run.hyper[picked]).log_evidence(z)
     weights = torch.softmax(log_ratio, 0)
     # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
-    inclusion = (run.active_probs + (weights - 1 / _DRAWS) @ z.double()).clamp(0, 1)
+    change = weights - 1 / _DRAWS
+    inclusion = (run.active_probs + change @ z.double()).clamp(0, 1)
+    of_weights = change.square() @ (z.double() - inclusion).square()
     mean, square = _at_inclusion(inclusion, weights @ z.double(), fit.moments(weights, len(inclusion)))
     which = resampled(weights, draws, generator)
     log_evidence = chain_evidence(_ExpandedMarginal(walk, problem.prior), walk, run, generator)
@@ -59,7 +61,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         (square - mean.square()).clamp(min=0).sqrt().numpy(),
         log_evidence + float(log_ratio.logsumexp(0)) - math.log(_DRAWS),
         laplace_draws(problem, z[which], slab[which], generator),
-        run.standard_error().numpy(),
+        (run.standard_error().square() + of_weights).sqrt().numpy(),
     )
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.tempered_gibbs import collapsed_mean_field
-from pyro_l0.selection.enumeration import states_of
-from pyro_l0.selection.expansion import expanded, gate_of, null_predictor
+from pyro_l0.selection.gate_vectors.states import States, gate_prior
+from pyro_l0.selection.methods.enumeration import states_of
+from pyro_l0.selection.methods.expansion import expanded, gate_of, null_predictor
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Problem
-from pyro_l0.selection.states import States, gate_prior
 
 __all__ = ["mean_field_posterior"]
 

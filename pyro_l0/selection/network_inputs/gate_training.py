@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.infer import L0_ELBO
-from pyro_l0.selection.cross_fitting import BATCH, BETAS, LEARNING_RATE, WEIGHT_DECAY, Fold, random_rows
-from pyro_l0.selection.input_gates import SITE, GatedNetworks, InputGates
-from pyro_l0.selection.responses import Response
+from pyro_l0.selection.network_inputs.cross_fitting import BATCH, BETAS, LEARNING_RATE, WEIGHT_DECAY, Fold, random_rows
+from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, InputGates
+from pyro_l0.selection.network_inputs.responses import Response
 
 __all__ = ["train_gates"]
 

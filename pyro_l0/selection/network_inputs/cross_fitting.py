@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pyro_l0.nn import Gate, fix_gates
-from pyro_l0.selection.responses import Response
+from pyro_l0.selection.network_inputs.responses import Response
 
 __all__ = ["BATCH", "BETAS", "LEARNING_RATE", "WEIGHT_DECAY", "Fold", "random_rows", "refit", "weights_optimiser"]
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from pyro_l0.maths.quadratic import quadratic_of
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun
-from pyro_l0.selection.expanded_sampling import expanded_posterior
-from pyro_l0.selection.gaussian_grid import smallest_noise
-from pyro_l0.selection.gaussian_states import GaussianStates
-from pyro_l0.selection.hyper_axis import log_half_cauchy, log_half_normal
+from pyro_l0.selection.gate_vectors.gaussian_grid import smallest_noise
+from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
+from pyro_l0.selection.gate_vectors.hyper_axis import log_half_cauchy, log_half_normal
+from pyro_l0.selection.gate_vectors.states import gate_prior
+from pyro_l0.selection.methods.expanded_sampling import expanded_posterior
+from pyro_l0.selection.methods.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.states import gate_prior
-from pyro_l0.selection.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
 
 __all__ = ["tempered_posterior"]
 
@@ -38,7 +38,7 @@ def tempered_posterior(
 
     Args:
         problem: a regression of any family; for those that are not Gaussian see
-            :func:`~pyro_l0.selection.expanded_sampling.expanded_posterior`.
+            :func:`~pyro_l0.selection.methods.expanded_sampling.expanded_posterior`.
         draws: how many joint draws.
         seed: of all random numbers.
         effort: how long the chains run; by default what suits the number of features.

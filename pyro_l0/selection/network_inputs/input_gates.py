@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.nn import Gate
-from pyro_l0.selection.responses import Response
+from pyro_l0.selection.network_inputs.responses import Response
 
 __all__ = ["SITE", "GatedNetworks", "InputGates"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.selection.responses import Response
+from pyro_l0.selection.network_inputs.responses import Response
 
 __all__ = ["Net", "check_outputs", "make_networks"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.selection.likelihoods import Likelihood
+from pyro_l0.selection.gate_vectors.likelihoods import Likelihood
 
 __all__ = ["Mode", "find_mode"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pyro_l0.selection.cross_fitting import BATCH, Fold, random_rows, weights_optimiser
-from pyro_l0.selection.responses import Response
+from pyro_l0.selection.network_inputs.cross_fitting import BATCH, Fold, random_rows, weights_optimiser
+from pyro_l0.selection.network_inputs.responses import Response
 
 __all__ = ["eliminate", "held_out_losses", "train_for_subsets"]
 

@@ -18,17 +18,26 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.maths.tempered_gibbs import distinct_rows
-from pyro_l0.selection.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
-from pyro_l0.selection.laying import Axes, Laid, heaviest, integrated, lay
-from pyro_l0.selection.likelihoods import likelihood_of
-from pyro_l0.selection.newton import Mode, find_mode
+from pyro_l0.selection.gate_vectors.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
+from pyro_l0.selection.gate_vectors.laying import Axes, Laid, heaviest, integrated, lay
+from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
+from pyro_l0.selection.gate_vectors.newton import Mode, find_mode
+from pyro_l0.selection.gate_vectors.states import (
+    Group,
+    checked_gates,
+    draw_rate,
+    draws_of,
+    gate_prior,
+    groups_of,
+    sparse_rows,
+)
 from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Prior, Problem
-from pyro_l0.selection.states import Group, checked_gates, draw_rate, draws_of, gate_prior, groups_of, sparse_rows
 
 __all__ = ["LaplaceFit", "LaplaceStates", "laplace", "laplace_draws"]
 
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
+_SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at once take less time than more steps
 # Of the integral over the slab scale: less than what Laplace's approximation errs by.
 _ERROR = 1e-4
 # Nats of the half-normal prior below and above its unit, between which the slab scale lies.
@@ -51,7 +60,7 @@ class LaplaceFit(NamedTuple):
     modes: list[tuple[Group, Mode]]
 
     def moments(self, weights: Tensor, p: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`~pyro_l0.selection.states.States.moments`; the number of features is p."""
+        """See :meth:`~pyro_l0.selection.gate_vectors.states.States.moments`; the number of features is p."""
         outputs = self.modes[0][1].coefficients.shape[2]
         first, second = torch.zeros(2, p, outputs, dtype=torch.float64)
         for group, mode in self.modes:
@@ -108,7 +117,7 @@ def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: to
 
 
 class LaplaceStates:
-    """See :class:`~pyro_l0.selection.states.States`.
+    """See :class:`~pyro_l0.selection.gate_vectors.states.States`.
 
     A grid that was laid for log marginals also serves the moments and draws of the states that it was laid by.
 
@@ -126,7 +135,7 @@ class LaplaceStates:
         self._last: _Last | None = None
 
     def log_marginal(self, z: Tensor) -> Tensor:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         laid = self._laid(z)
         found = integrated(laid, gate_prior(self.problem.prior).log_prob(z), self._log_joint)
@@ -134,7 +143,7 @@ class LaplaceStates:
         return found
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         matter = weights > weights.max() * math.exp(-_MATTERS)
         grid = self._axes(heaviest(z[matter], weights[matter])).fine()
@@ -144,7 +153,9 @@ class LaplaceStates:
             for part in self._modes.parts(group):
                 modes = self._modes.along(part, grid.log_slab[:, None])
                 found = [(mode.log_evidence, mode.means()[:, :k], mode.variances()[:, :k]) for mode in modes]
-                log_evidence, mean, variance = (torch.stack(x) for x in zip(*found, strict=True))
+                log_evidence, mean, variance = (
+                    torch.cat(x).unflatten(0, (-1, len(part.rows))) for x in zip(*found, strict=True)
+                )
                 probs = (log_evidence + grid.log_prior[:, None]).softmax(0) * weights[part.rows]
                 weight, at = probs[:, :, None, None], part.open.flatten()
                 first.index_add_(0, at, (weight * mean).sum(0).flatten(0, 1))
@@ -152,7 +163,7 @@ class LaplaceStates:
         return first, second
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """See :class:`~pyro_l0.selection.states.States`."""
+        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = checked_gates(z, self._p)
         return laplace_draws(self.problem, z, self._draw_slab_scales(z, generator).exp(), generator)
 
@@ -182,7 +193,8 @@ class LaplaceStates:
         """Rows of some of a group's states and their log p(y, node | z), shape ``(s, R)``."""
         for part in self._modes.parts(group):
             modes = self._modes.along(part, grid.log_slab[:, None])
-            yield part.rows, torch.stack([mode.log_evidence for mode in modes], 1) + grid.log_prior
+            each = torch.cat([mode.log_evidence for mode in modes]).view(-1, len(part.rows))
+            yield part.rows, each.T + grid.log_prior
 
 
 class _Last(NamedTuple):
@@ -261,25 +273,31 @@ class _Modes:
 
     def parts(self, group: Group) -> Iterator[Group]:
         """As many states at a time as there is room for."""
-        m = group.open.shape[1] + 1
-        n, outputs = len(self._problem.x), self._problem.outputs
-        return group.split(max(1, _ENTRIES // (outputs**2 * (n + m) * m)))
+        return group.split(max(1, _ENTRIES // self._entries(group.open.shape[1])))
 
     def along(self, part: Group, log_slab: Tensor) -> Iterator[Mode]:
-        """The modes of a part's states at slab scales of shape ``(R, 1 or s)``, each from the mode before."""
+        """The modes of a part's states at slab scales of shape ``(R, 1 or s)``, of some scales after the other.
+
+        A mode starts from that of the scale before. Where there are few numbers in all, several scales go side by side:
+        their modes take more steps, but these cost no more than those of one.
+        """
         s, k = part.open.shape
         columns = self._columns[part.open]
         intercept = int(self._problem.intercept)
         if intercept:
             columns = torch.cat([columns, columns.new_ones(s, 1, columns.shape[2])], 1)
-        precision = columns.new_full((s, k + intercept), self._problem.prior.intercept_scale**-2)
-        x = columns.new_zeros(s, k + intercept, self._problem.outputs)
-        for scales in log_slab:
-            precision = precision.clone()
-            precision[:, :k] = (-2 * scales[:, None]).exp()
-            mode = find_mode(self._likelihood, columns, precision, x)
-            x = mode.coefficients
+        start = columns.new_zeros(s, k + intercept, self._problem.outputs)
+        for scales in log_slab.split(max(1, _SIDE_BY_SIDE // (s * self._entries(k)))):
+            precision = columns.new_full((len(scales), s, k + intercept), self._problem.prior.intercept_scale**-2)
+            precision[:, :, :k] = (-2 * scales[:, :, None]).exp()
+            each, x = (part.expand(len(scales), *part.shape).flatten(0, 1) for part in (columns, start))
+            mode = find_mode(self._likelihood, each, precision.flatten(0, 1), x)
+            start = mode.coefficients[-s:]
             yield mode
+
+    def _entries(self, k: int) -> int:
+        """Numbers in the largest array of a state with k open gates."""
+        return self._problem.outputs**2 * (len(self._problem.x) + k + 1) * (k + 1)
 
 
 def _interpolated(values: Tensor, nodes: Tensor, finer: Tensor) -> Tensor:

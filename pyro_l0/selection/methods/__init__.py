@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pyro_l0.selection.enumeration import enumerate_posterior
-from pyro_l0.selection.mean_field import mean_field_posterior
+from pyro_l0.selection.methods.enumeration import enumerate_posterior
+from pyro_l0.selection.methods.mean_field import mean_field_posterior
+from pyro_l0.selection.methods.sampling import tempered_posterior
+from pyro_l0.selection.methods.variational import autoregressive_posterior
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Problem
-from pyro_l0.selection.sampling import tempered_posterior
-from pyro_l0.selection.variational import autoregressive_posterior
 
 __all__ = ["METHODS", "find_posterior"]
 

@@ -1,0 +1,1 @@
+"""Gate vectors with everything else integrated out: their evidence, their moments and draws."""

@@ -1,0 +1,1 @@
+"""How the inputs are chosen that a network needs."""
