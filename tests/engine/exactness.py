@@ -1,4 +1,4 @@
-"""Two checks of an analysis that share no code with it: garbage in all that leaves, and every operation on what stays."""
+"""Two checks of an analysis that share no code with it: garbage in all that leaves, and operations on what stays."""
 
 import torch
 from torch import Tensor

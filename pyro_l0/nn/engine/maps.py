@@ -229,9 +229,13 @@ class Maps:
         relation.pass_states()
         self._say(relation)
 
+    def free(self, size: int) -> Axis:
+        """A dimension of no tensor, a factor in :meth:`reshape`."""
+        return Axis(size, self.slots.new(size), VARIES)
+
     def fixed(self, size: int) -> Axis:
         """A dimension of no tensor, whose entries stay: a factor in :meth:`reshape`, such as copies or places."""
-        axis = Axis(size, self.slots.new(size), VARIES)
+        axis = self.free(size)
         axis.needed[:] = True
         self.pin(axis.block)
         return axis

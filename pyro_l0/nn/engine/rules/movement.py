@@ -269,6 +269,18 @@ def pixel_unshuffle(maps: Maps, operation: Operation) -> None:
     maps.reshape([maps.axes[x][-3], places], [maps.axes[output][-3]])
 
 
+@rule("aten::channel_shuffle")
+def channel_shuffle(maps: Maps, operation: Operation) -> None:
+    """Channels of several groups are shuffled; the groups stay, so that the same channels of all groups leave."""
+    x, output, groups = operation.value("self"), operation.output, operation.integer("groups")
+    for dim in range(x.rank):
+        if dim != 1:
+            maps.passes(x, dim, output, dim)
+    group, place = maps.fixed(groups), maps.free(x.shape[1] // groups)
+    maps.reshape([maps.axes[x][1]], [group, place])
+    maps.reshape([place, group], [maps.axes[output][1]])
+
+
 def _leave_image(maps: Maps, x: Value, output: Value) -> None:
     maps.fixes(x, x.rank - 2, x.rank - 1)
     for dim in range(x.rank - 3):

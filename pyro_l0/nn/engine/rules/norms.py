@@ -34,9 +34,11 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::instance_norm")
 def instance_norm(maps: Maps, operation: Operation) -> None:
-    """Each channel of each example by itself; images stay."""
+    """Each channel of each example by itself, zeros stay zeros without a bias; images stay."""
     x, output = operation.value("input"), operation.output
     _normalise_channels(maps, operation, x, output, 1)
+    if operation.maybe("bias") is None and operation.maybe("running_mean") is None:
+        maps.set_states(output, 1, maps.states(x, 1))
     maps.fixes(x, *range(2, x.rank))
 
 
