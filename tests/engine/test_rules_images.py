@@ -75,7 +75,7 @@ LAYERS = {
         lambda: Between(operation=lambda h: h.flatten(2).transpose(1, 2).unflatten(1, (6, 6)).permute(0, 3, 1, 2)),
         4,
     ),
-    "channel shuffle": (lambda: Between(operation=lambda h: F.channel_shuffle(h, 2)), 0),
+    "channel shuffle": (lambda: Between(operation=lambda h: F.channel_shuffle(h, 2)), 4),
 }
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.nn.gate import Gate, check_units, gate_names
 
-__all__ = ["Call", "Example", "Operation", "Recording", "Value", "calls_of", "record"]
+__all__ = ["WRITE", "Call", "Example", "Operation", "Recording", "Value", "calls_of", "record"]
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
 WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
