@@ -173,7 +173,7 @@ def record(network: nn.Module, example: Example) -> Recording:
             for value in outputs:
                 value.is_output = True
             calls.append(Call(tuple(inputs), tuple(outputs)))
-    return Recording(network, tuple(recorder.operations), tuple(calls), recorder.named)
+    return Recording(network, tuple(_without_saved(recorder.operations)), tuple(calls), recorder.named)
 
 
 def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, object]]]:
@@ -393,6 +393,15 @@ def _bind(signature: _Signature, args: tuple[object, ...], kwargs: dict[str, obj
     """Arguments by name; without a signature, nothing."""
     names = [name for name, _ in signature]
     return {**dict(signature), **dict(zip(names, args, strict=False)), **kwargs} if names else {}
+
+
+def _without_saved(operations: Sequence[Operation]) -> Iterator[Operation]:
+    """Leave out what autograd saves for itself: detached tensors that nobody reads."""
+    read = {value for operation in operations for value in operation.inputs}
+    for operation in operations:
+        is_read = any(x is not None and (x in read or x.is_output) for x in operation.outputs)
+        if operation.name != "aten::detach" or is_read:
+            yield operation
 
 
 def _no_function(*args: object) -> object:
