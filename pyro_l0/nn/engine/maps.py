@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor, nn
 
-from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
 from pyro_l0.nn.engine.slots import VARIES, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
+from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 
 __all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.slots import Axis, Box, Index, Mask, Read, outer
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["Solution", "solve"]
 
