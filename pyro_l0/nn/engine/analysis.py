@@ -68,8 +68,7 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
 
     Attributes:
-        path: the module that called it: torch's own, or for ``"rms"`` one that writes out x * rsqrt(mean(x²) + ε)
-            and keeps ε in an attribute.
+        path: the module of torch's that called it.
         kind: ``"layer"`` or ``"rms"``.
         weight: name of its weight, None if there is none.
         size: number of units that there were.
