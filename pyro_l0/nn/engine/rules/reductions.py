@@ -86,7 +86,7 @@ def triangle(maps: Maps, operation: Operation) -> None:
     maps.fixes(x, x.rank - 2, x.rank - 1)
 
 
-@rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")
+@rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_assert_async")
 def number(maps: Maps, operation: Operation) -> None:
     """The network looks at the number, and may take another way for another one."""
     maps.roots.extend(operation.inputs)
