@@ -1,0 +1,174 @@
+"""Rules of operations that work on each entry by itself, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO, Mask, States
+from pyro_l0.nn.engine.tape import Operation, Value
+
+__all__ = ["is_pointwise", "pointwise"]
+
+
+def is_pointwise(operation: Operation) -> bool:
+    """Whether torch itself calls an operation pointwise, or the one that does the same to a copy."""
+    twin = operation.name.removeprefix("aten::").rstrip("_")
+    packet = getattr(torch.ops.aten, twin, None) if operation.name.startswith("aten::") else None
+    twins = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.pointwise in getattr(function, "tags", ()) for function in (operation.function, *twins))
+
+
+_NOT_CALLED_SO = """__and__ __or__ _conj abs alias bernoulli clone contiguous detach dropout elu hardsigmoid hardswish
+hardtanh leaky_relu lift_fresh lift_fresh_copy log_sigmoid_forward masked_fill mish native_dropout prelu relu6 softplus
+where _prelu_kernel _to_copy"""
+
+
+@rule(*(f"aten::{name}" for name in _NOT_CALLED_SO.split()))
+def pointwise(maps: Maps, operation: Operation) -> None:
+    """Each entry of the output is made of the entries in its place; zeros stay zeros where the function says so.
+
+    Whether a product is zero where one factor is, a sum where all terms are, and an activation where its input is,
+    follows from the function's values at zeros.
+    """
+    operands = list(dict.fromkeys(operation.inputs))
+    is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
+    if is_random and not operation.name.startswith(("aten::native_dropout", "aten::dropout")):
+        combine(maps, operation, operands, [])
+        maps.set_state(operation.output, VARIES)
+        return
+    combine(maps, operation, operands, _zeroing(operation, operands))
+
+
+@rule("aten::copy_")
+def copy(maps: Maps, operation: Operation) -> None:
+    """The output is what is copied; what was there before is read by nobody, but keeps its place."""
+    before, source = operation.value("self"), operation.value("src")
+    combine(maps, operation, [source], [(0,)])
+    for dim in range(before.rank):
+        maps.tie(maps.axes[before][dim], maps.axes[operation.output][dim])
+
+
+@rule("aten::glu")
+def glu(maps: Maps, operation: Operation) -> None:
+    """Each entry of the first half of a dimension, by the sigmoid of the same one of the second half."""
+    x, output = operation.value("self"), operation.output
+    half_dim = operation.integer("dim") % x.rank
+    for dim, size in enumerate(output.shape):
+        if dim != half_dim:
+            maps.passes(x, dim, output, dim)
+        else:
+            for start in (size, 0):
+                maps.part(x, dim, output, dim, np.arange(start, start + size), np.arange(size))
+            states = maps.states(x, dim)
+            both = np.maximum(states[:size], states[size:])
+            maps.set_states(output, dim, np.where(states[:size] == ZERO, np.uint8(ZERO), both))
+
+
+@rule("aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_")
+def overwrite(maps: Maps, operation: Operation) -> None:
+    """What was there before is read by nobody, but keeps its place."""
+    before, output = operation.value("self"), operation.output
+    for dim in range(before.rank):
+        maps.tie(maps.axes[before][dim], maps.axes[output][dim])
+    number = operation.maybe("value")
+    filled = CONSTANT if number is None else maps.state(number)
+    maps.set_state(output, {"aten::zero_": ZERO, "aten::fill_": filled}.get(operation.name, VARIES))
+
+
+def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing: Sequence[tuple[int, ...]]) -> None:
+    """Tie the dimensions of operands that are broadcast against each other to those of the output.
+
+    Args:
+        maps: what is known so far.
+        operation: the operation.
+        operands: its inputs.
+        zeroing: groups of operands (by number); the output is zero where all of one group are.
+    """
+    output = operation.output
+    for output_dim, size in enumerate(output.shape):
+        dims = [output_dim - output.rank + operand.rank for operand in operands]
+        is_same = [dim >= 0 and x.shape[dim] == size for x, dim in zip(operands, dims, strict=True)]
+        states = [
+            maps.states(x, dim) if same else np.full(size, maps.state(x), dtype=np.uint8)
+            for x, dim, same in zip(operands, dims, is_same, strict=True)
+        ]
+        for number, (operand, dim, same) in enumerate(zip(operands, dims, is_same, strict=True)):
+            if same:
+                others = [states[group[0]] == ZERO for group in zeroing if len(group) == 1 and group != (number,)]
+                where: Mask | None = ~np.logical_or.reduce(others) if others else None
+                maps.same(operand, dim, output, output_dim, where)
+            elif dim >= 0:
+                maps.fixes(operand, dim)  # one entry for all
+        maps.set_states(output, output_dim, _states_of(states, zeroing))
+    if not output.shape:
+        numbers = [np.array([maps.state(x)], dtype=np.uint8) for x in operands]
+        maps.set_state(output, int(_states_of(numbers, zeroing)[0]))
+
+
+def _states_of(states: Sequence[States], zeroing: Sequence[tuple[int, ...]]) -> States:
+    result: States = np.maximum(np.maximum.reduce(states), np.uint8(CONSTANT))
+    for group in zeroing:
+        is_zero = np.logical_and.reduce([states[number] == ZERO for number in group])
+        result = np.where(is_zero, np.uint8(ZERO), result)
+    return result
+
+
+_seen: dict[object, list[tuple[int, ...]]] = {}
+
+
+def _zeroing(operation: Operation, operands: Sequence[Value]) -> list[tuple[int, ...]]:
+    """The groups of operands whose zeros make zeros: single ones, such as factors, and all numbers, such as terms."""
+    key = (
+        operation.function,
+        repr(tree_map_only(Value, lambda x: (operands.index(x), x.dtype), (operation.args, operation.kwargs))),
+    )
+    if key not in _seen:
+        others = [[0, 1] if x.dtype == torch.bool else [1, 0, -1] for x in operands]
+        groups: list[tuple[int, ...]] = [(number,) for number in range(len(operands))]
+        numbers = tuple(number for number, x in enumerate(operands) if x.dtype != torch.bool)
+        groups.append(numbers or tuple(range(len(operands))))
+        choices = [[[0] if number in group else other for number, other in enumerate(others)] for group in groups]
+        _seen[key] = [
+            group for group, choice in zip(groups, choices, strict=True) if _is_zero(operation, operands, choice)
+        ]
+    return _seen[key]
+
+
+def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[Sequence[int]]) -> bool:
+    """Whether an operation gives zeros for all choices of its operands: zeros (0) and some other numbers (1, −1).
+
+    What is no number (0 / 0) is left out of account: then the network's own output is none.
+    """
+    for chosen in product(*choices):
+        probes = {x: _probe(x, choice) for x, choice in zip(operands, chosen, strict=True)}
+        args, kwargs = tree_map_only(Value, _Copies(probes), (operation.args, operation.kwargs))
+        try:
+            result = operation.function(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        if not isinstance(first, Tensor) or bool((first.ne(0) & ~first.isnan()).any()):
+            return False
+    return True
+
+
+class _Copies(dict[Value, Tensor]):
+    """Copies of tensors in the places of values."""
+
+    def __call__(self, value: Value) -> Tensor:
+        return self[value].clone()
+
+
+def _probe(value: Value, choice: int) -> Tensor:
+    number = 0.7 * choice if value.dtype.is_floating_point or value.dtype.is_complex else 3 * choice
+    if value.dtype == torch.uint8 or value.dtype == torch.bool:
+        number = abs(number)
+    return torch.full((1,) if value.shape else (), number, dtype=value.dtype, device=value.tensor.device)
