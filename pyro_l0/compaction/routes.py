@@ -1,0 +1,164 @@
+"""What stands where a gate stood: nothing, fixed gates, a selection of units, zeros between them, or a smaller gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import Gate, keep_being_called
+
+__all__ = ["Expand", "GateChange", "RoutedGate", "Select", "change_gate"]
+
+
+class Select(nn.Module):
+    """Some units of a tensor.
+
+    Args:
+        units: which, in order.
+        dim: dimension of the units.
+        size: number of units that there are.
+
+    Raises:
+        ValueError: the input has another number of units.
+    """
+
+    index: Tensor
+
+    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.size = size
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The selected units."""
+        if x.shape[self.dim] != self.size:
+            raise ValueError(
+                f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "
+                f"tensor of shape {tuple(x.shape)}."
+            )
+        return x.index_select(self.dim, self.index)
+
+
+class Expand(nn.Module):
+    """Units of a tensor and zeros between them.
+
+    Args:
+        source: for every unit of the result its place among the tensor's, or -1 for zeros.
+        dim: dimension of the units.
+        size: number of units of the tensor.
+    """
+
+    index: Tensor
+
+    def __init__(self, source: Sequence[int], dim: int, size: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("index", torch.tensor([size if unit < 0 else unit for unit in source], dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All units."""
+        shape = list(x.shape)
+        shape[self.dim] = 1
+        return torch.cat([x, x.new_zeros(shape)], self.dim).index_select(self.dim, self.index)
+
+
+class RoutedGate(Gate):
+    """A gate that reads some units of its input and puts zeros between those of its output."""
+
+    before: nn.Module
+    after: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The gated units among zeros."""
+        out: Tensor = self.after(super().forward(self.before(x)))
+        return out
+
+
+@dataclass(frozen=True)
+class GateChange:
+    """What becomes of a gate in a network.
+
+    Attributes:
+        site: its name.
+        units: the units of the gate that stay gates, in order.
+        size: number of units that come in.
+        read: for each of ``units``, its place among those that come in.
+        put: for each unit that goes out, its place among ``units``, or -1 for zeros.
+        fixed: the fixed gates of ``units``; None if they are all 1, went into weights, or stay random.
+        random: whether the gate stays a site of a model.
+    """
+
+    site: str
+    units: tuple[int, ...]
+    size: int
+    read: tuple[int, ...]
+    put: tuple[int, ...]
+    fixed: tuple[float, ...] | None
+    random: bool
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether the units that come in go out, in the same order."""
+        return self.read == tuple(range(self.size)) and self.put == self.read
+
+
+def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:
+    """Carry out what becomes of a gate.
+
+    Args:
+        network: the network, changed in place.
+        path: of the gate in it.
+        change: see :class:`GateChange`. Without units the gate is no site any more.
+        like: a parameter of the network, for device and type.
+    """
+    gate = network.get_submodule(path)
+    assert isinstance(gate, Gate)
+    dim = gate.dim
+    before: nn.Module = nn.Identity()
+    after: nn.Module = nn.Identity()
+    if change.read != tuple(range(change.size)):
+        before = Select(change.read, dim, change.size)
+    if change.put != tuple(range(len(change.units))):
+        after = Expand(change.put, dim, len(change.units))
+    before, after = before.to(like.device), after.to(like.device)
+    if change.random and change.units:
+        _shrink_gate(gate, change.units)
+        if not change.is_straight or isinstance(gate, RoutedGate):
+            gate.__class__ = RoutedGate
+            gate.before, gate.after = before, after
+        return
+    parts = [part for part in (before, _fixed(change, dim, like), after) if not isinstance(part, nn.Identity)]
+    new = nn.Identity() if not parts else parts[0] if len(parts) == 1 else nn.Sequential(*parts)
+    if not new._forward_pre_hooks:
+        new.register_forward_pre_hook(keep_being_called)
+    _put(network, gate, new.train(gate.training))
+
+
+def _fixed(change: GateChange, dim: int, like: Tensor) -> nn.Module:
+    if change.fixed is None or not change.units:
+        return nn.Identity()
+    return FixedGate(torch.tensor(change.fixed, dtype=torch.float64).to(like), dim)
+
+
+def _shrink_gate(gate: Gate, units: tuple[int, ...]) -> None:
+    """Keep some units of a gate, in place; its site's name stays."""
+    if len(units) == gate.size:
+        return
+    index, size = torch.tensor(units, dtype=torch.long), gate.size
+    gate.prior = gate.prior.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == (size,) else x)
+    gate.prior = gate.prior.expand((len(units),))
+    gate.size = len(units)
+    gate._site = gate.prior.to_event(1)  # type: ignore[no-untyped-call]
+
+
+def _put(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """A module in the place of another, at every path that it has."""
+    for parent in list(network.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
