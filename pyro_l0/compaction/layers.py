@@ -140,4 +140,3 @@ def pads_zeros(module: nn.Module) -> bool:
     if module.transposed:
         return any(size > 1 for size in module.kernel_size)  # its border sees fewer places
     return any(module._reversed_padding_repeated_twice)
-

@@ -67,15 +67,24 @@ class Expand(nn.Module):
         return torch.cat([x, x.new_zeros(shape)], self.dim).index_select(self.dim, self.index)
 
 
-class RoutedGate(Gate):
-    """A gate that reads some units of its input and puts zeros between those of its output."""
+class RoutedGate(nn.Module):
+    """A gate on some units of its input, with zeros between those of its output.
 
-    before: nn.Module
-    after: nn.Module
+    Args:
+        before: selects the units that are gated, or does nothing.
+        gate: their gates.
+        after: puts zeros between them, or does nothing.
+    """
+
+    def __init__(self, before: nn.Module, gate: Gate, after: nn.Module) -> None:
+        super().__init__()
+        self.before = before
+        self.gate = gate
+        self.after = after
 
     def forward(self, x: Tensor) -> Tensor:
         """The gated units among zeros."""
-        out: Tensor = self.after(super().forward(self.before(x)))
+        out: Tensor = self.after(self.gate(self.before(x)))
         return out
 
 
@@ -128,9 +137,9 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     before, after = before.to(like.device), after.to(like.device)
     if change.random and change.units:
         _shrink_gate(gate, change.units)
-        if not change.is_straight or isinstance(gate, RoutedGate):
-            gate.__class__ = RoutedGate
-            gate.before, gate.after = before, after
+        gate.site_name = change.site
+        if not change.is_straight:
+            _put(network, gate, RoutedGate(before, gate, after).train(gate.training))
         return
     parts = [part for part in (before, _fixed(change, dim, like), after) if not isinstance(part, nn.Identity)]
     new = nn.Identity() if not parts else parts[0] if len(parts) == 1 else nn.Sequential(*parts)

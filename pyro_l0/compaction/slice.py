@@ -88,9 +88,7 @@ def check_state(optimiser: torch.optim.Optimizer, parameters: Collection[Tensor]
                 )
 
 
-def move(
-    optimiser: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, tuple[nn.Parameter | None, Tensor]]
-) -> None:
+def move(optimiser: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, tuple[nn.Parameter | None, Tensor]]) -> None:
     """Let an optimiser go on with parameters in the place of others, and the parts of its state that belong to them.
 
     Args:
