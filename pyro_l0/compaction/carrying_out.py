@@ -14,7 +14,7 @@ from pyro_l0.compaction.layers import add_shift, allow_no_units
 from pyro_l0.compaction.new_plan import LayerFold, Plan
 from pyro_l0.compaction.norms import reduce_norm
 from pyro_l0.compaction.routes import change_gate
-from pyro_l0.compaction.slice import cut, set_value, slice_tensors
+from pyro_l0.compaction.slice import cut, named_tensors, set_value, slice_tensors
 
 __all__ = ["carry_out"]
 
@@ -70,8 +70,7 @@ def carry_out(
 
 def _check(network: nn.Module, plan: Plan) -> None:
     """Refuse a plan whose names or places are not those of a network."""
-    named = {**dict(network.named_parameters(remove_duplicate=False))}
-    named.update(network.named_buffers(remove_duplicate=False))
+    named = dict(named_tensors(network))
     for name, places in plan.kept.items():
         if name not in named:
             raise ValueError(f"Expected a plan of this network, but it has no {name!r}.")

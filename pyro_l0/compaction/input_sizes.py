@@ -22,6 +22,11 @@ class InputSizes:
         self.sizes = sizes
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Compare the sizes.
+
+        Raises:
+            ValueError: they are others.
+        """
         got = tuple(tuple(x.shape[1:]) for x in tensors((args, kwargs)))
         if got != self.sizes:
             expected, found = (" and ".join(map(str, sizes)) for sizes in (self.sizes, got))

@@ -108,9 +108,9 @@ class Plan:
             raise ValueError(f"Expected the JSON of a compaction plan, but got {text[:60]!r} ({error}).") from error
 
 
-def _tuple(value: object) -> object:
+def _tuple(value: Any) -> Any:
     return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
-def _tuples(values: Mapping[str, object]) -> dict[str, object]:
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _tuple(value) for name, value in values.items()}

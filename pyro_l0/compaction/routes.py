@@ -48,23 +48,24 @@ class Expand(nn.Module):
     """Units of a tensor and zeros between them.
 
     Args:
-        source: for every unit of the result its place among the tensor's, or -1 for zeros.
+        units: where the tensor's units go, in order.
         dim: dimension of the units.
-        size: number of units of the tensor.
+        size: number of units of the result.
     """
 
     index: Tensor
 
-    def __init__(self, source: Sequence[int], dim: int, size: int) -> None:
+    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
         super().__init__()
         self.dim = dim
-        self.register_buffer("index", torch.tensor([size if unit < 0 else unit for unit in source], dtype=torch.long))
+        self.size = size
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         """All units."""
         shape = list(x.shape)
-        shape[self.dim] = 1
-        return torch.cat([x, x.new_zeros(shape)], self.dim).index_select(self.dim, self.index)
+        shape[self.dim] = self.size
+        return x.new_zeros(shape).index_copy(self.dim, self.index, x)
 
 
 class RoutedGate(nn.Module):
@@ -97,7 +98,8 @@ class GateChange:
         units: the units of the gate that stay gates, in order.
         size: number of units that come in.
         read: for each of ``units``, its place among those that come in.
-        put: for each unit that goes out, its place among ``units``, or -1 for zeros.
+        put: for each of ``units``, its place among those that go out, between which there are zeros.
+        out: number of units that go out.
         fixed: the fixed gates of ``units``; None if they are all 1, went into weights, or stay random.
         random: whether the gate stays a site of a model.
     """
@@ -107,13 +109,14 @@ class GateChange:
     size: int
     read: tuple[int, ...]
     put: tuple[int, ...]
+    out: int
     fixed: tuple[float, ...] | None
     random: bool
 
     @property
     def is_straight(self) -> bool:
         """Whether the units that come in go out, in the same order."""
-        return self.read == tuple(range(self.size)) and self.put == self.read
+        return self.read == tuple(range(self.size)) and self.put == tuple(range(self.out))
 
 
 def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:
@@ -132,8 +135,8 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     after: nn.Module = nn.Identity()
     if change.read != tuple(range(change.size)):
         before = Select(change.read, dim, change.size)
-    if change.put != tuple(range(len(change.units))):
-        after = Expand(change.put, dim, len(change.units))
+    if change.put != tuple(range(change.out)):
+        after = Expand(change.put, dim, change.out)
     before, after = before.to(like.device), after.to(like.device)
     if change.random and change.units:
         _shrink_gate(gate, change.units)
