@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from pyro_l0.compaction.norms import reduce_norm
 from pyro_l0.compaction.routes import change_gate
 from pyro_l0.compaction.slice import cut, named_tensors, set_value, slice_tensors
 
-__all__ = ["carry_out"]
+__all__ = ["carry_out", "reset_running_means"]
 
 
 @torch.no_grad()
@@ -46,9 +46,7 @@ def carry_out(
         weight = network.get_parameter(name)
         factor = torch.tensor(factors, dtype=torch.float64).to(weight)
         set_value(weight, weight.detach() * factor.view(1, -1, *[1] * (weight.dim() - 2)))
-    for path, channels in plan.zero_channels.items():
-        mean = network.get_buffer(f"{path}.running_mean")
-        set_value(mean, mean.index_fill(0, torch.tensor(channels, dtype=torch.long, device=mean.device), 0.0))
+    reset_running_means(network, plan.zero_channels)
     slice_tensors(network, plan.places(), optimiser)
     for fold in plan.folds:
         _add(modules[fold.layer], fold, additions.get(fold.layer), optimiser)
@@ -66,6 +64,20 @@ def carry_out(
             allow_no_units(module)
     if plan.input_sizes is not None:
         refuse_other_sizes(network, plan.input_sizes)
+
+
+@torch.no_grad()
+def reset_running_means(network: nn.Module, channels: Mapping[str, Sequence[int]]) -> None:
+    """Set the running mean of channels that are always zero to its limit, 0.
+
+    Args:
+        network: changed in place.
+        channels: by path of a BatchNorm.
+    """
+    for path, units in channels.items():
+        mean = network.get_submodule(path).running_mean
+        if isinstance(mean, Tensor):
+            set_value(mean, mean.index_fill(0, torch.tensor(units, dtype=torch.long, device=mean.device), 0.0))
 
 
 def _check(network: nn.Module, plan: Plan) -> None:

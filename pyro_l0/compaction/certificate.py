@@ -17,7 +17,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.compaction.slice import Kept, cut
 
-__all__ = ["Arguments", "Certificate", "another_size", "certify", "is_constant", "run", "tensors", "tolerance_of"]
+__all__ = [
+    "Arguments",
+    "Certificate",
+    "another_size",
+    "certify",
+    "difference",
+    "is_constant",
+    "run",
+    "tensors",
+    "tolerance_of",
+]
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """Positional arguments and keywords of one call of a network."""
@@ -117,11 +127,11 @@ class _Comparison:
                     raise
                 continue  # random inputs and another number of rows may be none that it takes
             got = run(self.small, call)
-            difference, scale = _difference(expected, got)
+            apart, scale = difference(expected, got)
             if not is_example and not math.isfinite(scale):
                 continue
             scales.append(scale)
-            differences.append(difference)
+            differences.append(apart)
             if is_example:
                 gradients = _worst(gradients, self._gradient_difference(call))
         outputs = _relative(differences, scales)
@@ -131,7 +141,7 @@ class _Comparison:
 
     def _draws(self, calls: Sequence[Arguments]) -> bool:
         """Whether the first network draws random numbers itself, whose shapes may be those of units that left."""
-        return any(_difference(run(self.reference, call), run(self.reference, call, _SEED + 1))[0] for call in calls)
+        return any(difference(run(self.reference, call), run(self.reference, call, _SEED + 1))[0] for call in calls)
 
     def _gradient_difference(self, call: Arguments) -> float:
         """Relative to the largest gradient."""
@@ -301,25 +311,25 @@ _DROPOUTS: set[object] = {
 }
 
 
-def _difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, float]:
+def difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, float]:
     """The largest difference of outputs, and the largest output; not numbers if one is not finite."""
     if [x.shape for x in expected] != [x.shape for x in got]:
         return math.inf, max(map(_largest, expected), default=0.0)
-    largest = difference = 0.0
+    largest = apart = 0.0
     for x, y in zip(expected, got, strict=True):
         largest = _worst(largest, _largest(x))
-        difference = _worst(difference, _largest(y - x) if x.is_floating_point() else float(not torch.equal(x, y)))
-    return difference, largest
+        apart = _worst(apart, _largest(y - x) if x.is_floating_point() else float(not torch.equal(x, y)))
+    return apart, largest
 
 
 def _relative(differences: Sequence[float], scales: Sequence[float]) -> float:
     """The largest difference over its batch's largest output, or over the largest of all where that is 0."""
     worst, overall = 0.0, max(scales, default=0.0)
-    for difference, own in zip(differences, scales, strict=True):
-        if not math.isfinite(difference) or not math.isfinite(own):
-            return math.nan if math.isnan(difference) or not math.isfinite(own) else math.inf
-        if difference:
-            worst = max(worst, difference / (own or overall) if own or overall else math.inf)
+    for apart, own in zip(differences, scales, strict=True):
+        if not math.isfinite(apart) or not math.isfinite(own):
+            return math.nan if math.isnan(apart) or not math.isfinite(own) else math.inf
+        if apart:
+            worst = max(worst, apart / (own or overall) if own or overall else math.inf)
     return worst
 
 

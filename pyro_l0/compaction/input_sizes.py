@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 
 from pyro_l0.compaction.certificate import tensors
 
-__all__ = ["InputSizes", "refuse_other_sizes"]
+__all__ = ["InputSizes", "refuse_other_sizes", "without_input_sizes"]
 
 
 class InputSizes:
@@ -43,3 +44,17 @@ def refuse_other_sizes(network: nn.Module, sizes: tuple[tuple[int, ...], ...]) -
         if isinstance(hook, InputSizes):
             del network._forward_pre_hooks[key]
     network.register_forward_pre_hook(InputSizes(sizes), prepend=True, with_kwargs=True)
+
+
+@contextmanager
+def without_input_sizes(network: nn.Module) -> Iterator[None]:
+    """A context in which a network takes other sizes."""
+    hooks = dict(network._forward_pre_hooks)
+    for key, hook in hooks.items():
+        if isinstance(hook, InputSizes):
+            del network._forward_pre_hooks[key]
+    try:
+        yield
+    finally:
+        network._forward_pre_hooks.clear()
+        network._forward_pre_hooks.update(hooks)

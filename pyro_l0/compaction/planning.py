@@ -62,7 +62,7 @@ def make_plan(
     changes = {
         paths[gate]: change
         for site, gate in gate_names(network).items()
-        if (change := _change(site, gate, gates[site], analysis.gates.get(site), keep_gates, site in folded))
+        if (change := _change(recording, site, gate, gates[site], analysis.gates.get(site), keep_gates, site in folded))
     }
     return Plan(
         gates={site: tuple(value.double().tolist()) for site, value in gates.items()},
@@ -106,7 +106,7 @@ def check_seen(network: nn.Module, recording: Recording, plan: Plan) -> None:
 
 
 def _change(
-    site: str, gate: Gate, value: Tensor, found: GateMap | None, keep_gates: bool, is_folded: bool
+    recording: Recording, site: str, gate: Gate, value: Tensor, found: GateMap | None, keep_gates: bool, is_folded: bool
 ) -> GateChange | None:
     """What becomes of a gate; None if it stays as it is."""
     every = torch.arange(gate.size)
@@ -124,9 +124,18 @@ def _change(
         read=tuple(i for i, unit in enumerate(inside) if unit in set(units)),
         put=tuple(i for i, unit in enumerate(behind) if unit in set(units)),
         out=len(behind),
+        reads_input=_reads_input(recording, site),
         fixed=None if keep_gates or is_folded or is_one else tuple(left.tolist()),
         random=keep_gates,
     )
+
+
+def _reads_input(recording: Recording, site: str) -> bool:
+    """Whether a gate alone reads an input of the network."""
+    calls = [x for x in recording.operations if x.name == "gate" and x.arguments["site"] == site]
+    if len(calls) != 1 or not calls[0].value("input").is_input:
+        return False
+    return sum(calls[0].value("input") in operation.inputs for operation in recording.operations) == 1
 
 
 def _factors(

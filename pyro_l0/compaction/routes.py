@@ -21,6 +21,7 @@ class Select(nn.Module):
         units: which, in order.
         dim: dimension of the units.
         size: number of units that there are.
+        reads_input: whether what it selects from is an input of the network that nothing else reads.
 
     Raises:
         ValueError: the input has another number of units.
@@ -28,14 +29,18 @@ class Select(nn.Module):
 
     index: Tensor
 
-    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
+    def __init__(self, units: Sequence[int], dim: int, size: int, reads_input: bool = False) -> None:
         super().__init__()
         self.dim = dim
         self.size = size
+        self.reads_input = reads_input
+        self.is_done = False  # by whoever hands in the units
         self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         """The selected units."""
+        if self.is_done:
+            return x
         if x.shape[self.dim] != self.size:
             raise ValueError(
                 f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "
@@ -77,7 +82,7 @@ class RoutedGate(nn.Module):
         after: puts zeros between them, or does nothing.
     """
 
-    def __init__(self, before: nn.Module, gate: Gate, after: nn.Module) -> None:
+    def __init__(self, before: nn.Module, gate: nn.Module, after: nn.Module) -> None:
         super().__init__()
         self.before = before
         self.gate = gate
@@ -87,6 +92,24 @@ class RoutedGate(nn.Module):
         """The gated units among zeros."""
         out: Tensor = self.after(self.gate(self.before(x)))
         return out
+
+    def narrow(self, before: nn.Module, gate: nn.Module, after: nn.Module) -> None:
+        """Gate fewer units; the arguments are those that stand in the place of the gate."""
+        self.before, self.after = _chained(self.before, before), _chained(after, self.after)
+        self.gate = gate
+
+
+def _chained(one: nn.Module, other: nn.Module) -> nn.Module:
+    """Two selections, or two expansions, one behind the other, as one."""
+    if isinstance(one, nn.Identity) or isinstance(other, nn.Identity):
+        return other if isinstance(one, nn.Identity) else one
+    if isinstance(one, Select) and isinstance(other, Select):
+        one.index = one.index[other.index]
+        return one
+    assert isinstance(one, Expand)
+    assert isinstance(other, Expand)
+    other.index = other.index[one.index]
+    return other
 
 
 @dataclass(frozen=True)
@@ -100,6 +123,7 @@ class GateChange:
         read: for each of ``units``, its place among those that come in.
         put: for each of ``units``, its place among those that go out, between which there are zeros.
         out: number of units that go out.
+        reads_input: whether what comes in is an input of the network that nothing else reads.
         fixed: the fixed gates of ``units``; None if they are all 1, went into weights, or stay random.
         random: whether the gate stays a site of a model.
     """
@@ -110,6 +134,7 @@ class GateChange:
     read: tuple[int, ...]
     put: tuple[int, ...]
     out: int
+    reads_input: bool
     fixed: tuple[float, ...] | None
     random: bool
 
@@ -130,25 +155,26 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     """
     gate = network.get_submodule(path)
     assert isinstance(gate, Gate)
-    dim = gate.dim
     before: nn.Module = nn.Identity()
     after: nn.Module = nn.Identity()
     if change.read != tuple(range(change.size)):
-        before = Select(change.read, dim, change.size)
+        before = Select(change.read, gate.dim, change.size, change.reads_input).to(like.device)
     if change.put != tuple(range(change.out)):
-        after = Expand(change.put, dim, change.out)
-    before, after = before.to(like.device), after.to(like.device)
+        after = Expand(change.put, gate.dim, change.out).to(like.device)
     if change.random and change.units:
         _shrink_gate(gate, change.units)
         gate.site_name = change.site
-        if not change.is_straight:
-            _put(network, gate, RoutedGate(before, gate, after).train(gate.training))
-        return
-    parts = [part for part in (before, _fixed(change, dim, like), after) if not isinstance(part, nn.Identity)]
-    new = nn.Identity() if not parts else parts[0] if len(parts) == 1 else nn.Sequential(*parts)
-    if not new._forward_pre_hooks:
+        new: nn.Module = gate
+    else:
+        new = _fixed(change, gate.dim, like)
         new.register_forward_pre_hook(keep_being_called)
-    _put(network, gate, new.train(gate.training))
+    holder = network.get_submodule(path.rpartition(".")[0])
+    if isinstance(holder, RoutedGate):
+        holder.narrow(before, new.train(gate.training), after)
+    elif change.is_straight:
+        _put(network, gate, new.train(gate.training))
+    else:
+        _put(network, gate, RoutedGate(before, new, after).train(gate.training))
 
 
 def _fixed(change: GateChange, dim: int, like: Tensor) -> nn.Module:

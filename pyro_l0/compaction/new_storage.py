@@ -1,0 +1,256 @@
+"""A compacted network and its file: tensors, plans and a checksum in one, replaced whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.compaction.new_plan import Plan
+from pyro_l0.compaction.carrying_out import carry_out
+from pyro_l0.compaction.certificate import Certificate
+
+__all__ = ["Compacted", "Content", "load_compacted"]
+
+# What the file's header says beside the tensors.
+_PLANS, _SHA256 = "pyro_l0", "sha256"
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """A small plain network and where it comes from.
+
+    Attributes:
+        network: of the class that it had, without gates; it computes what the network with fixed gates computes.
+        plan: what of it stayed.
+        certificate: largest difference between the two, of outputs and of gradients, in evaluation mode and in
+            training mode, each relative to the largest.
+        before: the plans by which the network had shrunk before, if it did.
+        differences: the differences one by one; None for a network that was loaded.
+    """
+
+    network: nn.Module
+    plan: Plan
+    certificate: float
+    before: tuple[Plan, ...] = ()
+    differences: Certificate | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write ``path.safetensors``: the tensors, the plans, and a SHA-256 of both; no pickle is involved.
+
+        The file is written beside its place, brought to the disk and renamed. So whatever happens, a crash included,
+        what stands there is the old file or the new one, whole; of two processes that save at the same time, one
+        wins. A symbolic link at that place is replaced and not followed. A new file has the permissions of the one
+        that it replaces. A process that is killed may leave a file ``.pyro_l0-*.tmp``, which can be deleted.
+
+        Raises:
+            ValueError: a tensor or the certificate is not finite; nothing is written.
+            OSError: the file can't be written, or a folder stands in its place; the old file is as it was.
+            ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
+        """
+        _require_safetensors()
+        from safetensors.torch import save
+
+        state = {name: value.detach().cpu().contiguous() for name, value in _distinct(self.network).items()}
+        content = Content(state, (*self.before, self.plan), self.certificate)
+        wrong = content.not_finite(self.network)
+        if wrong is not None:
+            raise ValueError(f"Expected a network of finite numbers to save at {str(path)!r}, but {wrong}.")
+        plans = [json.loads(plan.to_json()) for plan in content.plans]
+        text = json.dumps({"certificate": self.certificate, "plans": plans})
+        _replace(_file_at(path), save(state, {_PLANS: text, _SHA256: _digest(text, state)}))
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds.
+
+    Attributes:
+        state: the small network's tensors.
+        plans: the plans that lead to it, in order.
+        certificate: see :class:`Compacted`.
+    """
+
+    state: Mapping[str, Tensor]
+    plans: tuple[Plan, ...]
+    certificate: float
+
+    def not_finite(self, network: nn.Module) -> str | None:
+        """What of it is no finite number, as half a sentence; infinite buffers, such as masks, are."""
+        if not math.isfinite(self.certificate):
+            return f"its certificate is {self.certificate}"
+        buffers = dict(network.named_buffers(remove_duplicate=False))
+        for name, value in self.state.items():
+            if not bool(value.isfinite().all()) and (name not in buffers or bool(value.isnan().any())):
+                return f"its tensor {name!r} holds NaN or infinity"
+        return None
+
+
+def _distinct(network: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a network, a tied one under its first name alone."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in network.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), (name, value))
+    return dict(found.values())
+
+
+def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
+    """Read what :meth:`Compacted.save` wrote, and check it.
+
+    The SHA-256 in the file finds damage and changes; whoever changes a file on purpose can compute it anew, and then
+    it holds wrong numbers, but no code.
+
+    Args:
+        network: the network that was compacted, as it was before any shrinking, with any weights, and of the type
+            (float32, ...) that was saved; it is not changed.
+        path: as given to ``save``.
+
+    Raises:
+        TypeError: ``network`` is no module.
+        FileNotFoundError: there is no such file.
+        ValueError: the file can't be read, is damaged, was changed, is of another program, of another network or
+            another type of numbers, or holds NaN or infinity; the message says which.
+        ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
+    content = _read(path)
+    *before, found = content.plans
+    try:
+        small = copy.deepcopy(network).eval()
+        for plan in content.plans:
+            carry_out(small, plan, None)
+        expected = _distinct(small)
+        for name, value in expected.items():
+            got = content.state.get(name, value).dtype
+            if got != value.dtype:
+                raise ValueError(
+                    f"its tensor {name!r} is {got}, the network's {value.dtype}; load it into network.to({got})"
+                )
+        if expected.keys() != content.state.keys():
+            raise ValueError(f"its tensors are others at {sorted(expected.keys() ^ content.state.keys())}")
+        small.load_state_dict(dict(content.state), strict=False)  # tied ones by their first name
+    except Exception as error:  # a plan of another network breaks the rewriting in many ways
+        raise ValueError(
+            f"Expected the file '{path}.safetensors' to be of this network, but it does not fit: {error}"
+        ) from error
+    wrong = content.not_finite(small)
+    if wrong is not None:
+        raise _refusal(_file_at(path), wrong)
+    return Compacted(small, found, content.certificate, tuple(before))
+
+
+def _read(path: str | Path) -> Content:
+    """What the file of :func:`load_compacted` holds, checked."""
+    _require_safetensors()
+    file = _file_at(path)
+    metadata, state = _open(file)
+    if metadata is None and Path(f"{path}.json").is_file():
+        raise _refusal(file, "it was saved by an earlier version, beside a .json; compact the network again")
+    if metadata is None or _PLANS not in metadata:
+        raise _refusal(file, "it is a safetensors file of another program: no compaction plan is in it")
+    else:
+        text = metadata[_PLANS]
+        if metadata.get(_SHA256) != _digest(text, state):
+            raise _refusal(file, "its SHA-256 is another one than it was when saved: it is damaged or was changed")
+    try:
+        values = json.loads(text)
+        plans = tuple(Plan.from_json(json.dumps(plan)) for plan in values["plans"])
+        if not plans:
+            raise ValueError("there is none")
+        content = Content(state, plans, float(values["certificate"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _refusal(file, f"its plan can't be read: {error}") from error
+    return content
+
+
+def _open(file: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
+    """The header's entries and the tensors of a safetensors file."""
+    from safetensors import safe_open
+
+    try:
+        if stat.S_ISREG(file.stat().st_mode):
+            file.open("rb").close()  # safetensors calls a file that it may not open one that is not there
+            with safe_open(str(file), "pt") as stored:
+                return stored.metadata(), {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (FileNotFoundError, MemoryError):
+        raise
+    except OSError as error:
+        raise _refusal(file, f"it can't be read: {error}") from error
+    except Exception as error:  # damage breaks the reader in many ways
+        raise _refusal(file, f"it is damaged or no safetensors file: {error}") from error
+    raise _refusal(file, "it is a folder or another thing than a file")
+
+
+def _refusal(file: Path, reason: str) -> ValueError:
+    return ValueError(f"Expected the file of a compacted network at {str(file)!r}, but {reason}.")
+
+
+def _file_at(path: str | Path) -> Path:
+    return Path(f"{path}.safetensors")
+
+
+def _digest(text: str, state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the plans, and of every tensor's name, type, shape and bytes."""
+    tensors = [(name, str(value.dtype), list(value.shape)) for name, value in sorted(state.items())]
+    digest = hashlib.sha256(json.dumps([text, tensors]).encode())
+    for _, value in sorted(state.items()):
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Put a new file in the place of another, whole or not at all."""
+    old: int | None = None
+    with contextlib.suppress(FileNotFoundError):
+        old = target.lstat().st_mode
+    if old is not None and stat.S_ISDIR(old):
+        raise IsADirectoryError(errno.EISDIR, "Expected a place for a file, but got a folder", str(target))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "Expected a folder to save in, but there is none", str(target.parent))
+    mode = stat.S_IMODE(old) if old is not None and stat.S_ISREG(old) else None
+    # A name that nobody can foresee, made anew: no link that waits there is written through.
+    fresh = target.with_name(f".pyro_l0-{secrets.token_hex(8)}.tmp")
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666 if mode is None else 0o600)
+
+    try:
+        with open(fresh, "xb", opener=opener) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            fresh.chmod(mode)
+        fresh.replace(target)
+    finally:
+        fresh.unlink(missing_ok=True)
+    # Not every system can do this for a folder; the file is whole without it.
+    with contextlib.suppress(OSError):
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _require_safetensors() -> None:
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "Expected safetensors, which compacted networks are saved with, but it is not installed; "
+            "do: pip install 'pyro-l0[export]'"
+        ) from error
