@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -196,7 +196,7 @@ class _Recorder(TorchDispatchMode):
     """Writes down every operation that reaches the dispatcher."""
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.network = network
         self.operations: list[Operation] = []
         self.named: dict[str, Value] = {}
@@ -231,7 +231,7 @@ class _Recorder(TorchDispatchMode):
         written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
         if written:
             called = {**dict(zip(names, args, strict=False)), **kwargs}
-            self._spread_write([x for x in tree_leaves([called.get(name) for name in written])], result)
+            self._spread_write(tree_leaves([called.get(name) for name in written]), result)
         return result
 
     def call_whole(self, name: str, function: Callable[..., object], args: Any, kwargs: Any) -> object:
@@ -276,7 +276,8 @@ class _Recorder(TorchDispatchMode):
     def _write(self, name: str, function: Any, given: Any, arguments: dict[str, object], result: object) -> None:
         results = result if isinstance(result, (tuple, list)) else [result]
         outputs = tuple(self._keep(x) if isinstance(x, Tensor) else None for x in results)
-        self.operations.append(Operation(name, function, *given, arguments, outputs, self._paths[-1]))
+        args, kwargs = given
+        self.operations.append(Operation(name, function, args, kwargs, arguments, outputs, self._paths[-1]))
 
     def _spread_write(self, written: Sequence[object], result: object) -> None:
         """Give new values to the tensors whose memory an operation wrote to, other than those it returned."""
