@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from pyro_l0.compaction.attributes import set_attributes
 from pyro_l0.compaction.fold import Constant, contribution
 from pyro_l0.compaction.input_sizes import refuse_other_sizes
-from pyro_l0.compaction.layers import add_shift, allow_no_units
-from pyro_l0.compaction.new_plan import LayerFold, Plan
+from pyro_l0.compaction.layers import add_shift
 from pyro_l0.compaction.norms import reduce_norm
+from pyro_l0.compaction.plan import LayerFold, Plan
 from pyro_l0.compaction.routes import change_gate
 from pyro_l0.compaction.slice import cut, named_tensors, set_value, slice_tensors
 
@@ -58,10 +58,6 @@ def carry_out(
     for path, size in plan.norms.items():
         reduce_norm(modules[path], size)
     set_attributes(network, plan.attributes)
-    for name in plan.kept:
-        module = modules[name.rpartition(".")[0]]
-        if any(0 in tensor.shape for tensor in module.parameters(recurse=False)):
-            allow_no_units(module)
     if plan.input_sizes is not None:
         refuse_other_sizes(network, plan.input_sizes)
 

@@ -55,7 +55,7 @@ def check_network(network: nn.Module, example: Example) -> None:
 
 def _check_ready(network: nn.Module) -> None:
     for name, parameter in network.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"Expected a network that is ready, but {name!r} is lazy; call the network once.")
         if parameter.is_meta:
             raise ValueError("Expected a network with values, but its parameters are on the device meta.")

@@ -16,8 +16,8 @@ from pyro_l0.compaction.certificate import Arguments, Certificate, another_size,
 from pyro_l0.compaction.certificate import tolerance_of as tolerance_of
 from pyro_l0.compaction.fold import Constant, NotConstantError, layer_constants
 from pyro_l0.compaction.input_sizes import refuse_other_sizes
-from pyro_l0.compaction.new_plan import Plan
 from pyro_l0.compaction.norms import as_whole_norms
+from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.planning import check_seen, constant_units, make_plan
 from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, record
 from pyro_l0.nn.fixed import fix_gates

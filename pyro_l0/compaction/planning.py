@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from pyro_l0.compaction.attributes import table
 from pyro_l0.compaction.fold import Constant, contribution, gates_into_weights, is_layer
-from pyro_l0.compaction.new_plan import LayerFold, Plan, Size
 from pyro_l0.compaction.norms import ReducedLayerNorm, ReducedRMSNorm
-from pyro_l0.compaction.routes import GateChange
+from pyro_l0.compaction.plan import LayerFold, Plan, Size
+from pyro_l0.compaction.routes import GateChange, new_indices
 from pyro_l0.nn.engine import Analysis, GateMap, Recording
 from pyro_l0.nn.gate import Gate, gate_names
 
@@ -54,6 +54,9 @@ def make_plan(
         keep_gates: whether open gates stay sites.
     """
     places = _places(network, analysis)
+    indices, sizes = new_indices(network, analysis)
+    for path in indices:
+        places.pop(f"{path}.index", None)
     factors: dict[str, Tensor] = {}
     folded: set[str] = set()
     if not keep_gates:
@@ -72,8 +75,8 @@ def make_plan(
         factors={name: tuple(factor.double().tolist()) for name, factor in factors.items()},
         norms={norm.path: _size(network.get_submodule(norm.path), norm.size) for norm in analysis.norms},
         zero_channels={p: tuple(x.tolist()) for p, x in analysis.zero_channels.items()} if keep_gates else {},
-        attributes=_attributes(network, analysis, places),
-        indices={},
+        attributes={**_attributes(network, analysis, places), **{path: {"size": size} for path, size in sizes.items()}},
+        indices={f"{path}.index": index for path, index in indices.items()},
     )
 
 

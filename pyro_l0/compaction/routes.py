@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
+from pyro_l0.nn.engine.slots import ZERO
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, keep_being_called
 
-__all__ = ["Expand", "GateChange", "RoutedGate", "Select", "change_gate"]
+__all__ = ["Expand", "GateChange", "RoutedGate", "Select", "change_gate", "new_indices"]
 
 
 class Select(nn.Module):
@@ -200,3 +203,67 @@ def _put(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = new
+
+
+# ------------------------------------------------------------ selections and expansions in a network that shrinks again
+
+
+_look_up = find_rule("aten::index_select")
+
+
+@rule("aten::index_select")
+def select_units(maps: Maps, operation: Operation) -> None:
+    """A unit that is selected is one unit in front and behind; what else is looked up is another rule's."""
+    module = maps.module()
+    if not isinstance(module, Select):
+        assert _look_up is not None
+        _look_up(maps, operation)
+        return
+    x, output = operation.value("self"), operation.output
+    unit_dim = module.dim % x.rank
+    for dim in range(x.rank):
+        if dim != unit_dim:
+            maps.passes(x, dim, output, dim)
+    maps.part(x, unit_dim, output, unit_dim, module.index.cpu().numpy(), np.arange(len(module.index)))
+    maps.tie(maps.axes[operation.value("index")][0], maps.axes[output][unit_dim])
+
+
+@rule("aten::index_copy")
+def expand_units(maps: Maps, operation: Operation) -> None:
+    """A unit that is put between zeros is one unit in front and behind."""
+    module = maps.module()
+    if not isinstance(module, Expand):
+        return maps.barrier()
+    zeros, x, output = operation.value("self"), operation.value("source"), operation.output
+    unit_dim = module.dim % x.rank
+    for dim in range(x.rank):
+        maps.same(zeros, dim, output, dim)
+        if dim != unit_dim:
+            maps.passes(x, dim, output, dim)
+    maps.set_states(output, unit_dim, np.full(module.size, ZERO, dtype=np.uint8))
+    maps.part(x, unit_dim, output, unit_dim, np.arange(x.shape[unit_dim]), module.index.cpu().numpy())
+    maps.tie(maps.axes[operation.value("index")][0], maps.axes[x][unit_dim])
+
+
+def new_indices(network: nn.Module, analysis: Analysis) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """What becomes of the selections and expansions of a network of which units leave.
+
+    Returns:
+        By path of one, its places, and the number of units that it selects from or expands to.
+    """
+    indices: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, int] = {}
+    for operation in analysis.maps.recording.operations:
+        module = network.get_submodule(operation.path)
+        if operation.name not in ("aten::index_select", "aten::index_copy"):
+            continue
+        if not isinstance(module, (Select, Expand)):
+            continue
+        is_select = isinstance(module, Select)
+        x = operation.value("self" if is_select else "source")
+        fronts, behinds = (analysis.maps.axes[value][module.dim % x.rank] for value in (x, operation.output))
+        front, behind = analysis.solution.kept(fronts), analysis.solution.kept(behinds)
+        many, few = (front, behind) if is_select else (behind, front)
+        indices[operation.path] = tuple(np.searchsorted(many, module.index.cpu().numpy()[few]).tolist())
+        sizes[operation.path] = len(many)
+    return indices, sizes
