@@ -379,6 +379,7 @@ _WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
     F.scaled_dot_product_attention: ("aten::scaled_dot_product_attention", _ATTENTION),
     F.rms_norm: ("aten::rms_norm", _of_python(F.rms_norm)),
     F.instance_norm: ("aten::instance_norm", _of_python(F.instance_norm)),
+    F.pad: ("aten::pad", _of_python(F.pad)),
     torch.bilinear: ("aten::bilinear", _signature("input1 input2 weight bias")),
     **{
         getattr(torch, f"{kind}{cell}"): (f"recurrent{cell}", [])

@@ -225,12 +225,13 @@ def select(maps: Maps, operation: Operation) -> None:
             axis.states = np.minimum(axis.states, np.uint8(state))
 
 
-@rule("aten::constant_pad_nd")
+@rule("aten::constant_pad_nd", "aten::pad")
 def pad(maps: Maps, operation: Operation) -> None:
-    """Constant entries are put in front of a dimension and behind it, where they stay."""
-    x, output = operation.value("self"), operation.output
+    """Constant entries are put in front of a dimension and behind it, where they stay; other pads copy entries."""
+    x, output = operation.inputs[0], operation.output
     amounts = operation.integers("pad")
-    state = ZERO if operation.arguments["value"] == 0 else CONSTANT
+    state = CONSTANT if operation.arguments["value"] else ZERO
+    is_constant = operation.arguments.get("mode", "constant") == "constant"
     for dim, size in enumerate(x.shape):
         place = 2 * (x.rank - 1 - dim)
         before, behind = amounts[place : place + 2] if place < len(amounts) else (0, 0)
@@ -238,9 +239,10 @@ def pad(maps: Maps, operation: Operation) -> None:
             maps.passes(x, dim, output, dim)
             if state:
                 maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(state)))
-        elif min(before, behind) < 0:
+        elif min(before, behind) < 0 or not is_constant:
             maps.fixes(x, dim)
             maps.fixes(output, dim)
+            maps.set_states(output, dim, np.full(output.shape[dim], max(maps.state(x), state), dtype=np.uint8))
         else:
             maps.set_states(output, dim, np.full(size + before + behind, state, dtype=np.uint8))
             maps.part(x, dim, output, dim, np.arange(size), np.arange(size) + before)
