@@ -17,6 +17,7 @@ class Select(nn.Module):
         units: which, in order.
         dim: dimension of the units.
         size: number of units that there are.
+        reads_input: whether what it selects from is an input of the network that nothing else reads.
 
     Raises:
         ValueError: the input has another number of units.
@@ -24,14 +25,18 @@ class Select(nn.Module):
 
     index: Tensor
 
-    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
+    def __init__(self, units: Sequence[int], dim: int, size: int, reads_input: bool = False) -> None:
         super().__init__()
         self.dim = dim
         self.size = size
+        self.reads_input = reads_input
+        self.is_done = False  # by whoever hands in the units
         self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         """The selected units."""
+        if self.is_done:
+            return x
         if x.shape[self.dim] != self.size:
             raise ValueError(
                 f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "

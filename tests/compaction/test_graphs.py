@@ -27,7 +27,7 @@ def started(net, x, optimiser=torch.optim.Adam):
     guide = AutoGate(model)
     guide(x)
     trained = optimiser([*model.parameters(), *guide.parameters()])
-    return model, guide, trained, Shrinker(model, "net", guide, x, trained, patience=1)
+    return model, guide, trained, Shrinker(model.net, guide, x, trained, patience=1)
 
 
 def shrunk(net, x, closed):
@@ -257,7 +257,7 @@ def test_other_gates_of_the_guide_are_left_alone():
     guide, x = AutoGate(model), vectors()
     guide(x)
     optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()])
-    shrinker = Shrinker(model, "net", guide, x, optimiser, patience=1)
+    shrinker = Shrinker(model.net, guide, x, optimiser, patience=1)
     guide.close("net.1", torch.tensor([0]))
     assert shrinker.step()
     assert gate_names(model)["net.1"].size == 3
@@ -280,9 +280,9 @@ def test_networks_that_can_not_shrink_are_refused_at_once():
     optimiser = torch.optim.Adam(model.parameters())
     name_gates(model)
     with pytest.raises(ValueError, match=r"it has none for \['net.1'\]"):
-        Shrinker(model, "net", other, x, optimiser)
+        Shrinker(model.net, other, x, optimiser)
     with pytest.raises(ValueError, match="call it once"):
-        Shrinker(model, "net", guide, x, optimiser)
+        Shrinker(model.net, guide, x, optimiser)
 
 
 def test_an_optimiser_with_other_shapes_is_refused():
