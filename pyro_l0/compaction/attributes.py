@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 __all__ = ["Attributes", "Candidate", "candidates", "choices", "set_attributes", "table", "where_raised"]
 
@@ -49,6 +50,8 @@ def table(module: nn.Module, kept: Mapping[str, Sequence[Tensor | None]], shrunk
         kept: by name of its own parameters and buffers, the places that stay along each dimension.
         shrunk: sizes of tensors that shrank while it ran, for modules without tensors.
     """
+    if parametrize.is_parametrized(module):
+        return {}  # its weights are computed from others
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     shapes = {
         name: tuple(

@@ -46,31 +46,27 @@ class Select(nn.Module):
 
 
 class Expand(nn.Module):
-    """Put constant units between those of a tensor.
+    """Units of a tensor and zeros between them.
 
     Args:
-        places: where the tensor's units go, in order.
-        constants: every unit of the result, shape ``(1, ...)`` that broadcasts against it; those at ``places`` are
-            not used.
+        units: where the tensor's units go, in order.
         dim: dimension of the units.
+        size: number of units of the result.
     """
 
-    order: Tensor
-    constants: Tensor
+    index: Tensor
 
-    def __init__(self, places: Sequence[int], constants: Tensor, dim: int) -> None:
+    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
         super().__init__()
-        taken = set(places)
-        others = [unit for unit in range(constants.shape[dim]) if unit not in taken]
         self.dim = dim
-        self.register_buffer("order", torch.tensor([*places, *others]).argsort())
-        self.register_buffer("constants", constants.index_select(dim, torch.tensor(others)).clone())
+        self.size = size
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         """All units."""
         shape = list(x.shape)
-        shape[self.dim] = self.constants.shape[self.dim]
-        return torch.cat([x, self.constants.expand(shape)], self.dim).index_select(self.dim, self.order)
+        shape[self.dim] = self.size
+        return x.new_zeros(shape).index_copy(self.dim, self.index, x)
 
 
 class _Valued(nn.Module):
