@@ -288,9 +288,7 @@ def test_files_of_earlier_versions_are_refused(tmp_path):
     tensors = safetensors.load_file(f"{path}.safetensors")
     safetensors.save_file(tensors, f"{path}.safetensors")
     Path(f"{path}.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"net\.safetensors', but it was saved by an earlier version.* compact .* again"
-    ):
+    with pytest.raises(ValueError, match=r"net\.safetensors', but it was saved by an earlier version.* compact"):
         outputs(path)
     Path(f"{path}.json").unlink()
     old = {"format": 1, "input_shape": [2, 1], "gates": {}, "kept": {}, "offsets": {}, "maps": [], "shifts": []}

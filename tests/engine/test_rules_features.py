@@ -40,7 +40,7 @@ def masked(h):
 
 
 def in_place(h):
-    return h.clone().relu_().mul_(2.0)
+    return h.clone().mul_(2.0).relu_()
 
 
 PASSING = {

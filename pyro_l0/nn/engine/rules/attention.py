@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps, Product
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -20,7 +20,7 @@ def softmax(maps: Maps, operation: Operation) -> None:
         maps.same(x, d, output, d)
         maps.set_states(output, d, np.maximum(maps.states(x, d), np.uint8(CONSTANT)))
     if x.rank:
-        maps.fixes(x, operation.integer("dim") % x.rank)
+        maps.reads((x, operation.integer("dim") % x.rank))
 
 
 @rule(

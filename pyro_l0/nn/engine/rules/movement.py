@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO, Index
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -267,6 +267,18 @@ def pixel_unshuffle(maps: Maps, operation: Operation) -> None:
     places = maps.fixed(operation.integer("downscale_factor") ** 2)
     _leave_image(maps, x, output)
     maps.reshape([maps.axes[x][-3], places], [maps.axes[output][-3]])
+
+
+@rule("aten::channel_shuffle")
+def channel_shuffle(maps: Maps, operation: Operation) -> None:
+    """Channels of several groups are shuffled; the groups stay, so that the same channels of all groups leave."""
+    x, output, groups = operation.value("self"), operation.output, operation.integer("groups")
+    for dim in range(x.rank):
+        if dim != 1:
+            maps.passes(x, dim, output, dim)
+    group, place = maps.fixed(groups), maps.free(x.shape[1] // groups)
+    maps.reshape([maps.axes[x][1]], [group, place])
+    maps.reshape([place, group], [maps.axes[output][1]])
 
 
 def _leave_image(maps: Maps, x: Value, output: Value) -> None:

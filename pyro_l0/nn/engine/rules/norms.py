@@ -6,9 +6,9 @@ import numpy as np
 from torch import nn
 
 from pyro_l0.nn.engine.maps import Maps, NormCall
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -34,9 +34,11 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::instance_norm")
 def instance_norm(maps: Maps, operation: Operation) -> None:
-    """Each channel of each example by itself; images stay."""
+    """Each channel of each example by itself, zeros stay zeros without a bias; images stay."""
     x, output = operation.value("input"), operation.output
     _normalise_channels(maps, operation, x, output, 1)
+    if operation.maybe("bias") is None and operation.maybe("running_mean") is None:
+        maps.set_states(output, 1, maps.states(x, 1))
     maps.fixes(x, *range(2, x.rank))
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO, Mask, States
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["is_pointwise", "pointwise"]
 
@@ -112,7 +112,7 @@ def _zeroing(operation: Operation, operands: Sequence[Value]) -> list[tuple[int,
     )
     if key not in _seen:
         others = [[0, 1] if x.dtype == torch.bool else [1, 0, -1] for x in operands]
-        groups = [(number,) for number in range(len(operands))]
+        groups: list[tuple[int, ...]] = [(number,) for number in range(len(operands))]
         numbers = tuple(number for number, x in enumerate(operands) if x.dtype != torch.bool)
         groups.append(numbers or tuple(range(len(operands))))
         choices = [[[0] if number in group else other for number, other in enumerate(others)] for group in groups]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps, NormCall
-from pyro_l0.nn.engine.record import Operation
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.rules.norms import is_mean_of_squares
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+from pyro_l0.nn.engine.tape import Operation
 
 __all__: list[str] = []
 
@@ -46,10 +46,7 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
     dims = {dim % x.rank for dim in given} if given and x.rank else set(range(x.rank))
     keeps = bool(operation.arguments.get("keepdim", False))
     for dim in sorted(dims):
-        if zeros_leave:
-            maps.reads((x, dim), where=maps.states(x, dim) != ZERO)
-        else:
-            maps.fixes(x, dim)
+        maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
     state = maps.state(x)
     floor = np.uint8(CONSTANT if operation.name == "aten::logsumexp" else ZERO)  # which alone is not 0 at zeros
     for output in operation.outputs:
