@@ -45,7 +45,8 @@ class Certificate:
 
     Attributes:
         outputs: on all examples, on another number of rows and on random inputs, in evaluation mode.
-        gradients: of a random function of the outputs with respect to every parameter and input that is left.
+        gradients: of a random function of the outputs with respect to every parameter and input that is left; None
+            where parameters that are left also made constants, which were folded into biases.
         training_outputs: in training mode without dropout, under one seed; None where the modes of the network can't
             be compared: it can't be called so, draws random numbers of the shapes of units that left, or normalises
             closed units by statistics that are not what training would make of them.
@@ -53,7 +54,7 @@ class Certificate:
     """
 
     outputs: float
-    gradients: float
+    gradients: float | None
     training_outputs: float | None
     training_gradients: float | None
 

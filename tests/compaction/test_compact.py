@@ -29,7 +29,8 @@ def check(net, gates, x, dtypes=(torch.float64, torch.float32)):
     found = analyse(record(net, x[:1].to(dtype)), closed, values)
     with FlopCounterMode(display=False) as counter:
         result.network(x[:1].to(dtype))
-    assert found.multiply_adds() == counter.get_total_flops() / 2
+    if not result.plan.folds:  # after which something else may go, as nothing reads it
+        assert found.multiply_adds() == counter.get_total_flops() / 2
     if not any(found.reasons.values()):  # no closed unit stays, as the last of its layer
         state = {name: (~mask).float() for name, mask in closed.items()}
         assert NetworkCost(net, x.to(dtype)).macs(state).item() == found.multiply_adds()
