@@ -17,7 +17,7 @@ from pyro_l0.nn.engine.maps import ConstantInput, Maps
 from pyro_l0.nn.engine.registry import find_rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
 from pyro_l0.nn.engine.solve import Solution, solve
-from pyro_l0.nn.engine.tape import Operation, Recording, Value
+from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
@@ -71,8 +71,7 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
 
     Attributes:
-        path: the module that called it: torch's own, or for ``"rms"`` one that writes out x * rsqrt(mean(x²) + ε)
-            and keeps ε in an attribute.
+        path: the module of torch's that called it.
         kind: ``"layer"`` or ``"rms"``.
         weight: name of its weight, None if there is none.
         size: number of units that there were.
@@ -257,7 +256,9 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
         if solution.size(call.units) < call.units.size
     }
     zeros = {path: torch.from_numpy(np.flatnonzero(mask)) for path, mask in maps.zero_channels.items() if mask.any()}
-    barriers = Counter(text for operation, text in maps.barriers.items() if operation in solution.running)
+    barriers = Counter(
+        text for operation, text in maps.barriers.items() if operation in solution.running or operation.name != WRITE
+    )
     return Analysis(
         kept,
         _folds(maps, solution, constants),
