@@ -25,14 +25,17 @@ __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
 
 @dataclass(frozen=True)
 class Fold:
-    """Inputs of a layer that are the same for every example, and leave: their contribution goes into its bias.
+    """Inputs of a layer that are the same for every example: their contribution goes into its bias.
+
+    They leave, but for the last of a dimension and for those that are another unit elsewhere, whose place stays; what
+    stands there is not computed rightly any more, so that its weights are to be zero.
 
     Attributes:
         path: the module that called the layer.
         weight: name of its weight.
         bias: name of its bias, None if there is none.
         dim: dimension of the weight that reads the inputs.
-        units: which of the inputs leave, in the numbering of the full layer.
+        units: which of the inputs, in the numbering of the full layer.
         constant: their values, shape ``(units,)``; or ``(units, *positions)`` where they differ from place to place.
         is_padded: whether the layer pads its input with zeros, so that the contribution is a map.
     """
@@ -290,13 +293,12 @@ def _gates_of(maps: Maps, solution: Solution) -> tuple[dict[str, Tensor], dict[s
 
 
 def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor]) -> list[Fold]:
-    """The constant inputs that leave, once for each weight."""
+    """The constant inputs that the layer does without, once for each weight."""
     found = dict[Value, Fold]()
     for layer, constant in constants.items():
         assert layer.candidates is not None
         axis = maps.axes[layer.input][layer.input_dim]
-        leaves = ~solution.stays[solution.units[axis.block]]
-        units = np.flatnonzero(layer.candidates & leaves)
+        units = np.flatnonzero(layer.candidates & ~axis.needed)
         if len(units) and layer.operation in solution.running:
             bias = layer.bias.names[0] if layer.bias is not None else None
             found[layer.weight] = Fold(
