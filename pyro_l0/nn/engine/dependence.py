@@ -11,7 +11,7 @@ from pyro_l0.nn.engine.analysis import Analysis, analyse
 from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.needs import find_needs
-from pyro_l0.nn.engine.presence import find_presence
+from pyro_l0.nn.engine.presence import find_presence, outer_both
 from pyro_l0.nn.engine.record import Recording
 from pyro_l0.nn.engine.slots import Axis, Index
 from pyro_l0.nn.gate import gate_names
@@ -52,7 +52,7 @@ def depend(recording: Recording) -> Dependence:
     ones = {site: torch.ones(size) for site, size in sizes.items()}
     opened = analyse(recording, {}, ones)
     closed = analyse(recording, {site: torch.ones(size, dtype=torch.bool) for site, size in sizes.items()}, ones)
-    formulas = Formulas()
+    formulas = Formulas(list(sizes.values()))
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     gates = {
         site: np.array([formulas.gate(starts[site] + unit) for unit in range(size)], dtype=np.int64)
@@ -95,6 +95,7 @@ class _Kept:
             if front != behind
         ]
         self._gates = list(dict.fromkeys(pairs))
+        self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def require(self, block: int, entries: Index) -> None:
         """Entries of a block stay if statements hold."""
@@ -118,16 +119,21 @@ class _Kept:
     def _raise(self, unit: int, formula: int) -> bool:
         before = int(self.stays[unit])
         after = self.formulas.some((before, formula))
+        if self.formulas.is_the_same(before, after):
+            return False
         self.stays[unit] = after
-        return after != before
+        return True
 
     def _pass_gates(self) -> bool:
         is_changed = False
         for pairs in (self._gates, reversed(self._gates)):
             for gate, front, behind in pairs:
-                for one, other in ((front, behind), (behind, front)):
-                    if self.stays[one] != TRUE and self.stays[other] != FALSE:
-                        is_changed |= self._raise(one, self.formulas.both(gate, int(self.stays[other])))
+                known = int(self.stays[front]), int(self.stays[behind])
+                if self._seen.get((gate, front, behind)) == known:
+                    continue
+                is_changed |= self._raise(front, self.formulas.both(gate, known[1]))
+                is_changed |= self._raise(behind, self.formulas.both(gate, int(self.stays[front])))
+                self._seen[gate, front, behind] = int(self.stays[front]), int(self.stays[behind])
         return is_changed
 
     def _fit(self, factors: list[Index], flat: Index) -> bool:
@@ -136,10 +142,7 @@ class _Kept:
         is_changed = False
         for dim, units in enumerate(factors):
             rows = np.moveaxis(entries, dim, 0).reshape(len(units), -1)
-            some = np.array([self.formulas.some(set(row.tolist())) for row in rows], dtype=np.int64)
+            some = self.formulas.some_of_each(rows)
             is_changed |= self._add(units, some)
-        every = self.stays[factors[0]]
-        for units in factors[1:]:
-            inner = self.stays[units]
-            every = self.formulas.both_each(every.repeat(len(inner)), np.tile(inner, len(every)))
+        every = outer_both(self.formulas, [self.stays[units] for units in factors])
         return self._add(flat, every) or is_changed

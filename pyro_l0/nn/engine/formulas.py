@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -12,27 +12,43 @@ __all__ = ["FALSE", "TRUE", "Clause", "Formulas"]
 
 Clause = frozenset[int]
 TRUE, FALSE = 0, 1
-_MOST_CLAUSES = 32
+_CASES = 64  # of each kind
+_ALL_CASES = (1 << 4 * _CASES) - 1
 
 
 class Formulas:
-    """Monotone statements: all of some clauses hold, and a clause holds if one of its gates is open.
+    """Monotone statements: all of some clauses hold, and a clause holds if one of its literals does.
 
-    Statements are numbered, and arrays of numbers stand for the statements of a dimension's entries. A statement of
-    more than 32 clauses loses its longest ones, and is then true more often.
+    A literal is a gate, which is open, or, numbered behind the gates, another statement. Statements are numbered, and
+    arrays of numbers stand for the statements of a dimension's entries.
+
+    Args:
+        sizes: by site, the number of gates; they are numbered through.
+
+    Attributes:
+        statements: what the literals behind the gates stand for, each in terms of literals before it.
 
     Example:
-        >>> formulas = Formulas()
+        >>> formulas = Formulas([2])
         >>> one, other = formulas.gate(0), formulas.gate(1)
         >>> formulas.clauses(formulas.both(one, formulas.some([one, other])))  # the second follows from the first
         (frozenset({0}),)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.statements: list[int] = []
+        self._gates = sum(sizes)
+        self._literal_cases = _cases(sizes)
+        self._cases = [_ALL_CASES, 0]
         self._clauses: list[tuple[Clause, ...]] = [(), (frozenset(),)]
         self._numbers: dict[frozenset[Clause], int] = {frozenset(): TRUE, frozenset({frozenset()}): FALSE}
         self._both: dict[tuple[int, int], int] = {}
         self._some: dict[frozenset[int], int] = {}
+        self._literals: dict[int, int] = {}
+        self._with_clause: dict[Clause, list[int]] = {}  # literals of statements whose first clause it is
+
+    def __len__(self) -> int:
+        return len(self._clauses)
 
     def clauses(self, formula: int) -> tuple[Clause, ...]:
         """The clauses of a statement, none of which follows from another."""
@@ -40,7 +56,17 @@ class Formulas:
 
     def gate(self, gate: int) -> int:
         """That one gate is open."""
-        return self._number([frozenset({gate})])
+        return self.number([frozenset({gate})])
+
+    def number(self, clauses: Iterable[Clause]) -> int:
+        """The statement that all of some clauses hold."""
+        shortest = self._shortest(list(dict.fromkeys(clauses)))
+        key = frozenset(shortest)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._clauses)
+            self._clauses.append(tuple(shortest))
+            self._cases.append(self._cases_of(shortest))
+        return self._numbers[key]
 
     def both(self, one: int, other: int) -> int:
         """That two statements hold."""
@@ -48,7 +74,7 @@ class Formulas:
             return FALSE if FALSE in (one, other) else max(one, other)
         key = (one, other) if one < other else (other, one)
         if key not in self._both:
-            self._both[key] = self._number([*self._clauses[one], *self._clauses[other]])
+            self._both[key] = self.number([*self._clauses[one], *self._clauses[other]])
         return self._both[key]
 
     def some(self, formulas: Iterable[int]) -> int:
@@ -77,6 +103,29 @@ class Formulas:
         """Entry by entry, that one of two statements holds."""
         return self._each(one, other, FALSE, lambda x, y: self.some((x, y)))
 
+    def some_of_each(self, rows: Index) -> Index:
+        """Row by row, that one of its statements holds."""
+        if not (rows != TRUE).any():
+            return np.full(len(rows), TRUE)
+        return np.array([self.some(set(row)) for row in rows.tolist()], dtype=np.int64)
+
+    def some_of(self, formulas: Index) -> int:
+        """That one of an array's statements holds."""
+        return self.some(set(formulas.tolist()))
+
+    def is_the_same(self, one: int, other: int) -> bool:
+        """Whether two statements hold in the same ones of many cases, drawn at random."""
+        return self._cases[one] == self._cases[other]
+
+    def _cases_of(self, clauses: Iterable[Clause]) -> int:
+        total = _ALL_CASES
+        for clause in clauses:
+            some = 0
+            for literal in clause:
+                some |= self._literal_cases[literal]
+            total &= some
+        return total
+
     def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
         if one is other or not (other != neutral).any():
             return one
@@ -84,33 +133,47 @@ class Formulas:
             return other
         return np.array([combine(x, y) for x, y in zip(one.tolist(), other.tolist(), strict=True)], dtype=np.int64)
 
-    def _disjunction(self, parts: list[tuple[Clause, ...]]) -> int:
-        """One of several statements: what all have in common, and one clause of each of the rest together."""
+    def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
+        """One of several statements: what all have in common, and one of what else there is to each."""
         common = frozenset(parts[0]).intersection(*parts[1:])
         rests = [[clause for clause in part if clause not in common] for part in parts]
         if not all(rests):
-            return self._number(common)
-        joined = [frozenset[int]().union(*(rest[0] for rest in rests if len(rest) == 1))]
-        for rest in rests:
-            if len(rest) > 1:
-                joined = _shortest({clause | other for clause in joined for other in rest})
-        return self._number([*common, *joined])
+            return self.number(common)
+        joined = [rest[0] if len(rest) == 1 else frozenset({self._literal(self.number(rest))}) for rest in rests]
+        return self.number([*common, frozenset[int]().union(*joined)])
 
-    def _number(self, clauses: Iterable[Clause]) -> int:
-        shortest = _shortest(set(clauses))
-        key = frozenset(shortest)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._clauses)
-            self._clauses.append(tuple(shortest))
-        return self._numbers[key]
+    def _literal(self, formula: int) -> int:
+        """The literal that stands for a statement."""
+        if formula not in self._literals:
+            literal = self._literals[formula] = self._gates + len(self.statements)
+            self.statements.append(formula)
+            self._literal_cases.append(self._cases[formula])
+            self._with_clause.setdefault(self._clauses[formula][0], []).append(literal)
+        return self._literals[formula]
+
+    def _shortest(self, clauses: list[Clause]) -> list[Clause]:
+        """The clauses from which the others follow, short ones first."""
+        kept: list[Clause] = []
+        for clause in sorted(clauses, key=len):
+            if not any(other <= clause for other in kept) and not self._follows(clause, clauses):
+                kept.append(clause)
+        return kept
+
+    def _follows(self, clause: Clause, clauses: list[Clause]) -> bool:
+        """Whether a clause has a literal that stands for some of the clauses beside it."""
+        return any(
+            literal in clause and all(x in clauses for x in self._clauses[self.statements[literal - self._gates]])
+            for other in clauses
+            if other is not clause
+            for literal in self._with_clause.get(other, ())
+        )
 
 
-def _shortest(clauses: set[Clause]) -> list[Clause]:
-    """The clauses from which the others follow, short ones first."""
-    kept: list[Clause] = []
-    for clause in sorted(clauses, key=lambda clause: (len(clause), min(clause, default=0))):
-        if not any(other <= clause for other in kept):
-            kept.append(clause)
-            if len(kept) == _MOST_CLAUSES:
-                break
-    return kept
+def _cases(sizes: Sequence[int]) -> list[int]:
+    """For each gate, in which cases it is open, a bit for each: few gates, half, most, or whole sites are open."""
+    rng = np.random.default_rng(0)
+    shape = sum(sizes), _CASES
+    of_sites = np.repeat(rng.random((len(sizes), _CASES)) < 0.5, sizes, axis=0)
+    kinds = [rng.random(shape) < prob for prob in (0.1, 0.5, 0.9)]
+    bits = np.packbits(np.concatenate([*kinds, of_sites & (rng.random(shape) < 0.5)], axis=1), axis=1)
+    return [int.from_bytes(row.tobytes(), "big") for row in bits]

@@ -71,7 +71,7 @@ class _Finder:
         """The statement that the outputs depend on an operation."""
         values = [value for value in operation.outputs if value is not None]
         return self.formulas.some(
-            self.formulas.every(self.formulas.some(set(self._of(axis).tolist())) for axis in self.opened.axes[value])
+            self.formulas.every(self.formulas.some_of(self._of(axis)) for axis in self.opened.axes[value])
             if value.shape
             else self._numbers.get(value, FALSE)
             for value in values
@@ -120,7 +120,7 @@ class _Finder:
         flat = outer_both(self.formulas, [self._of(axis, runs) for axis in relation.targets])
         for axis in relation.sources:
             rows = rows_of(flat, relation.sources, axis)
-            self._add(axis, np.array([self.formulas.some(set(row.tolist())) for row in rows], dtype=np.int64))
+            self._add(axis, self.formulas.some_of_each(rows))
 
     def _read(self, read: Read, closed: Mask | None, runs: int) -> Index:
         """The statements that entries are read: always those that are with closed gates, others unless they are zero."""
@@ -135,7 +135,7 @@ class _Finder:
         runs_each = np.full(size, runs)
         if read.behind is not None:
             groups = self._of(read.behind).reshape(read.groups, -1)
-            each = np.array([self.formulas.some(set(group.tolist())) for group in groups], dtype=np.int64)
+            each = self.formulas.some_of_each(groups)
             runs_each = each.repeat(size // read.groups)
         return self.formulas.both_each(entries, runs_each)
 

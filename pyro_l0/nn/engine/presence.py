@@ -35,7 +35,7 @@ class Presence:
         if not value.shape:
             return self.numbers[value]
         nonzero, varies = (
-            self.formulas.every(self.formulas.some(set(known[axis].tolist())) for axis in maps.axes[value])
+            self.formulas.every(self.formulas.some_of(known[axis]) for axis in maps.axes[value])
             for known in (self.nonzero, self.varies)
         )
         return nonzero, varies
@@ -145,15 +145,14 @@ class _Finder:
     def _reshape(self, relation: Reshape, axis: Axis, known: dict[Axis, Index]) -> Index:
         flat = outer_both(self.formulas, [known.get(x, _always(x)) for x in relation.sources])
         rows = rows_of(flat, relation.targets, axis)
-        return np.array([self.formulas.some(set(row.tolist())) for row in rows], dtype=np.int64)
+        return self.formulas.some_of_each(rows)
 
     def _groups(self, relation: Read, axis: Axis) -> tuple[Index, Index]:
         """Each group of outputs is made of a group of inputs."""
         found = []
         for known in (self.known.nonzero, self.known.varies):
             groups = known[relation.axes[0]].reshape(relation.groups, -1)
-            some = [self.formulas.some(set(group.tolist())) for group in groups]
-            found.append(np.array(some, dtype=np.int64).repeat(axis.size // relation.groups))
+            found.append(self.formulas.some_of_each(groups).repeat(axis.size // relation.groups))
         return found[0], found[1]
 
     def _links(self, operation: Operation, axis: Axis, links: list[Link]) -> tuple[Index, Index]:
@@ -177,7 +176,7 @@ class _Finder:
             nonzero = self.formulas.some_each(nonzero, _spread(link, self.known.nonzero[link.source]))
             varies = self.formulas.some_each(varies, _spread(link, self.known.varies[link.source]))
         if self._is_mixed(operation, links):
-            varies = np.full(axis.size, self.formulas.some(set(varies.tolist())))
+            varies = np.full(axis.size, self.formulas.some_of(varies))
         if product is not None:
             nonzero = np.full(axis.size, TRUE)
             for value in product:
