@@ -45,7 +45,7 @@ class Formulas:
         self._both: dict[tuple[int, int], int] = {}
         self._some: dict[frozenset[int], int] = {}
         self._literals: dict[int, int] = {}
-        self._with_clause: dict[Clause, list[int]] = {}  # literals of statements whose first clause it is
+        self._with_clause: dict[Clause, list[int]] = {}  # literals of statements that have it
 
     def __len__(self) -> int:
         return len(self._clauses)
@@ -148,24 +148,46 @@ class Formulas:
             literal = self._literals[formula] = self._gates + len(self.statements)
             self.statements.append(formula)
             self._literal_cases.append(self._cases[formula])
-            self._with_clause.setdefault(self._clauses[formula][0], []).append(literal)
+            for clause in self._clauses[formula]:
+                self._with_clause.setdefault(clause, []).append(literal)
         return self._literals[formula]
 
     def _shortest(self, clauses: list[Clause]) -> list[Clause]:
         """The clauses from which the others follow, short ones first."""
+        reduced = [self._beside(clause, clauses) for clause in clauses]
+        ordered = sorted({clause: None for clause in reduced if clause is not None}, key=len)
         kept: list[Clause] = []
-        for clause in sorted(clauses, key=len):
-            if not any(other <= clause for other in kept) and not self._follows(clause, clauses):
+        for place, clause in enumerate(ordered):
+            others = [*kept, *ordered[place + 1 :]] if len(clause) > 1 else kept
+            if not any(self._implies(other, clause) for other in others):
                 kept.append(clause)
         return kept
 
-    def _follows(self, clause: Clause, clauses: list[Clause]) -> bool:
-        """Whether a clause has a literal that stands for some of the clauses beside it."""
-        return any(
-            literal in clause and all(x in clauses for x in self._clauses[self.statements[literal - self._gates]])
-            for other in clauses
-            if other is not clause
-            for literal in self._with_clause.get(other, ())
+    def _beside(self, clause: Clause, clauses: list[Clause]) -> Clause | None:
+        """What a clause says beside others: its literals' statements without theirs; None if nothing."""
+        known: dict[int, list[Clause]] = {}
+        for other in clauses:
+            for literal in self._with_clause.get(other, ()) if other is not clause else ():
+                if literal in clause:
+                    known.setdefault(literal, []).append(other)
+        for literal, others in known.items():
+            rest = [x for x in self._of_literal(literal) if x not in others]
+            if not rest:
+                return None
+            clause = (clause - {literal}) | (rest[0] if len(rest) == 1 else {self._literal(self.number(rest))})
+        return clause
+
+    def _of_literal(self, literal: int) -> tuple[Clause, ...]:
+        return self._clauses[self.statements[literal - self._gates]]
+
+    def _implies(self, one: Clause, other: Clause) -> bool:
+        """Whether each literal of a clause is one of another clause, or stands for a statement that implies it."""
+        if len(one) > 8:  # long ones are rarely worth a look
+            return one <= other
+        return all(
+            literal in other
+            or (literal >= self._gates and any(self._implies(x, other) for x in self._of_literal(literal)))
+            for literal in one
         )
 
 
