@@ -68,6 +68,8 @@ class Expectations:
         if len(times) > 1 or any(len(found) != 1 for found in clauses):
             return None
         gates = frozenset[int]().union(*(clause for (clause,) in clauses))
+        if not gates:
+            return None
         site = self._sites.get((min(gates), len(gates))) if max(gates) - min(gates) == len(gates) - 1 else None
         if site is None or (len(clauses) > 1 and len(clauses) < len(gates)):
             return None
@@ -89,7 +91,7 @@ class _Sum:
             total = 1 - product(1 - probs) if self.is_any else probs.sum()
         else:
             assert values is not None
-            each = values[self.nodes.on(values.device)]
+            each = values.index_select(0, self.nodes.on(values.device))
             total = (each if isinstance(self.times, int) else each * self.times.on(values.device)).sum()
         return total * self.times if isinstance(self.times, int) and self.times > 1 else total
 
@@ -140,7 +142,8 @@ class _Circuit:
         """All probabilities."""
         values = torch.cat([*probs, probs[0].new_zeros(1), probs[0].new_ones(1)])
         for is_all, places in self._steps:
-            factors = values[places.on(values.device)]
+            index = places.on(values.device)
+            factors = values.index_select(0, index.flatten()).view(index.shape)
             values = torch.cat([values, _product(factors) if is_all else 1 - _product(1 - factors)])
         return values
 

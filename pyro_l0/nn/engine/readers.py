@@ -79,15 +79,16 @@ def find_readers(maps: Maps) -> list[Use]:
     for site in dict.fromkeys(call.site for call in maps.gates):
         pairs = {call.behind: _identity(call.behind) for call in maps.gates if call.site == site}
         for operation in maps.recording.operations:
+            reads = weights.get(operation, {})
+            grouped = _grouped(maps, operation, pairs) if reads else None
             for relation in maps.relations[operation]:
                 for axis in relation.axes if isinstance(relation, Read) else ():
-                    if axis in pairs and operation in weights:
-                        for weight, dim in _read_with(maps, relation, weights[operation]):
+                    if axis in pairs:
+                        for weight, dim in _read_with(maps, relation, reads):
                             found.setdefault((site, weight, dim, 1), set()).update(pairs[axis])
-                if not isinstance(relation, Read):
+                if not isinstance(relation, Read) and (grouped is not None or not reads):
                     _follow(pairs, relation)
-            grouped = _grouped(maps, operation, pairs)
-            if grouped is not None and operation in weights:
+            if grouped is not None:
                 place, entries = grouped
                 found.setdefault((site, *place), set()).update(entries)
     return _uses(found)
