@@ -13,6 +13,8 @@ from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.slots import Axis, Index, Link, Read, Reshape
 
+_MOVES = {f"aten::{name}" for name in "t transpose permute numpy_T mT view reshape alias detach contiguous".split()}
+
 __all__ = ["Use", "find_readers", "find_writers", "weights_of"]
 
 
@@ -26,6 +28,7 @@ class Use:
         dim: its dimension whose entries do.
         entries: which entries, shape ``(pairs,)``.
         units: the unit that each reads or writes, shape ``(pairs,)``; every pair is there once.
+        path: a module that reads or writes them by the weight.
         groups: with a convolution in groups, its number, and entries count through the inputs of all groups.
     """
 
@@ -34,6 +37,7 @@ class Use:
     dim: int
     entries: Index
     units: Index
+    path: str
     groups: int = 1
 
     @property
@@ -58,7 +62,7 @@ def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
                 continue
             if varying.intersection(given) or not given:
                 varying.add(output)
-            elif len(given) == 1 and math.prod(output.shape) == math.prod(given[0].shape):
+            elif len(given) == 1 and operation.name in _MOVES and math.prod(output.shape) == math.prod(given[0].shape):
                 source[output] = source.get(given[0], given[0])
     found: dict[Operation, dict[Value, Value]] = {}
     for product in maps.products:
@@ -85,12 +89,12 @@ def find_readers(maps: Maps) -> list[Use]:
                 for axis in relation.axes if isinstance(relation, Read) else ():
                     if axis in pairs:
                         for weight, dim in _read_with(maps, relation, reads):
-                            found.setdefault((site, weight, dim, 1), set()).update(pairs[axis])
+                            found.setdefault((site, weight, dim, 1, operation.path), set()).update(pairs[axis])
                 if not isinstance(relation, Read) and (grouped is not None or not reads):
                     _follow(pairs, relation)
             if grouped is not None:
                 place, entries = grouped
-                found.setdefault((site, *place), set()).update(entries)
+                found.setdefault((site, *place, operation.path), set()).update(entries)
     return _uses(found)
 
 
@@ -108,7 +112,7 @@ def find_writers(maps: Maps) -> list[Use]:
                     if relation.source in axes:
                         root, dim = axes[relation.source]
                         value = next(x for x in given if relation.source in maps.axes[x])
-                        place = site, root, _dim_of(value, dim, root), 1
+                        place = site, root, _dim_of(value, dim, root), 1, operation.path
                         found.setdefault(place, set()).update(_linked_back(relation, pairs[relation.target]))
                     elif not given:
                         before = pairs.setdefault(relation.source, set())
@@ -119,7 +123,7 @@ def find_writers(maps: Maps) -> list[Use]:
 
 
 _Pairs = dict[Axis, set[tuple[int, int]]]  # by dimension, its entries with the units that they hold
-_Place = tuple[str, Value, int, int]
+_Place = tuple[str, Value, int, int, str]
 
 
 def _identity(axis: Axis) -> set[tuple[int, int]]:
@@ -127,11 +131,15 @@ def _identity(axis: Axis) -> set[tuple[int, int]]:
 
 
 def _uses(found: dict[_Place, set[tuple[int, int]]]) -> list[Use]:
-    uses = []
-    for (site, weight, dim, groups), pairs in found.items():
-        columns = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
-        uses.append(Use(site, weight, dim, columns[:, 0], columns[:, 1], groups))
-    return uses
+    """Each weight once, whichever modules use it."""
+    uses: dict[tuple[str, Value, int, int], tuple[str, set[tuple[int, int]]]] = {}
+    for (*key, path), pairs in found.items():
+        site, weight, dim, groups = key
+        uses.setdefault((site, weight, dim, groups), (path, set()))[1].update(pairs)
+    return [
+        Use(site, weight, dim, *np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T, path=path, groups=groups)
+        for (site, weight, dim, groups), (path, pairs) in uses.items()
+    ]
 
 
 def _read_with(maps: Maps, read: Read, weights: dict[Value, Value]) -> Iterator[tuple[Value, int]]:
