@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.nn.engine.dependence import Dependence, depend
+from pyro_l0.nn.engine.formulas import TRUE, Clause
+from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
+from pyro_l0.nn.engine.record import Example
+from pyro_l0.nn.engine.slots import Axis
+from pyro_l0.nn.expectation import Expectations
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.graph import GateGraph, Layer
-from pyro_l0.nn.reading import read_called
-from pyro_l0.nn.units import Units, in_common
+from pyro_l0.nn.read_called import record_called
+from pyro_l0.nn.report import Report, report
 
 __all__ = ["NetworkCost"]
 
@@ -20,23 +29,26 @@ class NetworkCost:
 
     A weight is left if the unit it reads and the unit it writes are both there, so closed units upstream and
     downstream count: between gates with counts a and b a dense layer keeps a * b weights, a convolution a * b kernels,
-    and a branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network;
-    for probabilities they are expectations under independent gates, where branches meet up to their correlation.
-    Weights that several layers share count once, and are left if one of the layers needs them.
+    and a branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network
+    (where nothing of a layer is left, the compacted network keeps one unit, which does not count here); for
+    probabilities they are expectations under independent gates, where the numbers of units that a layer reads and
+    writes count as independent. Weights that several layers share count once.
 
     Args:
-        network: a network of dense layers, convolutions and :class:`~pyro_l0.nn.Gate` layers.
-        example_input: one batch of inputs, for the shapes.
+        network: any network with :class:`~pyro_l0.nn.Gate` layers.
+        example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
+            such calls, whose multiply-adds are counted together.
 
     Attributes:
+        group_sizes: by gate site, the number of weights that read one of its units.
         filter_sizes: by gate site, the number of weights that write one of its units: a convolution's filter, the
             group that the L0 paper prices for feature maps; 0 for gates of the network's inputs.
         total_weights: weights with every gate open.
-        total_macs: multiply-adds per example with every gate open.
+        total_macs: multiply-adds per example with every gate open: of matrix products and convolutions, attention's
+            included.
 
     Raises:
-        ValueError: the network holds a layer that can't be counted or a gate that is not called on units, or a gate
-            value is missing or misshapen.
+        ValueError: a gate is never called or computes weights, or a gate value is missing or misshapen.
         TypeError: the example is of an integer type that the network does not take.
 
     Example:
@@ -51,24 +63,19 @@ class NetworkCost:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 16 and section 4.1.
     """
 
-    def __init__(self, network: nn.Module, example_input: Tensor) -> None:
-        self._graph = read_called(network, example_input)
+    def __init__(self, network: nn.Module, example: Example) -> None:
+        self._recording = record_called(network, example)
         self._sizes = {name: gate.size for name, gate in gate_names(network).items()}
-        self._tied = _tied_layers(self._graph)
-        layers = self._graph.layers()
-        self.total_weights = sum(
-            layers[names[0]].in_units * layers[names[0]].out_units * layers[names[0]].taps for names in self._tied
-        )
-        self.total_macs = sum(
-            layer.in_units * layer.out_units * layer.taps * layer.positions for layer in layers.values()
-        )
-        self._group_sizes = dict.fromkeys(self._sizes, 0.0)
-        self.filter_sizes = dict.fromkeys(self._sizes, 0.0)
-        for site, layer, inputs, _ in self._graph.readers():
-            # Per gate; behind a flattening a map is as many inputs as it has places.
-            self._group_sizes[site] += layer.out_units * layer.taps * len(inputs) / self._sizes[site]
-        for site, layer in self._graph.writers():
-            self.filter_sizes[site] += layer.in_units * layer.taps
+        self._dependence = depend(self._recording)
+        maps = self._dependence.maps
+        weights = dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())
+        self._weights = _Count(self._dependence, [maps.axes[weight] for weight in weights], 1)
+        batch = self._recording.calls[0].inputs[0].shape[:1] if self._recording.calls[0].inputs else ()
+        self._macs = _Count(self._dependence, [product.axes for product in maps.products], math.prod(batch))
+        self.total_weights = self._weights.total
+        self.total_macs = self._macs.total
+        self._group_sizes = self._per_unit(find_readers(maps))
+        self.filter_sizes = self._per_unit(find_writers(maps))
 
     @property
     def group_sizes(self) -> dict[str, float]:
@@ -95,59 +102,118 @@ class NetworkCost:
             active: by site, P(z != 0) of each gate (for the expectation) or ``(z != 0).float()`` (for a given
                 network), shape ``(size,)``.
         """
-        return self._count(active, macs=False)
+        self._check(active)
+        return self._weights(active)
 
     def macs(self, active: Mapping[str, Tensor]) -> Tensor:
         """Multiply-adds left per example, shape ``()``; arguments as in :meth:`weights`."""
-        return self._count(active, macs=True)
+        self._check(active)
+        return self._macs(active)
 
-    def _count(self, active: Mapping[str, Tensor], macs: bool) -> Tensor:
+    def report(self) -> Report:
+        """The units that stay whatever their gates say, and why; it prints as text.
+
+        Example:
+            >>> from pyro_l0.nn import Gate
+            >>> print(NetworkCost(nn.Sequential(nn.Linear(2, 3), Gate(3)), torch.ones(1, 2)).report())
+            gate '1', units 0-2: stay behind the gate (network output)
+        """
+        return report(self._recording, self._dependence)
+
+    def _per_unit(self, uses: Iterable[Use]) -> dict[str, float]:
+        sizes = dict.fromkeys(self._sizes, 0.0)
+        for use in uses:
+            sizes[use.site] += len(use.units) * use.each / self._sizes[use.site]
+        return sizes
+
+    def _check(self, active: Mapping[str, Tensor]) -> None:
         if active.keys() != self._sizes.keys():
             raise ValueError(f"Expected one entry per gate site {sorted(self._sizes)}, but got {sorted(active)}.")
         for name, value in active.items():
             if value.shape != (self._sizes[name],):
                 raise ValueError(f"Expected {name!r} of shape ({self._sizes[name]},), but got {tuple(value.shape)}.")
-        present, needed = self._graph.present(active), self._graph.needed(active)
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A number of times a product of sums."""
+
+    times: float
+    sums: tuple[int, ...]
+
+
+class _Count:
+    """A sum over products of numbers of entries that stay.
+
+    Args:
+        dependence: what entries depend on.
+        products: the dimensions of each product.
+        per: what the sum is divided by.
+    """
+
+    def __init__(self, dependence: Dependence, products: Iterable[Iterable[Axis]], per: int) -> None:
+        self._dependence = dependence
+        self._products = [list(axes) for axes in products]
+        self._per = per
+        total = sum(math.prod(axis.size for axis in axes) for axes in self._products)
+        self.total = total // per if total % per == 0 else total / per
+        self._histograms: dict[int, tuple[dict[int, int], tuple[Clause, ...]]] = {}
+
+    def __call__(self, active: Mapping[str, Tensor]) -> Tensor:
+        """The expected sum, shape ``()``."""
+        expectations, terms, constant = self._compiled
         like = next(iter(active.values()), torch.zeros(()))
-        total = torch.zeros((), dtype=like.dtype, device=like.device)
-        layers, steps = self._graph.layers(), self._graph.steps
-        for names in [[name] for name in layers] if macs else self._tied:
-            layer = layers[names[0]]
-            reads, writes = [present[steps[name].parents[0]] for name in names], [needed[name] for name in names]
-            each = layer.taps * (layer.positions if macs else 1)
-            if len(names) == 1:
-                total = total + reads[0].count(layer.in_units) * writes[0].count(layer.out_units) * each
-            else:
-                total = total + _count_shared(reads, writes, layer) * each
+        sums = expectations(active)
+        total = like.new_full((), constant)
+        for term in terms:
+            product = sums[term.sums[0]]
+            for number in term.sums[1:]:
+                product = product * sums[number]
+            total = total + product * term.times
         return total
 
+    @cached_property
+    def _compiled(self) -> tuple[Expectations, list[_Term], float]:
+        expectations = Expectations(self._dependence.formulas, self._dependence.sizes)
+        times: dict[tuple[int, ...], float] = {}
+        for axes in self._products:
+            count, sums = self._term(axes, expectations)
+            times[sums] = times.get(sums, 0.0) + count / self._per
+        constant = times.pop((), 0.0)
+        return expectations, [_Term(count, sums) for sums, count in times.items()], constant
 
-def _tied_layers(graph: GateGraph) -> list[list[str]]:
-    """The layers by node name, those that share their weights together."""
-    tied: dict[int, list[str]] = {}
-    for name, layer in graph.layers().items():
-        tied.setdefault(graph.weight_id(layer), []).append(name)
-    return list(tied.values())
+    def _term(self, axes: list[Axis], expectations: Expectations) -> tuple[int, tuple[int, ...]]:
+        """A product's constant factor, and the sums that it is made of."""
+        factor, sums = 1, list[dict[int, int]]()
+        shared = dict[Clause, None]()
+        for axis in axes:
+            histogram, common = self._split(axis)
+            shared.update(dict.fromkeys(common))
+            if histogram.keys() <= {TRUE}:
+                factor *= histogram.get(TRUE, 0)
+            else:
+                sums.append(histogram)
+        formulas = self._dependence.formulas
+        for clause in shared:  # once, and not at all where one of the sums is zero without it
+            if not any(self._is_implied(clause, histogram) for histogram in sums):
+                sums.append({formulas.number([clause]): 1})
+        return factor, tuple(sorted(expectations.add(histogram) for histogram in sums))
 
+    def _is_implied(self, clause: Clause, histogram: Mapping[int, int]) -> bool:
+        clauses = self._dependence.formulas.clauses
+        return all(any(other <= clause for other in clauses(formula)) for formula in histogram)
 
-def _count_shared(reads: Sequence[Units], writes: Sequence[Units], layer: Layer) -> Tensor:
-    """Expected number of pairs of units whose weight one of several layers needs."""
-    (read, own_reads), (written, own_writes) = _apart(reads), _apart(writes)
-    none: Tensor | float = 1.0
-    for one, other in zip(own_reads, own_writes, strict=True):
-        none = none * (1 - _vector(one, layer.in_units)[:, None] * _vector(other, layer.out_units))
-    some = _vector(read, layer.in_units)[:, None] * _vector(written, layer.out_units) * (1 - none)
-    return some.sum()
-
-
-def _apart(parts: Sequence[Units]) -> tuple[Units, list[Units]]:
-    """What is common to several events, and what else there is to each."""
-    if all(part is parts[0] for part in parts):
-        return parts[0], [Units() for _ in parts]
-    shared, others = in_common(parts)
-    return Units(shared), others
-
-
-def _vector(units: Units, size: int) -> Tensor:
-    probs = units.probs()
-    return torch.ones(size) if probs is None else probs.expand(size)
+    def _split(self, axis: Axis) -> tuple[dict[int, int], tuple[Clause, ...]]:
+        """How many entries stay if a statement holds, for each statement, and what all of them have in common."""
+        key = id(self._dependence.units[axis.block])
+        if key not in self._histograms:
+            formulas = self._dependence.formulas
+            found, counts = np.unique(self._dependence.kept(axis), return_counts=True)
+            clauses = [formulas.clauses(formula) for formula in found.tolist()]
+            common = tuple(clause for clause in clauses[0] if all(clause in other for other in clauses[1:]))
+            histogram: dict[int, int] = {}
+            for each, count in zip(clauses, counts.tolist(), strict=True):
+                rest = formulas.number([clause for clause in each if clause not in common])
+                histogram[rest] = histogram.get(rest, 0) + count
+            self._histograms[key] = histogram, common
+        return self._histograms[key]

@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from pyro_l0.fast.record import Record
+from pyro_l0.nn.calls import ModuleCall, follow_calls
+from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.reading import read_network
+from pyro_l0.nn.places import unit_dim
 
 __all__ = ["gate_dropout", "insert_gates"]
 
@@ -20,7 +20,7 @@ _MAPS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
 
 
-def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
+def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None = None) -> nn.Module:
     """A copy of a network with gates behind named modules.
 
     A module with a gate becomes ``nn.Sequential(module, gate)`` under its old path, so that the site of the gate is
@@ -28,12 +28,16 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
 
     Args:
         network: the network; it is not changed, and weights are not shared.
-        gates: by module path, the gate for the module's output. A path of modules inside each other is allowed.
+        gates: by module path, the gate for the module's output; such as the answer of
+            :func:`~pyro_l0.nn.suggest_gates`. A path of modules inside each other is allowed.
+        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it. With it the places
+            where the network calls each module are counted; without it, a module that is called at several places is
+            noticed only where it has several paths.
 
     Raises:
         ValueError: a path is not a module of the network, or the gate could not act behind this module at this place
-            alone: the module is called at several places or at none (as far as ``torch.fx`` can trace the network), is
-            passed by by the module that holds it, or returns more than a tensor.
+            alone: the module is called at several places or at none, is passed by by the module that holds it, or
+            returns more than a tensor.
         TypeError: a value is not a gate.
 
     Example:
@@ -46,7 +50,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
           )
         )
     """
-    _check_gates(network, gates)
+    _check_gates(network, gates, example)
     new = copy.deepcopy(network)
     # Inner modules first: a module that has moved into a Sequential is no longer at its path.
     for path in sorted(gates, key=lambda path: -path.count(".")):
@@ -59,9 +63,10 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate]) -> nn.Module:
     return new
 
 
-def _check_gates(network: nn.Module, gates: Mapping[str, Gate]) -> None:
+def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None) -> None:
     """Refuse what is no gate, and paths that are no modules behind which one can act."""
     modules = dict(network.named_modules(remove_duplicate=False))
+    calls = None if example is None else follow_calls(network, example).calls
     for path, gate in gates.items():
         if not path or path not in modules:
             children = [name for name, _ in network.named_children()]
@@ -71,7 +76,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate]) -> None:
             )
         if not isinstance(gate, Gate):
             raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
-        _check_place(network, modules, path)
+        _check_place(modules, path, calls)
 
 
 class _Gated(nn.Sequential):
@@ -105,7 +110,9 @@ class _Gated(nn.Sequential):
         return "Sequential"
 
 
-def _check_place(network: nn.Module, modules: Mapping[str, nn.Module], path: str) -> None:
+def _check_place(
+    modules: Mapping[str, nn.Module], path: str, calls: Mapping[nn.Module, list[ModuleCall]] | None
+) -> None:
     """Refuse a place where a gate would act elsewhere too, or not at all."""
     module, parent = modules[path], modules[path.rpartition(".")[0]]
     if isinstance(parent, nn.MultiheadAttention):
@@ -118,40 +125,20 @@ def _check_place(network: nn.Module, modules: Mapping[str, nn.Module], path: str
             f"Expected modules that return a tensor, but {path!r} ({type(module).__name__}) returns a tuple; "
             "write a Gate for its first entry into the network's forward."
         )
-    names = [name for name, other in modules.items() if other is module]
-    places = names if len(names) > 1 else _places(network, module)
-    if places is not None and len(places) != 1:
-        found = f"it is called at {' and at '.join(map(repr, places))}" if places else "it is never called"
+    places = [repr(name) for name, other in modules.items() if other is module]
+    if len(places) == 1 and calls is not None:
+        places = [f"{path!r} behind {call.behind}" for call in calls.get(module, [])]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        places = []
+    if len(places) != 1:
+        found = f"it is called at {' and at '.join(places)}" if places else "it is never called"
         raise ValueError(
             f"Expected {path!r} to be called at one place, which a gate behind it then acts on, but {found}; "
             "make a module for every place, or write the Gate into the network's forward."
         )
 
 
-def _places(network: nn.Module, module: nn.Module) -> list[str] | None:
-    """Where a network calls a module, each described by what it is behind; None if the network can't be traced."""
-    try:
-        graph = _CallTracer(module).trace(network)
-    except Exception:  # whatever the user's code raises when it is given no numbers
-        return None
-    modules = dict(network.named_modules())
-    calls = [node for node in graph.nodes if node.op == "call_module" and modules[str(node.target)] is module]
-    return [f"{call.name} behind {', '.join(str(node) for node in call.all_input_nodes)}" for call in calls]
-
-
-class _CallTracer(fx.Tracer):
-    """Looks into the modules around one, and into no others."""
-
-    def __init__(self, sought: nn.Module) -> None:
-        super().__init__()
-        self._sought = sought
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module does not contain the one that is sought."""
-        return m is self._sought or all(inner is not self._sought for inner in m.modules())
-
-
-def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, dict[str, float]]:
+def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[str, float]]:
     """A copy of a network with a gate in the place of every Dropout layer.
 
     ``nn.Dropout`` behind a convolution becomes one gate per feature map, which is what can be pruned; elsewhere one per
@@ -159,7 +146,7 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
 
     Args:
         network: the network; it is not changed, and weights are not shared.
-        example_input: one batch, for the number of units.
+        example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it, for the number of units.
 
     Returns:
         The network, and by gate site the probability 1 - p with which a unit stayed: ``init_active_prob`` of
@@ -179,7 +166,7 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
         for path, module in network.named_modules(remove_duplicate=False)
         if isinstance(module, _DROPOUT) and module.p > 0
     }
-    shapes = _units_by_module(network, paths.values(), example_input)
+    shapes = _units_by_module(network, paths.values(), example)
     made: dict[int, Gate] = {}
     for path, module in paths.items():
         found = shapes[module]
@@ -201,41 +188,16 @@ def gate_dropout(network: nn.Module, example_input: Tensor) -> tuple[nn.Module, 
 
 
 def _units_by_module(
-    network: nn.Module, modules: Iterable[nn.Module], example_input: Tensor
+    network: nn.Module, modules: Iterable[nn.Module], example: Example
 ) -> dict[nn.Module, list[tuple[int, int]]]:
     """The number and the dimension of the units at every call of some modules, as the network runs on an example."""
-    shapes: dict[nn.Module, list[tuple[int, int]]] = {module: [] for module in modules}
-    dims = _dims_by_module(network, example_input)
-
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        rank = inputs[0].dim()
-        dim = dims.get(module, 1 if isinstance(module, _MAPS) or rank > 3 else -1)
-        dim = -1 if dim == rank - 1 else dim
-        shapes[module].append((inputs[0].shape[dim], dim))
-
-    handles = [module.register_forward_pre_hook(note) for module in shapes]
-    training = [module for module in network.modules() if module.training]
-    try:
-        with torch.no_grad(), Record():  # of gates that are there already
-            network.eval()(example_input)
-    except RuntimeError as error:
-        raise ValueError(
-            f"Expected an example_input that the network takes, but got one of shape {tuple(example_input.shape)} and "
-            f"type {example_input.dtype}: {str(error).splitlines()[0]}"
-        ) from error
-    finally:
-        for module in training:
-            module.training = True
-        for handle in handles:
-            handle.remove()
+    found = follow_calls(network, example)
+    shapes: dict[nn.Module, list[tuple[int, int]]] = {}
+    for module in modules:
+        shapes[module] = []
+        for units in (call.input for call in found.calls.get(module, []) if call.input is not None):
+            dim = unit_dim(found.maps, units)
+            if dim is None:
+                dim = 1 if isinstance(module, _MAPS) or units.rank > 3 else units.rank - 1
+            shapes[module].append((units.shape[dim], -1 if dim == units.rank - 1 else dim))
     return shapes
-
-
-def _dims_by_module(network: nn.Module, example_input: Tensor) -> dict[nn.Module, int]:
-    """The dimension of the units at every module, from the layers around it; none of a network that can't be traced."""
-    try:
-        graph = read_network(network, example_input)
-    except (ValueError, TypeError, RuntimeError):
-        return {}
-    modules = {node.name: graph.modules[node.target] for node in graph.graph.nodes if node.op == "call_module"}
-    return {module: graph.steps[name].dim for name, module in modules.items()}

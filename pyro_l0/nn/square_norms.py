@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.nn.utils import parametrize
 
 from pyro_l0.fast.gated_linear import record_norms, recorded_norms
+from pyro_l0.nn.engine.analysis import analyse
+from pyro_l0.nn.engine.readers import Use, find_readers
+from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.kinds import LayerModule
-from pyro_l0.nn.reading import read_called
+from pyro_l0.nn.read_called import record_called
 from pyro_l0.nn.units import PerDevice
 
 __all__ = ["SquareNorms", "square_norms"]
 
 
-def square_norms(network: nn.Module, example_input: Tensor) -> SquareNorms:
+def square_norms(network: nn.Module, example: Example) -> SquareNorms:
     """By gate site, a function that returns the squared norm of the weights that read each of its units.
 
     For ``square_norm`` of :class:`~pyro_l0.infer.L0_ELBO`, which weighs it with P(z != 0) (Eq. 17).
 
     Args:
-        network: a network of dense layers, convolutions and gates.
-        example_input: one batch of inputs, for the shapes.
+        network: any network with gates.
+        example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
+
+    Raises:
+        ValueError: a gate is never called or computes weights, or its units are read by weights that are neither
+            parameters nor parametrised.
 
     Example:
         >>> from pyro_l0.nn import Gate
@@ -33,12 +42,62 @@ def square_norms(network: nn.Module, example_input: Tensor) -> SquareNorms:
         >>> square_norms(net, torch.ones(1, 2))["0"]().shape
         torch.Size([2])
     """
-    graph = read_called(network, example_input)
-    layers: dict[str, list[_Read]] = {name: [] for name in graph.sites.values()}
-    for site, layer, inputs, units in graph.readers():
-        layers[site].append(_Read(graph.module(layer), layer.in_units, inputs, units))
+    recording = record_called(network, example)
     sizes = {name: gate.size for name, gate in gate_names(network).items()}
-    return SquareNorms({name: _SquareNorm(sizes[name], found) for name, found in layers.items()})
+    reads: dict[str, list[_Read]] = {name: [] for name in sizes}
+    for use in find_readers(analyse(recording, {}).maps):
+        reads[use.site].append(_Read(_weight(network, use), use))
+    return SquareNorms({name: _SquareNorm(sizes[name], found) for name, found in reads.items()})
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """Where a weight is found, and which of its entries are columns.
+
+    Attributes:
+        module: the module that holds it.
+        name: its name there.
+        dim: its dimension whose entries are columns.
+        groups: number of groups of a convolution, each with columns of its own.
+    """
+
+    module: nn.Module
+    name: str
+    dim: int
+    groups: int
+
+    def now(self) -> Tensor:
+        """The weight as it is, which a parametrisation computes at each access."""
+        weight: Tensor = getattr(self.module, self.name)
+        return weight
+
+    def columns(self) -> Tensor:
+        """The weight with the columns in dimension 1."""
+        weight = self.now()
+        if self.groups > 1:
+            parts = weight.unflatten(0, (self.groups, -1)).movedim(0, 1)
+            return parts.flatten(1, 2)
+        return weight if self.dim == 1 else weight.movedim(self.dim, 1)
+
+    def parameter(self) -> Tensor | None:
+        """The parameter whose norms a dense layer may record on the way."""
+        # Weights that a parametrisation computes at each access are others each time.
+        return self.module._parameters.get(self.name) if self.dim == 1 and self.groups == 1 else None
+
+
+def _weight(network: nn.Module, use: Use) -> _Weight:
+    name = use.weight.names[0] if use.weight.names else ""
+    if not name:
+        module = network.get_submodule(use.path)
+        if parametrize.is_parametrized(module, "weight") and tuple(module.weight.shape) == use.weight.shape:
+            return _Weight(module, "weight", use.dim, use.groups)
+        raise ValueError(
+            f"Expected units of gate {use.site!r} that are read by parameters, but {use.path or 'the network'!r} reads "
+            f"them by weights of shape {use.weight.shape} that it computes; compute them by "
+            "torch.nn.utils.parametrize, or give L0_ELBO a square_norm of your own."
+        )
+    path, _, attribute = name.partition(".parametrizations.") if ".parametrizations." in name else name.rpartition(".")
+    return _Weight(network.get_submodule(path), attribute.split(".")[0], use.dim, use.groups)
 
 
 class SquareNorms(dict[str, Callable[[], Tensor]]):
@@ -49,10 +108,9 @@ class SquareNorms(dict[str, Callable[[], Tensor]]):
 
         Dense layers that multiply their weights by gates compute the norms, and their part of the gradient, on the way.
         """
-        layers = [layer for norm in map(self.get, names) if isinstance(norm, _SquareNorm) for layer in norm.modules]
-        # Weights that a parametrisation computes at each access are others each time.
-        weights = [layer._parameters.get("weight") for layer in layers]
-        return record_norms(weight for weight in weights if weight is not None)
+        found = [weight for norm in map(self.get, names) if isinstance(norm, _SquareNorm) for weight in norm.weights]
+        parameters = [weight.parameter() for weight in found]
+        return record_norms(parameter for parameter in parameters if parameter is not None)
 
     def together(self, names: Sequence[str]) -> Tensor | None:
         """The norms of several sites side by side, shape ``(n,)``, going over no weights twice.
@@ -62,23 +120,23 @@ class SquareNorms(dict[str, Callable[[], Tensor]]):
         norms = [norm for norm in map(self.get, names) if isinstance(norm, _SquareNorm)]
         if len(norms) < len(names):
             return None
-        layers = list(dict.fromkeys(layer for norm in norms for layer in norm.modules))
-        columns = _columns(layers)
+        weights = list(dict.fromkeys(weight for norm in norms for weight in norm.weights))
+        columns = _columns(weights)
         plain = all(len(norm.reads) == 1 and norm.reads[0].is_whole(norm.size) for norm in norms)
-        if plain and len(layers) == len(norms):
+        if plain and len(weights) == len(norms):
             return torch.cat(list(columns.values()))
         # A layer behind a flattening is read by the maps' gates and by those of its features, and is gone over once.
         return torch.cat([norm.of(columns) for norm in norms])
 
 
-def _columns(layers: Sequence[LayerModule]) -> dict[LayerModule, Tensor]:
-    """The squared norms of each layer's columns: recorded ones, and all others in one node."""
-    weights = {layer: layer.weight for layer in layers}
-    recorded = {layer: recorded_norms(weight) for layer, weight in weights.items()}
-    others = [layer for layer, norms in recorded.items() if norms is None]
+def _columns(weights: Sequence[_Weight]) -> dict[_Weight, Tensor]:
+    """The squared norms of each weight's columns: recorded ones, and all others in one node."""
+    now = {weight: weight.columns() for weight in weights}
+    recorded = {weight: recorded_norms(columns) for weight, columns in now.items()}
+    others = [weight for weight, norms in recorded.items() if norms is None]
     if others:
-        columns = _SquaredColumns.apply(*(weights[layer] for layer in others))  # type: ignore[no-untyped-call]
-        recorded.update(zip(others, columns, strict=True))
+        norms = _SquaredColumns.apply(*(now[weight] for weight in others))  # type: ignore[no-untyped-call]
+        recorded.update(zip(others, norms, strict=True))
     return recorded  # type: ignore[return-value]  # there are none left without
 
 
@@ -99,14 +157,15 @@ class _SquaredColumns(torch.autograd.Function):
 
 
 class _Read:
-    """A layer that reads units of a gate: which of its inputs, and the unit that each stems from."""
+    """A weight that reads units of a gate: by which of its columns, and the unit that each reads."""
 
-    def __init__(self, module: LayerModule, size: int, inputs: Tensor, units: Tensor) -> None:
-        self.module = module
-        self.inputs = None if torch.equal(inputs, torch.arange(size)) else PerDevice(inputs)
-        self.units = PerDevice(units)
-        self._in_order = self.inputs is None and torch.equal(units, inputs)
-        self._size = size
+    def __init__(self, weight: _Weight, use: Use) -> None:
+        self.weight = weight
+        self._size = use.weight.shape[use.dim] * use.groups
+        is_all = np.array_equal(use.entries, np.arange(self._size))
+        self.inputs = None if is_all else PerDevice(torch.from_numpy(use.entries))
+        self.units = PerDevice(torch.from_numpy(use.units))
+        self._in_order = is_all and np.array_equal(use.units, use.entries)
 
     def is_whole(self, size: int) -> bool:
         """Whether its inputs are the units, in order."""
@@ -127,16 +186,16 @@ class _SquareNorm:
     def __init__(self, size: int, reads: list[_Read]) -> None:
         self.size = size
         self.reads = reads
-        self.modules = [read.module for read in reads]
+        self.weights = [read.weight for read in reads]
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
-        return self.of(_columns(self.modules))
+        return self.of(_columns(self.weights))
 
-    def of(self, columns: Mapping[LayerModule, Tensor]) -> Tensor:
+    def of(self, columns: Mapping[_Weight, Tensor]) -> Tensor:
         """The same, from the squared norms of each layer's columns."""
         total: Tensor | None = None
         for read in self.reads:
-            norms = read.of_units(columns[read.module], self.size)
+            norms = read.of_units(columns[read.weight], self.size)
             total = norms if total is None else total + norms
         return torch.zeros(self.size) if total is None else total

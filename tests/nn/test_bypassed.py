@@ -134,9 +134,9 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("act", r"'act' to be called at one place.*'act behind first' and at 'act_1 behind second'"),
-        ("block", r"'block behind act_1' and at 'block_1 behind block'"),
-        ("block.0", r"'block.0' to be called at one place.*'block_0 behind act_1' and at 'block_2 behind block_1'"),
+        ("act", r"'act' to be called at one place.*'act' behind 'first' and at 'act' behind 'second'"),
+        ("block", r"'block' behind 'act' and at 'block' behind 'block'"),
+        ("block.0", r"'block.0' to be called at one place.*'block.0' behind 'act' and at 'block.0' behind 'block'"),
         ("blocks.0.0", r"'blocks.0.0' and at 'blocks.1.0'"),
         ("blocks.1", r"'blocks.0' and at 'blocks.1'"),
         ("unused", "'unused' to be called at one place.*it is never called"),
@@ -146,23 +146,23 @@ class Twice(nn.Module):
 def test_a_gate_behind_a_module_that_is_called_twice_is_refused(path, message):
     """Naming every place; also where it is none."""
     with pytest.raises(ValueError, match=message):
-        insert_gates(Twice(), {path: Gate(4)})
+        insert_gates(Twice(), {path: Gate(4)}, ({"x": torch.randn(2, 3)},))
 
 
 def test_a_gate_behind_a_module_that_is_called_once():
-    """Of several inputs, in a network of a dictionary; and in one that can't be traced, which is not looked through."""
+    """Of several inputs, in a network of a dictionary; and in one that takes a way that depends on its numbers."""
     batch = {"x": torch.randn(2, 3)}
     network = Twice().eval()
-    gated = insert_gates(network, {"scale": Gate(4), "first": Gate(4)})
+    gated = insert_gates(network, {"scale": Gate(4), "first": Gate(4)}, (batch,))
     ones = {"scale.1": torch.ones(4), "first.1": torch.ones(4)}
     torch.testing.assert_close(fix_gates(gated, ones)(batch), network(batch))
     assert isinstance(fix_gates(gated, ones).scale[1], FixedGate)
 
-    class Untraceable(nn.Sequential):
+    class Deciding(nn.Sequential):
         def forward(self, x):
             return super().forward(x) if bool(x.sum() > 0) else x
 
-    gated = insert_gates(Untraceable(nn.Linear(3, 4), nn.ReLU()), {"0": Gate(4)})
+    gated = insert_gates(Deciding(nn.Linear(3, 4), nn.ReLU()), {"0": Gate(4)}, torch.ones(2, 3))
     assert list(gate_names(gated)) == ["0.1"]
 
 

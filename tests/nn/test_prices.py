@@ -120,10 +120,9 @@ def test_tied_weights_count_once(shared_gate, uses):
         active = {name: torch.tensor(bits[3 * i : 3 * i + 3]) for i, name in enumerate(names)}
         if not all(value.any() for value in active.values()):
             continue  # what nothing reaches is not computed
-        gates = [active[names[0]]] * uses if shared_gate else [active[name] for name in names]
-        writes = [*gates[1:], torch.ones(3)]
-        left = torch.stack([torch.outer(r, w) for r, w in zip(gates, writes, strict=True)]).amax(0)
-        assert cost.weights(active).item() == left.sum() + 6
+        # One weight has one set of inputs: those that any layer reads. Its last use writes all units.
+        read = torch.stack(list(active.values())).amax(0)
+        assert cost.weights(active).item() == 3 * read.sum() + 6
     probs = {name: torch.full((3,), 0.5, requires_grad=True) for name in names}
     cost.weights(probs).backward()
     assert all(prob.grad.min() > 0 for prob in probs.values())
@@ -151,8 +150,8 @@ def test_tied_weights_that_a_gates_units_are_read_by_twice_count_once():
         assert cost.group_sizes == {"gate": 4.0 * times}
         assert cost.total_weights == 12 * times + 4
         assert cost.weights({"gate": torch.tensor([1.0, 0.0, 1.0])}).item() == 8 * times + 4
-        # The sum's branches count as independent.
-        assert cost.weights({"gate": torch.tensor([0.5, 0.0, 0.0])}).item() == 2 * times + 0.75 * 4
+        # Both branches vary if the gate is open.
+        assert cost.weights({"gate": torch.tensor([0.5, 0.0, 0.0])}).item() == 2 * times + 0.5 * 4
         torch.testing.assert_close(norms["gate"](), times * network.a.weight.square().sum(0))
 
 

@@ -1,0 +1,77 @@
+"""The calls of a network's modules, as it runs on an example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from pyro_l0.nn.engine.analysis import analyse
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.record import Example, Value
+from pyro_l0.nn.read_called import record_example
+
+__all__ = ["Followed", "ModuleCall", "follow_calls"]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        behind: in words, the module that made its first tensor.
+        input: the first tensor that it is called with; None if there is none, or no operation uses it.
+        output: what it returns; None if that is no tensor.
+    """
+
+    behind: str
+    input: Value | None
+    output: Value | None
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A network's calls, and what the engine says of them.
+
+    Attributes:
+        calls: by module, in order.
+        maps: the maps of the recording.
+    """
+
+    calls: dict[nn.Module, list[ModuleCall]]
+    maps: Maps
+
+
+def follow_calls(network: nn.Module, example: Example) -> Followed:
+    """Record a network and the calls of its modules.
+
+    Raises:
+        ValueError: the network does not take the example.
+    """
+    seen: list[tuple[nn.Module, Tensor | None, object, str]] = []
+    makers: dict[int, str] = {}
+    paths = {module: path for path, module in network.named_modules() if path}
+
+    def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        seen.append((module, given, result, makers.get(id(given), "what comes in")))
+        if isinstance(result, Tensor):
+            makers[id(result)] = repr(paths[module])
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in paths]
+    try:
+        recording = record_example(network, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    values = {
+        id(value.tensor): value
+        for operation in recording.operations
+        for value in (*operation.inputs, *operation.outputs)
+        if value is not None
+    }
+    calls: dict[nn.Module, list[ModuleCall]] = {}
+    for module, given, result, behind in seen:
+        call = ModuleCall(behind, values.get(id(given)), values.get(id(result)))
+        calls.setdefault(module, []).append(call)
+    return Followed(calls, analyse(recording, {}).maps)

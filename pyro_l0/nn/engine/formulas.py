@@ -1,0 +1,201 @@
+"""Statements about which gates are open, in one form, so that equal ones have equal numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from pyro_l0.nn.engine.slots import Index
+
+__all__ = ["FALSE", "TRUE", "Clause", "Formulas"]
+
+Clause = frozenset[int]
+TRUE, FALSE = 0, 1
+_CASES = 64  # of each kind
+_ALL_CASES = (1 << 4 * _CASES) - 1
+
+
+class Formulas:
+    """Monotone statements: all of some clauses hold, and a clause holds if one of its literals does.
+
+    A literal is a gate, which is open, or, numbered behind the gates, another statement. Statements are numbered, and
+    arrays of numbers stand for the statements of a dimension's entries.
+
+    Args:
+        sizes: by site, the number of gates; they are numbered through.
+
+    Attributes:
+        statements: what the literals behind the gates stand for, each in terms of literals before it.
+
+    Example:
+        >>> formulas = Formulas([2])
+        >>> one, other = formulas.gate(0), formulas.gate(1)
+        >>> formulas.clauses(formulas.both(one, formulas.some([one, other])))  # the second follows from the first
+        (frozenset({0}),)
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.statements: list[int] = []
+        self._gates = sum(sizes)
+        self._literal_cases = _cases(sizes)
+        self._cases = [_ALL_CASES, 0]
+        self._clauses: list[tuple[Clause, ...]] = [(), (frozenset(),)]
+        self._numbers: dict[frozenset[Clause], int] = {frozenset(): TRUE, frozenset({frozenset()}): FALSE}
+        self._both: dict[tuple[int, int], int] = {}
+        self._some: dict[frozenset[int], int] = {}
+        self._literals: dict[int, int] = {}
+        self._with_clause: dict[Clause, list[int]] = {}  # literals of statements that have it
+
+    def __len__(self) -> int:
+        return len(self._clauses)
+
+    def clauses(self, formula: int) -> tuple[Clause, ...]:
+        """The clauses of a statement, none of which follows from another."""
+        return self._clauses[formula]
+
+    def gate(self, gate: int) -> int:
+        """That one gate is open."""
+        return self.number([frozenset({gate})])
+
+    def number(self, clauses: Iterable[Clause]) -> int:
+        """The statement that all of some clauses hold."""
+        shortest = self._shortest(list(dict.fromkeys(clauses)))
+        key = frozenset(shortest)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._clauses)
+            self._clauses.append(tuple(shortest))
+            self._cases.append(self._cases_of(shortest))
+        return self._numbers[key]
+
+    def both(self, one: int, other: int) -> int:
+        """That two statements hold."""
+        if one == other or TRUE in (one, other) or FALSE in (one, other):
+            return FALSE if FALSE in (one, other) else max(one, other)
+        key = (one, other) if one < other else (other, one)
+        if key not in self._both:
+            self._both[key] = self.number([*self._clauses[one], *self._clauses[other]])
+        return self._both[key]
+
+    def some(self, formulas: Iterable[int]) -> int:
+        """That one of several statements holds."""
+        given = frozenset(formulas) - {FALSE}
+        if TRUE in given:
+            return TRUE
+        if len(given) < 2:
+            return next(iter(given), FALSE)
+        if given not in self._some:
+            self._some[given] = self._disjunction([self._clauses[x] for x in sorted(given)])
+        return self._some[given]
+
+    def every(self, formulas: Iterable[int]) -> int:
+        """That all of several statements hold."""
+        total = TRUE
+        for formula in formulas:
+            total = self.both(total, formula)
+        return total
+
+    def both_each(self, one: Index, other: Index) -> Index:
+        """Entry by entry, that two statements hold."""
+        return self._each(one, other, TRUE, self.both)
+
+    def some_each(self, one: Index, other: Index) -> Index:
+        """Entry by entry, that one of two statements holds."""
+        return self._each(one, other, FALSE, lambda x, y: self.some((x, y)))
+
+    def some_of_each(self, rows: Index) -> Index:
+        """Row by row, that one of its statements holds."""
+        if not (rows != TRUE).any():
+            return np.full(len(rows), TRUE)
+        return np.array([self.some(set(row)) for row in rows.tolist()], dtype=np.int64)
+
+    def some_of(self, formulas: Index) -> int:
+        """That one of an array's statements holds."""
+        return self.some(set(formulas.tolist()))
+
+    def is_the_same(self, one: int, other: int) -> bool:
+        """Whether two statements hold in the same ones of many cases, drawn at random."""
+        return self._cases[one] == self._cases[other]
+
+    def _cases_of(self, clauses: Iterable[Clause]) -> int:
+        total = _ALL_CASES
+        for clause in clauses:
+            some = 0
+            for literal in clause:
+                some |= self._literal_cases[literal]
+            total &= some
+        return total
+
+    def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
+        if one is other or not (other != neutral).any():
+            return one
+        if not (one != neutral).any():
+            return other
+        return np.array([combine(x, y) for x, y in zip(one.tolist(), other.tolist(), strict=True)], dtype=np.int64)
+
+    def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
+        """One of several statements: what all have in common, and one of what else there is to each."""
+        common = frozenset(parts[0]).intersection(*parts[1:])
+        rests = [[clause for clause in part if clause not in common] for part in parts]
+        if not all(rests):
+            return self.number(common)
+        joined = [rest[0] if len(rest) == 1 else frozenset({self._literal(self.number(rest))}) for rest in rests]
+        return self.number([*common, frozenset[int]().union(*joined)])
+
+    def _literal(self, formula: int) -> int:
+        """The literal that stands for a statement."""
+        if formula not in self._literals:
+            literal = self._literals[formula] = self._gates + len(self.statements)
+            self.statements.append(formula)
+            self._literal_cases.append(self._cases[formula])
+            for clause in self._clauses[formula]:
+                self._with_clause.setdefault(clause, []).append(literal)
+        return self._literals[formula]
+
+    def _shortest(self, clauses: list[Clause]) -> list[Clause]:
+        """The clauses from which the others follow, short ones first."""
+        reduced = [self._beside(clause, clauses) for clause in clauses]
+        ordered = sorted({clause: None for clause in reduced if clause is not None}, key=len)
+        kept: list[Clause] = []
+        for place, clause in enumerate(ordered):
+            others = [*kept, *ordered[place + 1 :]] if len(clause) > 1 else kept
+            if not any(self._implies(other, clause) for other in others):
+                kept.append(clause)
+        return kept
+
+    def _beside(self, clause: Clause, clauses: list[Clause]) -> Clause | None:
+        """What a clause says beside others: its literals' statements without theirs; None if nothing."""
+        known: dict[int, list[Clause]] = {}
+        for other in clauses:
+            for literal in self._with_clause.get(other, ()) if other is not clause else ():
+                if literal in clause:
+                    known.setdefault(literal, []).append(other)
+        for literal, others in known.items():
+            rest = [x for x in self._of_literal(literal) if x not in others]
+            if not rest:
+                return None
+            clause = (clause - {literal}) | (rest[0] if len(rest) == 1 else {self._literal(self.number(rest))})
+        return clause
+
+    def _of_literal(self, literal: int) -> tuple[Clause, ...]:
+        return self._clauses[self.statements[literal - self._gates]]
+
+    def _implies(self, one: Clause, other: Clause) -> bool:
+        """Whether each literal of a clause is one of another clause, or stands for a statement that implies it."""
+        if len(one) > 8:  # long ones are rarely worth a look
+            return one <= other
+        return all(
+            literal in other
+            or (literal >= self._gates and any(self._implies(x, other) for x in self._of_literal(literal)))
+            for literal in one
+        )
+
+
+def _cases(sizes: Sequence[int]) -> list[int]:
+    """For each gate, in which cases it is open, a bit for each: few gates, half, most, or whole sites are open."""
+    rng = np.random.default_rng(0)
+    shape = sum(sizes), _CASES
+    of_sites = np.repeat(rng.random((len(sizes), _CASES)) < 0.5, sizes, axis=0)
+    kinds = [rng.random(shape) < prob for prob in (0.1, 0.5, 0.9)]
+    bits = np.packbits(np.concatenate([*kinds, of_sites & (rng.random(shape) < 0.5)], axis=1), axis=1)
+    return [int.from_bytes(row.tobytes(), "big") for row in bits]

@@ -1,0 +1,212 @@
+"""Which weights read the units of a gate, and which write them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.slots import Axis, Index, Link, Read, Reshape
+
+_MOVES = {f"aten::{name}" for name in "t transpose permute numpy_T mT view reshape alias detach contiguous".split()}
+
+__all__ = ["Use", "find_readers", "find_writers", "weights_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A weight whose entries read, or write, the units of a gate.
+
+    Attributes:
+        site: the gate's site.
+        weight: the weight.
+        dim: its dimension whose entries do.
+        entries: which entries, shape ``(pairs,)``.
+        units: the unit that each reads or writes, shape ``(pairs,)``; every pair is there once.
+        path: a module that reads or writes them by the weight.
+        groups: with a convolution in groups, its number, and entries count through the inputs of all groups.
+    """
+
+    site: str
+    weight: Value
+    dim: int
+    entries: Index
+    units: Index
+    path: str
+    groups: int = 1
+
+    @property
+    def each(self) -> int:
+        """Number of weights in a pair."""
+        return math.prod(self.weight.shape) // (self.weight.shape[self.dim] * self.groups)
+
+
+def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
+    """By contraction, its operands that do not depend on the network's input, with the parameter each was made of.
+
+    An operand that is made of a parameter alone, by a transposition for example, is that parameter; one that is
+    computed otherwise, as a parametrisation does, stands for itself.
+    """
+    inputs = {value for call in maps.recording.calls for value in call.inputs}
+    source: dict[Value, Value] = {}
+    varying = set(inputs)
+    for operation in maps.recording.operations:
+        given = list(dict.fromkeys(operation.inputs))
+        for output in operation.outputs:
+            if output is None:
+                continue
+            if varying.intersection(given) or not given:
+                varying.add(output)
+            elif len(given) == 1 and operation.name in _MOVES and math.prod(output.shape) == math.prod(given[0].shape):
+                source[output] = source.get(given[0], given[0])
+    found: dict[Operation, dict[Value, Value]] = {}
+    for product in maps.products:
+        operation = product.operation
+        added = operation.maybe("bias") or (operation.maybe("self") if "add" in operation.name else None)
+        found[operation] = {
+            value: source.get(value, value)
+            for value in operation.inputs
+            if value not in varying and value is not added and value.rank > 0 and not value.is_given
+        }
+    return found
+
+
+def find_readers(maps: Maps) -> list[Use]:
+    """The weights that read units of each gate, with no other weight in between."""
+    weights = weights_of(maps)
+    found: dict[_Place, set[tuple[int, int]]] = {}
+    for site in dict.fromkeys(call.site for call in maps.gates):
+        pairs = {call.behind: _identity(call.behind) for call in maps.gates if call.site == site}
+        for operation in maps.recording.operations:
+            reads = weights.get(operation, {})
+            grouped = _grouped(maps, operation, pairs) if reads else None
+            for relation in maps.relations[operation]:
+                for axis in relation.axes if isinstance(relation, Read) else ():
+                    if axis in pairs:
+                        for weight, dim in _read_with(maps, relation, reads):
+                            found.setdefault((site, weight, dim, 1, operation.path), set()).update(pairs[axis])
+                if not isinstance(relation, Read) and (grouped is not None or not reads):
+                    _follow(pairs, relation)
+            if grouped is not None:
+                place, entries = grouped
+                found.setdefault((site, *place, operation.path), set()).update(entries)
+    return _uses(found)
+
+
+def find_writers(maps: Maps) -> list[Use]:
+    """The weights that write units of each gate, with neither another weight nor a flattening in between."""
+    weights = weights_of(maps)
+    found: dict[_Place, set[tuple[int, int]]] = {}
+    for site in dict.fromkeys(call.site for call in maps.gates):
+        pairs = {call.front: _identity(call.front) for call in maps.gates if call.site == site}
+        for operation in reversed(maps.recording.operations):
+            given = weights.get(operation, {})
+            axes = {axis: (root, dim) for x, root in given.items() for dim, axis in enumerate(maps.axes[x])}
+            for relation in maps.relations[operation]:
+                if isinstance(relation, Link) and relation.target in pairs:
+                    if relation.source in axes:
+                        root, dim = axes[relation.source]
+                        value = next(x for x in given if relation.source in maps.axes[x])
+                        place = site, root, _dim_of(value, dim, root), 1, operation.path
+                        found.setdefault(place, set()).update(_linked_back(relation, pairs[relation.target]))
+                    elif not given:
+                        before = pairs.setdefault(relation.source, set())
+                        before.update(_linked_back(relation, pairs[relation.target]))
+                elif isinstance(relation, Reshape) and len(relation.sources) == 1:
+                    _regroup(pairs, relation.targets, relation.sources)
+    return _uses(found)
+
+
+_Pairs = dict[Axis, set[tuple[int, int]]]  # by dimension, its entries with the units that they hold
+_Place = tuple[str, Value, int, int, str]
+
+
+def _identity(axis: Axis) -> set[tuple[int, int]]:
+    return {(unit, unit) for unit in range(axis.size)}
+
+
+def _uses(found: dict[_Place, set[tuple[int, int]]]) -> list[Use]:
+    """Each weight once, whichever modules use it."""
+    uses: dict[tuple[str, Value, int, int], tuple[str, set[tuple[int, int]]]] = {}
+    for (*key, path), pairs in found.items():
+        site, weight, dim, groups = key
+        uses.setdefault((site, weight, dim, groups), (path, set()))[1].update(pairs)
+    return [
+        Use(site, weight, dim, *np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T, path=path, groups=groups)
+        for (site, weight, dim, groups), (path, pairs) in uses.items()
+    ]
+
+
+def _read_with(maps: Maps, read: Read, weights: dict[Value, Value]) -> Iterator[tuple[Value, int]]:
+    """The weights that an operation sums over together with its input, and by which dimension."""
+    for value, root in weights.items():
+        for dim, axis in enumerate(maps.axes[value]):
+            if axis in read.axes:
+                yield root, _dim_of(value, dim, root)
+
+
+def _dim_of(value: Value, dim: int, root: Value) -> int:
+    """The dimension of a parameter that one of something made of it is."""
+    if value is root or value.shape == root.shape:
+        return dim
+    if value.rank == root.rank == 2:
+        return 1 - dim
+    return root.shape.index(value.shape[dim])
+
+
+def _grouped(maps: Maps, operation: Operation, pairs: _Pairs) -> tuple[tuple[Value, int, int], set[tuple[int, int]]] | None:
+    """The weight of a convolution in groups that reads units, whose inputs are pairs of a group and a place in it."""
+    if not operation.name.endswith("convolution") or operation.integer("groups") == 1:
+        return None
+    axis = maps.axes[operation.value("input")][1]
+    if axis not in pairs:
+        return None
+    is_transposed = bool(operation.arguments["transposed"])
+    groups = 1 if is_transposed else operation.integer("groups")
+    return (operation.value("weight"), 0 if is_transposed else 1, groups), pairs[axis]
+
+
+def _follow(pairs: _Pairs, relation: Link | Reshape) -> None:
+    """Hand units on from an operation's input to its output."""
+    if isinstance(relation, Reshape):
+        return _regroup(pairs, relation.sources, relation.targets)
+    if relation.source in pairs:
+        given = pairs[relation.source]
+        if relation.source_entries is not None or relation.target_entries is not None:
+            sources, targets = _entries(relation)
+            target_of = dict(zip(sources, targets, strict=True))
+            given = {(target_of[entry], unit) for entry, unit in given if entry in target_of}
+        pairs[relation.target] = pairs[relation.target] | given if relation.target in pairs else given
+
+
+def _linked_back(link: Link, pairs: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    sources, targets = _entries(link)
+    source_of = dict(zip(targets, sources, strict=True))
+    return {(source_of[entry], unit) for entry, unit in pairs if entry in source_of}
+
+
+def _entries(link: Link) -> tuple[list[int], list[int]]:
+    sources = range(link.source.size) if link.source_entries is None else link.source_entries.tolist()
+    targets = range(link.target.size) if link.target_entries is None else link.target_entries.tolist()
+    return list(sources), list(targets)
+
+
+def _regroup(pairs: _Pairs, sources: tuple[Axis, ...], targets: tuple[Axis, ...]) -> None:
+    """Hand units on between dimensions of the same entries: an entry holds what takes part in it."""
+    if not any(axis in pairs for axis in sources):
+        return
+    places = np.arange(math.prod(axis.size for axis in sources))
+    before = np.unravel_index(places, [axis.size for axis in sources])
+    behind = np.unravel_index(places, [axis.size for axis in targets])
+    for axis, entries in zip(sources, before, strict=True):
+        units_of = defaultdict[int, list[int]](list)
+        for entry, unit in pairs.get(axis, ()):
+            units_of[entry].append(unit)
+        for target, others in zip(targets, behind, strict=True) if units_of else ():
+            held = {(b, unit) for a, b in set(zip(entries.tolist(), others.tolist(), strict=True)) for unit in units_of[a]}
+            pairs[target] = pairs.get(target, set()) | held
