@@ -3,6 +3,7 @@
 from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.fixed import FixedGate, fix_gates
 from pyro_l0.nn.gate import Gate, gate_names, name_gates
+from pyro_l0.nn.heads import gate_heads
 from pyro_l0.nn.insert import gate_dropout, insert_gates
 from pyro_l0.nn.square_norms import square_norms
 
@@ -12,6 +13,7 @@ __all__ = [
     "NetworkCost",
     "fix_gates",
     "gate_dropout",
+    "gate_heads",
     "gate_names",
     "insert_gates",
     "name_gates",
