@@ -84,7 +84,8 @@ class PlainAttention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         """Heads as a dimension: from ``(batch, length, features)`` to ``(batch, heads, length, head_size)``."""
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_size))
+        return heads.transpose(1, 2)
 
 
 def _projections(module: nn.MultiheadAttention) -> list[nn.Linear]:

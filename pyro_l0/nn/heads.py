@@ -80,7 +80,7 @@ class _HeadGated(nn.Module):
 
 def _parent(network: nn.Module, path: str) -> nn.Module:
     """The module that holds the one at a path."""
-    modules = dict(network.named_modules(remove_duplicate=False))
+    modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
     if not path or path not in modules:
         dense = [name for name, module in modules.items() if name and _is_dense(module)]
         raise ValueError(
