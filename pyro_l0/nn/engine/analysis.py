@@ -1,0 +1,347 @@
+"""What closed gates make of a recorded network: which entries of every tensor can leave, and why others stay."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.nn.engine import rules
+from pyro_l0.nn.engine.constants import settle_constants
+from pyro_l0.nn.engine.maps import ConstantInput, Maps
+from pyro_l0.nn.engine.record import Operation, Recording, Value
+from pyro_l0.nn.engine.registry import find_rule
+from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
+from pyro_l0.nn.engine.solve import Solution, solve
+from pyro_l0.nn.gate import gate_names
+
+__all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Inputs of a layer that are the same for every example, and leave: their contribution goes into its bias.
+
+    Attributes:
+        path: the module that called the layer.
+        weight: name of its weight.
+        bias: name of its bias, None if there is none.
+        dim: dimension of the weight that reads the inputs.
+        units: which of the inputs leave, in the numbering of the full layer.
+        constant: their values, shape ``(units,)``; or ``(units, *positions)`` where they differ from place to place.
+        is_padded: whether the layer pads its input with zeros, so that the contribution is a map.
+    """
+
+    path: str
+    weight: str
+    bias: str | None
+    dim: int
+    units: Tensor
+    constant: Tensor
+    is_padded: bool
+
+    @property
+    def is_map(self) -> bool:
+        """Whether the contribution differs from place to place, so that it fits one size of input alone."""
+        return self.is_padded or self.constant.dim() > 1
+
+
+@dataclass(frozen=True)
+class GateMap:
+    """The units in front of a gate and behind it, in the numbering of the full gate.
+
+    Where they differ, the gate selects: a unit in front that is not behind ends here, and one behind that is not in
+    front begins here, as zeros. Every unit that is in one alone is closed. All calls of a gate have one map.
+    """
+
+    kept_in: Tensor
+    kept_out: Tensor
+
+
+@dataclass(frozen=True)
+class ReducedNorm:
+    """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
+
+    Attributes:
+        path: the module that called it.
+        kind: ``"layer"`` or ``"rms"``.
+        weight: name of its weight, None if there is none.
+        size: number of units that there were.
+        kept: those that stay.
+    """
+
+    path: str
+    kind: str
+    weight: str | None
+    size: int
+    kept: Tensor
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Answer of :func:`analyse`. Indices are int64 on the CPU, in the numbering of the recorded network.
+
+    Attributes:
+        kept: by name of a parameter or buffer that was used (every name of a tied one), the indices that stay in
+            each of its dimensions.
+        folds: constant inputs that go into biases.
+        gates: by site, what stays in front of and behind the gate.
+        norms: norms over units of which some leave.
+        zero_channels: by path of a BatchNorm, its channels (in the full numbering) whose input is zero; their running
+            mean is to be set to 0, its limit.
+        removed: by site, the units that leave behind the gate.
+        reasons: by site, the closed units that stay behind the gate or in front of it, and why.
+        barriers: operations without a rule that units would have to pass, and how often.
+        shrunk: by module path, sizes of tensors that shrank while the module ran, and what they are now.
+        maps: what the rules said of the recording.
+        solution: which units stay.
+    """
+
+    kept: dict[str, tuple[Tensor, ...]]
+    folds: list[Fold]
+    gates: dict[str, GateMap]
+    norms: list[ReducedNorm]
+    zero_channels: dict[str, Tensor]
+    removed: dict[str, Tensor]
+    reasons: dict[str, dict[int, str]]
+    barriers: Counter[str]
+    shrunk: dict[str, dict[int, int]]
+    maps: Maps
+    solution: Solution
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of a recorded value when the units have left."""
+        return tuple(self.solution.size(axis) for axis in self.maps.axes[value])
+
+    def multiply_adds(self, kept: bool = True) -> int:
+        """Multiply-adds of the recorded contractions and convolutions, without scaled-dot-product attention.
+
+        Args:
+            kept: whether to count what stays, or the recorded network.
+        """
+        return self._count(kept, is_attention=False)
+
+    def attention_multiply_adds(self, kept: bool = True) -> int:
+        """Multiply-adds of scaled-dot-product attention, which torch's counter misses on some machines."""
+        return self._count(kept, is_attention=True)
+
+    def _count(self, kept: bool, is_attention: bool) -> int:
+        size = self.solution.size if kept else _full_size
+        products = [product for product in self.maps.products if product.is_attention == is_attention]
+        return sum(math.prod(size(axis) for axis in product.axes) for product in products)
+
+
+def analyse(
+    recording: Recording,
+    closed: Mapping[str, Tensor],
+    values: Mapping[str, Tensor] | None = None,
+    folds: bool = True,
+) -> Analysis:
+    """Find the units that can leave a network whose closed gates are zero, so that its outputs stay as they are.
+
+    Args:
+        recording: the network, recorded.
+        closed: by site, which gates are closed, bool of shape ``(size,)``; a missing site has none.
+        values: by site, the values of gates that are fixed. Without them the gates that are not closed stay random,
+            so that what they make of a constant varies; this is the way while training.
+        folds: whether inputs of a layer that are constant may leave into its bias. While training they stay, since
+            their derivatives would change.
+
+    Raises:
+        ValueError: a site is not recorded, or a shape does not fit.
+
+    Example:
+        >>> from pyro_l0.nn import Gate
+        >>> from pyro_l0.nn.engine import record
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> analysis = analyse(record(net, torch.ones(1, 2)), {"2": torch.tensor([False, True, False])})
+        >>> analysis.kept["0.weight"]
+        (tensor([0, 2]), tensor([0, 1]))
+    """
+    maps = _apply_rules(recording, _masks(recording, closed), values, folds)
+    constants = settle_constants(maps)
+    return _answer(maps, solve(maps), constants)
+
+
+def _masks(recording: Recording, closed: Mapping[str, Tensor]) -> dict[str, Mask]:
+    gates = gate_names(recording.network)
+    for site, mask in closed.items():
+        if site not in gates:
+            raise ValueError(f"Expected gates of the network, {sorted(gates)}, but got {site!r}.")
+        if mask.dtype != torch.bool or mask.shape != (gates[site].size,):
+            raise ValueError(
+                f"Expected closed[{site!r}] to be a bool for each of {gates[site].size} gates, but got a "
+                f"{mask.dtype} of shape {tuple(mask.shape)}."
+            )
+    return {site: mask.cpu().numpy() for site, mask in closed.items()}
+
+
+def _apply_rules(
+    recording: Recording, closed: dict[str, Mask], values: Mapping[str, Tensor] | None, folds: bool
+) -> Maps:
+    """Let the rule of every operation speak."""
+    maps = Maps(recording, closed, values, folds)
+    for call in recording.calls:
+        for value in call.inputs:
+            maps.add(value, VARIES)
+    for operation in recording.operations:
+        maps.begin(operation)
+        for value in operation.inputs:
+            if value not in maps.axes:
+                _add_given(maps, value)
+        outputs = [value for value in operation.outputs if value is not None]
+        for value in outputs:
+            if value not in maps.axes:
+                maps.add(value, VARIES)
+        _speak(maps, operation)
+        for value in outputs:
+            maps.settle(value)
+    for call in recording.calls:
+        for value in call.outputs:
+            if value not in maps.axes:
+                _add_given(maps, value)
+    for path, module in recording.network.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            _pin_attention(maps, path)
+    return maps
+
+
+def _add_given(maps: Maps, value: Value) -> None:
+    """A parameter, a buffer, or a tensor kept elsewhere, which nobody can slice."""
+    maps.add(value, CONSTANT)
+    if value.is_given:
+        for axis in maps.axes[value]:
+            if axis.size > 1:
+                maps.pin(axis.block, f"a tensor that is no parameter or buffer, at {maps.place}")
+
+
+def _speak(maps: Maps, operation: Operation) -> None:
+    found = find_rule(operation.name)
+    if found is not None:
+        found(maps, operation)
+    elif rules.pointwise.is_pointwise(operation):
+        rules.pointwise.pointwise(maps, operation)
+    elif operation.inputs:
+        maps.barrier()
+    else:
+        rules.creation.create(maps, operation)
+
+
+def _pin_attention(maps: Maps, path: str) -> None:
+    prefix = f"{path}." if path else ""
+    for name, value in maps.recording.named.items():
+        if name.startswith(prefix):
+            for axis in maps.axes[value]:
+                maps.pin(axis.block, f"nn.MultiheadAttention in {path or 'the network'}, whose sizes are fixed")
+
+
+def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor]) -> Analysis:
+    tensors = _Indices(solution)
+    kept = {name: tuple(tensors.kept(axis) for axis in maps.axes[x]) for name, x in maps.recording.named.items()}
+    gates = {call.site: GateMap(tensors.kept(call.front), tensors.kept(call.behind)) for call in maps.gates}
+    removed, reasons = _gates_of(maps, solution)
+    norms = {
+        call.operation.path: ReducedNorm(
+            call.operation.path, call.kind, call.weight, call.units.size, tensors.kept(call.units)
+        )
+        for call in maps.norms
+        if solution.size(call.units) < call.units.size
+    }
+    zeros = {path: torch.from_numpy(np.flatnonzero(mask)) for path, mask in maps.zero_channels.items() if mask.any()}
+    barriers = Counter(text for operation, text in maps.barriers.items() if operation in solution.running)
+    return Analysis(
+        kept,
+        _folds(maps, solution, constants),
+        gates,
+        list(norms.values()),
+        zeros,
+        removed,
+        reasons,
+        barriers,
+        _shrunk(maps, solution),
+        maps,
+        solution,
+    )
+
+
+def _gates_of(maps: Maps, solution: Solution) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:
+    """By site, the units that leave behind a gate, and the closed ones that stay somewhere, and why."""
+    removed, reasons = dict[str, Tensor](), dict[str, dict[int, str]]()
+    for call in maps.gates:
+        behind = set(solution.kept(call.behind).tolist())
+        front = set(solution.kept(call.front).tolist())
+        left = [unit for unit in range(call.behind.size) if unit not in behind]
+        removed[call.site] = torch.tensor(left, dtype=torch.int64)
+        is_closed = maps.closed.get(call.site, np.zeros(call.front.size, dtype=np.bool_))
+        stays = {
+            unit: solution.reason(call.behind if unit in behind else call.front, unit)
+            for unit in np.flatnonzero(is_closed).tolist()
+            if unit in behind or unit in front
+        }
+        reasons[call.site] = stays
+    return removed, reasons
+
+
+def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor]) -> list[Fold]:
+    """The constant inputs that leave, once for each weight."""
+    found = dict[Value, Fold]()
+    for layer, constant in constants.items():
+        assert layer.candidates is not None
+        axis = maps.axes[layer.input][layer.input_dim]
+        leaves = ~solution.stays[solution.units[axis.block]]
+        units = np.flatnonzero(layer.candidates & leaves)
+        if len(units) and layer.operation in solution.running:
+            bias = layer.bias.names[0] if layer.bias is not None else None
+            found[layer.weight] = Fold(
+                layer.operation.path,
+                layer.weight.names[0],
+                bias,
+                layer.weight_dim,
+                torch.from_numpy(units),
+                constant[torch.from_numpy(units)],
+                layer.is_padded,
+            )
+    return list(found.values())
+
+
+def _shrunk(maps: Maps, solution: Solution) -> dict[str, dict[int, int]]:
+    """By module path, what sizes became, for the module and those that contain it."""
+    shrunk = defaultdict[str, dict[int, int]](dict)
+    for operation in maps.recording.operations:
+        sizes = {
+            axis.size: solution.size(axis)
+            for value in [*operation.inputs, *operation.outputs]
+            if value is not None
+            for axis in maps.axes[value]
+        }
+        changed = {size: now for size, now in sizes.items() if now < size}
+        names = operation.path.split(".") if changed and operation.path else []
+        for length in range(len(names), -1, -1) if changed else ():
+            for size, now in changed.items():
+                shrunk[".".join(names[:length])].setdefault(size, now)
+    return dict(shrunk)
+
+
+class _Indices:
+    """Kept entries as tensors, one for each block."""
+
+    def __init__(self, solution: Solution) -> None:
+        self._solution = solution
+        self._found: dict[int, Tensor] = {}
+
+    def kept(self, axis: Axis) -> Tensor:
+        """The entries of a dimension that stay."""
+        key = id(self._solution.units[axis.block])
+        if key not in self._found:
+            entries: Index = self._solution.kept(axis)
+            self._found[key] = torch.from_numpy(entries)
+        return self._found[key]
+
+
+def _full_size(axis: Axis) -> int:
+    return axis.size

@@ -1,0 +1,268 @@
+"""The words that rules use: which entries belong together, which are read, and what is known of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import Tensor, nn
+
+from pyro_l0.nn.engine.record import Operation, Recording, Value
+from pyro_l0.nn.engine.slots import VARIES, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
+
+__all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
+
+
+@dataclass(frozen=True, eq=False)
+class GateCall:
+    """One call of a gate: the units in front of it and behind it."""
+
+    site: str
+    front: Axis
+    behind: Axis
+
+
+@dataclass(frozen=True, eq=False)
+class NormCall:
+    """One call of a norm that can do with fewer units if those that leave are zero."""
+
+    operation: Operation
+    kind: str
+    weight: str | None
+    units: Axis
+
+
+@dataclass(frozen=True, eq=False)
+class ConstantInput:
+    """A layer whose constant inputs may leave, if its bias takes them in.
+
+    Attributes:
+        operation: the layer's call.
+        input: what it reads.
+        weight: its weight.
+        bias: its bias.
+        input_dim: the dimension of the input that is summed over.
+        weight_dim: the same of the weight.
+        is_padded: whether it pads images with zeros.
+        read: which entries are read, those that do not leave.
+        candidates: which are constant and would be read.
+    """
+
+    operation: Operation
+    input: Value
+    weight: Value
+    bias: Value | None
+    input_dim: int
+    weight_dim: int
+    is_padded: bool
+    read: Read | None = None
+    candidates: Mask | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """The dimensions whose sizes multiply to an operation's multiply-adds."""
+
+    operation: Operation
+    axes: tuple[Axis, ...]
+    is_attention: bool = False
+
+
+@dataclass(eq=False)
+class Maps:
+    """What the rules have said of a recording.
+
+    Attributes:
+        recording: the recording.
+        closed: by site, which gates are closed.
+        values: by site, the values of gates that are fixed; None where they stay random.
+        folds: whether constant inputs of a layer may leave into its bias.
+        slots: the entries of all dimensions.
+        axes: the dimensions of every value.
+        boxes: dimensions that are products of others.
+        relations: what each operation reads.
+        gates: the calls of gates.
+        norms: the calls of norms that can be reduced.
+        constant_inputs: layers into whose biases constants may go.
+        products: what the operations' multiply-adds are made of.
+        zero_channels: by path of a BatchNorm, which channels are zero in front of it.
+        barriers: the operations of which nothing is known.
+        pins: blocks that have to stay, and why.
+        roots: values that matter beside the network's outputs, since the way taken depends on them.
+    """
+
+    recording: Recording
+    closed: Mapping[str, Mask]
+    values: Mapping[str, Tensor] | None
+    folds: bool
+    slots: Slots = field(default_factory=Slots)
+    axes: dict[Value, list[Axis]] = field(default_factory=dict)
+    boxes: list[Box] = field(default_factory=list)
+    relations: dict[Operation, list[Link | Reshape | Read]] = field(default_factory=dict)
+    gates: list[GateCall] = field(default_factory=list)
+    norms: list[NormCall] = field(default_factory=list)
+    constant_inputs: list[ConstantInput] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    zero_channels: dict[str, Mask] = field(default_factory=dict)
+    barriers: dict[Operation, str] = field(default_factory=dict)
+    pins: list[tuple[int, str]] = field(default_factory=list)
+    roots: list[Value] = field(default_factory=list)
+    _numbers: dict[Value, int] = field(default_factory=dict)
+    _operation: Operation | None = None
+
+    def begin(self, operation: Operation) -> None:
+        """What is said from now on is said of this operation."""
+        self._operation = operation
+        self.relations[operation] = []
+
+    def add(self, value: Value, state: int) -> None:
+        """A value whose dimensions belong to nothing yet."""
+        self.axes[value] = [Axis(size, self.slots.new(size), state) for size in value.shape]
+        self._numbers[value] = state
+
+    def state(self, value: Value) -> int:
+        """What is known of a whole tensor, one number of :data:`ZERO`, :data:`CONSTANT`, :data:`VARIES`."""
+        return min((axis.state for axis in self.axes[value]), default=self._numbers[value])
+
+    def states(self, value: Value, dim: int) -> States:
+        """What is known of each slice of a tensor along a dimension."""
+        return self.axes[value][dim].states
+
+    def set_states(self, value: Value, dim: int, states: States) -> None:
+        """Say what is known of each slice of a tensor along a dimension."""
+        self.axes[value][dim].states = states
+
+    def set_state(self, value: Value, state: int) -> None:
+        """Say what is known of a whole tensor."""
+        self._numbers[value] = state
+        for axis in self.axes[value]:
+            axis.states = np.full(axis.size, state, dtype=np.uint8)
+
+    def same(
+        self, source: Value, dim: int, target: Value, target_dim: int, where: Mask | None = None, tied: bool = True
+    ) -> None:
+        """Entry i of a dimension of an input is read by entry i of a dimension of the output, and by no other.
+
+        Args:
+            source: the input.
+            dim: its dimension.
+            target: the output.
+            target_dim: its dimension.
+            where: which entries are read at all; all without it.
+            tied: whether one leaves if and only if the other does.
+        """
+        one, other = self.axes[source][dim], self.axes[target][target_dim]
+        if tied:
+            self.slots.join(one.block, other.block)
+        self._say(Link(one, other, where=where))
+
+    def passes(self, source: Value, dim: int, target: Value, target_dim: int) -> None:
+        """Entry i of an input is entry i of the output, and just as constant."""
+        self.same(source, dim, target, target_dim)
+        self.set_states(target, target_dim, self.states(source, dim))
+
+    def part(
+        self, source: Value, dim: int, target: Value, target_dim: int, entries: Index, target_entries: Index
+    ) -> None:
+        """Some entries of an input are some entries of the output, in the given orders, and just as constant."""
+        one, other = self.axes[source][dim], self.axes[target][target_dim]
+        self.slots.join_entries(one.block, entries, other.block, target_entries)
+        self._say(Link(one, other, entries, target_entries))
+        states = other.states.copy()
+        states[target_entries] = one.states[entries]
+        other.states = states
+
+    def tie(self, one: Axis, other: Axis) -> None:
+        """Entry i of one dimension is the same unit as entry i of another."""
+        self.slots.join(one.block, other.block)
+
+    def reads(
+        self, *places: tuple[Value, int], where: Mask | None = None, groups: int = 1, behind: Axis | None = None
+    ) -> None:
+        """Entries of the inputs are read together: a sum over them needs those that are not zero.
+
+        Args:
+            places: inputs and their dimensions, which hold the same units.
+            where: which entries are read; all without it, zeros too.
+            groups: with ``behind``, in how many groups.
+            behind: the output's dimension; entries of a group are read for the entries of the same group.
+        """
+        axes = tuple(self.axes[value][dim] for value, dim in places)
+        for axis in axes[1:]:
+            self.tie(axes[0], axis)
+        self._say(Read(axes, where, self.place, groups, behind))
+
+    def fixes(self, value: Value, *dims: int) -> None:
+        """All entries of dimensions of an input or an output have to stay."""
+        for dim in dims:
+            self._say(Read((self.axes[value][dim],), None, self.place))
+
+    def leave_to_bias(self, constant: ConstantInput, places: Sequence[tuple[Value, int]], where: Mask) -> None:
+        """Entries are read together as in :meth:`reads`, but the constant ones may leave into a bias."""
+        varies = self.states(constant.input, constant.input_dim) == VARIES
+        self.reads(*places, where=where & varies)
+        read = self.relations[self.operation][-1]
+        assert isinstance(read, Read)
+        self.constant_inputs.append(replace(constant, read=read, candidates=where & ~varies))
+
+    def pin(self, block: int, reason: str | None = None) -> None:
+        """All entries of a block have to stay."""
+        self.pins.append((block, reason or self.place))
+
+    def box(self, factors: Sequence[int], flat: int) -> None:
+        """Entries of a block are the combinations of entries of others, the last one running fastest."""
+        self.boxes.append(Box(tuple(factors), flat))
+
+    def reshape(self, sources: Sequence[Axis], targets: Sequence[Axis]) -> None:
+        """The entries of some dimensions of an input, in order, are those of some dimensions of the output."""
+        blocks = [axis.block for axis in sources]
+        flat = blocks[0] if len(sources) == 1 else self.slots.new(math.prod(axis.size for axis in sources))
+        if len(sources) > 1:
+            self.box(blocks, flat)
+        if len(targets) > 1:
+            self.box([axis.block for axis in targets], flat)
+        else:
+            self.slots.join(flat, targets[0].block)
+        relation = Reshape(tuple(sources), tuple(targets))
+        relation.pass_states()
+        self._say(relation)
+
+    def fixed(self, size: int) -> Axis:
+        """A dimension of no tensor, whose entries stay: a factor in :meth:`reshape`, such as copies or places."""
+        axis = Axis(size, self.slots.new(size), VARIES)
+        axis.needed[:] = True
+        self.pin(axis.block)
+        return axis
+
+    def barrier(self) -> None:
+        """Nothing is known of the operation: all that it touches stays."""
+        self.barriers[self.operation] = self.place
+        for value in [*self.operation.inputs, *(x for x in self.operation.outputs if x is not None)]:
+            self.fixes(value, *range(value.rank))
+
+    @property
+    def operation(self) -> Operation:
+        """The operation whose rule is speaking."""
+        assert self._operation is not None
+        return self._operation
+
+    @property
+    def place(self) -> str:
+        """The operation and the module that it runs in, for people."""
+        return f"{self.operation.name.removeprefix('aten::')} in {self.operation.path or 'the network'}"
+
+    def module(self) -> nn.Module:
+        """The module that runs the operation."""
+        return self.recording.network.get_submodule(self.operation.path)
+
+    def settle(self, value: Value) -> None:
+        """A tensor that one dimension shows to be zero, or constant, is so along every dimension."""
+        state = self.state(value)
+        if state < VARIES:
+            for axis in self.axes[value]:
+                axis.states = np.minimum(axis.states, state)
+
+    def _say(self, relation: Link | Reshape | Read) -> None:
+        self.relations[self.operation].append(relation)

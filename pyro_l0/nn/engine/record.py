@@ -1,0 +1,444 @@
+"""One call of a network, written down as a list of operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pyro_l0.nn.gate import Gate, check_units, gate_names
+
+__all__ = ["Call", "Example", "Operation", "Recording", "Value", "calls_of", "record"]
+
+Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
+WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor at one moment of a recorded call; what changes in place becomes another value.
+
+    Attributes:
+        shape: its sizes.
+        dtype: type of its entries.
+        tensor: the tensor itself, whose entries later operations may have changed in place.
+        names: the names of the parameter or buffer that it is, several for a tied one.
+        is_input: whether it is an input of the network.
+        is_output: whether it is an output of the network.
+        is_given: whether nothing recorded made it, and it is neither input, parameter nor buffer.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: Tensor
+    names: tuple[str, ...] = ()
+    is_input: bool = False
+    is_output: bool = False
+    is_given: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation of a recorded call.
+
+    Attributes:
+        name: its name without overload, such as ``"aten::addmm"`` or ``"gate"``.
+        function: what was called.
+        args: its positional arguments, with values in the places of tensors.
+        kwargs: its keywords, likewise.
+        arguments: all arguments by the names in its signature, defaults included.
+        outputs: the values that it made; None where it returned something else.
+        path: the module that called it.
+    """
+
+    name: str
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    arguments: dict[str, object]
+    outputs: tuple[Value | None, ...]
+    path: str
+
+    @property
+    def output(self) -> Value:
+        """The first value that it made."""
+        assert self.outputs[0] is not None
+        return self.outputs[0]
+
+    @property
+    def inputs(self) -> list[Value]:
+        """Every value among its arguments."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
+
+    def value(self, name: str) -> Value:
+        """An argument that is a tensor."""
+        found = self.arguments[name]
+        assert isinstance(found, Value), f"{name} of {self.name} is {found!r}"
+        return found
+
+    def maybe(self, name: str) -> Value | None:
+        """An argument that may be a tensor."""
+        found = self.arguments.get(name)
+        return found if isinstance(found, Value) else None
+
+    def integer(self, name: str) -> int:
+        """An argument that is an integer."""
+        return int(cast(int, self.arguments[name]))
+
+    def integers(self, name: str) -> list[int]:
+        """An argument that is a list of integers; one alone, or None, becomes a list."""
+        found = self.arguments.get(name)
+        if found is None:
+            return []
+        return [found] if isinstance(found, int) else [int(x) for x in cast(Sequence[int], found)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs and outputs of one recorded call."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What a network did in one call or several.
+
+    Attributes:
+        network: the network.
+        operations: in the order of their running.
+        calls: one for each example.
+        named: the values of the parameters and buffers that were used, by every name.
+    """
+
+    network: nn.Module
+    operations: tuple[Operation, ...]
+    calls: tuple[Call, ...]
+    named: dict[str, Value]
+
+
+def record(network: nn.Module, example: Example) -> Recording:
+    """Run a network in eval mode and write down the operations on tensors that it carries out.
+
+    Gates are written down as one operation each, which multiplies by nothing. The network, its buffers, its training
+    flags and the random numbers that follow are as before.
+
+    Args:
+        network: any module.
+        example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
+            such calls, where a network takes different ways for different inputs. A small batch is enough.
+
+    Raises:
+        TypeError: the example is none of these.
+        ValueError: the network returns no tensor, or two gates have one name.
+
+    Example:
+        >>> recording = record(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.ones(1, 2))
+        >>> [operation.name for operation in recording.operations]
+        ['aten::linear', 'aten::relu']
+    """
+    recorder = _Recorder(network)
+    calls = []
+    with ExitStack() as stack:
+        for context in (_undisturbed(network), recorder.follow_modules(), recorder.replace_gates()):
+            stack.enter_context(context)
+        for args, kwargs in calls_of(example):
+            args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+            inputs = [recorder.name_input(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            with recorder, _WholeCalls(recorder):
+                result = network(*args, **kwargs)
+            outputs = [recorder.value_of(x) for x in _tensors(result)]
+            if not outputs:
+                raise ValueError(
+                    "Expected a network that returns a tensor, or a tuple, dict or dataclass of tensors, but got a "
+                    f"{type(result).__name__}; wrap it in a module that returns its tensors."
+                )
+            for value in outputs:
+                value.is_output = True
+            calls.append(Call(tuple(inputs), tuple(outputs)))
+    return Recording(network, tuple(recorder.operations), tuple(calls), recorder.named)
+
+
+def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, object]]]:
+    """The positional arguments and keywords of each call of an example, which :func:`record` describes."""
+    if isinstance(example, list):
+        return [call for one in example for call in calls_of(one)]
+    if isinstance(example, Tensor):
+        return [((example,), {})]
+    if isinstance(example, tuple):
+        return [(example, {})]
+    if isinstance(example, Mapping):
+        return [((), dict(example))]
+    raise TypeError(
+        "Expected an example that is a tensor, a tuple of positional arguments, a dict of keywords, or a list of such "
+        f"calls, but got a {type(example).__name__}."
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every operation that reaches the dispatcher."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.network = network
+        self.operations: list[Operation] = []
+        self.named: dict[str, Value] = {}
+        self.is_paused = False
+        self._gate: tuple[str, int] | None = None
+        self._paths: list[str] = [""]
+        self._values: dict[int, Value] = {}
+        self._in_memory: dict[int, dict[int, Tensor]] = {}  # by address, the tensors that were seen there
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in [
+            *network.named_parameters(remove_duplicate=False),
+            *network.named_buffers(remove_duplicate=False),
+        ]:
+            self._names.setdefault(id(tensor), []).append(name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        given = tree_map_only(Tensor, self.value_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        schema = func._schema
+        if self._gate is None:
+            arguments = _bind([(x.name, x.default_value) for x in schema.arguments], *given)
+            self._write(schema.name, func, given, arguments, result)
+        else:
+            site, dim = self._gate
+            self._write("gate", func, given, {"input": given[0][0], "site": site, "dim": dim}, result)
+        names = [x.name for x in schema.arguments]
+        written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+        if written:
+            called = {**dict(zip(names, args, strict=False)), **kwargs}
+            self._spread_write(tree_leaves([called.get(name) for name in written]), result)
+        return result
+
+    def call_whole(self, name: str, function: Callable[..., object], args: Any, kwargs: Any) -> object:
+        """Carry out a function as one operation, whatever it consists of."""
+        given = tree_map_only(Tensor, self.value_of, (args, kwargs))
+        self.is_paused = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.is_paused = False
+        self._write(name, function, given, _bind(_WHOLE[function][1], *given), result)
+        return result
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """The value that a tensor has now."""
+        value = self._values.get(id(tensor))
+        if value is None:
+            names = tuple(self._names.get(id(tensor), ()))
+            others = [x for x in self._beside(tensor) if x is not tensor]
+            value = self._keep(tensor, names=names, is_given=not names)
+            self.named.update(dict.fromkeys(names, value))
+            if others and not names:  # a view that no operation was seen to make
+                value.is_given = False
+                self._write_spread([self._values[id(x)] for x in others], [value])
+        return value
+
+    def name_input(self, tensor: Tensor) -> Value:
+        """The value of an input of the network."""
+        return self._keep(tensor, is_input=True)
+
+    def _keep(self, tensor: Tensor, **what: Any) -> Value:
+        value = self._values[id(tensor)] = Value(tuple(tensor.shape), tensor.dtype, tensor, **what)
+        address = _address(tensor)
+        if address:
+            self._in_memory.setdefault(address, {})[id(tensor)] = tensor
+        return value
+
+    def _beside(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors that were seen in the memory of a tensor."""
+        return list(self._in_memory.get(_address(tensor), {}).values())
+
+    def _write(self, name: str, function: Any, given: Any, arguments: dict[str, object], result: object) -> None:
+        results = result if isinstance(result, (tuple, list)) else [result]
+        outputs = tuple(self._keep(x) if isinstance(x, Tensor) else None for x in results)
+        args, kwargs = given
+        self.operations.append(Operation(name, function, args, kwargs, arguments, outputs, self._paths[-1]))
+
+    def _spread_write(self, written: Sequence[object], result: object) -> None:
+        """Give new values to the tensors whose memory an operation wrote to, other than those it returned."""
+        returned = {id(x) for x in tree_leaves(result)}
+        changed = {id(x): x for t in written if isinstance(t, Tensor) for x in [t, *self._beside(t)]}
+        tensors = [x for x in changed.values() if id(x) not in returned]
+        if tensors:
+            before = [self._values[id(x)] for x in tensors] + [self._values[id(x)] for x in tree_leaves(result)]
+            self._write_spread(before, [self._keep(x) for x in tensors])
+
+    def _write_spread(self, before: Sequence[Value], outputs: Sequence[Value]) -> None:
+        operation = Operation(WRITE, _no_function, tuple(before), {}, {}, tuple(outputs), self._paths[-1])
+        self.operations.append(operation)
+
+    @contextmanager
+    def follow_modules(self) -> Iterator[None]:
+        """Keep the path of the module that is running."""
+        paths = {id(module): path for path, module in self.network.named_modules()}
+
+        def enter(module: nn.Module, inputs: object) -> None:
+            self._paths.append(paths.get(id(module), self._paths[-1]))
+
+        def leave(module: nn.Module, inputs: object, result: object) -> None:
+            self._paths.pop()
+
+        handles = [
+            module_hooks.register_module_forward_pre_hook(enter),
+            module_hooks.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def replace_gates(self) -> Iterator[None]:
+        """Let each gate write down one operation and draw nothing."""
+        gates = gate_names(self.network)
+        before = [(gate, gate.__dict__.get("forward")) for gate in gates.values()]
+        for site, gate in gates.items():
+            gate.__dict__["forward"] = self._gate_forward(site, gate)
+        try:
+            yield
+        finally:
+            for gate, forward in before:
+                del gate.__dict__["forward"]
+                if forward is not None:
+                    gate.__dict__["forward"] = forward
+
+    def _gate_forward(self, site: str, gate: Gate) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            check_units(x, gate.size, gate.dim, site)
+            self._gate = site, gate.dim
+            try:
+                return x.clone()  # the recorder sees the clone, and writes down the gate
+            finally:
+                self._gate = None
+
+        return forward
+
+
+class _WholeCalls(TorchFunctionMode):
+    """Hands functions that consist of several operations, but have a rule as a whole, to the recorder."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in _WHOLE and not self.recorder.is_paused:
+            return self.recorder.call_whole(_WHOLE[func][0], func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_Signature = list[tuple[str, object]]
+
+
+def _signature(names: str) -> _Signature:
+    return [(name, None) for name in names.split()]
+
+
+def _of_python(function: Callable[..., object]) -> _Signature:
+    return [(x.name, x.default) for x in inspect.signature(function).parameters.values()]
+
+
+_MATMUL = ("aten::matmul", _signature("self other"))
+_ATTENTION = _signature("query key value attn_mask dropout_p is_causal scale enable_gqa")
+# By function, the name of its rule and the names of its arguments.
+_WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
+    F.linear: ("aten::linear", _signature("input weight bias")),
+    torch.matmul: _MATMUL,
+    Tensor.matmul: _MATMUL,
+    Tensor.__matmul__: _MATMUL,
+    torch.einsum: ("aten::einsum", []),
+    F.scaled_dot_product_attention: ("aten::scaled_dot_product_attention", _ATTENTION),
+    F.rms_norm: ("aten::rms_norm", _of_python(F.rms_norm)),
+    F.instance_norm: ("aten::instance_norm", _of_python(F.instance_norm)),
+    torch.bilinear: ("aten::bilinear", _signature("input1 input2 weight bias")),
+    **{
+        getattr(torch, f"{kind}{cell}"): (f"recurrent{cell}", [])
+        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        for cell in ("", "_cell")
+    },
+}
+
+
+def _bind(signature: _Signature, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
+    """Arguments by name; without a signature, nothing."""
+    names = [name for name, _ in signature]
+    return {**dict(signature), **dict(zip(names, args, strict=False)), **kwargs} if names else {}
+
+
+def _no_function(*args: object) -> object:
+    raise RuntimeError("Expected no operation in this place to be run again.")
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins; 0 if it has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _tensors(result: object) -> list[Tensor]:
+    """The tensors among what a network returned."""
+    if hasattr(result, "to_tuple"):
+        result = result.to_tuple()
+    if isinstance(result, Tensor):
+        return [result]
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = [getattr(result, x.name) for x in dataclasses.fields(result)]
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    if isinstance(result, (tuple, list)):
+        return [tensor for x in result for tensor in _tensors(x)]
+    return []
+
+
+@contextmanager
+def _undisturbed(network: nn.Module) -> Iterator[None]:
+    """Eval mode with gradients; afterwards everything is as before."""
+    modes = [(module, module.training) for module in network.modules()]
+    buffers = [
+        (m, name, x, None if x is None else x.clone()) for m in network.modules() for name, x in m._buffers.items()
+    ]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    devices = {x.device for x in network.parameters() if x.device.type == "cuda"}
+    try:
+        for module, _ in modes:
+            module.training = False
+        torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer as one operation
+        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, was_training in modes:
+            module.training = was_training
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and before is not None and not torch.equal(buffer, before):
+                    buffer.copy_(before)

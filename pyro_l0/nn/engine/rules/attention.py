@@ -1,0 +1,79 @@
+"""Rules of attention and softmax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyro_l0.nn.engine.maps import Maps, Product
+from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+
+__all__: list[str] = []
+
+
+@rule("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax", "aten::softmax", "aten::log_softmax")
+def softmax(maps: Maps, operation: Operation) -> None:
+    """Entries of its dimension share a sum, and stay; the other dimensions, such as heads, pass."""
+    x, output = operation.value("self"), operation.output
+    for d in range(x.rank):
+        maps.same(x, d, output, d)
+        maps.set_states(output, d, np.maximum(maps.states(x, d), np.uint8(CONSTANT)))
+    if x.rank:
+        maps.fixes(x, operation.integer("dim") % x.rank)
+
+
+@rule(
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
+def attention(maps: Maps, operation: Operation) -> None:
+    """Heads pass; features of values pass; those of queries and keys stay, since their number sets the scale.
+
+    Tokens stay. With fewer keys than queries, a head of the keys leaves iff all heads of queries that read it do.
+    """
+    query, key, value = (operation.value(name) for name in ("query", "key", "value"))
+    output, rank = operation.output, query.rank
+    for x in (query, key, value):
+        for dim in range(rank - 2):
+            if x.shape[dim] == output.shape[dim]:
+                maps.same(x, dim, output, dim)
+            else:
+                _share_heads(maps, x, output, dim)
+    for dim in range(rank - 2):
+        if value.shape[dim] == output.shape[dim]:
+            maps.set_states(output, dim, maps.states(value, dim))
+    maps.same(query, rank - 2, output, rank - 2)
+    maps.same(value, rank - 1, output, rank - 1)
+    maps.set_states(output, rank - 1, maps.states(value, rank - 1))
+    where = np.logical_and(maps.states(query, rank - 1) != ZERO, maps.states(key, rank - 1) != ZERO)
+    maps.reads(
+        (query, rank - 1), (key, rank - 1), where=where if operation.arguments.get("scale") is not None else None
+    )
+    maps.reads((key, rank - 2), (value, rank - 2))
+    mask = operation.maybe("attn_mask") or operation.maybe("attn_bias")
+    if mask is not None:
+        _mask(maps, mask, output)
+    axes = (*maps.axes[query], maps.axes[key][rank - 2])
+    maps.products.append(Product(operation, axes, is_attention=True))
+    values = (*maps.axes[query][: rank - 1], maps.axes[key][rank - 2], maps.axes[value][rank - 1])
+    maps.products.append(Product(operation, values, is_attention=True))
+
+
+def _share_heads(maps: Maps, x: Value, output: Value, dim: int) -> None:
+    """Several heads of queries read one head of keys and values."""
+    sharing = maps.fixed(output.shape[dim] // x.shape[dim])
+    maps.reshape([maps.axes[x][dim], sharing], [maps.axes[output][dim]])
+
+
+def _mask(maps: Maps, mask: Value, output: Value) -> None:
+    """A mask's tokens stay; its heads, if it has several, are those of the output."""
+    for dim in range(mask.rank):
+        output_dim = dim - mask.rank + output.rank
+        if dim < mask.rank - 2 and mask.shape[dim] == output.shape[output_dim]:
+            maps.same(mask, dim, output, output_dim)
+        else:
+            maps.fixes(mask, dim)

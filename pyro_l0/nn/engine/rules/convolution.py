@@ -1,0 +1,86 @@
+"""Rules of convolutions, with groups and transposed ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyro_l0.nn.engine.maps import ConstantInput, Maps, Product
+from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.slots import CONSTANT, ZERO, States
+
+__all__: list[str] = []
+
+
+@rule("aten::convolution", "aten::_convolution")
+def convolution(maps: Maps, operation: Operation) -> None:
+    """Input channels are summed over, group by group; images and kernels stay.
+
+    An input channel leaves if it is zero, or constant and so for the bias. With groups, whole groups leave, or the
+    same channels of every group; in a depthwise convolution a channel is one unit throughout.
+    """
+    x, weight, bias, output = (
+        operation.value("input"),
+        operation.value("weight"),
+        operation.maybe("bias"),
+        operation.output,
+    )
+    is_transposed, groups = bool(operation.arguments["transposed"]), operation.integer("groups")
+    maps.passes(x, 0, output, 0)
+    images = range(2, x.rank)
+    for value in (x, weight, output):
+        maps.fixes(value, *images)
+    if groups == 1:
+        _dense(maps, operation, x, weight, bias, is_transposed)
+    elif groups == x.shape[1] == output.shape[1]:
+        maps.same(x, 1, output, 1)
+        maps.same(weight, 0, output, 1)
+        maps.fixes(weight, 1)
+        maps.set_states(output, 1, maps.states(x, 1))
+    else:
+        _grouped(maps, x, weight, output, groups, is_transposed)
+    state = maps.state(x)
+    for dim in images:
+        maps.set_states(output, dim, np.full(output.shape[dim], state, dtype=np.uint8))
+    if bias is not None:
+        maps.same(bias, 0, output, 1)
+        for dim in range(output.rank):
+            maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(CONSTANT)))
+    image = x if is_transposed else output
+    axes = (*maps.axes[weight], *(maps.axes[image][dim] for dim in (0, *images)))
+    maps.products.append(Product(operation, axes))
+
+
+def _dense(maps: Maps, operation: Operation, x: Value, weight: Value, bias: Value | None, is_transposed: bool) -> None:
+    """Every output channel reads every input channel."""
+    weight_in, weight_out = (0, 1) if is_transposed else (1, 0)
+    where = maps.states(x, 1) != ZERO
+    can_fold = not is_transposed and bool(weight.names) and (bias is None or bool(bias.names))
+    if can_fold and maps.folds:
+        is_padded = any(operation.integers("padding")) and any(size > 1 for size in weight.shape[2:])
+        constant = ConstantInput(operation, x, weight, bias, 1, weight_in, is_padded)
+        maps.leave_to_bias(constant, [(x, 1), (weight, weight_in)], where)
+    else:
+        maps.reads((x, 1), (weight, weight_in), where=where)
+    maps.same(weight, weight_out, operation.output, 1)
+    maps.set_states(operation.output, 1, np.full(weight.shape[weight_out], maps.state(x), dtype=np.uint8))
+
+
+def _grouped(maps: Maps, x: Value, weight: Value, output: Value, groups: int, is_transposed: bool) -> None:
+    """The channels are pairs of a group and a place in the group; a group's outputs read its inputs."""
+    states, behind = maps.states(x, 1), maps.axes[output][1]
+    group, place_in, place_out = (
+        maps.slots.new(size) for size in (groups, x.shape[1] // groups, behind.size // groups)
+    )
+    maps.box([group, place_in], maps.axes[x][1].block)
+    maps.box([group, place_out], behind.block)
+    # In memory a weight is (out, in of a group), or transposed (in, out of a group).
+    full, part = (x, place_out) if is_transposed else (output, place_in)
+    maps.tie(maps.axes[weight][0], maps.axes[full][1])
+    maps.slots.join(maps.axes[weight][1].block, part)
+    for place, size in ((place_in, x.shape[1] // groups), (place_out, behind.size // groups)):
+        if size == 1:
+            maps.pin(place)
+    maps.reads((x, 1), where=states != ZERO, groups=groups, behind=behind)
+    each: States = states.reshape(groups, -1).max(1).repeat(behind.size // groups)
+    maps.set_states(output, 1, each)

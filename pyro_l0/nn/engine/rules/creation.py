@@ -1,0 +1,22 @@
+"""Rules of operations that make tensors from nothing but sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.record import Operation
+from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
+
+__all__ = ["create"]
+
+
+@rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty", "aten::empty_like")
+def create(maps: Maps, operation: Operation) -> None:
+    """Nothing is read; zeros are zero, random numbers vary, and other tensors are constant."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
+    state = VARIES if is_random else ZERO if operation.name in ("aten::zeros", "aten::new_zeros") else CONSTANT
+    for output in operation.outputs:
+        if output is not None:
+            maps.set_state(output, state)

@@ -1,0 +1,115 @@
+"""Rules of normalisations."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import nn
+
+from pyro_l0.nn.engine.maps import Maps, NormCall
+from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
+
+__all__: list[str] = []
+
+
+@rule(
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_native_batch_norm_legit_no_training",
+    "aten::_batch_norm_with_update",
+    "aten::_batch_norm_no_update",
+    "aten::cudnn_batch_norm",
+    "aten::batch_norm",
+)
+def batch_norm(maps: Maps, operation: Operation) -> None:
+    """Each channel by itself: a channel of zeros becomes constant, its shift."""
+    x, output = operation.value("input"), operation.output
+    channel = min(1, x.rank - 1)
+    is_zero = maps.states(x, channel) == ZERO
+    before = maps.zero_channels.get(operation.path)
+    maps.zero_channels[operation.path] = is_zero if before is None else is_zero & before
+    _normalise_channels(maps, operation, x, output, channel)
+
+
+@rule("aten::instance_norm")
+def instance_norm(maps: Maps, operation: Operation) -> None:
+    """Each channel of each example by itself; images stay."""
+    x, output = operation.value("input"), operation.output
+    _normalise_channels(maps, operation, x, output, 1)
+    maps.fixes(x, *range(2, x.rank))
+
+
+def _normalise_channels(maps: Maps, operation: Operation, x: Value, output: Value, channel: int) -> None:
+    for dim in range(x.rank):
+        maps.same(x, dim, output, dim)
+        maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(CONSTANT)))
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        parameter = operation.maybe(name)
+        if parameter is not None:
+            maps.same(parameter, 0, output, channel)
+
+
+@rule("aten::native_group_norm")
+def group_norm(maps: Maps, operation: Operation) -> None:
+    """Groups of channels share a mean and a scale, so that whole groups leave; images stay."""
+    x, output, groups = operation.value("input"), operation.output, operation.integer("group")
+    maps.passes(x, 0, output, 0)
+    maps.set_states(output, 0, np.maximum(maps.states(x, 0), np.uint8(CONSTANT)))
+    for dim in range(2, x.rank):
+        maps.same(x, dim, output, dim)
+        maps.fixes(x, dim)
+    channels = maps.axes[output][1]
+    maps.tie(maps.axes[x][1], channels)
+    maps.box([maps.slots.new(groups), maps.fixed(channels.size // groups).block], channels.block)
+    maps.reads((x, 1), groups=groups, behind=channels)
+    each = maps.states(x, 1).reshape(groups, -1).max(1).repeat(channels.size // groups)
+    maps.set_states(output, 1, np.maximum(each, np.uint8(CONSTANT)))
+    for name in ("weight", "bias"):
+        parameter = operation.maybe(name)
+        if parameter is not None:
+            maps.same(parameter, 0, output, 1)
+
+
+@rule("aten::native_layer_norm")
+def layer_norm(maps: Maps, operation: Operation) -> None:
+    """Units share a mean and a scale. A unit that is zero may leave a LayerNorm of torch, which then counts it still.
+
+    Its output varies nevertheless, with the mean, so that it leaves only if what reads it is closed, too.
+    """
+    _normalise_units(maps, operation, "layer", operation.value("input"), len(operation.integers("normalized_shape")))
+
+
+@rule("aten::rms_norm", "aten::_fused_rms_norm")
+def rms_norm(maps: Maps, operation: Operation) -> None:
+    """Units share a scale. A unit that is zero stays zero, and may leave an RMSNorm of torch, which then counts it."""
+    shape = operation.integers("normalized_shape")
+    x, output = operation.value("input"), operation.output
+    zeros = maps.states(x, x.rank - 1) == ZERO
+    _normalise_units(maps, operation, "rms", x, len(shape))
+    if len(shape) == 1:
+        maps.set_states(output, x.rank - 1, np.where(zeros, np.uint8(ZERO), np.uint8(VARIES)))
+
+
+def _normalise_units(maps: Maps, operation: Operation, kind: str, x: Value, count: int) -> None:
+    output = operation.output
+    weight = operation.maybe("weight")
+    for dim in range(x.rank):
+        maps.same(x, dim, output, dim)
+        if dim < x.rank - count:
+            maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(CONSTANT)))
+        else:
+            state = max(maps.state(x), CONSTANT)
+            maps.set_states(output, dim, np.full(x.shape[dim], state, dtype=np.uint8))
+    for name in ("weight", "bias"):
+        parameter = operation.maybe(name)
+        for dim in range(count if parameter is not None else 0):
+            assert parameter is not None
+            maps.same(parameter, dim, output, x.rank - count + dim)
+    layer = nn.LayerNorm if kind == "layer" else nn.RMSNorm
+    if count == 1 and isinstance(maps.module(), layer):
+        names = weight.names if weight is not None else ()
+        maps.norms.append(NormCall(operation, kind, names[0] if names else None, maps.axes[x][-1]))
+        maps.reads((x, x.rank - 1), where=maps.states(x, x.rank - 1) != ZERO)
+    else:
+        maps.fixes(x, *range(x.rank - count, x.rank))

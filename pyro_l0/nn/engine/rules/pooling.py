@@ -1,0 +1,36 @@
+"""Rules of pooling, resizing and padding of images."""
+
+from __future__ import annotations
+
+import re
+
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.record import Operation
+from pyro_l0.nn.engine.registry import rule
+
+__all__: list[str] = []
+
+_POOLS = """max_pool{n}d avg_pool{n}d max_pool{n}d_with_indices _adaptive_avg_pool{n}d adaptive_avg_pool{n}d
+adaptive_max_pool{n}d reflection_pad{n}d replication_pad{n}d mkldnn_max_pool{n}d upsample_nearest{n}d
+_upsample_nearest_exact{n}d fractional_max_pool{n}d quantized_max_pool{n}d"""
+_RESIZES = "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa"
+
+
+@rule(
+    *(f"aten::{name.format(n=n)}" for name in _POOLS.split() for n in (1, 2, 3)),
+    *(f"aten::{name}" for name in _RESIZES.split()),
+)
+def pool(maps: Maps, operation: Operation) -> None:
+    """Images stay; channels pass, each by itself, and one that is zero or constant is so afterwards."""
+    x = operation.inputs[0]
+    match = re.search(r"(\d)d", operation.name)
+    assert match is not None
+    images = int(match[1])
+    state = maps.state(x)
+    maps.fixes(x, *range(x.rank - images, x.rank))
+    for output in operation.outputs:
+        assert output is not None
+        maps.set_state(output, state)
+        for dim in range(x.rank - images):
+            maps.passes(x, dim, output, dim)
+        maps.fixes(output, *range(x.rank - images, x.rank))

@@ -1,0 +1,91 @@
+"""Rules of sums, means and other numbers of whole dimensions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.record import Operation
+from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+
+__all__: list[str] = []
+
+
+@rule("aten::sum", "aten::linalg_vector_norm", "aten::nansum")
+def sum_up(maps: Maps, operation: Operation) -> None:
+    """Entries are summed over; one leaves if it is zero."""
+    is_counted = operation.name == "aten::linalg_vector_norm" and float(str(operation.arguments["ord"])) <= 0
+    _reduce(maps, operation, zeros_leave=not is_counted)
+
+
+_NUMBERS = """mean amax amin max min prod any all argmax argmin var std var_mean std_mean logsumexp median nanmedian
+mode norm count_nonzero aminmax"""
+
+
+@rule(*(f"aten::{name}" for name in _NUMBERS.split()))
+def reduce(maps: Maps, operation: Operation) -> None:
+    """Entries make one number, in which zeros count as well, so that all of them stay."""
+    _reduce(maps, operation, zeros_leave=False)
+
+
+def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
+    x = operation.inputs[0]
+    if len(operation.inputs) > 1:  # the larger one of two tensors
+        return maps.barrier()
+    given = operation.integers("dim")
+    dims = {dim % x.rank for dim in given} if given and x.rank else set(range(x.rank))
+    keeps = bool(operation.arguments.get("keepdim", False))
+    for dim in sorted(dims):
+        if zeros_leave:
+            maps.reads((x, dim), where=maps.states(x, dim) != ZERO)
+        else:
+            maps.fixes(x, dim)
+    state = maps.state(x)
+    zero_stays = operation.name in ("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::nansum")
+    floor = np.uint8(ZERO if zero_stays else CONSTANT)
+    for output in operation.outputs:
+        if output is None:
+            continue
+        maps.set_state(output, max(state, int(floor)))
+        rest = [dim for dim in range(x.rank) if dim not in dims]
+        for place, dim in enumerate(rest):
+            output_dim = dim if keeps else place
+            maps.same(x, dim, output, output_dim)
+            maps.set_states(output, output_dim, np.maximum(maps.states(x, dim), floor))
+
+
+@rule("aten::cumsum", "aten::cumprod", "aten::sort", "aten::topk", "aten::roll", "aten::logcumsumexp", "aten::cummax")
+def along(maps: Maps, operation: Operation) -> None:
+    """Entries of some dimensions are read in their order, and stay; the other dimensions are the same."""
+    x = operation.inputs[0]
+    given = operation.integers("dims" if operation.name == "aten::roll" else "dim") or list(range(x.rank))
+    dims = {dim % x.rank for dim in given} if x.rank else set()
+    for output in operation.outputs:
+        if output is None:
+            continue
+        for dim in range(x.rank):
+            if dim not in dims:
+                maps.same(x, dim, output, dim)
+                states = maps.states(x, dim)
+                maps.set_states(
+                    output, dim, states if output.dtype == x.dtype else np.maximum(states, np.uint8(CONSTANT))
+                )
+            else:
+                maps.fixes(output, dim)
+    maps.fixes(x, *dims)
+
+
+@rule("aten::tril", "aten::triu")
+def triangle(maps: Maps, operation: Operation) -> None:
+    """Part of each matrix becomes zero; matrices stay, and the dimensions in front are the same."""
+    x, output = operation.value("self"), operation.output
+    for dim in range(x.rank):
+        maps.passes(x, dim, output, dim)
+    maps.fixes(x, x.rank - 2, x.rank - 1)
+
+
+@rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")
+def number(maps: Maps, operation: Operation) -> None:
+    """The network looks at the number, and may take another way for another one."""
+    maps.roots.extend(operation.inputs)

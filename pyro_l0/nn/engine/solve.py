@@ -1,0 +1,162 @@
+"""The greatest set of units that can leave, and why the others stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.slots import Axis, Box, Index, Mask, Read, outer
+
+__all__ = ["Solution", "solve"]
+
+_NETWORK_INPUT, _NETWORK_OUTPUT = "network input", "network output"
+_IN_A_PRODUCT = "its dimension is a product of others, such as heads and features, and none of them can leave"
+_LAST = "the last of its dimension"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Which units stay.
+
+    Attributes:
+        units: the unit of every entry, by block.
+        stays: by unit.
+        reasons: by unit, why it stays, as a number in ``texts``; -1 if it leaves.
+        texts: the reasons.
+        running: the operations that the outputs depend on.
+    """
+
+    units: list[Index]
+    stays: Mask
+    reasons: npt.NDArray[np.int64]
+    texts: list[str]
+    running: set[Operation]
+
+    def kept(self, axis: Axis) -> Index:
+        """The entries of a dimension that stay."""
+        return np.flatnonzero(self.stays[self.units[axis.block]])
+
+    def size(self, axis: Axis) -> int:
+        """How many entries of a dimension stay."""
+        return int(np.count_nonzero(self.stays[self.units[axis.block]]))
+
+    def reason(self, axis: Axis, entry: int) -> str:
+        """Why an entry stays."""
+        return self.texts[int(self.reasons[self.units[axis.block][entry]])]
+
+
+def solve(maps: Maps) -> Solution:
+    """Find the greatest set of units that can leave: none of them is read, and boxes stay boxes."""
+    running = spread_need(maps)
+    units = maps.slots.units()
+    count = 1 + max((int(block.max()) for block in units if len(block)), default=-1)
+    required = _Required(units, np.zeros(count, dtype=np.bool_), np.full(count, -1), [])
+    for call in maps.recording.calls:
+        for values, text in ((call.inputs, _NETWORK_INPUT), (call.outputs, _NETWORK_OUTPUT)):
+            for value in values:
+                for axis in maps.axes[value]:
+                    required.require(axis.block, None, text)
+    for block, text in maps.pins:
+        required.require(block, None, text)
+    for operation in maps.recording.operations:
+        if operation in running:
+            for relation in maps.relations[operation]:
+                if isinstance(relation, Read):
+                    required.require(relation.axes[0].block, relation.entries(), relation.reason)
+    boxes = _distinct(maps, units)
+    required.fit(boxes)
+    while required.keep_one(maps, units):
+        required.fit(boxes)
+    return Solution(units, required.stays, required.reasons, required.texts, running)
+
+
+def spread_need(maps: Maps) -> set[Operation]:
+    """Mark the entries that the outputs depend on, from the end to the beginning; return the operations that do."""
+    reached = {value for call in maps.recording.calls for value in call.outputs} | set(maps.roots)
+    for value in reached:
+        for axis in maps.axes[value]:
+            axis.needed[:] = True
+    running = set[Operation]()
+    looks = dict.fromkeys(maps.roots)
+
+    def is_needed(value: Value | None) -> bool:
+        return value is not None and value in reached and all(axis.needed.any() for axis in maps.axes[value])
+
+    for operation in reversed(maps.recording.operations):
+        if any(is_needed(value) for value in operation.outputs) or any(x in looks for x in operation.inputs):
+            running.add(operation)
+            for relation in maps.relations[operation]:
+                relation.spread_need()
+            reached.update(operation.inputs)
+    return running
+
+
+class _Required:
+    """The units that have to stay so far."""
+
+    def __init__(self, units: list[Index], stays: Mask, reasons: npt.NDArray[np.int64], texts: list[str]) -> None:
+        self.units, self.stays, self.reasons, self.texts = units, stays, reasons, texts
+        self._numbers: dict[str, int] = {}
+
+    def require(self, block: int, entries: Mask | None, text: str) -> bool:
+        """Entries of a block have to stay; says whether that is new of some."""
+        units = self.units[block] if entries is None else self.units[block][entries]
+        return self._keep(units[~self.stays[units]], text)
+
+    def _keep(self, units: Index, text: str) -> bool:
+        if not len(units):
+            return False
+        if text not in self._numbers:
+            self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        self.stays[units] = True
+        self.reasons[units] = self._numbers[text]
+        return True
+
+    def fit(self, boxes: list[Box]) -> None:
+        """Keep what has to stay for a flat entry to leave iff one of its factors' entries does."""
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for box in boxes:
+                is_changed |= self._fit(box)
+
+    def _fit(self, box: Box) -> bool:
+        sizes = [len(self.units[factor]) for factor in box.factors]
+        flat = self.units[box.flat].reshape(sizes)
+        stays = self.stays[flat]
+        is_changed = False
+        for dim, factor in enumerate(box.factors):
+            some: Mask = np.asarray(stays.any(axis=tuple(d for d in range(len(sizes)) if d != dim)))
+            if self.require(factor, some, self._text_of(flat[stays])):
+                is_changed = True
+        every = outer(np.logical_and, [self.stays[self.units[factor]] for factor in box.factors])
+        missing = flat[every & ~self.stays[flat]]
+        return self._keep(missing, _IN_A_PRODUCT) or is_changed
+
+    def _text_of(self, units: Index) -> str:
+        """Why the first of some units stays."""
+        return self.texts[self.reasons[units[0]]] if len(units) else _IN_A_PRODUCT
+
+    def keep_one(self, maps: Maps, units: list[Index]) -> bool:
+        """Let no dimension become empty; says whether one would have."""
+        is_changed = False
+        seen = set[int]()
+        for axes in maps.axes.values():
+            for axis in axes:
+                block = units[axis.block]
+                if axis.size and id(block) not in seen:
+                    seen.add(id(block))
+                    if not self.stays[block].any():
+                        is_changed |= self._keep(block[:1], _LAST)
+        return is_changed
+
+
+def _distinct(maps: Maps, units: list[Index]) -> list[Box]:
+    """The boxes that differ in their units."""
+    found = {(tuple(id(units[x]) for x in box.factors), id(units[box.flat])): box for box in maps.boxes}
+    return list(found.values())
