@@ -38,7 +38,7 @@ __all__ = ["Options", "Row", "VisionTransformer", "main"]
 
 WIDTH, HEADS, HIDDEN, BLOCKS = 32, 8, 64, 3
 LEARNING_RATE = 3e-3
-GATE_LEARNING_RATE = 2e-2
+GATE_LEARNING_RATE = 1e-1
 DROPOUT = 0.1
 
 
@@ -178,7 +178,7 @@ def main(options: Options) -> list[Row]:
 def _train_open(network: nn.Module, images: Images, options: Options) -> None:
     """Train a network whose gates are all open, in place."""
     opened = fix_gates(network, _ones(network))
-    optimiser = torch.optim.AdamW(opened.parameters(), LEARNING_RATE, weight_decay=1e-2)
+    optimiser = torch.optim.AdamW(opened.parameters(), LEARNING_RATE, weight_decay=1e-2, fused=True)
     steps = options.epochs * math.ceil(len(images.train_x) / options.batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, LEARNING_RATE, total_steps=steps)
     for x, y in _batches(images, options):
@@ -203,7 +203,8 @@ def _prune(network: nn.Module, lam: float, images: Images, options: Options) -> 
         [
             {"params": network.parameters(), "lr": LEARNING_RATE / 3},
             {"params": guide.parameters(), "lr": GATE_LEARNING_RATE},
-        ]
+        ],
+        fused=True,
     )
     for x, y in _batches(images, options):
         optimiser.zero_grad()
