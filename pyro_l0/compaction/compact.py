@@ -2,90 +2,122 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.comparison import certify, check_values, hooks, tolerance_of
-from pyro_l0.compaction.plan import Plan, plan_graph
-from pyro_l0.compaction.rewrite import rewrite_graph
+from pyro_l0.compaction.carrying_out import carry_out
+from pyro_l0.compaction.certificate import tensors, tolerance_of
+from pyro_l0.compaction.checks import check_network
+from pyro_l0.compaction.fitting import CompactionError, Fitted, constants_of, fit
+from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.nn.fixed import check_gates, fix_gates
-from pyro_l0.nn.graph import GateGraph
-from pyro_l0.nn.reading import read_network
+from pyro_l0.nn.engine import Example, calls_of
+from pyro_l0.nn.fixed import check_gates
 
-__all__ = ["CompactionError", "compact"]
-
-
-class CompactionError(RuntimeError):
-    """A compacted network that does not compute what the network with fixed gates computes."""
+__all__ = ["CompactionError", "compact", "plan", "rewrite"]
 
 
 def compact(
     network: nn.Module,
     gates: Mapping[str, Tensor],
-    example_input: Tensor,
+    example_input: Example,
     tolerance: float | None = None,
     before: Sequence[Plan] = (),
 ) -> Compacted:
     """Turn a network with gates into a smaller one without, that computes the same.
 
+    The result is a copy of the network, of its own class, with its methods, hooks and code for training; only tensors,
+    and integers that are their sizes, have changed. Where a gate stood there is nothing, or what is left of it.
+
     Args:
-        network: dense layers, convolutions, gates and what is between; not changed. The result is in evaluation mode.
+        network: any module with gates; not changed. The result is in evaluation mode.
         gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
-        example_input: one batch of inputs. A network whose constants meet padding takes inputs of this size only, and
-            refuses others.
-        tolerance: largest difference that is accepted, relative to the largest absolute output of the same batch, or
-            of the others (the example and two random ones) where that is 0; if not given, 1e-10 in float64, 1e-5 in
-            float32, 1e-2 in float16 and 5e-2 in bfloat16.
+        example_input: what the network is called with: a tensor, a tuple of positional arguments, a dict of keywords,
+            or a list of such calls, where the network takes different ways for different inputs. A network whose
+            constants meet padding takes inputs of this size only, and refuses others.
+        tolerance: largest difference of outputs, or of gradients, that is accepted, relative to the largest output of
+            the same batch (or of the others, where that is 0) and to the largest gradient; if not given, 1e-10 in
+            float64, 1e-5 in float32, 1e-2 in float16 and 5e-2 in bfloat16.
         before: the plans by which the network has shrunk while it trained (:attr:`Shrinker.plans`), so that what is
             saved can be loaded into the network as it was at the start.
 
     Raises:
-        ValueError: a gate has no value or a wrong one, or the network holds an operation that can't be followed.
-        CompactionError: the two networks differ by more than the tolerance.
-
-    Warns:
-        UserWarning: code of the network that runs in training mode alone is left out.
+        TypeError: the network is no module, or the example none of the kinds above.
+        ValueError: a gate has no value or a wrong one, the network does not take the example, or the example does not
+            use all of a module of which units leave.
+        CompactionError: no smaller network was found that computes the same within the tolerance.
 
     Example:
         >>> import torch
         >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
-        >>> compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).network.get_submodule("0")
+        >>> compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).network[0]
         Linear(in_features=2, out_features=2, bias=True)
     """
-    graph = read_network(network, example_input)
-    if isinstance(gates, Mapping):
-        check_values(network, gates, example_input)
+    found = _fit(network, gates, example_input, False, tolerance)
+    return Compacted(found.network, found.plan, found.certificate.largest, tuple(before), found.certificate)
+
+
+def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Example, keep_gates: bool = False) -> Plan:
+    """Find what of a network stays, as :func:`compact` does; see there.
+
+    Args:
+        network: a network with gates; it is not changed.
+        gates: values in [0, 1] by site.
+        example_input: what the network is called with.
+        keep_gates: whether the gates that are not 0 stay in the network, as while training.
+
+    Raises:
+        TypeError: as :func:`compact`.
+        ValueError: as :func:`compact`.
+        CompactionError: as :func:`compact`.
+
+    Example:
+        >>> import torch
+        >>> from pyro_l0.nn import Gate
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> plan(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).kept["0.weight"]
+        ((0, 2), None)
+    """
+    return _fit(network, gates, example_input, keep_gates, None).plan
+
+
+@torch.no_grad()
+def rewrite(network: nn.Module, plan: Plan, example_input: Example | None = None) -> nn.Module:
+    """The network that a plan describes, on a copy.
+
+    Args:
+        network: the network that the plan was made for, with any weights.
+        plan: from :func:`plan`.
+        example_input: what the network is called with; only a plan that folds constants asks for it.
+
+    Raises:
+        ValueError: the plan is of another network, or asks for an example.
+    """
+    gates = {site: torch.tensor(values) for site, values in plan.gates.items()}
+    if plan.folds and example_input is None:
+        raise ValueError("Expected an example_input, since constants of units that leave are computed from it.")
+    constants = constants_of(network, gates, plan, [] if example_input is None else calls_of(example_input))
+    small = copy.deepcopy(network)
+    carry_out(small, plan, constants)
+    return small if plan.keeps_gates else small.eval()
+
+
+def _fit(
+    network: nn.Module,
+    gates: Mapping[str, Tensor],
+    example: Example,
+    keep_gates: bool,
+    tolerance: float | None,
+) -> Fitted:
+    check_network(network, example)
     check_gates(network, gates)
-    like = next(network.parameters(), example_input)
-    gates = {site: gate.to(like.device) for site, gate in gates.items()}
-    found = plan_graph(graph, gates, example_input.shape, keep_gates=False)
-    small = rewrite_graph(graph, found, like, keep_gates=False)
-    certificate = certify(fix_gates(network, gates).eval(), small, example_input)
-    _judge(network, graph, certificate, tolerance_of(like.dtype) if tolerance is None else tolerance)
-    return Compacted(small, found, certificate, tuple(before))
-
-
-def _judge(network: nn.Module, graph: GateGraph, certificate: float, tolerance: float) -> None:
-    """Refuse a difference above the tolerance, and warn of what the compacted network lacks."""
-    if not certificate <= tolerance:
-        lost = hooks(network)
-        raise CompactionError(
-            f"The compacted network differs from the network with fixed gates by {certificate:.2e} of its largest "
-            f"output, more than the tolerance of {tolerance:.0e}. "
-            + (
-                f"It lacks the {', '.join(lost)}; take them off, or write what they do as modules of the network."
-                if lost
-                else "If that is rounding, compact in float64 (network, gates and example_input) or raise tolerance; "
-                "otherwise the network's code does what its operations do not show."
-            )
-        )
-    if graph.left_out:
-        warnings.warn(
-            f"The compacted network is the network in evaluation mode, without {', '.join(graph.left_out)}; it can't "
-            "be trained further as the network was.",
-            stacklevel=3,
-        )
+    for site, value in gates.items():
+        if value.is_meta:
+            raise ValueError(f"Expected gates[{site!r}] with values, but it is on the device meta.")
+    like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls_of(example))[0])
+    values = {site: gate.to(like.device) for site, gate in gates.items()}
+    return fit(network, values, example, keep_gates, tolerance_of(like.dtype) if tolerance is None else tolerance)

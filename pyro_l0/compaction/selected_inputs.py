@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from pyro_l0.nn.pieces import Select
+from pyro_l0.compaction.input_sizes import without_input_sizes
+from pyro_l0.compaction.routes import Select
 
 __all__ = ["SelectedInputs"]
 
@@ -34,7 +35,7 @@ class SelectedInputs:
 
     def __init__(self, inputs: Tensor) -> None:
         self.inputs = inputs
-        self._select: Select | None = None
+        self._index: Tensor | None = None
         self._selected = inputs
 
     @contextmanager
@@ -47,27 +48,16 @@ class SelectedInputs:
         Yields:
             The examples with the inputs that the network reads; all inputs, not copied, if it reads all.
         """
-        found = _first_select(network)
-        if found is None:
+        select = next((m for m in network.modules() if isinstance(m, Select) and m.reads_input), None)
+        if select is None:
             yield self.inputs
             return
-        name, select = found
-        before, self._select = self._select, select
-        # A shrinking may leave the inputs as they are.
-        if before is None or before.dim != select.dim or not torch.equal(before.index, select.index):
+        if self._index is None or not torch.equal(self._index, select.index):  # a shrinking may leave them as they are
+            self._index = select.index.clone()
             self._selected = select(self.inputs)
-        setattr(network, name, nn.Identity())
+        select.is_done = True
         try:
-            yield self._selected
+            with without_input_sizes(network):
+                yield self._selected
         finally:
-            setattr(network, name, select)
-
-
-def _first_select(network: nn.Module) -> tuple[str, Select] | None:
-    """The module that alone reads a network's input, if it selects units of it."""
-    if not isinstance(network, fx.GraphModule):
-        return None
-    readers = [user for node in network.graph.nodes if node.op == "placeholder" for user in node.users]
-    modules = dict(network.named_children())
-    select = modules.get(str(readers[0].target)) if len(readers) == 1 else None
-    return (str(readers[0].target), select) if isinstance(select, Select) else None
+            select.is_done = False

@@ -1,22 +1,23 @@
-"""Shrinks a network, its guide and its optimiser while they train."""
+"""Shrinks a network, its guide and its optimiser in place while they train."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from pyro_l0.compaction.comparison import check_hooks, check_rewriting, check_trainable
-from pyro_l0.compaction.optimiser import Replaced, add_biases, check_state, layer_slices, move
-from pyro_l0.compaction.plan import Plan, plan_graph
-from pyro_l0.compaction.rewrite import rewrite, rewrite_graph
-from pyro_l0.nn.fixed import check_gates
+from pyro_l0.compaction.carrying_out import carry_out
+from pyro_l0.compaction.certificate import is_constant, tolerance_of
+from pyro_l0.compaction.checks import check_network
+from pyro_l0.compaction.fitting import constants_of, fit
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.slice import check_state, move
+from pyro_l0.nn.engine import Example, calls_of
+from pyro_l0.nn.fixed import check_gates, fix_gates
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.graph import GateGraph
-from pyro_l0.nn.reading import read_network
 from pyro_l0.nn.square_norms import square_norms
 
 __all__ = ["GateObjective", "GatePosterior", "Replica", "Shrinker", "ShrinkerState"]
@@ -60,16 +61,14 @@ class ShrinkerState(TypedDict):
 
 
 class Replica(NamedTuple):
-    """A network inside another module, with the guide of its gates, such as an average over steps.
+    """A copy of the network with the guide of its gates, such as an average over steps.
 
     Attributes:
-        holder: the module that holds the network.
-        path: the network's path in it.
-        guide: the guide of the network's gates.
+        network: the copy.
+        guide: the guide of its gates.
     """
 
-    holder: nn.Module
-    path: str
+    network: nn.Module
     guide: GatePosterior
 
 
@@ -84,81 +83,84 @@ class Shrinker:
     closed in all but ``threshold`` of the coming steps. An open gate that no longer reaches the output leaves too, and
     its price with it.
 
+    The network stays the module that it is, with its methods, hooks, ``no_grad`` blocks, code for training and
+    checkpointing, and its parameters stay the objects that they are: their values, gradients and optimiser states are
+    cut. Before that, a copy is cut and certified to have the same outputs and gradients.
+
     Args:
-        holder: the module that holds the network; the network in it is replaced.
-        path: the network's path in ``holder``.
+        network: any module with gates; changed in place.
         guide: the guide of its gates.
-        example_input: one batch of the network's inputs, for the shapes; it is kept.
-        optimiser: trains the network's and the guide's parameters.
+        example_input: what the network is called with, a small batch: a tensor, a tuple of positional arguments, a
+            dict of keywords, or a list of such calls; it is kept.
+        optimiser: trains the network's and the guide's parameters: Adam, AdamW, SGD, or another whose state has the
+            shapes of the parameters.
         elbo: an objective whose coefficients by site lose the sites that leave.
         replicas: averaged copies of the network and the guide, which shrink with them.
         threshold: P(z != 0) below which a gate counts as closed.
         patience: calls in a row that a gate must be closed.
+        on_shrink: called after every shrinking, also by :meth:`load_state_dict`.
 
     Raises:
         ValueError: ``threshold`` is not in (0, 1) or ``patience`` is not positive, the guide lacks a gate of the
-            network, layers are parametrised or share weights, or the network would train otherwise once it is written
-            anew from the operations on its input: it has hooks, code under ``if self.training``, ``no_grad`` blocks
-            or custom backward functions. Outputs and gradients are compared in training mode, under one seed.
+            network, or the network does not take the example.
 
     Note:
-        A shrinking replaces parameters. The optimiser's are exchanged; a list that was read before is stale, so that
-        ``clip_grad_norm_(parameters)`` would clip nothing. Read it in every step, as in
-        ``clip_grad_norm_(model.parameters(), 1.0)``, or when :meth:`step` was True.
+        Parameters have other shapes after a shrinking. What was made for the old ones does not hold any more:
+        ``DistributedDataParallel`` silently leaves out a synchronisation and then fails. Wrap the network anew in
+        ``on_shrink``, or when :meth:`step` was True. The guide's parameters are exchanged, in the optimiser too.
 
     Example:
-        >>> import pyro
         >>> from pyro_l0.infer import AutoGate
         >>> from pyro_l0.nn import Gate
-        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1)))
-        >>> guide = AutoGate(model)
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> guide = AutoGate(network)
         >>> _ = guide(torch.ones(1, 2))
-        >>> optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()])
-        >>> shrinker = Shrinker(model, "0", guide, torch.ones(1, 2), optimiser, patience=1)
+        >>> optimiser = torch.optim.Adam([*network.parameters(), *guide.parameters()])
+        >>> shrinker = Shrinker(network, guide, torch.ones(1, 2), optimiser, patience=1)
         >>> with torch.no_grad():
         ...     _ = next(guide.parameters())[1].fill_(-9.0)
-        >>> shrinker.step(), model[0].get_submodule("0")
+        >>> shrinker.step(), network[0]
         (True, Linear(in_features=2, out_features=2, bias=True))
     """
 
     def __init__(
         self,
-        holder: nn.Module,
-        path: str,
+        network: nn.Module,
         guide: GatePosterior,
-        example_input: Tensor,
+        example_input: Example,
         optimiser: torch.optim.Optimizer,
         elbo: GateObjective | None = None,
         replicas: Sequence[Replica] = (),
         *,
         threshold: float = 0.01,
         patience: int = 3,
+        on_shrink: Callable[[], object] | None = None,
     ) -> None:
         if not 0 < threshold < 1:
             raise ValueError(f"Expected threshold strictly between 0 and 1, but got {threshold}.")
         if patience < 1:
             raise ValueError(f"Expected patience of at least 1, but got {patience}.")
-        self.main = Replica(holder, path, guide)
+        self.main = Replica(network, guide)
         self.replicas = list(replicas)
         self.example_input = example_input
         self.optimiser = optimiser
         self.elbo = elbo
         self.threshold = threshold
         self.patience = patience
-        network = holder.get_submodule(path)
+        self.on_shrink = on_shrink
         gates = gate_names(network)
-        check_trainable(network)
         missing = gates.keys() - guide.posterior().keys()
         if missing:
             raise ValueError(
                 f"Expected the guide to hold the network's gates, but it has none for {sorted(missing)}; call it once "
                 "with the model's arguments, and name the gates as the model does."
             )
-        check_rewriting(network, example_input)
+        check_network(network, example_input)
         self._sizes = {site: gate.size for site, gate in gates.items()}
         self._kept = {site: torch.arange(gate.size) for site, gate in gates.items()}
         self._streaks = {site: torch.zeros(gate.size, dtype=torch.long) for site, gate in gates.items()}
         self._plans: list[Plan] = []
+        self._tried: dict[str, Tensor] = {}  # gates for which nothing could leave
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -186,38 +188,50 @@ class Shrinker:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Look at the gates, and shrink if some are closed for good; True if the network was replaced.
+        """Look at the gates, and shrink if some are closed for good; True if the network shrank.
 
-        Then take ``parameters()`` anew: a list from before holds tensors that are no longer trained.
+        Raises:
+            ValueError: the optimiser's state can't be cut, or the example does not use all of a module of which units
+                leave.
+            CompactionError: the smaller network would not compute the same; nothing has changed.
         """
-        posterior = self.main.guide.posterior()
-        for site, gate in posterior.items():
-            if site not in self._streaks:  # a gate elsewhere
-                continue
-            # A family without exact zeros is at its least probability always, and never closed.
-            unlikely = gate.active_prob - gate.least_active_prob <= self.threshold
-            closed = (unlikely & (gate.test_gate == 0)).cpu()
-            self._streaks[site] = torch.where(closed, self._streaks[site] + 1, 0)
-        open_gates = {site: (streak < self.patience).float() for site, streak in self._streaks.items()}
-        if all(bool(gate.all()) for gate in open_gates.values()):
+        self._count()
+        open_gates = {site: streak < self.patience for site, streak in self._streaks.items()}
+        if all(bool(gate.all()) for gate in open_gates.values()) or _equal(open_gates, self._tried):
             return False
-        network = self.main.holder.get_submodule(self.main.path)
+        network = self.main.network
         like = next(network.parameters())
-        open_gates = {site: gate.to(like) for site, gate in open_gates.items()}
-        check_gates(network, open_gates)
-        graph = read_network(network, self.example_input)
-        found = plan_graph(graph, open_gates, self.example_input.shape, keep_gates=True)
-        if not next(reversed(found.kept.values())):
+        # In place of what open gates may be, some numbers.
+        gates = {
+            site: torch.linspace(0.5, 1.0, len(gate)).to(like) * gate.to(like) for site, gate in open_gates.items()
+        }
+        check_gates(network, gates)
+        if is_constant(fix_gates(network, gates), calls_of(self.example_input)):
             warnings.warn(
                 "All gates of a layer are closed for good, so that the network's output would be a constant; it is "
                 "left as it is. Lower the price of open gates, or train them more slowly.",
                 stacklevel=2,
             )
             return False
-        check_state(self.optimiser)
-        check_hooks(network)
-        self._carry_out(found, graph)
+        found = fit(network, gates, self.example_input, keep_gates=True, tolerance=tolerance_of(like.dtype)).plan
+        if not found.kept and not found.changes:
+            self._tried = open_gates
+            return False
+        check_state(
+            self.optimiser, [network.get_parameter(name) for name in found.kept if _is_parameter(network, name)]
+        )
+        self._carry_out(found, self.example_input)
         return True
+
+    def _count(self) -> None:
+        """For how long each gate has been closed."""
+        for site, gate in self.main.guide.posterior().items():
+            if site not in self._streaks:  # a gate elsewhere
+                continue
+            # A family without exact zeros is at its least probability always, and never closed.
+            unlikely = gate.active_prob - gate.least_active_prob <= self.threshold
+            closed = (unlikely & (gate.test_gate == 0)).cpu()
+            self._streaks[site] = torch.where(closed, self._streaks[site] + 1, 0)
 
     def state_dict(self) -> ShrinkerState:
         """What a resumed run needs, as plain values."""
@@ -236,22 +250,21 @@ class Shrinker:
             ValueError: the state is of another network.
         """
         for text in state["plans"]:
-            network, found = self.main.holder.get_submodule(self.main.path), Plan.from_json(text)
-            like = next(network.parameters())
-            self._carry_out(found, read_network(network, like.new_zeros(found.input_shape)))
+            self._carry_out(Plan.from_json(text), None)
         if state["streaks"].keys() != self._streaks.keys():
             raise ValueError(f"Expected the state of gate sites {sorted(self._streaks)}.")
         self._streaks = {site: streak.clone() for site, streak in state["streaks"].items()}
 
-    def _carry_out(self, found: Plan, graph: GateGraph) -> None:
-        units: dict[str, Tensor] = {site: torch.empty(0, dtype=torch.long) for site in self._kept}
-        for name, site in graph.gates.items():
-            units[site] = torch.tensor(found.kept[name], dtype=torch.long)
-        replaced = self._replace(self.main, found, graph, units)
-        for replica in self.replicas:
-            self._replace(replica, found, None, units)
-        move(self.optimiser, replaced)
-        add_biases(self.optimiser, graph, self.main.holder.get_submodule(self.main.path))
+    def _carry_out(self, found: Plan, example: Example | None) -> None:
+        """Shrink everything; without an example, to load parameters afterwards."""
+        units = {change.site: torch.tensor(change.units, dtype=torch.long) for change in found.changes.values()}
+        everywhere = [self.main, *self.replicas]
+        constants = [None if example is None else _constants(one.network, found, example) for one in everywhere]
+        for one, constant in zip(everywhere, constants, strict=True):
+            carry_out(one.network, found, constant, self.optimiser if one is self.main else None)
+            replaced = one.guide.keep(units)
+            if one is self.main:
+                move(self.optimiser, replaced)
         for site, index in units.items():
             self._kept[site] = self._kept[site][index]
             self._streaks[site] = self._streaks[site][index]
@@ -261,24 +274,26 @@ class Shrinker:
         if self.elbo is not None:
             self.elbo.drop(gone)
             if self.elbo.square_norm:  # of the layers that are there now
-                self.elbo.square_norm = square_norms(self.main.holder.get_submodule(self.main.path), self.example_input)
+                self.elbo.square_norm = square_norms(self.main.network, cast(Tensor, self.example_input))
         self._plans.append(found)
+        self._tell()
 
-    def _replace(self, replica: Replica, found: Plan, graph: GateGraph | None, units: Mapping[str, Tensor]) -> Replaced:
-        """Put the smaller network in the place of one; return what became of its parameters if its graph is given."""
-        old = replica.holder.get_submodule(replica.path)
-        if graph is None:
-            small = rewrite(old, found, keep_gates=True)
-        else:
-            small = rewrite_graph(graph, found, next(old.parameters()), keep_gates=True)
-        modes = {path: module.training for path, module in old.named_modules()}
-        for path, module in small.named_modules():
-            module.training = modes.get(path, modes.get(path.rpartition(".")[0], old.training))
-        replaced: Replaced = {} if graph is None else layer_slices(graph, found, small)
-        parent, _, name = replica.path.rpartition(".")
-        setattr(replica.holder.get_submodule(parent), name, small)
-        for parameter, (new, index) in replica.guide.keep(units).items():
-            replaced[parameter] = new, (index,)
-        for parameter in replaced:  # in a list that is stale now, whose norm of gradients should be seen to be wrong
-            parameter.grad = None
-        return replaced
+    def _tell(self) -> None:
+        if self.on_shrink is not None:
+            self.on_shrink()
+        elif distributed.is_available() and distributed.is_initialized():
+            warnings.warn(
+                "Expected on_shrink where several processes train: parameters have other shapes now, and a "
+                "DistributedDataParallel made before would leave out a synchronisation; wrap the network anew there.",
+                stacklevel=4,
+            )
+
+
+def _constants(network: nn.Module, plan: Plan, example: Example) -> dict[str, Tensor]:
+    like = next(network.parameters())
+    gates = {site: torch.tensor(values, dtype=torch.float64).to(like) for site, values in plan.gates.items()}
+    return constants_of(network, gates, plan, calls_of(example))
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(gate, other[site]) for site, gate in one.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import hashlib
 import json
@@ -10,7 +11,6 @@ import math
 import os
 import secrets
 import stat
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.compaction.carrying_out import carry_out
+from pyro_l0.compaction.certificate import Certificate
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.rewrite import rewrite
 
 __all__ = ["Compacted", "Content", "load_compacted"]
 
@@ -32,17 +33,19 @@ class Compacted:
     """A small plain network and where it comes from.
 
     Attributes:
-        network: plain torch, without gates; it computes what the network with fixed gates computes.
-        plan: which units stayed.
-        certificate: largest difference between the two on random inputs and on the example, relative to the largest
-            output on each.
+        network: of the class that it had, without gates; it computes what the network with fixed gates computes.
+        plan: what of it stayed.
+        certificate: largest difference between the two, of outputs and of gradients, in evaluation mode and in
+            training mode, each relative to the largest.
         before: the plans by which the network had shrunk before, if it did.
+        differences: the differences one by one; None for a network that was loaded.
     """
 
     network: nn.Module
     plan: Plan
     certificate: float
     before: tuple[Plan, ...] = ()
+    differences: Certificate | None = None
 
     def save(self, path: str | Path) -> None:
         """Write ``path.safetensors``: the tensors, the plans, and a SHA-256 of both; no pickle is involved.
@@ -60,9 +63,9 @@ class Compacted:
         _require_safetensors()
         from safetensors.torch import save
 
-        state = {name: value.detach().cpu().contiguous() for name, value in self.network.state_dict().items()}
+        state = {name: value.detach().cpu().contiguous() for name, value in _distinct(self.network).items()}
         content = Content(state, (*self.before, self.plan), self.certificate)
-        wrong = content.not_finite()
+        wrong = content.not_finite(self.network)
         if wrong is not None:
             raise ValueError(f"Expected a network of finite numbers to save at {str(path)!r}, but {wrong}.")
         plans = [json.loads(plan.to_json()) for plan in content.plans]
@@ -84,22 +87,30 @@ class Content:
     plans: tuple[Plan, ...]
     certificate: float
 
-    def not_finite(self) -> str | None:
-        """What of it is no finite number, as half a sentence."""
+    def not_finite(self, network: nn.Module) -> str | None:
+        """What of it is no finite number, as half a sentence; infinite buffers, such as masks, are."""
         if not math.isfinite(self.certificate):
             return f"its certificate is {self.certificate}"
+        buffers = dict(network.named_buffers(remove_duplicate=False))
         for name, value in self.state.items():
-            if not bool(value.isfinite().all()):
+            if not bool(value.isfinite().all()) and (name not in buffers or bool(value.isnan().any())):
                 return f"its tensor {name!r} holds NaN or infinity"
         return None
+
+
+def _distinct(network: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a network, a tied one under its first name alone."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in network.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), (name, value))
+    return dict(found.values())
 
 
 def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
     """Read what :meth:`Compacted.save` wrote, and check it.
 
     The SHA-256 in the file finds damage and changes; whoever changes a file on purpose can compute it anew, and then
-    it holds wrong numbers, but no code. A pair ``path.safetensors`` and ``path.json`` of an earlier version is read as
-    well, with a warning, because it has no checksum; saving it again makes it one file.
+    it holds wrong numbers, but no code.
 
     Args:
         network: the network that was compacted, as it was before any shrinking, with any weights, and of the type
@@ -118,38 +129,37 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
     content = _read(path)
     *before, found = content.plans
     try:
-        for earlier in before:
-            network = rewrite(network, earlier, keep_gates=True)
-        small = rewrite(network, found)
-        for name, value in small.state_dict().items():
+        small = copy.deepcopy(network).eval()
+        for plan in content.plans:
+            carry_out(small, plan, None)
+        expected = _distinct(small)
+        for name, value in expected.items():
             got = content.state.get(name, value).dtype
             if got != value.dtype:
                 raise ValueError(
                     f"its tensor {name!r} is {got}, the network's {value.dtype}; load it into network.to({got})"
                 )
-        small.load_state_dict(dict(content.state))
+        if expected.keys() != content.state.keys():
+            raise ValueError(f"its tensors are others at {sorted(expected.keys() ^ content.state.keys())}")
+        small.load_state_dict(dict(content.state), strict=False)  # tied ones by their first name
     except Exception as error:  # a plan of another network breaks the rewriting in many ways
         raise ValueError(
             f"Expected the file '{path}.safetensors' to be of this network, but it does not fit: {error}"
         ) from error
+    wrong = content.not_finite(small)
+    if wrong is not None:
+        raise _refusal(_file_at(path), wrong)
     return Compacted(small, found, content.certificate, tuple(before))
 
 
 def _read(path: str | Path) -> Content:
-    """What the file of :func:`load_compacted` holds, checked; or, with a warning, the pair of an earlier version."""
+    """What the file of :func:`load_compacted` holds, checked."""
     _require_safetensors()
     file = _file_at(path)
     metadata, state = _open(file)
-    earlier = Path(f"{path}.json")
-    if metadata is None and earlier.is_file():
-        warnings.warn(
-            f"{str(file)!r} and {earlier.name!r} were saved by an earlier version, without a checksum: damage, or "
-            "files of two saves, would go unnoticed. Save what you loaded again, and delete the .json.",
-            UserWarning,
-            stacklevel=3,
-        )
-        text = earlier.read_text(errors="replace")
-    elif metadata is None or _PLANS not in metadata:
+    if metadata is None and Path(f"{path}.json").is_file():
+        raise _refusal(file, "it was saved by an earlier version, beside a .json; compact the network again")
+    if metadata is None or _PLANS not in metadata:
         raise _refusal(file, "it is a safetensors file of another program: no compaction plan is in it")
     else:
         text = metadata[_PLANS]
@@ -163,9 +173,6 @@ def _read(path: str | Path) -> Content:
         content = Content(state, plans, float(values["certificate"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _refusal(file, f"its plan can't be read: {error}") from error
-    wrong = content.not_finite()
-    if wrong is not None:
-        raise _refusal(file, wrong)
     return content
 
 

@@ -3,7 +3,7 @@
 from pyro_l0.nn.engine.analysis import Analysis, Fold, GateMap, ReducedNorm, analyse
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Call, Example, Operation, Recording, Value, calls_of, record
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.registry import find_rule, rule
 
 __all__ = [
     "Analysis",
@@ -18,6 +18,7 @@ __all__ = [
     "Value",
     "analyse",
     "calls_of",
+    "find_rule",
     "record",
     "rule",
 ]

@@ -1,0 +1,244 @@
+"""Tries on a copy of a network what closed gates allow, until the copy is certified to compute the same."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.compaction.attributes import Attributes, candidates, choices, set_attributes, where_raised
+from pyro_l0.compaction.carrying_out import carry_out, reset_running_means
+from pyro_l0.compaction.certificate import Arguments, Certificate, another_size, certify, difference, run, tensors
+from pyro_l0.compaction.certificate import tolerance_of as tolerance_of
+from pyro_l0.compaction.fold import Constant, NotConstantError, layer_constants
+from pyro_l0.compaction.input_sizes import refuse_other_sizes
+from pyro_l0.compaction.norms import as_whole_norms
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.planning import check_seen, constant_units, make_plan
+from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, record
+from pyro_l0.nn.fixed import fix_gates
+
+__all__ = ["CompactionError", "Fitted", "constants_of", "fit", "fixed"]
+
+_CLOSE = 0.01  # whether attributes are the right ones; the certificate asks for more
+
+
+class CompactionError(RuntimeError):
+    """A compacted network that does not compute what the network with fixed gates computes."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A smaller network that was certified.
+
+    Attributes:
+        network: a copy with fewer units.
+        plan: by which it was made.
+        certificate: how far it is from the network that it was made from.
+        reasons: by site, the closed units that stay, and why.
+    """
+
+    network: nn.Module
+    plan: Plan
+    certificate: Certificate
+    reasons: Mapping[str, Mapping[int, str]]
+
+
+def fit(
+    network: nn.Module, gates: Mapping[str, Tensor], example: Example, keep_gates: bool, tolerance: float
+) -> Fitted:
+    """Make a smaller network from one whose gates have given values.
+
+    Args:
+        network: its gates were checked; it is not changed.
+        gates: values by site. With ``keep_gates`` those that are not 0 stand for whatever they may be.
+        example: what the network is called with.
+        keep_gates: whether the gates that are not 0 stay, to train on.
+        tolerance: largest difference that is accepted.
+
+    Raises:
+        CompactionError: no smaller network was found that computes the same; the message is of the first that was
+            tried.
+    """
+    with as_whole_norms(network):
+        recording = record(network, example)
+    attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance)
+    first: CompactionError | None = None
+    for closed in _closed(gates):
+        for folds in (True, False):
+            try:
+                return attempt.carry_out(closed, folds)
+            except NotConstantError:
+                continue
+            except CompactionError as error:
+                first = first or error
+    assert first is not None
+    raise first
+
+
+def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Which gates are closed; and without the first of each site that has no open one, as not all code takes none."""
+    closed = {site: (gate == 0).cpu() for site, gate in gates.items()}
+    yield closed
+    if any(bool(mask.all()) for mask in closed.values()):
+        first = {site: torch.arange(len(mask)) == 0 for site, mask in closed.items()}
+        yield {site: mask & ~first[site] if bool(mask.all()) else mask for site, mask in closed.items()}
+
+
+def fixed(network: nn.Module, gates: Mapping[str, Tensor], plan: Plan) -> nn.Module:
+    """A smaller network with gates, with values in the sizes that they had before."""
+    left = dict(gates)
+    for change in plan.changes.values():
+        left[change.site] = gates[change.site][list(change.units)]
+        if change.random and not change.units:
+            del left[change.site]
+    return fix_gates(network, left).eval()
+
+
+def constants_of(
+    network: nn.Module, gates: Mapping[str, Tensor], plan: Plan, calls: Sequence[Arguments]
+) -> dict[str, Constant]:
+    """The inputs of layers that leave by a plan, as a network computes them.
+
+    Args:
+        network: one that the plan fits.
+        gates: by site, 0 for the gates that are closed.
+        plan: says which inputs.
+        calls: all examples.
+
+    Raises:
+        NotConstantError: they are not the same for every example.
+    """
+    if not plan.folds:
+        return {}
+    reference = fix_gates(network, gates).eval()
+    reset_running_means(reference, plan.zero_channels)
+    return layer_constants(reference, {fold.layer: fold.units for fold in plan.folds}, calls)
+
+
+class _Attempt:
+    """Makes one smaller network."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        gates: Mapping[str, Tensor],
+        calls: Sequence[Arguments],
+        recording: Recording,
+        keep_gates: bool,
+        tolerance: float,
+    ) -> None:
+        self.network, self.gates, self.calls = network, gates, calls
+        self.recording, self.keep_gates, self.tolerance = recording, keep_gates, tolerance
+
+    def carry_out(self, closed: Mapping[str, Tensor], folds: bool) -> Fitted:
+        """A certified network.
+
+        Raises:
+            NotConstantError: what is to be folded is no constant after all.
+            CompactionError: the network does not run, or computes something else.
+        """
+        analysis = analyse(self.recording, closed, None if self.keep_gates else self.gates, folds)
+        units = constant_units(self.network, analysis)
+        if units is None:
+            raise NotConstantError("Expected constants in front of layers.")
+        reference = fix_gates(self.network, self.gates).eval()
+        if self.keep_gates:
+            reset_running_means(reference, {path: tuple(x.tolist()) for path, x in analysis.zero_channels.items()})
+        constants = layer_constants(reference, units, self.calls)
+        plan = make_plan(self.network, self.recording, analysis, self.gates, constants, units, self.keep_gates)
+        check_seen(self.network, self.recording, plan)
+        small = copy.deepcopy(self.network).eval()
+        carry_out(small, plan, constants)
+        evaluated = fixed(small, self.gates, plan) if self.keep_gates else small
+        new = self._users_attributes(reference, evaluated, analysis)
+        plan = replace(plan, attributes={**plan.attributes, **new})
+        sizes = self._input_sizes(reference, evaluated, plan)
+        if sizes is not None:
+            plan = replace(plan, input_sizes=sizes)
+            refuse_other_sizes(small, sizes)
+        set_attributes(small, new)
+        certificate = self._certify(reference, evaluated, plan, analysis)
+        return Fitted(small, plan, certificate, analysis.reasons)
+
+    def _users_attributes(self, reference: nn.Module, small: nn.Module, analysis: Analysis) -> Attributes:
+        """The attributes of users' modules with which a smaller network runs, set in it."""
+        expected = [run(reference, call) for call in self.calls]
+        failure: Exception | None = None
+        for attributes in choices(candidates(self.network, analysis.shrunk)):
+            before: Attributes = {
+                path: {name: getattr(small.get_submodule(path), name) for name in values}
+                for path, values in attributes.items()
+            }
+            set_attributes(small, attributes)
+            try:
+                pairs = zip(expected, [run(small, call) for call in self.calls], strict=True)
+                if all(apart <= _CLOSE * scale for apart, scale in (difference(x, y) for x, y in pairs)):
+                    return attributes
+            except Exception as error:
+                failure = failure or error
+            set_attributes(small, before)
+        if failure is None:
+            return {}  # the certificate says how far it is
+        raise CompactionError(
+            f"Expected the network to run with fewer units, but {where_raised(small, failure)} raises: "
+            f"{str(failure).splitlines()[0] if str(failure) else type(failure).__name__}. Take sizes from the tensors "
+            "(x.shape), or keep them as attributes of the module that uses them."
+        ) from failure
+
+    def _input_sizes(self, reference: nn.Module, small: nn.Module, plan: Plan) -> tuple[tuple[int, ...], ...] | None:
+        """The sizes of the example's inputs if the smaller network is right for no others."""
+        if self.network._forward_pre_hooks and not plan.folds:
+            return None
+        own = tuple(tuple(x.shape[1:]) for x in tensors(self.calls[0]))
+        if any(fold.shape is not None for fold in plan.folds):
+            return own
+        other = another_size(self.calls[0]) if plan.folds else None
+        if other is None:
+            return None
+        try:
+            expected = run(reference, other)
+        except Exception:  # the network takes no other size itself
+            return None
+        try:
+            apart, scale = difference(expected, run(small, other))
+        except Exception:
+            return own
+        return None if apart <= self.tolerance * scale else own
+
+    def _certify(self, reference: nn.Module, small: nn.Module, plan: Plan, analysis: Analysis) -> Certificate:
+        factors = {name: torch.tensor(factor, dtype=torch.float64) for name, factor in plan.factors.items()}
+        places = plan.places()
+        factors = {name: _left(factor, places.get(name)) for name, factor in factors.items()}
+        try:
+            found = certify(reference, small, self.calls, places, factors)
+        except Exception as error:
+            raise CompactionError(
+                f"Expected the network to run with fewer units as with all, but {where_raised(small, error)} raises "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not self.keep_gates and plan.folds and not max(_numbers(found)) <= self.tolerance:
+            # Constants are those of evaluation mode, where BatchNorm has other statistics.
+            found = replace(found, training_outputs=None, training_gradients=None)
+        if not found.largest <= self.tolerance:
+            raise CompactionError(
+                f"The compacted network differs from the network with fixed gates by {found.largest:.2e} of its "
+                f"largest output or gradient, more than the tolerance of {self.tolerance:.0e}. If that is rounding, "
+                "compact in float64 (network, gates and example_input) or raise tolerance; otherwise the network's "
+                "code does what its operations on the example do not show."
+            )
+        return found
+
+
+def _left(factor: Tensor, places: Sequence[Tensor | None] | None) -> Tensor:
+    index = None if places is None else places[1]
+    return factor if index is None else factor[index]
+
+
+def _numbers(certificate: Certificate) -> list[float]:
+    found = (certificate.training_outputs, certificate.training_gradients)
+    return [math.inf if x is not None and math.isnan(x) else x or 0.0 for x in found]

@@ -1,0 +1,210 @@
+"""What leaves without its values being lost: constant inputs of layers, and gates between 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_l0.compaction.certificate import Arguments, run
+from pyro_l0.compaction.layers import pads_zeros
+from pyro_l0.nn.engine import Operation, Recording, Value
+
+__all__ = ["Constant", "NotConstantError", "contribution", "gates_into_weights", "is_layer", "layer_constants"]
+
+Constant = Tensor
+"""One example's input of a layer, shape ``(1, ...)``: constants at the units that leave, zeros elsewhere."""
+
+_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+class NotConstantError(ValueError):
+    """Inputs of a layer that are not the same for every example after all."""
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether constant inputs of a module can go into its bias: a dense layer or a convolution without groups."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return module.groups == 1 and "weight" in module._parameters
+    return isinstance(module, nn.Linear) and "weight" in module._parameters
+
+
+@torch.no_grad()
+def layer_constants(
+    reference: nn.Module, units: Mapping[str, Sequence[int]], calls: Sequence[Arguments]
+) -> dict[str, Constant]:
+    """The inputs of some layers that are the same for every example, as a network with fixed gates computes them.
+
+    Args:
+        reference: in evaluation mode.
+        units: by path of a layer, which of its inputs.
+        calls: all examples.
+
+    Raises:
+        NotConstantError: they differ between examples or between calls of the layer.
+    """
+    found: dict[str, Constant] = {}
+
+    def note(path: str, module: nn.Module, x: Tensor) -> None:
+        dim = -1 if isinstance(module, nn.Linear) else 1
+        index = torch.tensor(units[path], dtype=torch.long, device=x.device)
+        x = x.detach().movedim(dim, 1).index_select(1, index)
+        whole = x.new_zeros((1, _inputs(module), *x.shape[2:])).index_copy(1, index, x[:1]).movedim(1, dim)
+        known = found.setdefault(path, whole)
+        if not torch.equal(x, x[:1].expand_as(x)) or known.shape != whole.shape or not torch.equal(known, whole):
+            raise NotConstantError(
+                f"Expected inputs of layer {path!r} behind closed gates to be the same for every example, but they "
+                "differ between rows, between examples of other sizes, or between calls of the layer."
+            )
+
+    def hook(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda module, inputs: note(path, module, inputs[0])
+
+    handles = [reference.get_submodule(path).register_forward_pre_hook(hook(path)) for path in units]
+    try:
+        for call in calls:
+            run(reference.eval(), call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _inputs(layer: nn.Module) -> int:
+    if isinstance(layer, nn.Linear):
+        return layer.weight.shape[1]
+    assert isinstance(layer, nn.modules.conv._ConvNd)
+    return layer.weight.shape[0 if layer.transposed else 1]
+
+
+@torch.no_grad()
+def contribution(layer: nn.Module, constant: Constant) -> tuple[Tensor, bool]:
+    """What a layer makes of constant inputs, without its bias.
+
+    Returns:
+        One value per output, shape ``(outputs,)``, or a map, shape ``(1, ...)``; and whether it is a map.
+    """
+    if isinstance(layer, nn.Linear):
+        out, dim = F.linear(constant, layer.weight), -1
+    else:
+        assert isinstance(layer, nn.modules.conv._ConvNd)
+        dim = 1
+        if layer.transposed:
+            options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
+            out = cast(Any, _TRANSPOSED[layer.weight.dim() - 3])(constant, layer.weight, None, *options)
+        else:
+            out = cast(Any, layer)._conv_forward(constant, layer.weight, None)
+    places = constant.movedim(dim, 1).flatten(2) if constant.dim() > 2 else constant[..., None]
+    if pads_zeros(layer) or not bool((places == places[..., :1]).all()):
+        return out, True
+    return out.movedim(dim, 0).flatten(1)[:, 0], False
+
+
+# ------------------------------------------------------------ gates between 0 and 1
+
+
+_UNITWISE = {"relu", "relu_", "leaky_relu", "leaky_relu_", "clone", "alias", "contiguous", "_to_copy", "abs", "neg"}
+_MOVING = {"view", "_unsafe_view", "reshape", "flatten", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand"}
+_POOLING = {
+    *(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg", "_adaptive_avg") for n in (1, 2, 3)),
+    *(f"max_pool{n}d_with_indices" for n in (2, 3)),
+    "mean",
+}
+
+
+@torch.no_grad()
+def gates_into_weights(
+    recording: Recording, gates: Mapping[str, Tensor], layers: Collection[str]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """The gates that can go into the weights behind them, because what is between is positively homogeneous.
+
+    Args:
+        recording: of the network with gates.
+        gates: by site, positive values; shape ``(size,)``.
+        layers: names of weights that may take them.
+
+    Returns:
+        By name of a weight, the factor of each of its inputs; and the sites whose gates are in them.
+    """
+    readers: dict[int, list[Operation]] = {}
+    for operation in recording.operations:
+        for value in operation.inputs:
+            readers.setdefault(id(value), []).append(operation)
+    factors: dict[str, Tensor] = {}
+    folded: set[str] = set()
+    for site, gate in gates.items():
+        found: dict[str, Tensor] | None = {}
+        for operation in recording.operations:
+            if operation.name == "gate" and operation.arguments["site"] == site and found is not None:
+                found = _follow(operation.output, _spread(gate, operation), readers, found, layers)
+        if found is not None:
+            folded.add(site)
+            for name, factor in found.items():
+                factors[name] = factor * factors[name] if name in factors else factor
+    return factors, folded
+
+
+def _spread(gate: Tensor, operation: Operation) -> Tensor:
+    """Gates in the shape of what they multiply."""
+    shape = operation.output.shape
+    view = [1] * len(shape)
+    view[operation.integer("dim")] = -1
+    return gate.view(view).expand(shape)
+
+
+def _follow(
+    value: Value,
+    factor: Tensor,
+    readers: Mapping[int, list[Operation]],
+    found: dict[str, Tensor],
+    layers: Collection[str],
+) -> dict[str, Tensor] | None:
+    """Carry a factor on to the weights of every layer that reads a value; None where that can't be done."""
+    if value.is_output or not readers.get(id(value)):
+        return None
+    for operation in readers[id(value)]:
+        name = operation.name.removeprefix("aten::")
+        inputs = operation.inputs
+        if name in ("linear", "convolution", "conv1d", "conv2d", "conv3d"):
+            weight = operation.value("weight")
+            vector = _inputs_factor(operation, value, weight, factor)
+            is_once = len(readers[id(weight)]) == 1 and len(weight.names) == 1
+            if vector is None or not is_once or weight.names[0] not in layers or weight.names[0] in found:
+                return None
+            found[weight.names[0]] = vector
+            continue
+        behind = _behind(operation, name, value, factor) if len(inputs) == 1 else None
+        if behind is None or _follow(operation.output, behind, readers, found, layers) is None:
+            return None
+    return found
+
+
+def _behind(operation: Operation, name: str, value: Value, factor: Tensor) -> Tensor | None:
+    """The factor of an operation's output."""
+    if name in _UNITWISE or name == "gate":
+        return factor
+    if name in _MOVING:
+        return cast(Tensor, operation.function(factor.contiguous(), *operation.args[1:], **operation.kwargs))
+    if name in _POOLING and factor.dim() > 2:
+        if name == "mean" and 1 in [dim % factor.dim() for dim in operation.integers("dim") or range(factor.dim())]:
+            return None
+        places = factor.flatten(2)
+        if not bool((places == places[..., :1]).all()):
+            return None
+        shape = operation.output.shape
+        return places[..., 0].view(*factor.shape[:2], *[1] * (len(shape) - 2)).expand(shape)
+    return None
+
+
+def _inputs_factor(operation: Operation, value: Value, weight: Value, factor: Tensor) -> Tensor | None:
+    """The factor of each input of a layer, if it is the same at every place."""
+    is_dense = operation.name == "aten::linear"
+    if operation.value("input") is not value or weight is value:
+        return None
+    if not is_dense and (operation.arguments.get("transposed") or operation.integer("groups") != 1):
+        return None
+    inputs = factor.movedim(-1 if is_dense else 1, 0).flatten(1)
+    return inputs[:, 0] if bool((inputs == inputs[:, :1]).all()) else None
