@@ -114,11 +114,10 @@ class ShuffleNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 12, 3, padding=1)
         self.units = nn.Sequential(ShuffleUnit(), ShuffleUnit())
-        self.gate = Gate(12, dim=1)
         self.head = nn.Linear(12, 4)
 
     def forward(self, x):
-        return self.head(self.gate(self.units(self.stem(x))).mean((2, 3)))
+        return self.head(self.units(self.stem(x)).mean((2, 3)))
 
 
 class GroupedPair(nn.Module):
@@ -219,7 +218,7 @@ ENTRIES = {
         lambda: MobileNet(gate_first=False), images(12),
         shapes={"blocks.0.filter.0.weight": (16, 1, 3, 3), "blocks.0.project.0.weight": (8, 8, 1, 1)},
     ),
-    "shufflenet": Entry(ShuffleNet, images(6), shapes={"units.0.filter.weight": (3, 1, 3, 3), "head.weight": (4, 6)}),
+    "shufflenet": Entry(ShuffleNet, images(6), shapes={"units.0.filter.weight": (3, 1, 3, 3), "units.1.wide.0.weight": (6, 3, 1, 1)}),
     "grouped": Entry(
         GroupedPair, images(), second_half,
         shapes={"narrow.weight": (4, 3, 1, 1), "grouped.weight": (4, 2, 3, 3), "wide.weight": (5, 4, 1, 1)},

@@ -127,7 +127,7 @@ ENTRIES = {
     ),
     "style_network": Entry(
         StyleNetwork, lambda batch: torch.randn(batch, 5),
-        shapes={"scale.weight": (4, 3), "filters.weight": (4, 8, 3, 3), "head.weight": (3, 4, 1, 1)},
+        shapes={"scale.weight": (4, 3), "head.weight": (3, 4, 1, 1)},
     ),
     "flow": Entry(Flow, lambda batch: torch.randn(batch, 6), shapes={"hidden.weight": (5, 3), "moves.weight": (6, 5)}),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from tests.engine.zoo.entry import Entry
 
 
 class BilinearPair(nn.Module):
-    """Two inputs, one of them optional, a flag and a number; a bilinear layer stays whole."""
+    """Two inputs, one of them optional, a flag and a number, and a bilinear layer."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ ENTRIES = {
     "bilinear_pair": Entry(
         BilinearPair,
         lambda batch: {"x": torch.randn(batch, 6), "other": torch.randn(batch, 5), "with_pair": True, "scale": 2.0},
-        shapes={"layer.weight": (5, 6), "pair.weight": (8, 10, 5), "head.weight": (2, 4)},
+        shapes={"layer.weight": (5, 6), "pair.weight": (4, 5, 5), "head.weight": (2, 4)},
     ),
     "two_towers": Entry(
         TwoTowers, lambda batch: (torch.randn(batch, 6), torch.randn(4, 6)),

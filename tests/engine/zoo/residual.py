@@ -153,7 +153,7 @@ def _all(size):
 
 ENTRIES = {
     "resnet50": Entry(
-        ResNet, images(),
+        ResNet, images(16),
         shapes={"blocks.0.narrow.0.weight": (2, 4, 1, 1), "blocks.5.filter.0.weight": (4, 4, 3, 3)},
     ),
     "resnet_group_norm": Entry(
@@ -166,6 +166,10 @@ ENTRIES = {
     "gated_branches": Entry(
         GatedBranches, images(6), shapes={"one.0.weight": (3, 6, 3, 3), "stem.weight": (6, 3, 1, 1)},
     ),
-    "gated_blocks": Entry(GatedBlocks, lambda batch: torch.randn(batch, 5), _all),
+    "gated_blocks": Entry(
+        GatedBlocks, lambda batch: torch.randn(batch, 5), _all,
+        shapes={"blocks.0.0.weight": (1, 8), "blocks.2.3.weight": (8, 1)},
+        stays={f"gates.{k}.gate": (1, "a dimension keeps one entry, and this has no other") for k in range(3)},
+    ),
     "highway": Entry(Highway, lambda batch: torch.randn(batch, 4), shapes={"head.weight": (2, 3)}),
 }  # fmt: skip
