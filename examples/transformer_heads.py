@@ -2,8 +2,8 @@
 
 A small vision transformer learns scikit-learn's digits (or MNIST) without gates. Then each λ prunes a copy of it by the
 L0 objective: a head, a hidden unit of a block's dense layers and a whole branch pay λ for each of the weights that they
-switch (Eq. 16 and 22). The table has the heads that closed against the accuracy of the compacted network, as Voita et al.
-(2019, arXiv:1905.09418) have them for translation; the row without λ is the network trained on without gates for as
+switch (Eq. 16 and 22). The table has the heads that closed against the accuracy of the compacted network, as Voita et
+al. (2019, arXiv:1905.09418) have them for translation; the row without λ is the network trained on without gates for as
 long.
 
 ``python examples/transformer_heads.py`` takes about three minutes on one core, ``--quick`` some seconds.

@@ -218,7 +218,10 @@ ENTRIES = {
         lambda: MobileNet(gate_first=False), images(12),
         shapes={"blocks.0.filter.0.weight": (16, 1, 3, 3), "blocks.0.project.0.weight": (8, 8, 1, 1)},
     ),
-    "shufflenet": Entry(ShuffleNet, images(6), shapes={"units.0.filter.weight": (3, 1, 3, 3), "units.1.wide.0.weight": (6, 3, 1, 1)}),
+    "shufflenet": Entry(
+        ShuffleNet, images(6),
+        shapes={"units.0.filter.weight": (3, 1, 3, 3), "units.1.wide.0.weight": (6, 3, 1, 1)},
+    ),
     "grouped": Entry(
         GroupedPair, images(), second_half,
         shapes={"narrow.weight": (4, 3, 1, 1), "grouped.weight": (4, 2, 3, 3), "wide.weight": (5, 4, 1, 1)},

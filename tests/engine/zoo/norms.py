@@ -144,7 +144,8 @@ ENTRIES = {
         stays={"gate": (6, "the mean of the squares is over all units, and its number of units is no operation")},
     ),
     "layer_norm_behind_gate": Entry(
-        lambda: NormedStream(nn.LayerNorm, behind=False), _rows, # What a norm makes of a unit that is 0 varies with the others' mean, so that all 12 stay behind the gate.
+        # What a norm makes of a unit that is 0 varies with the others' mean, so that all 12 stay behind the gate.
+        lambda: NormedStream(nn.LayerNorm, behind=False), _rows,
         shapes={"stem.weight": (6, 6), "dense.inner.weight": (5, 12), "dense.outer.weight": (6, 5)},
     ),
     "convnext": Entry(ConvNeXt, images(), shapes={"blocks.1.dense.inner.weight": (12, 6)}),
