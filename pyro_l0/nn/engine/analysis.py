@@ -68,7 +68,8 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
 
     Attributes:
-        path: the module that called it.
+        path: the module that called it: torch's own, or for ``"rms"`` one that writes out x * rsqrt(mean(x²) + ε)
+            and keeps ε in an attribute.
         kind: ``"layer"`` or ``"rms"``.
         weight: name of its weight, None if there is none.
         size: number of units that there were.
@@ -212,8 +213,8 @@ def _apply_rules(
 
 
 def _add_given(maps: Maps, value: Value) -> None:
-    """A parameter, a buffer, or a tensor kept elsewhere, which nobody can slice."""
-    maps.add(value, CONSTANT)
+    """A parameter, a buffer, or a tensor kept elsewhere, of which nothing is known and which nobody can slice."""
+    maps.add(value, VARIES if value.is_given else CONSTANT)
     if value.is_given:
         for axis in maps.axes[value]:
             if axis.size > 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor, nn
 
-from pyro_l0.nn.engine.record import Operation, Recording, Value
+from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
 from pyro_l0.nn.engine.slots import VARIES, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
 
 __all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
@@ -195,9 +195,10 @@ class Maps:
         self._say(Read(axes, where, self.place, groups, behind))
 
     def fixes(self, value: Value, *dims: int) -> None:
-        """All entries of dimensions of an input or an output have to stay."""
+        """All entries of dimensions of an input or an output have to stay, for the operation to run at all."""
         for dim in dims:
-            self._say(Read((self.axes[value][dim],), None, self.place))
+            self.reads((value, dim))
+            self.pin(self.axes[value][dim].block)
 
     def leave_to_bias(self, constant: ConstantInput, places: Sequence[tuple[Value, int]], where: Mask) -> None:
         """Entries are read together as in :meth:`reads`, but the constant ones may leave into a bias."""
@@ -229,9 +230,13 @@ class Maps:
         relation.pass_states()
         self._say(relation)
 
+    def free(self, size: int) -> Axis:
+        """A dimension of no tensor, a factor in :meth:`reshape`."""
+        return Axis(size, self.slots.new(size), VARIES)
+
     def fixed(self, size: int) -> Axis:
         """A dimension of no tensor, whose entries stay: a factor in :meth:`reshape`, such as copies or places."""
-        axis = Axis(size, self.slots.new(size), VARIES)
+        axis = self.free(size)
         axis.needed[:] = True
         self.pin(axis.block)
         return axis
@@ -240,7 +245,11 @@ class Maps:
         """Nothing is known of the operation: all that it touches stays."""
         self.barriers[self.operation] = self.place
         for value in [*self.operation.inputs, *(x for x in self.operation.outputs if x is not None)]:
-            self.fixes(value, *range(value.rank))
+            for dim in range(value.rank):
+                if self.operation.name == WRITE:  # which does not run, and matters only if the memory is read again
+                    self.reads((value, dim))
+                else:
+                    self.fixes(value, dim)
 
     @property
     def operation(self) -> Operation:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.nn.gate import Gate, check_units, gate_names
 
-__all__ = ["Call", "Example", "Operation", "Recording", "Value", "calls_of", "record"]
+__all__ = ["WRITE", "Call", "Example", "Operation", "Recording", "Value", "calls_of", "record"]
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
 WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
@@ -379,6 +379,7 @@ _WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
     F.scaled_dot_product_attention: ("aten::scaled_dot_product_attention", _ATTENTION),
     F.rms_norm: ("aten::rms_norm", _of_python(F.rms_norm)),
     F.instance_norm: ("aten::instance_norm", _of_python(F.instance_norm)),
+    F.pad: ("aten::pad", _of_python(F.pad)),
     torch.bilinear: ("aten::bilinear", _signature("input1 input2 weight bias")),
     **{
         getattr(torch, f"{kind}{cell}"): (f"recurrent{cell}", [])

@@ -89,7 +89,7 @@ def spread_need(maps: Maps) -> set[Operation]:
     for operation in reversed(maps.recording.operations):
         if any(is_needed(value) for value in operation.outputs) or any(x in looks for x in operation.inputs):
             running.add(operation)
-            for relation in maps.relations[operation]:
+            for relation in reversed(maps.relations[operation]):
                 relation.spread_need()
             reached.update(operation.inputs)
     return running

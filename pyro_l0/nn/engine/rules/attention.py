@@ -20,7 +20,7 @@ def softmax(maps: Maps, operation: Operation) -> None:
         maps.same(x, d, output, d)
         maps.set_states(output, d, np.maximum(maps.states(x, d), np.uint8(CONSTANT)))
     if x.rank:
-        maps.fixes(x, operation.integer("dim") % x.rank)
+        maps.reads((x, operation.integer("dim") % x.rank))
 
 
 @rule(

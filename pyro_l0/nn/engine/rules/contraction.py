@@ -79,18 +79,25 @@ def bilinear(maps: Maps, operation: Operation) -> None:
 @rule("aten::einsum")
 def einsum(maps: Maps, operation: Operation) -> None:
     """What the equation says: letters of the result pass, the others are summed over."""
-    equation = operation.args[0]
-    operands = operation.inputs
-    if not isinstance(equation, str) or "." in equation:
+    equation, operands = operation.args[0], operation.inputs
+    if not isinstance(equation, str):
         return maps.barrier()
     left, arrow, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
     if not arrow:
-        letters = left.replace(",", "")
-        result = "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+        letters = left.replace(",", "").replace(".", "")
+        result = "..." * ("." in left) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    terms = left.split(",")
+    hidden = [x.rank - len(term.replace("...", "")) for x, term in zip(operands, terms, strict=False)]
+    terms = [term.replace("...", _digits(count)) for term, count in zip(terms, hidden, strict=False)]
+    result = result.replace("...", _digits(max(hidden)))
     if len(terms) != len(operands) or any(len(set(term)) < len(term) for term in [*terms, result]):
         return maps.barrier()
     contract(maps, list(zip(operands, terms, strict=True)), result)
+
+
+def _digits(count: int) -> str:
+    """Labels of the dimensions that an ellipsis stands for, the same from the end."""
+    return "".join(str(number) for number in reversed(range(count)))
 
 
 def contract(

@@ -16,7 +16,9 @@ __all__ = ["create"]
 def create(maps: Maps, operation: Operation) -> None:
     """Nothing is read; zeros are zero, random numbers vary, and other tensors are constant."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
-    state = VARIES if is_random else ZERO if operation.name in ("aten::zeros", "aten::new_zeros") else CONSTANT
+    number = operation.arguments.get("fill_value", operation.arguments.get("s"))
+    is_zero = operation.name in ("aten::zeros", "aten::new_zeros") or number == 0
+    state = VARIES if is_random else ZERO if is_zero else CONSTANT
     for output in operation.outputs:
         if output is not None:
             maps.set_state(output, state)

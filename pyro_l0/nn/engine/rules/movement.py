@@ -225,12 +225,13 @@ def select(maps: Maps, operation: Operation) -> None:
             axis.states = np.minimum(axis.states, np.uint8(state))
 
 
-@rule("aten::constant_pad_nd")
+@rule("aten::constant_pad_nd", "aten::pad")
 def pad(maps: Maps, operation: Operation) -> None:
-    """Constant entries are put in front of a dimension and behind it, where they stay."""
-    x, output = operation.value("self"), operation.output
+    """Constant entries are put in front of a dimension and behind it, where they stay; other pads copy entries."""
+    x, output = operation.inputs[0], operation.output
     amounts = operation.integers("pad")
-    state = ZERO if operation.arguments["value"] == 0 else CONSTANT
+    state = CONSTANT if operation.arguments["value"] else ZERO
+    is_constant = operation.arguments.get("mode", "constant") == "constant"
     for dim, size in enumerate(x.shape):
         place = 2 * (x.rank - 1 - dim)
         before, behind = amounts[place : place + 2] if place < len(amounts) else (0, 0)
@@ -238,9 +239,10 @@ def pad(maps: Maps, operation: Operation) -> None:
             maps.passes(x, dim, output, dim)
             if state:
                 maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(state)))
-        elif min(before, behind) < 0:
+        elif min(before, behind) < 0 or not is_constant:
             maps.fixes(x, dim)
             maps.fixes(output, dim)
+            maps.set_states(output, dim, np.full(output.shape[dim], max(maps.state(x), state), dtype=np.uint8))
         else:
             maps.set_states(output, dim, np.full(size + before + behind, state, dtype=np.uint8))
             maps.part(x, dim, output, dim, np.arange(size), np.arange(size) + before)
@@ -265,6 +267,18 @@ def pixel_unshuffle(maps: Maps, operation: Operation) -> None:
     places = maps.fixed(operation.integer("downscale_factor") ** 2)
     _leave_image(maps, x, output)
     maps.reshape([maps.axes[x][-3], places], [maps.axes[output][-3]])
+
+
+@rule("aten::channel_shuffle")
+def channel_shuffle(maps: Maps, operation: Operation) -> None:
+    """Channels of several groups are shuffled; the groups stay, so that the same channels of all groups leave."""
+    x, output, groups = operation.value("self"), operation.output, operation.integer("groups")
+    for dim in range(x.rank):
+        if dim != 1:
+            maps.passes(x, dim, output, dim)
+    group, place = maps.fixed(groups), maps.free(x.shape[1] // groups)
+    maps.reshape([maps.axes[x][1]], [group, place])
+    maps.reshape([place, group], [maps.axes[output][1]])
 
 
 def _leave_image(maps: Maps, x: Value, output: Value) -> None:

@@ -34,9 +34,11 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::instance_norm")
 def instance_norm(maps: Maps, operation: Operation) -> None:
-    """Each channel of each example by itself; images stay."""
+    """Each channel of each example by itself, zeros stay zeros without a bias; images stay."""
     x, output = operation.value("input"), operation.output
     _normalise_channels(maps, operation, x, output, 1)
+    if operation.maybe("bias") is None and operation.maybe("running_mean") is None:
+        maps.set_states(output, 1, maps.states(x, 1))
     maps.fixes(x, *range(2, x.rank))
 
 
@@ -89,6 +91,51 @@ def rms_norm(maps: Maps, operation: Operation) -> None:
     _normalise_units(maps, operation, "rms", x, len(shape))
     if len(shape) == 1:
         maps.set_states(output, x.rank - 1, np.where(zeros, np.uint8(ZERO), np.uint8(VARIES)))
+
+
+@rule("aten::_weight_norm_interface", "aten::_weight_norm")
+def weight_norm(maps: Maps, operation: Operation) -> None:
+    """A weight whose slices along one dimension have given norms: that dimension passes, the others stay."""
+    x, length, output = operation.value("v"), operation.value("g"), operation.output
+    dim = operation.integer("dim") % x.rank
+    maps.set_state(output, max(maps.state(x), maps.state(length)))
+    maps.same(x, dim, output, dim)
+    for d in range(x.rank):
+        if d == dim:
+            maps.same(length, d, output, d)
+        else:
+            maps.fixes(x, d)
+            maps.fixes(output, d)
+
+
+def is_mean_of_squares(maps: Maps, operation: Operation) -> bool:
+    """Whether a mean is that of an RMSNorm written out: x * rsqrt(mean(x²) + ε), times a weight of the module.
+
+    Then the module can do with fewer units, by its weight and its ε.
+    """
+    x = operation.inputs[0]
+    weight = maps.recording.named.get(f"{operation.path}.weight" if operation.path else "weight")
+    if weight is None or weight.shape != x.shape[-1:] or operation.integers("dim") not in ([-1], [x.rank - 1]):
+        return False
+    own = [other for other in maps.recording.operations if other.path == operation.path]
+    squares = [other for other in own if x in other.outputs and _is_square(other)]
+    added = [other for other in own if operation.output in other.inputs]
+    if not squares or len(added) != 1 or added[0].name != "aten::add":
+        return False
+    roots = [other for other in own if added[0].output in other.inputs]
+    epsilon = added[0].arguments["other"]
+    return len(roots) == 1 and roots[0].name == "aten::rsqrt" and len(epsilon_names(maps.module(), epsilon)) == 1
+
+
+def _is_square(operation: Operation) -> bool:
+    if operation.name == "aten::pow":
+        return operation.arguments["exponent"] == 2
+    return operation.name == "aten::square" or (operation.name == "aten::mul" and len(set(operation.inputs)) == 1)
+
+
+def epsilon_names(module: nn.Module, epsilon: object) -> list[str]:
+    """The attributes of a module that hold the number added to a mean of squares."""
+    return [name for name, value in vars(module).items() if isinstance(value, float) and value == epsilon]
 
 
 def _normalise_units(maps: Maps, operation: Operation, kind: str, x: Value, count: int) -> None:

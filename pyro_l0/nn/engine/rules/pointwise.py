@@ -38,17 +38,17 @@ def pointwise(maps: Maps, operation: Operation) -> None:
     operands = list(dict.fromkeys(operation.inputs))
     is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
     if is_random and not operation.name.startswith(("aten::native_dropout", "aten::dropout")):
-        combine(maps, operation, operands, [], False)
+        combine(maps, operation, operands, [])
         maps.set_state(operation.output, VARIES)
         return
-    combine(maps, operation, operands, *_zeros(operation, operands))
+    combine(maps, operation, operands, _zeroing(operation, operands))
 
 
 @rule("aten::copy_")
 def copy(maps: Maps, operation: Operation) -> None:
     """The output is what is copied; what was there before is read by nobody, but keeps its place."""
     before, source = operation.value("self"), operation.value("src")
-    combine(maps, operation, [source], [0], True)
+    combine(maps, operation, [source], [(0,)])
     for dim in range(before.rank):
         maps.tie(maps.axes[before][dim], maps.axes[operation.output][dim])
 
@@ -63,17 +63,14 @@ def overwrite(maps: Maps, operation: Operation) -> None:
     maps.set_state(output, known.get(operation.name, VARIES))
 
 
-def combine(
-    maps: Maps, operation: Operation, operands: Sequence[Value], zeroing: Sequence[int], is_zero_of_zeros: bool
-) -> None:
+def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing: Sequence[tuple[int, ...]]) -> None:
     """Tie the dimensions of operands that are broadcast against each other to those of the output.
 
     Args:
         maps: what is known so far.
         operation: the operation.
         operands: its inputs.
-        zeroing: the operands (by number) whose zeros make zeros, whatever the others are.
-        is_zero_of_zeros: whether the output is zero where all operands are.
+        zeroing: groups of operands (by number); the output is zero where all of one group are.
     """
     output = operation.output
     for output_dim, size in enumerate(output.shape):
@@ -85,50 +82,51 @@ def combine(
         ]
         for number, (operand, dim, same) in enumerate(zip(operands, dims, is_same, strict=True)):
             if same:
-                others = [states[other] == ZERO for other in zeroing if other != number]
+                others = [states[group[0]] == ZERO for group in zeroing if len(group) == 1 and group != (number,)]
                 where: Mask | None = ~np.logical_or.reduce(others) if others else None
                 maps.same(operand, dim, output, output_dim, where)
             elif dim >= 0:
                 maps.fixes(operand, dim)  # one entry for all
-        maps.set_states(output, output_dim, _states_of(states, zeroing, is_zero_of_zeros))
+        maps.set_states(output, output_dim, _states_of(states, zeroing))
     if not output.shape:
         numbers = [np.array([maps.state(x)], dtype=np.uint8) for x in operands]
-        maps.set_state(output, int(_states_of(numbers, zeroing, is_zero_of_zeros)[0]))
+        maps.set_state(output, int(_states_of(numbers, zeroing)[0]))
 
 
-def _states_of(states: Sequence[States], zeroing: Sequence[int], is_zero_of_zeros: bool) -> States:
-    result: States = np.maximum.reduce(states)
-    if not is_zero_of_zeros:
-        result = np.maximum(result, np.uint8(CONSTANT))
-    for number in zeroing:
-        result = np.where(states[number] == ZERO, np.uint8(ZERO), result)
+def _states_of(states: Sequence[States], zeroing: Sequence[tuple[int, ...]]) -> States:
+    result: States = np.maximum(np.maximum.reduce(states), np.uint8(CONSTANT))
+    for group in zeroing:
+        is_zero = np.logical_and.reduce([states[number] == ZERO for number in group])
+        result = np.where(is_zero, np.uint8(ZERO), result)
     return result
 
 
-_seen: dict[object, tuple[list[int], bool]] = {}
+_seen: dict[object, list[tuple[int, ...]]] = {}
 
 
-def _zeros(operation: Operation, operands: Sequence[Value]) -> tuple[list[int], bool]:
-    """The operands whose zeros make zeros, and whether zeros in all of them do."""
+def _zeroing(operation: Operation, operands: Sequence[Value]) -> list[tuple[int, ...]]:
+    """The groups of operands whose zeros make zeros: single ones, such as factors, and all numbers, such as terms."""
     key = (
         operation.function,
         repr(tree_map_only(Value, lambda x: (operands.index(x), x.dtype), (operation.args, operation.kwargs))),
     )
     if key not in _seen:
-        alone = [
-            number
-            for number in range(len(operands))
-            if _is_zero(operation, operands, [[0] if i == number else [1, 0, -1] for i in range(len(operands))])
+        others = [[0, 1] if x.dtype == torch.bool else [1, 0, -1] for x in operands]
+        groups: list[tuple[int, ...]] = [(number,) for number in range(len(operands))]
+        numbers = tuple(number for number, x in enumerate(operands) if x.dtype != torch.bool)
+        groups.append(numbers or tuple(range(len(operands))))
+        choices = [[[0] if number in group else other for number, other in enumerate(others)] for group in groups]
+        _seen[key] = [
+            group for group, choice in zip(groups, choices, strict=True) if _is_zero(operation, operands, choice)
         ]
-        choices = [[0, 1] if x.dtype == torch.bool else [0] for x in operands]
-        if all(x.dtype == torch.bool for x in operands):
-            choices = [[0] for _ in operands]
-        _seen[key] = alone, _is_zero(operation, operands, choices)
     return _seen[key]
 
 
 def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[Sequence[int]]) -> bool:
-    """Whether an operation gives zeros for all choices of its operands: zeros (0) and some other numbers (1, −1)."""
+    """Whether an operation gives zeros for all choices of its operands: zeros (0) and some other numbers (1, −1).
+
+    What is no number (0 / 0) is left out of account: then the network's own output is none.
+    """
     for chosen in product(*choices):
         probes = {x: _probe(x, choice) for x, choice in zip(operands, chosen, strict=True)}
         args, kwargs = tree_map_only(Value, _Copies(probes), (operation.args, operation.kwargs))
@@ -137,7 +135,7 @@ def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[
         except (RuntimeError, TypeError, ValueError, IndexError):
             return False
         first = result[0] if isinstance(result, (tuple, list)) else result
-        if not isinstance(first, Tensor) or bool(first.ne(0).any()):
+        if not isinstance(first, Tensor) or bool((first.ne(0) & ~first.isnan()).any()):
             return False
     return True
 

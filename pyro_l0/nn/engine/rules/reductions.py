@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.maps import Maps, NormCall
 from pyro_l0.nn.engine.record import Operation
 from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.rules.norms import is_mean_of_squares
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
 
 __all__: list[str] = []
@@ -25,7 +26,15 @@ mode norm count_nonzero aminmax"""
 
 @rule(*(f"aten::{name}" for name in _NUMBERS.split()))
 def reduce(maps: Maps, operation: Operation) -> None:
-    """Entries make one number, in which zeros count as well, so that all of them stay."""
+    """Entries make one number, in which zeros count as well, so that all of them stay.
+
+    The mean of an RMSNorm that is written out is told apart, since its module can make up for zeros that leave.
+    """
+    if operation.name == "aten::mean" and maps.folds and is_mean_of_squares(maps, operation):
+        x = operation.inputs[0]
+        names = maps.recording.named[f"{operation.path}.weight" if operation.path else "weight"].names
+        maps.norms.append(NormCall(operation, "rms", names[0], maps.axes[x][-1]))
+        return _reduce(maps, operation, zeros_leave=True)
     _reduce(maps, operation, zeros_leave=False)
 
 
@@ -37,13 +46,9 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
     dims = {dim % x.rank for dim in given} if given and x.rank else set(range(x.rank))
     keeps = bool(operation.arguments.get("keepdim", False))
     for dim in sorted(dims):
-        if zeros_leave:
-            maps.reads((x, dim), where=maps.states(x, dim) != ZERO)
-        else:
-            maps.fixes(x, dim)
+        maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
     state = maps.state(x)
-    zero_stays = operation.name in ("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::nansum")
-    floor = np.uint8(ZERO if zero_stays else CONSTANT)
+    floor = np.uint8(CONSTANT if operation.name == "aten::logsumexp" else ZERO)  # which alone is not 0 at zeros
     for output in operation.outputs:
         if output is None:
             continue

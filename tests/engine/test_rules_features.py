@@ -1,0 +1,235 @@
+"""Rules on gated features: what of four closed units (of eight) leaves through each operation, exactly."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate
+from tests.engine.exactness import examine
+
+
+class Between(nn.Module):
+    """An operation between eight gated units and the layer that reads what it makes."""
+
+    def __init__(self, operation, *layers, second=False):
+        super().__init__()
+        self.one, self.gate = nn.Linear(6, 8), Gate(8)
+        self.layers = nn.ModuleList(layers)
+        self.operation = operation
+        self.other = nn.Linear(6, 8) if second else None
+        with torch.no_grad():
+            self.out = nn.Linear(self.middle(torch.ones(2, 6)).shape[-1], 3)
+
+    def middle(self, x):
+        h = self.gate(self.one(x))
+        inputs = [h] if self.other is None else [h, self.other(x)]
+        return self.operation(*inputs, *self.layers)
+
+    def forward(self, x):
+        return self.out(self.middle(x))
+
+
+def swiglu(h, up):
+    one, other = up(h).chunk(2, -1)
+    return F.silu(one) * other
+
+
+def masked(h):
+    return h.masked_fill(torch.arange(8) % 2 == 0, -1.0)
+
+
+def in_place(h):
+    return h.clone().mul_(2.0).relu_()
+
+
+PASSING = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+    "silu": F.silu,
+    "elu": F.elu,
+    "selu": F.selu,
+    "mish": F.mish,
+    "softsign": F.softsign,
+    "hardswish": F.hardswish,
+    "leaky": lambda h: F.leaky_relu(h, 0.1),
+    "square": lambda h: h**2,
+    "abs": torch.abs,
+    "self product": lambda h: h * h,
+    "scaled": lambda h: 2 * h / 3,
+    "clamped": lambda h: h.clamp(-1, 1),
+    "in place": in_place,
+    "dropout": lambda h: F.dropout(h, 0.5, False),
+    "typed": lambda h: h.float().double(),
+    "where zero": lambda h: torch.where(h > 0, h, 0.0),
+    "filled with zero": lambda h: h.masked_fill(h < 0, 0.0),
+    "flip": lambda h: h.flip(-1),
+    "flatten": lambda h: h[:, None, :].flatten(1),
+    "matrix": lambda h: h.t().contiguous().t(),
+    "numpy transpose": lambda h: h.T.T,
+    "squeeze": lambda h: h.unsqueeze(1).squeeze(1),
+    "permute": lambda h: h[None].permute(1, 0, 2).reshape(-1, 8),
+    "movedim": lambda h: h.movedim(0, 1).movedim(1, 0),
+    "expand": lambda h: h[:, None].expand(-1, 3, -1),
+    "stack": lambda h: torch.stack([h, h], 1),
+    "unbind": lambda h: torch.stack([h, 2 * h], 1).unbind(1)[1],
+    "repeated rows": lambda h: h[:, None].repeat(1, 3, 1),
+    "repeated": lambda h: h.repeat(1, 3),
+    "interleaved": lambda h: h.repeat_interleave(3, -1),
+    "cat": lambda h: torch.cat([h, 2 * h], -1),
+    "padded rows": lambda h: F.pad(h[:, None], (0, 0, 1, 2)).flatten(0, 1),
+    "padded": lambda h: F.pad(h, (2, 1)),
+    "halves": lambda h: torch.cat(h.chunk(2, -1)[::-1], -1),
+    "slices": lambda h: torch.cat([h[:, 4:], h[:, :4]], -1),
+    "every second": lambda h: torch.cat([h[:, ::2], h[:, 1::2]], -1),
+    "narrow": lambda h: torch.cat([h.narrow(1, 3, 5), h.narrow(1, 0, 3)], -1),
+    "sum over rows": lambda h: h[:, None].expand(-1, 3, -1).sum(1),
+    "mean over rows": lambda h: h[:, None].expand(-1, 3, -1).mean(1),
+    "max over rows": lambda h: torch.stack([h, -h], 1).amax(1),
+    "dim max": lambda h: torch.stack([h, -h], 1).max(1)[0],
+    "row index": lambda h: h[[1, 0]],
+    "row mask of ints": lambda h: h.index_select(0, torch.tensor([1, 0])),
+    "normalised": lambda h: F.normalize(h, dim=-1),
+    "einsum": lambda h: torch.einsum("bi,bi->bi", h, h),
+    "einsum dots": lambda h: torch.einsum("...i,...j->...ij", h, h.new_ones(2, 2)).flatten(1),
+    "outer": lambda h: (h[:, :, None] * torch.ones(3)).flatten(1),
+    "matmul": lambda h: (h[:, :, None] @ torch.ones(1, 2, dtype=h.dtype)).transpose(1, 2),
+    "cumulated rows": lambda h: h.cumsum(0),
+    "rolled rows": lambda h: h.roll(1, 0),
+    "triangle": lambda h: h[:, None, None].expand(-1, 2, 2, -1).permute(0, 3, 1, 2).tril().permute(0, 2, 3, 1),
+    "log1p": torch.log1p,
+    "addcmul": lambda h: torch.addcmul(h, h, h),
+    "lerp": lambda h: torch.lerp(h, 2 * h, 0.3),
+}
+STAYING = {
+    "constant": (lambda h: h + 1.0, "linear in out"),
+    "sigmoid": (torch.sigmoid, "linear in out"),
+    "softplus": (F.softplus, "linear in out"),
+    "exp": (torch.exp, "linear in out"),
+    "filled": (masked, "linear in out"),
+    "mean": (lambda h: h.mean(-1, keepdim=True), "mean in the network"),
+    "max": (lambda h: h.amax(-1, keepdim=True), "amax in the network"),
+    "variance": (lambda h: h.var(-1, keepdim=True), "var in the network"),
+    "softmax": (lambda h: h.softmax(-1), "_softmax in the network"),
+    "cumsum": (lambda h: h.cumsum(-1), "cumsum in the network"),
+    "sort": (lambda h: h.sort(-1)[0], "sort in the network"),
+    "topk": (lambda h: h.topk(3, -1)[0], "topk in the network"),
+    "roll": (lambda h: h.roll(3, -1), "roll in the network"),
+    "select": (lambda h: h[:, 2:3] + h[:, :1] + h.select(1, 4)[:, None], "select in the network"),
+    "index": (lambda h: h[:, [0, 3, 5]], "index in the network"),
+    "gather": (lambda h: h.gather(1, torch.zeros(len(h), 8, dtype=torch.long)), "gather in the network"),
+    "reflected": (lambda h: F.pad(h[:, None], (2, 1), mode="reflect")[:, 0], "pad in the network"),
+    "unknown": (lambda h: torch.linalg.pinv(h).T, "linalg_pinv in the network"),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_closed_units_pass_and_leave(name):
+    analysis = examine(Between(PASSING[name]), torch.randn(2, 6, dtype=torch.float64))
+    assert len(analysis.removed["gate"]) == 4
+    assert analysis.gates["gate"].kept_in.tolist() == analysis.gates["gate"].kept_out.tolist()
+    assert not analysis.reasons["gate"]
+    assert not analysis.barriers
+    assert analysis.kept["one.weight"][0].tolist() == analysis.gates["gate"].kept_out.tolist()
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_closed_units_stay_and_why(name):
+    operation, reason = STAYING[name]
+    analysis = examine(Between(operation), torch.randn(2, 6, dtype=torch.float64))
+    assert set(analysis.reasons["gate"].values()) == {reason}
+    assert not len(analysis.removed["gate"])
+    assert len(analysis.gates["gate"].kept_in) == 4  # the zeros begin behind the gate
+
+
+def test_an_unknown_operation_is_a_barrier():
+    analysis = examine(Between(STAYING["unknown"][0]), torch.randn(2, 6, dtype=torch.float64))
+    assert sum(analysis.barriers.values()) >= 1
+    assert all(name.endswith("in the network") for name in analysis.barriers)
+
+
+@pytest.mark.parametrize("name", ["constant", "sigmoid", "softplus", "exp"])
+def test_constants_leave_into_the_bias(name):
+    analysis = examine(Between(STAYING[name][0]), torch.randn(2, 6, dtype=torch.float64), folds=True)
+    assert len(analysis.removed["gate"]) == 4
+    (fold,) = analysis.folds
+    assert (fold.path, fold.weight, fold.bias, fold.dim) == ("out", "out.weight", "out.bias", 1)
+    zero = torch.zeros(1, dtype=torch.float64)
+    assert torch.equal(fold.constant, STAYING[name][0](zero).expand(4))
+
+
+@pytest.mark.parametrize(
+    ("network", "removed"),
+    [
+        (Between(lambda h, one: h * one, second=True), 4),
+        (Between(lambda h, one: h + one, second=True), 0),
+        (Between(lambda h, one: torch.cat([h, one], -1), second=True), 4),
+        (Between(lambda h, one: h / (1 + one**2), second=True), 4),
+        (Between(lambda h, one: one / (1 + h**2), second=True), 0),
+        (Between(lambda h, one: torch.where(one > 0, h, h * 2), second=True), 4),
+        (Between(lambda h, one: torch.einsum("bi,bj->bij", h, one).flatten(1), second=True), 4),
+        (Between(lambda h, one: torch.einsum("bi,bi->b", h, one)[:, None], second=True), 4),
+        (Between(lambda h, one: (h * one).sum(-1, keepdim=True), second=True), 4),
+        (Between(lambda h, one: h @ one.t()[:, :1], second=True), 4),
+        (Between(lambda h, prelu: prelu(h), nn.PReLU(8)), 4),
+        (Between(lambda h, prelu: prelu(h), nn.PReLU()), 4),
+        (Between(lambda h, norm: norm(h), nn.BatchNorm1d(8)), 0),
+        (Between(lambda h, norm: norm(h), nn.LayerNorm(8)), 0),
+        (Between(lambda h, norm: norm(h), nn.RMSNorm(8)), 4),
+        (Between(lambda h, norm: norm(h), nn.GroupNorm(4, 8)), 0),
+        (Between(swiglu, nn.Linear(8, 10)), 4),
+        (Between(lambda h, layer: layer(h, h), nn.Bilinear(8, 8, 4)), 4),
+        (Between(lambda h, layer: layer(h), nn.Linear(8, 4, bias=False)), 4),
+        (Between(lambda h, layer: layer(h), nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), 0),
+    ],
+)
+def test_two_operands_and_layers(network, removed):
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
+    assert len(analysis.removed["gate"]) == removed
+
+
+def test_a_product_switches_the_other_factor_off():
+    """What is multiplied by a closed unit leaves with it."""
+    network = Between(lambda h, one: h * one, second=True)
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
+    assert analysis.kept["other.weight"][0].tolist() == analysis.gates["gate"].kept_out.tolist()
+
+
+def test_a_gate_on_the_product_of_a_gated_feed_forward_layer():
+    """SwiGLU: both halves of the projection in front lose the rows of closed units."""
+
+    class FeedForward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.gate, self.down = nn.Linear(6, 16), Gate(8), nn.Linear(8, 6)
+
+        def forward(self, x):
+            one, other = self.up(x).chunk(2, -1)
+            return x + self.down(self.gate(F.silu(one) * other))
+
+    analysis = examine(FeedForward(), torch.randn(2, 3, 6, dtype=torch.float64))
+    kept = analysis.gates["gate"].kept_out
+    assert len(kept) == 4
+    assert analysis.kept["up.weight"][0].tolist() == [*kept.tolist(), *(kept + 8).tolist()]
+
+
+def test_a_view_into_heads_leaves_in_whole_heads():
+    """Closing all features of a head lets the head leave; closing the same feature of all heads lets that leave."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.out = nn.Linear(6, 12), Gate(12), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.out(self.gate(self.one(x)).unflatten(-1, (-1, 4)))
+
+    def removed(units):
+        closed = {"gate": torch.zeros(12, dtype=torch.bool)}
+        closed["gate"][units] = True
+        return examine(Heads(), torch.randn(2, 6, dtype=torch.float64), closed).removed["gate"].tolist()
+
+    assert removed([1, 5]) == []
+    assert removed([1, 5, 9]) == [1, 5, 9]
+    assert removed([4, 5, 6, 7]) == []  # the number of heads is a dimension of the output

@@ -1,0 +1,202 @@
+"""Rules on gated feature maps: what of four closed channels (of eight) leaves through each operation, exactly."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate, name_gates
+from pyro_l0.nn.engine import analyse, record
+from tests.engine.exactness import examine
+
+
+class Between(nn.Module):
+    """Layers between eight gated channels and a convolution that reads what they make."""
+
+    def __init__(self, *layers, operation=None):
+        super().__init__()
+        self.one, self.gate = nn.Conv2d(3, 8, 3), Gate(8, 1)
+        self.layers = nn.Sequential(*layers)
+        self.operation = operation or (lambda h: h)
+        with torch.no_grad():
+            self.out = nn.Conv2d(self.middle(torch.ones(2, 3, 8, 8)).shape[1], 2, 1)
+
+    def middle(self, x):
+        return self.operation(self.layers(self.gate(self.one(x))))
+
+    def forward(self, x):
+        return self.out(self.middle(x)).mean((2, 3))
+
+
+class Squeeze(nn.Module):
+    """Squeeze and excitation."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(8, 3, 1), nn.Conv2d(3, 8, 1)
+
+    def forward(self, x):
+        return x * self.up(self.down(x.mean((2, 3), keepdim=True)).relu()).sigmoid()
+
+
+def images(size=8):
+    return torch.randn(2, 3, size, size, dtype=torch.float64)
+
+
+LAYERS = {
+    "dense": (lambda: Between(nn.Conv2d(8, 6, 3, padding=1)), 4),
+    "strided": (lambda: Between(nn.Conv2d(8, 6, 3, stride=2, dilation=2)), 4),
+    "transposed": (lambda: Between(nn.ConvTranspose2d(8, 6, 2, 2)), 4),
+    "depthwise": (lambda: Between(nn.Conv2d(8, 8, 3, groups=8, bias=False)), 4),
+    "depthwise, bias": (lambda: Between(nn.Conv2d(8, 8, 3, groups=8)), 0),
+    "depthwise, double": (lambda: Between(nn.Conv2d(8, 16, 3, groups=8, bias=False)), 4),
+    "circular": (lambda: Between(nn.Conv2d(8, 6, 3, padding=1, padding_mode="circular")), 4),
+    "reflecting": (lambda: Between(nn.Conv2d(8, 6, 3, padding=1, padding_mode="reflect")), 4),
+    "same": (lambda: Between(nn.Conv2d(8, 6, 3, padding="same")), 4),
+    "pixel shuffle after": (lambda: Between(nn.Conv2d(8, 12, 1), nn.PixelShuffle(2)), 4),
+    "pixel unshuffle": (lambda: Between(nn.PixelUnshuffle(2)), 4),
+    "upsampling": (lambda: Between(nn.Upsample(scale_factor=2, mode="bilinear")), 4),
+    "nearest": (lambda: Between(nn.Upsample(scale_factor=2)), 4),
+    "max pool": (lambda: Between(nn.MaxPool2d(2)), 4),
+    "average pool": (lambda: Between(nn.AvgPool2d(2, padding=1)), 4),
+    "adaptive pools": (lambda: Between(nn.AdaptiveAvgPool2d(2), nn.AdaptiveMaxPool2d(1)), 4),
+    "batch norm": (lambda: Between(nn.BatchNorm2d(8)), 0),
+    "instance norm": (lambda: Between(nn.InstanceNorm2d(8)), 4),
+    "instance norm, affine": (lambda: Between(nn.InstanceNorm2d(8, affine=True)), 0),
+    "dropout": (lambda: Between(nn.Dropout2d(0.5)), 4),
+    "prelu": (lambda: Between(nn.PReLU(8)), 4),
+    "squeeze and excite": (lambda: Between(Squeeze()), 4),
+    "channels last": (lambda: Between(operation=lambda h: h.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)), 4),
+    "channels in front": (lambda: Between(operation=lambda h: F.pad(h, (0, 0, 0, 0, 2, 2))), 4),
+    "zero pad": (lambda: Between(nn.ZeroPad2d(1)), 4),
+    "flip": (lambda: Between(operation=lambda h: h.flip(3)), 4),
+    "rows": (lambda: Between(operation=lambda h: h[:, :, ::2]), 4),
+    "tokens": (
+        lambda: Between(operation=lambda h: h.flatten(2).transpose(1, 2).unflatten(1, (6, 6)).permute(0, 3, 1, 2)),
+        4,
+    ),
+    "channel shuffle": (lambda: Between(operation=lambda h: F.channel_shuffle(h, 2)), 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_closed_channels_through_layers(name):
+    make, removed = LAYERS[name]
+    analysis = examine(make(), images())
+    assert len(analysis.removed["gate"]) == removed
+    assert len(analysis.gates["gate"].kept_in) == 4
+    assert not analysis.barriers
+
+
+def test_pixel_shuffle_leaves_in_whole_pixels():
+    """Of eight channels, those of one output channel are four: only closing all of them lets them leave."""
+
+    class Shuffled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.shuffle = nn.Conv2d(3, 8, 1), Gate(8, 1), nn.PixelShuffle(2)
+            self.out = nn.Conv2d(2, 2, 1)
+
+        def forward(self, x):
+            return self.out(self.shuffle(self.gate(self.one(x))))
+
+    for units, leaves in (([0, 1, 2], []), ([0, 1, 2, 3, 5], [0, 1, 2, 3]), ([4, 5, 6, 7], [4, 5, 6, 7])):
+        closed = {"gate": torch.zeros(8, dtype=torch.bool)}
+        closed["gate"][units] = True
+        assert examine(Shuffled(), images(), closed).removed["gate"].tolist() == leaves
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_convolutions(transposed):
+    """Whole groups leave, or the same channels of every group; other channels stay."""
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    for units, leaves in (([0, 3], []), ([0, 1, 2, 3], [0, 1, 2, 3]), ([1, 5, 2, 6], [1, 2, 5, 6]), ([0], [])):
+        closed = {"gate": torch.zeros(8, dtype=torch.bool)}
+        closed["gate"][units] = True
+        network = Between(kind(8, 6, 3, groups=2, bias=False))
+        analysis = examine(network, images(), closed)
+        assert analysis.removed["gate"].tolist() == leaves
+        if leaves == [0, 1, 2, 3]:
+            assert analysis.kept["out.weight"][1].tolist() == [3, 4, 5]
+
+
+def test_gates_behind_grouped_convolutions_and_group_norms():
+    """Closed outputs leave in whole groups, so that the gate selects, or where they make whole groups."""
+
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.norm = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=2), nn.GroupNorm(2, 8)
+            self.gate, self.out = Gate(8, 1), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            return self.out(self.gate(self.norm(self.two(self.one(x)))))
+
+    closed = {"gate": torch.tensor([True] * 4 + [False, True, False, True])}
+    analysis = examine(Grouped(), images(), closed)
+    assert analysis.gates["gate"].kept_in.tolist() == [4, 5, 6, 7]
+    assert analysis.gates["gate"].kept_out.tolist() == [4, 6]
+    assert analysis.kept["one.weight"][0].tolist() == [4, 5, 6, 7]
+    assert set(analysis.reasons["gate"]) == {5, 7}
+    assert set(analysis.reasons["gate"].values()) == {"native_group_norm in norm"}
+
+
+def test_constants_behind_padding_are_maps():
+    """What BatchNorm makes of closed channels is constant; a convolution that pads makes a map of it."""
+    network = Between(nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1))
+    network = network.double().eval()
+    name_gates(network)
+    with torch.no_grad():
+        network.layers[0].running_mean.uniform_(-1, 1)
+        network.layers[0].bias.uniform_(-1, 1)
+    closed = {"gate": torch.tensor([True, False] * 4)}
+    analysis = analyse(record(network, images()), closed, {"gate": (~closed["gate"]).double()})
+    (fold,) = analysis.folds
+    assert fold.is_map
+    assert fold.is_padded
+    assert (fold.weight, fold.bias, fold.path) == ("layers.1.weight", "layers.1.bias", "layers.1")
+    norm = network.layers[0]
+    shift = norm.bias - norm.running_mean * norm.weight / (norm.running_var + norm.eps).sqrt()
+    torch.testing.assert_close(fold.constant, shift.detach()[::2], rtol=1e-14, atol=0)
+    assert fold.units.tolist() == [0, 2, 4, 6]
+    assert analysis.zero_channels["layers.0"].tolist() == [0, 2, 4, 6]
+    assert len(analysis.removed["gate"]) == 4
+
+
+def test_constants_without_padding_leave_into_the_bias():
+    analysis = examine(Between(nn.BatchNorm2d(8), nn.ReLU()), images(), folds=True)
+    assert len(analysis.removed["gate"]) == 4
+    assert len(analysis.folds) == 1
+
+
+def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
+    class Shared(nn.Module):
+        def __init__(self, second):
+            super().__init__()
+            self.one, self.gate, self.out = nn.Conv2d(3, 8, 1), Gate(8, 1), nn.Conv2d(8, 2, 1)
+            self.second = second
+
+        def forward(self, x):
+            h = self.gate(self.one(x))
+            return self.out(h + 1.0).mean((2, 3)) + self.out(self.second(h)).mean((2, 3))
+
+    for second, count in (
+        (lambda h: 2 * h + 1, 4),
+        (lambda h: h + 2, 0),
+        (lambda h: h, 0),
+        (lambda h: h[:, :, 1:] + 1, 4),
+    ):
+        analysis = examine(Shared(second), images(), folds=True)
+        assert len(analysis.removed["gate"]) == count
+        assert len(analysis.folds) == bool(count)
+
+
+def test_one_dimensional_and_three_dimensional_images():
+    one = nn.Sequential(
+        nn.Conv1d(3, 8, 3), Gate(8, 1), nn.MaxPool1d(2), nn.Conv1d(8, 6, 1), nn.AvgPool1d(2), nn.AdaptiveAvgPool1d(1)
+    )
+    assert len(examine(one, torch.randn(2, 3, 12, dtype=torch.float64)).removed["1"]) == 4
+    three = nn.Sequential(nn.Conv3d(3, 8, 2), nn.MaxPool3d(2), Gate(8, 1), nn.ConvTranspose3d(8, 4, 2), nn.AvgPool3d(2))
+    assert len(examine(three, torch.randn(1, 3, 5, 5, 5, dtype=torch.float64)).removed["2"]) == 4
+    no_batch = nn.Sequential(nn.Conv2d(3, 8, 2), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(8, 4, 2))
+    assert examine(no_batch, torch.randn(3, 6, 6, dtype=torch.float64)).multiply_adds() > 0
