@@ -154,7 +154,9 @@ class Run(GatedRun):
         milestones = [round(share * options.epochs) for share in STEPS]
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, milestones, gamma=0.2)
         if options.shrink:
-            self.shrinker = Shrinker(self.model, "net", self.guide, example, self.optimiser, self.elbo)
+            self.shrinker = Shrinker(
+                net, self.guide, example, self.optimiser, self.elbo, on_shrink=self.after_shrinking
+            )
         self.plain = net
         if options.compile:
             self.model.net = torch.compile(net)
@@ -164,8 +166,8 @@ class Run(GatedRun):
 
     @property
     def net(self) -> nn.Module:
-        """The network as it is now, not compiled."""
-        return self.plain if self.shrinker is None else self.model.net
+        """The network, not compiled."""
+        return self.plain
 
     def _batch(self, index: Tensor, augment: bool) -> tuple[Tensor, Tensor]:
         """Normalised images and classes; with random crops and flips."""

@@ -70,7 +70,6 @@ class GatedRun:
         """
         if self.shrinker is not None:
             self.shrinker.load_state_dict(state["shrinker"])
-            self.after_shrinking()
         for name, part in self.parts().items():
             if part is not None and part is not self.shrinker:
                 part.load_state_dict(state[name])
@@ -78,8 +77,8 @@ class GatedRun:
 
     def shrink(self) -> None:
         """Take out what is closed for good, if a shrinker is there."""
-        if self.shrinker is not None and self.shrinker.step():
-            self.after_shrinking()
+        if self.shrinker is not None:
+            self.shrinker.step()
 
     def after_shrinking(self) -> None:
         """Make anew what depends on the parameters."""

@@ -91,8 +91,16 @@ class Run(GatedRun):
             self.target = self._target(self.guide, options.target, options.target_epochs * self.batches)
         if options.shrink:
             pair: Any = self.averaged
-            replica = Replica(pair, "0", pair[1])
-            self.shrinker = Shrinker(self.trained, "0", self.guide, self.example, self.optimiser, self.elbo, [replica])
+            replica = Replica(pair[0], pair[1])
+            self.shrinker = Shrinker(
+                self.net,
+                self.guide,
+                self.example,
+                self.optimiser,
+                self.elbo,
+                [replica],
+                on_shrink=self.after_shrinking,
+            )
 
     def _guide(self, sites: list[str]) -> AutoGate:
         """The posterior, from the papers' start."""
@@ -268,8 +276,3 @@ class Run(GatedRun):
         super().load_state(state)
         self.steps = state["steps"]
         checkpoint.check_moments(self.optimiser, ("step", "exp_avg", "exp_avg_sq") if self.steps else ())
-
-    def after_shrinking(self) -> None:
-        """Make anew what depends on the parameters."""
-        self.model.net = self.trained[0]
-        super().after_shrinking()

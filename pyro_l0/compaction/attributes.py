@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 __all__ = ["Attributes", "Candidate", "candidates", "choices", "set_attributes", "table", "where_raised"]
 
@@ -48,6 +50,8 @@ def table(module: nn.Module, kept: Mapping[str, Sequence[Tensor | None]], shrunk
         kept: by name of its own parameters and buffers, the places that stay along each dimension.
         shrunk: sizes of tensors that shrank while it ran, for modules without tensors.
     """
+    if parametrize.is_parametrized(module):
+        return {}  # its weights are computed from others
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     shapes = {
         name: tuple(
@@ -211,19 +215,20 @@ def set_attributes(network: nn.Module, attributes: Mapping[str, Mapping[str, Siz
 
 
 def where_raised(network: nn.Module, error: BaseException) -> str:
-    """The innermost module of a network whose code raised an error, and the line of it, in words."""
+    """The innermost module of a network in which an error was raised, and the line of code that led to it, in words."""
     paths = {id(module): path for path, module in network.named_modules()}
-    found = "the network"
+    module, line = "the network", ""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        frame, owner = trace.tb_frame, trace.tb_frame.f_locals.get("self")
-        is_ours = isinstance(owner, nn.Module) and not frame.f_code.co_filename.startswith(_TORCH)
-        if is_ours and id(owner) in paths:
-            line = linecache.getline(frame.f_code.co_filename, trace.tb_lineno).strip()
-            where = f"module {paths[id(owner)]!r}" if paths[id(owner)] else "the network"
-            found = f"{where} ({type(owner).__name__}), line {trace.tb_lineno}: {line}"
+        owner, code = trace.tb_frame.f_locals.get("self"), trace.tb_frame.f_code
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            path = paths[id(owner)]
+            module = f"module {path!r} ({type(owner).__name__})" if path else f"the network ({type(owner).__name__})"
+        if not code.co_filename.startswith(_LIBRARIES):
+            text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            line = f" (line {trace.tb_lineno} of {Path(code.co_filename).name}: {text})" if text else ""
         trace = trace.tb_next
-    return found
+    return module + line
 
 
-_TORCH = str(torch.__path__[0])
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

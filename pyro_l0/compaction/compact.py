@@ -113,11 +113,11 @@ def _fit(
     keep_gates: bool,
     tolerance: float | None,
 ) -> Fitted:
+    for site, value in gates.items() if isinstance(gates, Mapping) else ():
+        if getattr(value, "is_meta", False):
+            raise ValueError(f"Expected gates[{site!r}] with values, but it is on the device meta.")
     check_network(network, example)
     check_gates(network, gates)
-    for site, value in gates.items():
-        if value.is_meta:
-            raise ValueError(f"Expected gates[{site!r}] with values, but it is on the device meta.")
     like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls_of(example))[0])
     values = {site: gate.to(like.device) for site, gate in gates.items()}
     return fit(network, values, example, keep_gates, tolerance_of(like.dtype) if tolerance is None else tolerance)

@@ -116,6 +116,8 @@ def _change(
     kept_in, kept_out = (every, every) if found is None else (found.kept_in, found.kept_out)
     inside, behind = kept_in.tolist(), kept_out.tolist()
     units = [unit for unit in inside if unit in set(behind)]
+    if keep_gates and not bool((value[units] != 0).any()):
+        units = []  # what the code around can't do without is zeros
     if keep_gates and len(units) == gate.size:
         return None
     left = value.detach().double().cpu()[units]

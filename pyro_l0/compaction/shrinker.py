@@ -217,9 +217,7 @@ class Shrinker:
         if not found.kept and not found.changes:
             self._tried = open_gates
             return False
-        check_state(
-            self.optimiser, [network.get_parameter(name) for name in found.kept if _is_parameter(network, name)]
-        )
+        check_state(self.optimiser, [p for name, p in network.named_parameters() if name in found.kept])
         self._carry_out(found, self.example_input)
         return True
 

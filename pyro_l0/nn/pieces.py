@@ -17,9 +17,41 @@ class Select(nn.Module):
         units: which, in order.
         dim: dimension of the units.
         size: number of units that there are.
+        reads_input: whether what it selects from is an input of the network that nothing else reads.
 
     Raises:
         ValueError: the input has another number of units.
+    """
+
+    index: Tensor
+
+    def __init__(self, units: Sequence[int], dim: int, size: int, reads_input: bool = False) -> None:
+        super().__init__()
+        self.dim = dim
+        self.size = size
+        self.reads_input = reads_input
+        self.is_done = False  # by whoever hands in the units
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The selected units."""
+        if self.is_done:
+            return x
+        if x.shape[self.dim] != self.size:
+            raise ValueError(
+                f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "
+                f"tensor of shape {tuple(x.shape)}."
+            )
+        return x.index_select(self.dim, self.index)
+
+
+class Expand(nn.Module):
+    """Units of a tensor and zeros between them.
+
+    Args:
+        units: where the tensor's units go, in order.
+        dim: dimension of the units.
+        size: number of units of the result.
     """
 
     index: Tensor
@@ -31,41 +63,10 @@ class Select(nn.Module):
         self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The selected units."""
-        if x.shape[self.dim] != self.size:
-            raise ValueError(
-                f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "
-                f"tensor of shape {tuple(x.shape)}."
-            )
-        return x.index_select(self.dim, self.index)
-
-
-class Expand(nn.Module):
-    """Put constant units between those of a tensor.
-
-    Args:
-        places: where the tensor's units go, in order.
-        constants: every unit of the result, shape ``(1, ...)`` that broadcasts against it; those at ``places`` are
-            not used.
-        dim: dimension of the units.
-    """
-
-    order: Tensor
-    constants: Tensor
-
-    def __init__(self, places: Sequence[int], constants: Tensor, dim: int) -> None:
-        super().__init__()
-        taken = set(places)
-        others = [unit for unit in range(constants.shape[dim]) if unit not in taken]
-        self.dim = dim
-        self.register_buffer("order", torch.tensor([*places, *others]).argsort())
-        self.register_buffer("constants", constants.index_select(dim, torch.tensor(others)).clone())
-
-    def forward(self, x: Tensor) -> Tensor:
         """All units."""
         shape = list(x.shape)
-        shape[self.dim] = self.constants.shape[self.dim]
-        return torch.cat([x, self.constants.expand(shape)], self.dim).index_select(self.dim, self.order)
+        shape[self.dim] = self.size
+        return x.new_zeros(shape).index_copy(self.dim, self.index, x)
 
 
 class _Valued(nn.Module):

@@ -173,9 +173,9 @@ def _step(
     if isinstance(module, Select):
         return replace(step, source=module.index.cpu())
     if isinstance(module, Expand):
-        taken = step.size - module.constants.shape[module.dim]
-        order = module.order.cpu()
-        return replace(step, source=torch.where(order < taken, order, -1))
+        source = torch.full((step.size,), -1)
+        source[module.index.cpu()] = torch.arange(len(module.index))
+        return replace(step, source=source)
     if kind == "reshape":
         return replace(step, source=_source(node, shape, dim, steps))
     if isinstance(module, Gate) and module.size != step.size:

@@ -34,7 +34,7 @@ def make(net, x=None):
     guide = AutoGate(model)
     guide(x)
     optimiser = torch.optim.SGD([*model.parameters(), *guide.parameters()], 0.1)
-    return model, guide, optimiser, Shrinker(model, "0", guide, x, optimiser, patience=1)
+    return model, guide, optimiser, Shrinker(model[0], guide, x, optimiser, patience=1)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -161,7 +161,7 @@ def test_what_trains_alike_is_taken_and_left_as_it_is():
     optimiser = torch.optim.SGD([*model.parameters(), *guide.parameters()], 0.1)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     state = torch.get_rng_state()
-    Shrinker(model, "0", guide, torch.ones(1, 3), optimiser)
+    Shrinker(model[0], guide, torch.ones(1, 3), optimiser)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -123,5 +123,5 @@ def test_nothing_leaves_a_network_without_zeros():
     guide = AutoGate(model, BinaryConcrete, init_active_prob=0.001)
     guide(torch.ones(1, 2))
     optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()])
-    shrinker = Shrinker(model, "0", guide, torch.ones(1, 2), optimiser, patience=1)
+    shrinker = Shrinker(model[0], guide, torch.ones(1, 2), optimiser, patience=1)
     assert not shrinker.step()

@@ -289,7 +289,7 @@ def test_a_guide_shrinks_with_its_network():
     net, guide = network(), Handmade(**{"2": 4})
     optimiser = torch.optim.Adam([*net.parameters(), *guide.parameters()])
     holder = nn.Sequential(net)
-    shrinker = Shrinker(holder, "0", guide, torch.ones(1, 3), optimiser, patience=1)
+    shrinker = Shrinker(holder[0], guide, torch.ones(1, 3), optimiser, patience=1)
     guide.close("2", torch.tensor([1, 3]))
     assert shrinker.step()
     assert holder[0].get_submodule("0").out_features == 2

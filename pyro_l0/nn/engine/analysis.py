@@ -314,13 +314,13 @@ def _shrunk(maps: Maps, solution: Solution) -> dict[str, dict[int, int]]:
     """By module path, what sizes became, for the module and those that contain it."""
     shrunk = defaultdict[str, dict[int, int]](dict)
     for operation in maps.recording.operations:
-        sizes = {
+        changed = {
             axis.size: solution.size(axis)
             for value in [*operation.inputs, *operation.outputs]
             if value is not None
             for axis in maps.axes[value]
+            if solution.size(axis) < axis.size
         }
-        changed = {size: now for size, now in sizes.items() if now < size}
         names = operation.path.split(".") if changed and operation.path else []
         for length in range(len(names), -1, -1) if changed else ():
             for size, now in changed.items():

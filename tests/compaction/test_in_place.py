@@ -1,0 +1,328 @@
+"""A network that shrinks while it trains stays the user's own, and trains as the whole one does."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pyro_l0.compaction import Shrinker
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.nn import Gate, fix_gates
+
+STEPS = 50
+AT = (10, 22, 35)  # the steps in front of which units leave
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.g, self.b, self.h, self.c = (
+            nn.Linear(8, 12),
+            Gate(12),
+            nn.Linear(12, 10),
+            Gate(10),
+            nn.Linear(10, 3),
+        )
+
+    def forward(self, x):
+        return self.c(self.h(torch.tanh(self.b(self.g(F.gelu(self.a(x)))))))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.norm = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False), nn.BatchNorm2d(2 * width)
+        self.gate, self.two = Gate(2 * width, dim=1), nn.Conv2d(2 * width, width, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.two(self.gate(F.relu(self.norm(self.one(x)))))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks, self.head = (
+            nn.Conv2d(2, 3, 2, stride=2),
+            nn.Sequential(Block(3), Block(3)),
+            nn.Linear(3, 3),
+        )
+
+    def forward(self, x):
+        x = self.blocks(self.stem(x.view(-1, 2, 2, 2)))
+        return self.head(x.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Heads with a size written into an attribute, gated as wholes."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.qkv, self.gate, self.out = nn.Linear(width, 3 * width), Gate(heads, dim=1), nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
+        h = self.gate(F.scaled_dot_product_attention(q, k, v))
+        return self.out(h.transpose(1, 2).reshape(batch, tokens, self.heads * self.size))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Linear(2, 8), nn.Parameter(torch.randn(4, 8))
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(8), Attention(8, 4), nn.LayerNorm(8)
+        self.up, self.gate, self.down, self.head = nn.Linear(8, 16), Gate(16), nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.embed(x.view(-1, 4, 2)) + self.place
+        x = x + self.attention(self.norm1(x))
+        x = x + self.down(self.gate(F.gelu(self.up(self.norm2(x)))))
+        return self.head(x.mean(1))
+
+
+class Model(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, y):
+        logits = self.net(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+OPTIMISERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.002, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+}
+
+
+def trained(make, optimiser, shrinks, steps=STEPS):
+    """The losses of training with gates that are closed for certain one after the other."""
+    torch.manual_seed(0)
+    net = make().double()
+    model = Model(net)
+    x, y = torch.randn(16, 8).double(), torch.randint(3, (16,))
+    guide = AutoGate(model)
+    loss = L0_ELBO("l0", lam=0.0)(model, guide)
+    loss(x, y)
+    sizes = {site: len(gate) for site, gate in guide.test_gates().items()}
+    for site in sizes:
+        _set(guide, site, range(sizes[site]), 60.0)
+    optimiser = OPTIMISERS[optimiser]([*model.parameters(), *guide.parameters()])
+    shrinker = Shrinker(net, guide, x[:3], optimiser, patience=1)
+    parameters, losses, cuts = list(net.parameters()), [], 0
+    for step in range(steps):
+        if step in AT:
+            for site, size in sizes.items():
+                closing = set(range(AT.index(step), size, 5))
+                left = shrinker.kept[site].tolist()
+                _set(guide, site, [place for place, unit in enumerate(left) if unit in closing], -60.0)
+            cuts += shrinks and shrinker.step()
+        optimiser.zero_grad()
+        value = loss(x, y)
+        value.backward()
+        optimiser.step()
+        losses.append(value.item())
+    assert all(one is other for one, other in zip(parameters, net.parameters(), strict=True))
+    return torch.tensor(losses, dtype=torch.float64), net, cuts
+
+
+def _set(guide, site, places, value):
+    with torch.no_grad():
+        guide.sites[site.replace(".", "/")]["log_alpha"][list(places)] = value
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("make", [Mlp, Residual, Transformer])
+def test_losses_are_those_of_the_whole_network(make, optimiser):
+    """To 1e-12 in every one of fifty steps, with three shrinkings; the network's class and parameters stay."""
+    whole, net, _ = trained(make, optimiser, False)
+    small, cut, cuts = trained(make, optimiser, True)
+    assert cuts == 3
+    torch.testing.assert_close(small, whole, rtol=1e-12, atol=1e-12)
+    assert whole[0] > whole[-1]
+    assert type(cut) is make
+    assert sum(p.numel() for p in cut.parameters()) < 0.7 * sum(p.numel() for p in net.parameters())
+
+
+# ------------------------------------------------------------ what a rewriting would lose
+
+
+class Negative(torch.autograd.Function):
+    """The identity, with another gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -0.5 * grad
+
+
+class DropPath(nn.Module):
+    """A part of the rows in training, others in every call."""
+
+    calls = 0
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        self.calls += 1
+        return x * ((7 * torch.arange(len(x)) + 3 * self.calls) % 5 > 0)[:, None]
+
+
+class Hooked(Mlp):
+    """A forward hook, hooks of parameters, and methods and attributes of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.b.register_forward_hook(lambda module, inputs, output: 2 * output)
+        self.b.weight.register_hook(lambda grad: 3 * grad)
+        self.a.weight.register_post_accumulate_grad_hook(lambda p: self.seen.append(tuple(p.grad.shape)))
+
+    def hidden(self):
+        return self.a.out_features
+
+
+class WithoutGradient(Mlp):
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.g(F.relu(self.a(x)))
+        return self.c(self.h(torch.tanh(self.b(h))))
+
+
+class CustomBackward(Mlp):
+    def forward(self, x):
+        return self.c(self.h(torch.tanh(self.b(Negative.apply(self.g(F.relu(self.a(x))))))))
+
+
+class InTraining(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.drop = DropPath()
+
+    def forward(self, x):
+        h = self.g(F.relu(self.a(x)))
+        if self.training:
+            h = h + 0.1 * h.square()
+        return self.c(self.h(torch.tanh(self.drop(self.b(h)))))
+
+
+class Checkpointed(Mlp):
+    def block(self, h):
+        return self.h(torch.tanh(self.b(h)))
+
+    def forward(self, x):
+        return self.c(checkpoint(self.block, self.g(F.relu(self.a(x))), use_reentrant=False))
+
+
+@pytest.mark.parametrize("make", [Hooked, WithoutGradient, CustomBackward, InTraining, Checkpointed])
+def test_code_of_the_network_stays(make):
+    """Hooks, no_grad, a custom backward function, code for training and checkpointing act on."""
+    whole, net, _ = trained(make, "adam", False, 40)
+    small, cut, cuts = trained(make, "adam", True, 40)
+    assert cuts == 3
+    torch.testing.assert_close(small, whole, rtol=1e-12, atol=1e-12)
+    if make is Hooked:
+        assert cut.seen[0] == (12, 8)
+        assert cut.seen[-1] == (cut.hidden(), 8) == (4, 8)
+        assert len(cut.seen) == len(net.seen)
+    if make is WithoutGradient:
+        assert cut.a.weight.grad is None
+    if make is InTraining:
+        assert cut.drop.calls == net.drop.calls > 40 - 1
+
+
+def started(net, x, **options):
+    model = nn.Sequential(net)
+    guide = AutoGate(model)
+    guide(x)
+    optimiser = torch.optim.SGD([*model.parameters(), *guide.parameters()], 0.1)
+    return model, guide, optimiser, Shrinker(net, guide, x, optimiser, patience=1, **options)
+
+
+def test_nothing_is_used_up_by_looking():
+    """No state, gradient, mode or random number, when the shrinker is made and when nothing is closed."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), Gate(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    net[0].weight.requires_grad_(False)
+    net[4].eval()
+    model = nn.Sequential(net)
+    guide = AutoGate(model)
+    guide(torch.ones(2, 3))
+    optimiser = torch.optim.SGD([*model.parameters(), *guide.parameters()], 0.1)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    state = torch.get_rng_state()
+    shrinker = Shrinker(net, guide, torch.ones(1, 3), optimiser, patience=1)
+    assert not shrinker.step()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [module.training for module in net] == [True, True, True, True, False, True]
+    guide.close("0.3", torch.tensor([1]))
+    assert shrinker.step()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in net] == [True, True, True, True, False, True]
+
+
+def test_gradients_and_gradient_nodes_that_are_alive():
+    """A gradient is cut with its parameter; nodes that accumulate gradients take the new shape."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    model, guide, _, shrinker = started(net, torch.ones(2, 3))
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in net.parameters()]
+    expected = [torch.randn_like(p) for p in net.parameters()]
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        parameter.grad = gradient.clone()
+    guide.close("0.2", torch.tensor([1]))
+    assert shrinker.step()
+    rows = [0, 2, 3]
+    assert torch.equal(net[0].weight.grad, expected[0][rows])
+    assert torch.equal(net[3].weight.grad, expected[2][:, rows])
+    fix_gates(model, guide.test_gates())(torch.ones(2, 3)).sum().backward()
+    net(torch.ones(2, 3)).sum().backward()
+    assert len(nodes) == 4
+
+
+def test_a_refused_shrinking_changes_nothing():
+    """Neither the network nor the guide, where the example leaves out a part of a module that is cut."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+
+        def forward(self, x, other=False):
+            return F.linear(x, self.other if other else self.weight)
+
+    torch.manual_seed(3)
+    net = nn.Sequential(Two(), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    _, guide, _, shrinker = started(net, torch.ones(2, 3))
+    guide.close("0.2", torch.tensor([1]))
+    with pytest.raises(
+        ValueError, match=r"uses all parameters of module '0', .* but '0.other' was not used; give a list"
+    ):
+        shrinker.step()
+    assert net[0].weight.shape == (4, 3)
+    assert len(guide.test_gates()["0.2"]) == 4
+    assert net[2].size == 4
+
+
+def test_an_objective_that_is_told():
+    """on_shrink is called after a shrinking, and not without one."""
+    told = []
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    _, guide, _, shrinker = started(net, torch.ones(2, 3), on_shrink=lambda: told.append(net[0].out_features))
+    assert not shrinker.step()
+    guide.close("0.2", torch.tensor([1]))
+    assert shrinker.step()
+    assert not shrinker.step()
+    assert told == [3]
