@@ -87,7 +87,6 @@ def _copied(network: nn.Module) -> nn.Module:
         raise ValueError(
             f"Expected a network that copy.deepcopy can copy, but it can't copy {type(network).__name__}: {error}"
         ) from error
-    for module in new.modules():
-        if isinstance(module, Gate):
-            module.is_reported = True
+    for name, gate in gate_names(new).items():
+        gate.site_name, gate.is_reported = name, True
     return new

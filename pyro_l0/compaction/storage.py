@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,8 +64,8 @@ class Compacted:
         from safetensors.torch import save
 
         state = {name: value.detach().cpu().contiguous() for name, value in _distinct(self.network).items()}
-        content = Content(state, (*self.before, self.plan), self.certificate)
-        wrong = content.not_finite(self.network)
+        content = Content(state, (*self.before, self.plan), self.certificate, _buffers(self.network))
+        wrong = content.not_finite()
         if wrong is not None:
             raise ValueError(f"Expected a network of finite numbers to save at {str(path)!r}, but {wrong}.")
         plans = [json.loads(plan.to_json()) for plan in content.plans]
@@ -81,21 +81,26 @@ class Content:
         state: the small network's tensors.
         plans: the plans that lead to it, in order.
         certificate: see :class:`Compacted`.
+        buffers: names of tensors that are no parameters.
     """
 
     state: Mapping[str, Tensor]
     plans: tuple[Plan, ...]
     certificate: float
+    buffers: frozenset[str] = frozenset()
 
-    def not_finite(self, network: nn.Module) -> str | None:
+    def not_finite(self) -> str | None:
         """What of it is no finite number, as half a sentence; infinite buffers, such as masks, are."""
         if not math.isfinite(self.certificate):
             return f"its certificate is {self.certificate}"
-        buffers = dict(network.named_buffers(remove_duplicate=False))
         for name, value in self.state.items():
-            if not bool(value.isfinite().all()) and (name not in buffers or bool(value.isnan().any())):
+            if not bool(value.isfinite().all()) and (name not in self.buffers or bool(value.isnan().any())):
                 return f"its tensor {name!r} holds NaN or infinity"
         return None
+
+
+def _buffers(network: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in network.named_buffers(remove_duplicate=False))
 
 
 def _distinct(network: nn.Module) -> dict[str, Tensor]:
@@ -146,7 +151,7 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
         raise ValueError(
             f"Expected the file '{path}.safetensors' to be of this network, but it does not fit: {error}"
         ) from error
-    wrong = content.not_finite(small)
+    wrong = replace(content, buffers=_buffers(small)).not_finite()
     if wrong is not None:
         raise _refusal(_file_at(path), wrong)
     return Compacted(small, found, content.certificate, tuple(before))

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pyro_l0.compaction import compact, load_compacted
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import Gate, fix_gates, gate_names
 
 
 class Gated(nn.Module):
@@ -20,21 +20,23 @@ class Gated(nn.Module):
         return self.gate(weight)
 
 
-def test_gate_in_a_weight_parametrisation_is_not_compacted():
-    """Its weights would be a draw of the prior; compact says so as NetworkCost does."""
+def test_gate_in_a_weight_parametrisation_acts_on_weights():
+    """Whatever leaves, the outputs stay."""
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     parametrize.register_parametrization(net[0], "weight", Gated())
-    with pytest.raises(ValueError, match=r"module '0\.parametrizations\.weight\.0\.gate'.*computes weights"):
-        compact(net, {"0.parametrizations.weight.0.gate": torch.ones(3)}, torch.ones(2, 3))
+    gates = {site: torch.tensor([1.0, 0.0, 0.5]) for site in gate_names(net)}
+    x = torch.randn(2, 3)
+    expected = fix_gates(net, gates).eval()(x)
+    torch.testing.assert_close(compact(net, gates, x).network(x), expected)
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_gate_behind_a_recurrent_layer_is_named(layer):
     """Not the dense layer behind it, which can't take a tuple either."""
     net = nn.Sequential(layer(3, 4), Gate(4), nn.Linear(4, 2))
-    for read in (lambda x: NetworkCost(net, x), lambda x: compact(net, {"1": torch.ones(4)}, x)):
-        with pytest.raises(ValueError, match=r"module '1' \(Gate\).*a tensor at gate 1, but got a tuple; .*nn\.LSTM"):
-            read(torch.ones(2, 5, 3))
+    with pytest.raises(ValueError, match=r"module '1' \(Gate\).* a tensor at gate 1, but got a tuple; .*nn\.LSTM"):
+        compact(net, {"1": torch.ones(4)}, torch.ones(2, 5, 3))
 
 
 def test_place_of_a_file_is_named_once(tmp_path):

@@ -1,18 +1,20 @@
-"""Networks, examples and gates that can't be taken: the message names the thing, and says what to do."""
+"""What the code of a network may do, and networks, examples and gates that can't be taken, refused by name."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
-from pyro_l0.compaction import compact
+from pyro_l0.compaction import CompactionError, Shrinker, compact
+from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, fix_gates, gate_names
-from pyro_l0.nn.reading import read_network
 
 VECTORS, SEQUENCES, IMAGES = (
     torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 6), (2, 7, 6), (2, 3, 8, 8))
 )
+GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
 
 
 class Net(nn.Module):
@@ -33,24 +35,13 @@ def images(function):
 
 
 def refused(net, x, message, gates=None, error=ValueError):
-    """By compaction and, if it is about the network or the example, wherever a network is read."""
     if gates is None:
-        with pytest.raises(error, match=message):
-            read_network(net, x)
         gates = {name: torch.ones(gate.size) for name, gate in gate_names(net).items()}
     with pytest.raises(error, match=message):
         compact(net, gates, x)
 
 
-class Block(nn.Module):
-    """A part of a network, in which reading stops."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+# ------------------------------------------------------------ what is taken is right
 
 
 def branch(x):
@@ -59,43 +50,71 @@ def branch(x):
     return -x
 
 
-def iterate(x):
-    return torch.stack([row * 2 for row in x])
-
-
 def assign(x):
-    x[:, 0] = 0.0
-    return x
+    y = x.clone()
+    y[:, 0] = 0.0
+    return y
+
+
+def shared(net, x):
+    return net.b(net.gate(net.relu(net.mid(net.relu(net.a(x))))))
+
+
+def unpacked(net, x):
+    rows, _, _, _ = x.shape
+    return net.b(net.gate(net.a(x)).mean((2, 3)).view(rows, -1))
+
+
+def behind(layer, part=lambda output: output):
+    return Net(lambda net, x: net.b(net.gate(part(net.a(x)))), a=layer)
+
+
+def wrapped(function):
+    """A function in front of the gate."""
+    return Net(lambda net, x: net.b(net.gate(function(net.a(x)))))
 
 
 @pytest.mark.parametrize(
-    ("function", "cause"),
+    ("net", "x"),
     [
-        (branch, r"line \d+ of test_refusals.py: if x.sum\(\) > 0:\) branches on the values.*torch.where"),
-        (lambda x: x if x.shape[0] > 1 and x.max() > 0 else -x, "branches on the values"),
-        (iterate, "iterates over a tensor.*by index"),
-        (lambda x: x.view(*x.shape), "iterates over a tensor"),
-        (lambda x: x.view(len(x), -1), r"takes len\(\) of a tensor.*x.shape\[0\]"),
-        (lambda x: x.view(int(x.shape[0]), -1), "code that is not torch's"),
-        (lambda x: sum(x for _ in range(x.shape[1])), "code that is not torch's"),
-        (lambda x: torch.from_numpy(x.detach().numpy()), "code that is not torch's"),
-        (assign, "code that is not torch's"),
+        (wrapped(branch), VECTORS),
+        (wrapped(lambda x: torch.stack([row * 2 for row in x])), VECTORS),
+        (wrapped(lambda x: x.view(*x.shape)), VECTORS),
+        (wrapped(lambda x: x.view(int(x.shape[0]), -1)), VECTORS),
+        (wrapped(lambda x: sum(x for _ in range(len(x)))), VECTORS),
+        (wrapped(lambda x: torch.from_numpy(x.detach().numpy())), VECTORS),
+        (wrapped(assign), VECTORS),
+        (Net(shared, relu=nn.ReLU(), mid=nn.Linear(4, 4)), VECTORS),
+        (images(unpacked), IMAGES),
+        (images(lambda net, x: net.gate(net.a(x)).mean(1)), IMAGES),
+        (behind(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), VECTORS),
+        (behind(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))), VECTORS),
+        (Net(lambda net, x: net.b(net.gate(net.a(x)))), SEQUENCES),
+        (behind(nn.LSTM(6, 4, batch_first=True), lambda output: output[0]), SEQUENCES),
+        (behind(nn.Embedding(9, 4)), torch.tensor([[0, 3], [8, 2]])),
+        (Net(lambda net, x: net.b(net.gate(torch.cat([net.a(x)[:, :2]] * 2, 1)))), VECTORS),
+        (Net(lambda net, x: net.b(net.gate(net.a(x) * net.s)), s=nn.Parameter(torch.ones(4))), VECTORS),
+        (Net(lambda net, x: net.b(net.gate(net.a(x / 255)))), (255 * VECTORS.sigmoid()).byte()),
+        (nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Softmax(-1), nn.Linear(4, 2)), VECTORS),
     ],
-    ids=["branch", "and", "iterate", "star", "len", "int", "range", "numpy", "assign"],
 )
-def test_code_that_depends_on_data_is_named(function, cause):
-    """The module's path and class, the line, and what is wrong with it in plain words."""
-    net = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.ReLU(), Block(function)), Gate(4), nn.Linear(4, 2))
-    refused(net, VECTORS, rf"(?s)code in module '1.1' \(Block\).*{cause}")
-
-
-def test_modules_in_a_list_are_named():
-    layers = [nn.ReLU()]
-    refused(Net(lambda net, x: net.b(layers[0](net.a(x)))), VECTORS, "in forward of Net calls a module that is none of")
+def test_code_of_any_kind_is_taken_and_the_network_left_alone(net, x):
+    """For batches of any number of rows; and something is cut."""
+    torch.manual_seed(2)
+    before = copy.deepcopy(net.state_dict())
+    site = next(iter(gate_names(net)))
+    small = compact(net, {site: GATE}, x).network
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(module.training for module in net.modules())
+    assert type(small) is type(net)
+    fixed = fix_gates(net, {site: GATE}).eval()
+    for rows in (1, 4):
+        torch.testing.assert_close(small(x[:1].expand(rows, *x.shape[1:])), fixed(x[:1].expand(rows, *x.shape[1:])))
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in net.parameters())
 
 
 class Inputs(nn.Module):
-    """The ways that a forward takes more than one tensor."""
+    """The ways that a forward takes more than one tensor, or returns more."""
 
     def __init__(self):
         super().__init__()
@@ -108,69 +127,94 @@ class Inputs(nn.Module):
         return self.gate(self.a(x)) if return_features else self.b(self.gate(self.a(x)))
 
     def variadic(self, *args, **kwargs):
-        return self.b(self.gate(self.a(args[0])))
+        return self.b(self.gate(self.a(kwargs["x"])))
+
+    def many(self, x):
+        h = self.gate(self.a(x))
+        return {"logits": self.b(h), "parts": (h.sum(1), h.mean(1))}
+
+    def record(self, x):
+        return Record(self.b(self.gate(self.a(x))), 3)
+
+
+@dataclass
+class Record:
+    logits: torch.Tensor
+    number: int
 
 
 @pytest.mark.parametrize(
-    ("name", "taken"),
-    [("two", "x, y"), ("flag", "x, return_features=False"), ("variadic", r"\*args, \*\*kwargs")],
-)
-def test_more_inputs_than_one_are_named(name, taken):
-    kind = type("Several", (Inputs,), {"forward": getattr(Inputs, name)})
-    refused(kind(), VECTORS, rf"one input, but forward of Several takes \({taken}\); wrap it")
-
-
-@pytest.mark.parametrize(
-    ("output", "what"),
-    [(lambda y: {"y": y}, "dict of 1"), (lambda y: (y, y), "tuple of 2"), (lambda y: None, "no tensor")],
-)
-def test_other_outputs_than_a_tensor_are_named(output, what):
-    net = Net(lambda net, x: output(net.b(net.gate(net.a(x)))))
-    refused(net, VECTORS, f"returns one tensor, but got .*{what} in forward of Net; wrap it")
-
-
-@pytest.mark.parametrize(
-    ("net", "x", "message"),
+    ("name", "example"),
     [
-        (images(lambda net, x: net.gate(net.a(x)).mean(1)), IMAGES, r"dimension 1 .* its 4 units"),
-        (images(lambda net, x: net.gate(net.a(x)).mean()), IMAGES, r"dimension 0 .* the batch"),
-        (Net(lambda net, x: net.b(net.gate(net.a(x))).mean(-1)), VECTORS, r"dimension 1 .* its 2 units"),
-        (Net(lambda net, x: net.b(net.gate(net.a(x)).mean(1))), SEQUENCES, r"in front of the 4 units in dimension 2"),
+        ("two", (VECTORS, VECTORS.flip(0))),
+        ("two", {"x": VECTORS, "y": VECTORS.exp()}),
+        ("flag", [VECTORS, {"x": VECTORS, "return_features": False}]),
+        ("variadic", {"x": VECTORS}),
+        ("many", VECTORS),
+        ("record", VECTORS),
     ],
 )
-def test_means_over_units_are_named(net, x, message):
+def test_inputs_and_outputs_of_any_kind(name, example):
+    """Tuples, keywords, several calls; dicts, tuples and dataclasses."""
+    torch.manual_seed(3)
+    kind = type("Several", (Inputs,), {"forward": getattr(Inputs, name)})
+    result = compact(kind().double(), {"gate": GATE.double()}, _doubled(example))
+    assert result.certificate < 1e-12
+    assert result.network.a.out_features == 3
+    assert result.network.b.in_features == (4 if name == "many" else 3)  # a mean is over all of them
+
+
+def _doubled(example):
+    if isinstance(example, dict):
+        return {name: _doubled(value) for name, value in example.items()}
+    if isinstance(example, (tuple, list)):
+        return type(example)(map(_doubled, example))
+    return example.double() if isinstance(example, torch.Tensor) else example
+
+
+# ------------------------------------------------------------ sizes in the code
+
+
+class HardCoded(nn.Module):
+    """Sizes as attributes, as a tuple, and as a literal."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.width, self.shape = how, 4, (2, 4)
+        self.a, self.gate, self.b = nn.Linear(6, 8), Gate(4), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = self.a(x)
+        h = h.view(len(h), 2, {"attribute": self.width, "tuple": self.shape[1], "literal": 4}[self.how])
+        return self.b(self.gate(h).flatten(1))
+
+
+@pytest.mark.parametrize("how", ["attribute", "tuple"])
+def test_sizes_in_attributes_are_found(how):
+    torch.manual_seed(4)
+    net = HardCoded(how)
+    small = compact(net, {"gate": GATE}, VECTORS).network
+    assert (small.width if how == "attribute" else small.shape[1]) == 3
+    assert small.a.out_features == 6
+    assert net.width == 4
+
+
+def test_sizes_of_new_tensors_are_named():
+    net = Net(lambda net, x: net.b(net.gate(net.a(x) + torch.ones(4))))
+    refused(net, VECTORS, r"the network \(Net\) .*ones\(4\).* must match the size", {"gate": GATE}, CompactionError)
+
+
+def test_sizes_written_into_the_code_are_named():
+    """By the module, its class, the line, and what to do."""
+    net = nn.Sequential(HardCoded("literal"), nn.Linear(2, 1))
     refused(
         net,
-        x,
-        rf"'mean' in forward of Net to keep units apart.* averages over {message}"
-        if "front" not in message
-        else f"'mean' in forward of Net.*{message}",
+        VECTORS,
+        r"module '0' \(HardCoded\) \(line \d+ of test_refusals.py: h = h.view\(len\(h\).*"
+        r"shape '\[5, 2, 4\]' is invalid for input of size 30. Take sizes from the tensors",
+        {"0.gate": GATE},
+        CompactionError,
     )
-
-
-def behind(layer, part=lambda output: output):
-    return Net(lambda net, x: net.b(net.gate(part(net.a(x)))), a=layer)
-
-
-@pytest.mark.parametrize(
-    ("net", "x", "what"),
-    [
-        (behind(nn.LSTM(6, 4, batch_first=True), lambda output: output[0]), SEQUENCES, r"module 'a' \(LSTM\)"),
-        (behind(nn.GRU(6, 4, batch_first=True), lambda output: output[0][:, -1]), SEQUENCES, r"module 'a' \(GRU\)"),
-        (behind(nn.Embedding(9, 4)), torch.tensor([[0, 3]]), r"module 'a' \(Embedding\)"),
-        (Net(lambda net, x: net.b(net.gate(torch.cat([net.a(x)[:, :2]] * 2, 1)))), VECTORS, "function 'getitem' in"),
-        (Net(lambda net, x: net.b(net.gate(net.a(x) + torch.ones(4)))), VECTORS, "a tensor made in forward of Net"),
-        (
-            Net(lambda net, x: net.b(net.gate(net.a(x) * net.scale)), scale=nn.Parameter(torch.ones(4))),
-            VECTORS,
-            "parameter or buffer 'scale', used directly in forward of Net",
-        ),
-    ],
-    ids=["LSTM", "GRU", "embedding", "slices", "tensor", "parameter"],
-)
-def test_what_gates_stand_behind_is_named(net, x, what):
-    """With what to do about it."""
-    refused(net, x, f"but got {what}.*Make a network of what is before or behind it")
 
 
 # ------------------------------------------------------------ examples
@@ -184,24 +228,19 @@ def test_examples_of_another_type_are_named(dtype, kind):
         if kind == "dense"
         else (images(lambda net, x: net.b(net.gate(net.a(x)).mean((2, 3)))), IMAGES)
     )
-    refused(net, x.abs().to(dtype), f"of dtype torch.float32, as the .* and dtype {dtype}, at which 'a' in module 'a'")
-
-
-def test_bytes_that_a_network_scales_are_taken():
-    """Images as they come from a data set."""
-    net = Net(lambda net, x: net.b(net.gate(net.a(x / 255))))
-    x = torch.randint(256, (5, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    assert compact(net, {"gate": torch.tensor([1.0, 0.0, 0.5, 1.0])}, x).certificate < 1e-6  # float32
+    refused(
+        net, x.abs().to(dtype), rf"but got one of shape \(.*\) and type {dtype}, at which module 'a' \(.*\) .*raises"
+    )
 
 
 def test_examples_elsewhere_and_of_other_kinds_are_named():
     net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Linear(4, 2))
     elsewhere = copy.deepcopy(net).to("meta")
-    refused(elsewhere, VECTORS, r"example_input on meta, where .* but got one on cpu; move it by .to\('meta'\)")
-    refused(net, VECTORS.to("meta"), "example_input on cpu, where .* but got one on meta")
+    refused(net, VECTORS.to("meta"), "example_input on cpu, where .* but got one on meta; move it by .to")
     refused(elsewhere, VECTORS.to("meta"), "a network with values", {"1": torch.ones(4)})
     refused(net, VECTORS[:0], r"with entries, but got shape \(0, 6\)", {"1": torch.ones(4)})
-    refused(net, [VECTORS], "example_input to be one tensor, but got list", error=TypeError)
+    refused(net, 3.0, "example that is a tensor, a tuple", error=TypeError)
+    refused(net, (3.0,), "example_input with tensors, but got tuple without any", error=TypeError)
     refused(lambda x: x, VECTORS, "network to be a torch module, but got function", {}, TypeError)
 
 
@@ -212,6 +251,15 @@ def test_networks_that_are_not_ready_are_named():
     kept.last = kept.a(VECTORS)  # a result with a graph
     refused(kept, VECTORS, "copy.deepcopy can copy, but it can't copy Net")
     refused(Gate(6), VECTORS, "but got a Gate; put it into nn.Sequential")
+
+
+def test_shrinking_refuses_them_too():
+    """When it is made, before anything is trained."""
+    net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Linear(4, 2))
+    guide = AutoGate(net)
+    guide(VECTORS)
+    with pytest.raises(ValueError, match=r"but got one of shape \(2, 7\) .* at which module '0' \(Linear\)"):
+        Shrinker(net, guide, torch.ones(2, 7), torch.optim.SGD(net.parameters(), 0.1))
 
 
 # ------------------------------------------------------------ gates
@@ -237,39 +285,3 @@ def test_wrong_gates_are_named(gates, message):
     refused(
         Net(lambda net, x: net.b(net.hidden(net.a(x))), gate=nn.Identity(), hidden=Gate(4)), VECTORS, message, gates
     )
-
-
-# ------------------------------------------------------------ what is taken is right
-
-
-def shared(net, x):
-    return net.b(net.gate(net.relu(net.mid(net.relu(net.a(x))))))
-
-
-def unpacked(net, x):
-    rows, _, _, _ = x.shape
-    return net.b(net.gate(net.a(x)).mean((2, 3)).view(rows, -1))
-
-
-@pytest.mark.parametrize(
-    ("net", "x"),
-    [
-        (Net(shared, relu=nn.ReLU(), mid=nn.Linear(4, 4)), VECTORS),
-        (images(unpacked), IMAGES),
-        (behind(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), VECTORS),
-        (behind(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))), VECTORS),
-        (Net(lambda net, x: net.b(net.gate(net.a(x)))), SEQUENCES),
-    ],
-    ids=["activation used twice", "shape unpacked", "weight norm", "spectral norm", "sequences"],
-)
-def test_networks_that_are_taken_are_right_and_left_alone(net, x):
-    """For batches of any number of rows; nothing of the network has moved."""
-    torch.manual_seed(2)
-    before = copy.deepcopy(net.state_dict())
-    gates = {"gate": torch.tensor([1.0, 0.0, 0.5, 0.9])}
-    small = compact(net, gates, x).network
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    assert all(module.training for module in net.modules())
-    fixed = fix_gates(net, gates).eval()
-    for rows in (1, 4):
-        torch.testing.assert_close(small(x[:1].expand(rows, *x.shape[1:])), fixed(x[:1].expand(rows, *x.shape[1:])))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.compaction import Compacted, compact, load_compacted, storage
+from pyro_l0.compaction import Compacted, Plan, compact, load_compacted, storage
 from pyro_l0.nn import Gate
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -281,24 +281,54 @@ def test_of_saves_at_the_same_time_one_wins(tmp_path):
     assert any(torch.equal(outputs(tmp_path / "net"), result.network(X)) for result in results)
 
 
-def test_pairs_of_earlier_versions_load_with_a_warning(tmp_path):
-    """They have no checksum; saved again they are one file."""
+def test_files_of_earlier_versions_are_refused(tmp_path):
+    """Pairs with a .json, and plans that go by the steps of a traced network."""
     result, path = compacted(), tmp_path / "net"
-    safetensors.save_file(dict(result.network.state_dict()), f"{path}.safetensors")
-    values = {"certificate": result.certificate, "plans": [json.loads(result.plan.to_json())]}
-    Path(f"{path}.json").write_text(json.dumps(values))
-    with pytest.warns(UserWarning, match=r"net\.safetensors' and 'net\.json' were saved by an earlier version"):
-        loaded = load_compacted(network(1), path)
-    assert torch.equal(loaded.network(X), result.network(X))
-    for wrong in ("{", "[" * 100_000, json.dumps(values | {"plans": []}), json.dumps(values | {"certificate": None})):
-        Path(f"{path}.json").write_text(wrong)
-        with (
-            pytest.warns(UserWarning, match="earlier version"),
-            pytest.raises(ValueError, match=r"net\.safetensors', but its plan can't be read"),
-        ):
+    result.save(path)
+    tensors = safetensors.load_file(f"{path}.safetensors")
+    safetensors.save_file(tensors, f"{path}.safetensors")
+    Path(f"{path}.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"net\.safetensors', but it was saved by an earlier version.* compact"):
+        outputs(path)
+    Path(f"{path}.json").unlink()
+    old = {"format": 1, "input_shape": [2, 1], "gates": {}, "kept": {}, "offsets": {}, "maps": [], "shifts": []}
+    with pytest.raises(ValueError, match=r"it is of an earlier version; compact the network again"):
+        Plan.from_json(json.dumps(old))
+
+
+def test_plans_that_can_not_be_read_are_refused(saved):
+    """With a checksum that fits."""
+    path, _, _ = saved
+    tensors = safetensors.load_file(f"{path}.safetensors")
+    for text in ("{", "[" * 100_000, '{"plans": [], "certificate": 0.0}', '{"plans": [{}], "certificate": 0.0}'):
+        metadata = {"pyro_l0": text, "sha256": storage._digest(text, tensors)}
+        safetensors.save_file(tensors, f"{path}.safetensors", metadata)
+        with pytest.raises(ValueError, match=r"net\.safetensors', but its plan can't be read"):
             outputs(path)
-    loaded.save(path)
-    assert torch.equal(outputs(path), result.network(X))
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    """And a mask of infinities is no damage."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.up, self.gate = nn.Embedding(9, 6), nn.Linear(6, 8), Gate(8)
+            self.down, self.head = nn.Linear(8, 6), nn.Linear(6, 9, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("mask", torch.full((9,), -torch.inf).index_fill(0, torch.tensor([0, 1]), 0.0))
+
+        def forward(self, x):
+            return self.head(self.down(self.gate(self.up(self.embed(x)).relu()))) + self.mask.exp()
+
+    torch.manual_seed(0)
+    x = torch.tensor([[1, 2], [3, 4]])
+    result = compact(Tied(), {"gate": (torch.arange(8) % 2).float()}, x)
+    result.save(tmp_path / "tied")
+    assert "head.weight" not in safetensors.load_file(tmp_path / "tied.safetensors")
+    loaded = load_compacted(Tied(), tmp_path / "tied").network
+    assert loaded.head.weight is loaded.embed.weight
+    assert torch.equal(loaded(x), result.network(x))
 
 
 def test_the_extra_is_named_where_it_is_missing(saved, monkeypatch):

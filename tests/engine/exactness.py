@@ -88,14 +88,13 @@ def check_operations(recording, analysis, values):
     for operation in recording.operations:
         args, kwargs = _filled(operation, lambda x: full.get(x, x.tensor.detach()))
         with torch.no_grad():
-            results = operation.function(*_copied(args), **_copied(kwargs)) if operation.args else None
-            if operation.name == "gate":
-                results = args[0] * _along(
-                    values[operation.arguments["site"]], args[0].dim(), operation.arguments["dim"]
-                )
-            if operation.name == "write in place" or results is None:
-                full.update({x: x.tensor.detach() for x in operation.outputs if x is not None})
+            if operation.name == "write in place":
+                full.update({x: x.tensor.detach() for x in operation.outputs})
                 continue
+            results = operation.function(*_copied(args), **_copied(kwargs))
+            if operation.name == "gate":
+                site, dim = operation.arguments["site"], operation.arguments["dim"]
+                results = args[0] * _along(values[site], args[0].dim(), dim)
             results = results if isinstance(results, (tuple, list)) else [results]
             full.update({x: y for x, y in zip(operation.outputs, results, strict=True) if x is not None})
             if operation not in analysis.solution.running or operation.path in special or operation.name in PARTS:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine import rules
 from pyro_l0.nn.engine.constants import settle_constants
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
-from pyro_l0.nn.engine.record import Operation, Recording, Value
 from pyro_l0.nn.engine.registry import find_rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
 from pyro_l0.nn.engine.solve import Solution, solve
+from pyro_l0.nn.engine.tape import Operation, Recording, Value
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.slots import VARIES, ZERO, Mask
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["settle_constants"]
 

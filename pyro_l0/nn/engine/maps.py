@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor, nn
 
-from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
 from pyro_l0.nn.engine.slots import VARIES, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
+from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 
 __all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
 
@@ -212,18 +212,18 @@ class Maps:
         """All entries of a block have to stay."""
         self.pins.append((block, reason or self.place))
 
-    def box(self, factors: Sequence[int], flat: int) -> None:
+    def box(self, factors: Sequence[int], flat: int, is_view: bool = False) -> None:
         """Entries of a block are the combinations of entries of others, the last one running fastest."""
-        self.boxes.append(Box(tuple(factors), flat))
+        self.boxes.append(Box(tuple(factors), flat, is_view))
 
     def reshape(self, sources: Sequence[Axis], targets: Sequence[Axis]) -> None:
         """The entries of some dimensions of an input, in order, are those of some dimensions of the output."""
         blocks = [axis.block for axis in sources]
         flat = blocks[0] if len(sources) == 1 else self.slots.new(math.prod(axis.size for axis in sources))
         if len(sources) > 1:
-            self.box(blocks, flat)
+            self.box(blocks, flat, is_view=True)
         if len(targets) > 1:
-            self.box([axis.block for axis in targets], flat)
+            self.box([axis.block for axis in targets], flat, is_view=True)
         else:
             self.slots.join(flat, targets[0].block)
         relation = Reshape(tuple(sources), tuple(targets))

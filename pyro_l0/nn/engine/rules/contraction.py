@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from pyro_l0.nn.engine.maps import ConstantInput, Maps, Product
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import ZERO, Axis, States
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["contract"]
 

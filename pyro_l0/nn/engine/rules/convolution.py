@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import ConstantInput, Maps, Product
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO, States
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 

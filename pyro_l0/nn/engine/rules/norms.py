@@ -6,9 +6,9 @@ import numpy as np
 from torch import nn
 
 from pyro_l0.nn.engine.maps import Maps, NormCall
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 

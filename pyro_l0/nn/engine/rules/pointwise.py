@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO, Mask, States
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["is_pointwise", "pointwise"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps, NormCall
-from pyro_l0.nn.engine.record import Operation
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.rules.norms import is_mean_of_squares
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+from pyro_l0.nn.engine.tape import Operation
 
 __all__: list[str] = []
 
