@@ -184,8 +184,7 @@ def _train_open(network: nn.Module, images: Images, options: Options) -> None:
     """Train a network whose gates are all open, in place."""
     opened = fix_gates(network, _ones(network))
     optimiser = torch.optim.AdamW(opened.parameters(), LEARNING_RATE, weight_decay=1e-2, fused=True)
-    steps = options.epochs * math.ceil(len(images.train_x) / options.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, LEARNING_RATE, total_steps=steps)
+    schedule = _schedule(optimiser, images, options)
     for x, y in _batches(images, options):
         optimiser.zero_grad()
         F.cross_entropy(opened(x), y).backward()
@@ -206,18 +205,29 @@ def _prune(network: nn.Module, lam: float, images: Images, options: Options) -> 
     loss(images.train_x[:2], images.train_y[:2])  # makes the guide's parameters
     optimiser = torch.optim.Adam(
         [
-            {"params": network.parameters(), "lr": LEARNING_RATE / 3},
+            {"params": network.parameters(), "lr": LEARNING_RATE},
             {"params": guide.parameters(), "lr": GATE_LEARNING_RATE},
         ],
         fused=True,
     )
+    schedule = _schedule(optimiser, images, options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All gates of site")  # whole blocks may close here
         for x, y in _batches(images, options):
             optimiser.zero_grad()
             loss(x, y).backward()
             optimiser.step()
+            schedule.step()
     return {site.removeprefix("net."): gate for site, gate in guide.test_gates().items()}
+
+
+def _schedule(
+    optimiser: torch.optim.Optimizer, images: Images, options: Options
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Steps that grow for three tenths of the epochs, to those of the optimiser, and then fall to nothing."""
+    steps = options.epochs * math.ceil(len(images.train_x) / options.batch_size)
+    largest = [float(group["lr"]) for group in optimiser.param_groups]
+    return torch.optim.lr_scheduler.OneCycleLR(optimiser, largest, total_steps=steps, cycle_momentum=False)
 
 
 def _group_sizes(network: nn.Module) -> dict[str, int]:

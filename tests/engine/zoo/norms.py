@@ -94,6 +94,31 @@ def instance_norms():
     )  # fmt: skip
 
 
+class MapNorm(nn.LayerNorm):
+    """Layer norm over the maps of each pixel, as a class of one's own."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class NormedMaps(nn.Module):
+    """Such a norm of gated maps, in front of other gated maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 1)
+        self.gate = Gate(8, dim=1)
+        self.norm = MapNorm(8)
+        self.behind = Gate(8, dim=1)
+        self.inner = nn.Conv2d(8, 6, 3)
+        self.inner_gate = Gate(6, dim=1)
+        self.head = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x):
+        h = self.behind(self.norm(self.gate(self.stem(x))))
+        return self.head(self.inner_gate(F.relu(self.inner(h))))
+
+
 class Film(nn.Module):
     """A condition scales and shifts each map."""
 
@@ -154,6 +179,10 @@ ENTRIES = {
         shapes={"first.weight": (4, 8, 3, 3), "time.1.weight": (4, 6), "second_norm.weight": (4,)},
     ),
     "instance_norms": Entry(instance_norms, images(), shapes={"1.weight": (4, 3, 3, 3), "5.weight": (3, 4, 3, 3)}),
+    # Whether the norm's own 8 units can leave is the engine's business; all others do.
+    "subclassed_norm": Entry(
+        NormedMaps, images(6), shapes={"inner.weight": (3, 4, 3, 3), "head.weight": (2, 3, 1, 1)},
+    ),
     "film": Entry(
         Film, lambda batch: (torch.randn(batch, 3, 6, 6), torch.randn(batch, 5)),
         shapes={"scale.weight": (4, 5), "shift.weight": (4, 5), "filters.weight": (4, 3, 3, 3)},
