@@ -40,7 +40,7 @@ def add_product(maps: Maps, operation: Operation) -> None:
     contract(maps, [(one, labels[0]), (other, labels[1])], labels[2], bias, constant)
 
 
-@rule("aten::mm", "aten::bmm", "aten::mv", "aten::dot")
+@rule("aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::vdot")
 def multiply(maps: Maps, operation: Operation) -> None:
     """A matrix product: the inner dimension is summed over, and an entry leaves if it is zero in one factor."""
     labels = {
@@ -48,6 +48,7 @@ def multiply(maps: Maps, operation: Operation) -> None:
         "aten::bmm": ("bmk", "bkn", "bmn"),
         "aten::mv": ("mk", "k", "m"),
         "aten::dot": ("k", "k", ""),
+        "aten::vdot": ("k", "k", ""),
     }[operation.name]
     one, other = operation.inputs if len(operation.inputs) > 1 else operation.inputs * 2
     constant = _constant_input(operation, one, other, None, 0) if operation.name == "aten::mm" else None

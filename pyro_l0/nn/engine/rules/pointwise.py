@@ -24,8 +24,8 @@ def is_pointwise(operation: Operation) -> bool:
 
 
 _NOT_CALLED_SO = """alias clone contiguous detach dropout elu hardsigmoid hardswish hardtanh leaky_relu lift_fresh
-lift_fresh_copy masked_fill mish native_dropout prelu relu6 softplus where _prelu_kernel _to_copy zeros_like ones_like
-full_like"""
+lift_fresh_copy masked_fill mish native_dropout prelu relu6 softplus where _prelu_kernel
+_to_copy"""
 
 
 @rule(*(f"aten::{name}" for name in _NOT_CALLED_SO.split()))
@@ -51,6 +51,22 @@ def copy(maps: Maps, operation: Operation) -> None:
     combine(maps, operation, [source], [(0,)])
     for dim in range(before.rank):
         maps.tie(maps.axes[before][dim], maps.axes[operation.output][dim])
+
+
+@rule("aten::glu")
+def glu(maps: Maps, operation: Operation) -> None:
+    """Each entry of the first half of a dimension, by the sigmoid of the same one of the second half."""
+    x, output = operation.value("self"), operation.output
+    half_dim = operation.integer("dim") % x.rank
+    for dim, size in enumerate(output.shape):
+        if dim != half_dim:
+            maps.passes(x, dim, output, dim)
+        else:
+            for start in (size, 0):
+                maps.part(x, dim, output, dim, np.arange(start, start + size), np.arange(size))
+            states = maps.states(x, dim)
+            both = np.maximum(states[:size], states[size:])
+            maps.set_states(output, dim, np.where(states[:size] == ZERO, np.uint8(ZERO), both))
 
 
 @rule("aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_")
