@@ -44,6 +44,7 @@ WIDTH, HEADS, HIDDEN, BLOCKS = 32, 8, 64, 3
 LEARNING_RATE = 3e-3
 GATE_LEARNING_RATE = 1e-1
 DROPOUT = 0.1
+DENSE_SHARE = 0.1  # of λ, which weights of the dense layers pay: the question is how many heads are left beside them
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Options:
     Attributes:
         data: embedded digits, or MNIST.
         data_dir: folder with MNIST's four files; downloaded if not given.
-        lams: prices of one open weight in nats, each a run.
+        lams: prices of one open weight of attention in nats, each a run; the dense layers' pay a tenth.
         epochs: passes over the training images, before the gates come and with each λ again.
         batch_size: images per step.
         seed: seed of everything random.
@@ -200,7 +201,9 @@ def _prune(network: nn.Module, lam: float, images: Images, options: Options) -> 
     model = Classifier(network, len(images.train_x))
     name_gates(network, prefix="net.")
     guide = AutoGate(model, init_active_prob=0.95)
-    elbo = L0_ELBO("l0", lam=lam, group_size={f"net.{site}": size for site, size in _group_sizes(network).items()})
+    sizes = {f"net.{site}": size for site, size in _group_sizes(network).items()}
+    prices = {site: lam * (DENSE_SHARE if ".dense." in site else 1.0) for site in sizes}
+    elbo = L0_ELBO("l0", lam=prices, group_size=sizes)
     loss = elbo(model, guide)
     loss(images.train_x[:2], images.train_y[:2])  # makes the guide's parameters
     optimiser = torch.optim.Adam(

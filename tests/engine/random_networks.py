@@ -127,7 +127,7 @@ class _Pieces:
 
     def block(self, size):
         """A piece and the number of units that it returns."""
-        kind = self.one_of("branch", "sum", "two", "product", "beside", "repeated", "own")
+        kind = self.one_of("own", "own", "branch", "sum", "two", "product", "beside", "repeated")
         if kind == "branch":
             new = self.one_of(*SIZES)
             return self.branch(size, new), new
@@ -148,7 +148,7 @@ class _Pieces:
     def stage(self, size, longest):
         """Blocks with layers in between, and the number of units behind them."""
         pieces = []
-        for _ in range(self.draw(st.integers(0, longest))):
+        for _ in range(self.one_of(*range(longest + 1), longest)):
             piece, size = self.block(size)
             pieces += [piece, *self.chain(size, 2)]
         return pieces, size
@@ -204,7 +204,7 @@ def cases(draw):
     torch.manual_seed(seed)
     maps, features = _Maps(draw), _Features(draw)
     size = maps.one_of(*SIZES)
-    layers = [maps.layer(2, size), *maps.chain(size, 2)]
+    layers = [maps.layer(2, size), Gate(size, dim=1), *maps.chain(size, 2)]
     more, size = maps.stage(size, 2)
     layers += [*more, Tokens()]
     more, size = features.stage(size, 2)
