@@ -88,13 +88,14 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.head_size = WIDTH // HEADS
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.output = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention over tokens, from shape ``(batch, tokens, WIDTH)`` to the same."""
         query, key, value = (
-            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
         )
         heads = F.scaled_dot_product_attention(query, key, value)
         projected: Tensor = self.output(heads.transpose(1, 2).flatten(2))
