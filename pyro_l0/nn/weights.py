@@ -28,8 +28,8 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
     ``guide.posterior()[site].active_prob``.
 
     Closed weights shrink nothing: :func:`fix_weights` writes them as zeros into the dense weight, and
-    :func:`pack_zeros` stores such weights without their zeros. Units whose weights have all closed still leave by
-    :func:`~pyro_l0.compaction.compact`.
+    :func:`pack_zeros` stores such weights without their zeros. Where units have gates too, give
+    :func:`~pyro_l0.compaction.compact` what :func:`fix_weights` returns, with the values of the gates that are left.
 
     Args:
         network: the network; it is not changed, and weights are not shared.

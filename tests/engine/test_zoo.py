@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn import fix_gates
+from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.engine import analyse, record
 from tests.engine.zoo import ZOO, call, sites
 
@@ -35,7 +36,7 @@ def without_dropout(network):
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention):
+        elif isinstance(module, nn.MultiheadAttention | PlainAttention):
             module.dropout = 0.0
     return network
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.factor import factor
 from pyro_l0.nn import (
@@ -67,6 +68,20 @@ def test_price_and_count_are_of_single_weights():
     assert float(posterior["0.gate"].active_prob.sum().detach()) == pytest.approx(6 * 0.3, rel=1e-5)
     parts = L0_ELBO("l0", lam=2.0, group_size={"2": 3.0}).terms(model, guide, x)
     assert float(parts["l0"]) == pytest.approx(2.0 * (6 * 0.3 + 3.0 * 2 * 0.5 + 2 * 0.8), rel=1e-5)
+
+
+def test_units_beside_gated_weights_compact():
+    """The zeros of what is left stay zeros, and the outputs are the same."""
+    torch.manual_seed(0)
+    net = gate_weights(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2)), "0", "3").double()
+    gates = {site: (torch.rand(gate.size) < 0.5).double() for site, gate in name_gates(net).items()}
+    gates["2"] = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    small = compact(fix_weights(net, gates), {"2": gates["2"]}, x).network
+    torch.testing.assert_close(small(x), fix_gates(net, gates)(x), rtol=1e-12, atol=1e-12)
+    assert small[3].weight.shape == (2, 2)
+    kept = gates["3.gate"].view(2, 4)[:, [0, 2]]
+    assert torch.equal(small[3].weight != 0, kept != 0)
 
 
 def test_superfluous_weights_close():

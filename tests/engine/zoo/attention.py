@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import Gate, gate_heads
 from tests.engine.zoo.entry import Entry
 
 
@@ -195,6 +195,13 @@ class EncoderLayer(nn.Module):
         return self.head(self.layer(x)[:, 0])
 
 
+def encoder_heads():
+    """Torch's encoder with gates on the heads, whose attention is swapped for one of plain layers."""
+    layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return gate_heads(encoder, {f"layers.{k}.self_attn.out_proj": 4 for k in range(2)})
+
+
 class AttentionModule(nn.Module):
     """Torch's attention, which is kept whole, in front of gated units."""
 
@@ -297,6 +304,13 @@ ENTRIES = {
     ),
     "encoder_layer": Entry(
         EncoderLayer, sequence(12), shapes={"layer.linear1.weight": (8, 12), "layer.linear2.weight": (12, 8)},
+    ),
+    "encoder_heads": Entry(
+        encoder_heads, sequence(12),
+        shapes={
+            "layers.0.self_attn.q_proj.weight": (6, 12), "layers.0.self_attn.v_proj.weight": (6, 12),
+            "layers.1.self_attn.out_proj.projection.weight": (12, 6),
+        },
     ),
     "attention_module": Entry(
         AttentionModule, sequence(12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
