@@ -18,6 +18,7 @@ def test_quick_run(capsys):
     assert rows[0].weights == WEIGHTS
     assert rows[1].heads[0] > 0
     assert rows[1].weights < WEIGHTS
+    assert all(0 < accuracy <= 100 for row in rows for accuracy in (row.accuracy, row.trained_on))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert "0 of 24" in lines[1]
