@@ -42,6 +42,10 @@ def carry_out(
     modules = dict(network.named_modules())
     additions = {} if constants is None else {f.layer: _addition(modules, plan, f, constants) for f in plan.folds}
     like = next(network.parameters(), torch.zeros(()))
+    for fold in plan.folds:  # inputs whose places stay are read no more
+        weight = network.get_parameter(f"{fold.layer}.weight")
+        unread = torch.tensor(fold.units, dtype=torch.long, device=weight.device)
+        set_value(weight, weight.detach().index_fill(_input_dim(modules[fold.layer]), unread, 0.0))
     for name, factors in plan.factors.items():
         weight = network.get_parameter(name)
         factor = torch.tensor(factors, dtype=torch.float64).to(weight)
@@ -99,9 +103,14 @@ def _addition(
     layer = modules[fold.layer]
     value, is_map = contribution(layer, constants[fold.layer])
     dim = 0 if not is_map else value.dim() - 1 if isinstance(layer, nn.Linear) else 1
-    is_transposed = isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed
-    rows = plan.places()[f"{fold.layer}.weight"][1 if is_transposed else 0]
+    places = plan.places().get(f"{fold.layer}.weight")
+    rows = None if places is None else places[1 - _input_dim(layer)]
     return cut(value, [None] * dim + [rows])
+
+
+def _input_dim(layer: nn.Module) -> int:
+    """The dimension of a weight that reads the inputs."""
+    return 0 if isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed else 1
 
 
 def _add(layer: nn.Module, fold: LayerFold, addition: Tensor | None, optimiser: torch.optim.Optimizer | None) -> None:
@@ -113,8 +122,7 @@ def _add(layer: nn.Module, fold: LayerFold, addition: Tensor | None, optimiser: 
         return
     bias = layer.bias
     if bias is None:
-        is_transposed = isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed
-        rows = weight.shape[1 if is_transposed else 0]
+        rows = weight.shape[1 - _input_dim(layer)]
         bias = layer.bias = nn.Parameter(weight.new_zeros(rows), requires_grad=weight.requires_grad)
         for group in [] if optimiser is None else optimiser.param_groups:
             if any(parameter is weight for parameter in group["params"]):

@@ -45,7 +45,8 @@ class Certificate:
 
     Attributes:
         outputs: on all examples, on another number of rows and on random inputs, in evaluation mode.
-        gradients: of a random function of the outputs with respect to every parameter and input that is left.
+        gradients: of a random function of the outputs with respect to every parameter and input that is left; None
+            where parameters that are left also made constants, which were folded into biases.
         training_outputs: in training mode without dropout, under one seed; None where the modes of the network can't
             be compared: it can't be called so, draws random numbers of the shapes of units that left, or normalises
             closed units by statistics that are not what training would make of them.
@@ -53,7 +54,7 @@ class Certificate:
     """
 
     outputs: float
-    gradients: float
+    gradients: float | None
     training_outputs: float | None
     training_gradients: float | None
 
@@ -167,7 +168,10 @@ def run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
     args, kwargs = tree_map_only(Tensor, lambda x: x.clone(), call)
     devices = [x.device for x in tensors(call) if x.is_cuda][:1]
     with torch.random.fork_rng(devices), _NoDropout():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         return tensors(network(*args, **kwargs))
 
 
@@ -246,14 +250,13 @@ def _doubled(
     reference: nn.Module, small: nn.Module, calls: Sequence[Arguments]
 ) -> tuple[tuple[nn.Module, nn.Module], list[Arguments]]:
     """Both networks and the calls in float64, or as they are where code of the network asks for their own type."""
-    own = _without_dropout(reference), _without_dropout(small)
     doubled = _without_dropout(reference).double(), _without_dropout(small).double()
     inputs = [tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call) for call in calls]
     try:
         for call in inputs:
             run(doubled[0].eval(), call)
     except Exception:
-        return own, list(calls)
+        return (_without_dropout(reference), _without_dropout(small)), list(calls)
     return doubled, inputs
 
 

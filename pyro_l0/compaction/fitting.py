@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -221,9 +220,8 @@ class _Attempt:
                 f"Expected the network to run with fewer units as with all, but {where_raised(small, error)} raises "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not self.keep_gates and plan.folds and not max(_numbers(found)) <= self.tolerance:
-            # Constants are those of evaluation mode, where BatchNorm has other statistics.
-            found = replace(found, training_outputs=None, training_gradients=None)
+        if not self.keep_gates and plan.folds:
+            found = self._of_folded(found)
         if not found.largest <= self.tolerance:
             raise CompactionError(
                 f"The compacted network differs from the network with fixed gates by {found.largest:.2e} of its "
@@ -233,12 +231,17 @@ class _Attempt:
             )
         return found
 
+    def _of_folded(self, found: Certificate) -> Certificate:
+        """Without what differs because constants are what evaluation mode and the present parameters make of them."""
+        training = [_if_small(x, self.tolerance) for x in (found.training_outputs, found.training_gradients)]
+        outputs, gradients = [None, None] if None in training else training
+        return Certificate(found.outputs, _if_small(found.gradients, self.tolerance), outputs, gradients)
+
 
 def _left(factor: Tensor, places: Sequence[Tensor | None] | None) -> Tensor:
     index = None if places is None else places[1]
     return factor if index is None else factor[index]
 
 
-def _numbers(certificate: Certificate) -> list[float]:
-    found = (certificate.training_outputs, certificate.training_gradients)
-    return [math.inf if x is not None and math.isnan(x) else x or 0.0 for x in found]
+def _if_small(value: float | None, tolerance: float) -> float | None:
+    return value if value is not None and value <= tolerance else None

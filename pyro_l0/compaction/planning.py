@@ -165,7 +165,8 @@ def _fold(network: nn.Module, path: str, units: tuple[int, ...], constant: Const
         return LayerFold(path, units, None)
     shape = list(value.shape[1:])
     is_transposed = isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed
-    rows = places[f"{path}.weight"][1 if is_transposed else 0]
+    cut = places.get(f"{path}.weight")
+    rows = None if cut is None else cut[1 if is_transposed else 0]
     if rows is not None:
         shape[-1 if isinstance(layer, nn.Linear) else 0] = len(rows)
     return LayerFold(path, units, tuple(shape))

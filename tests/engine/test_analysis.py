@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyro_l0.nn import Gate, name_gates
+from pyro_l0.nn import Gate, fix_gates, name_gates
 from pyro_l0.nn.engine import analyse, record
 from tests.engine import own_operation
-from tests.engine.exactness import close_some, examine
+from tests.engine.exactness import close_some, examine, shake
 
 
 class Bottleneck(nn.Module):
@@ -89,6 +89,28 @@ def test_several_examples_take_several_ways():
     assert not len(both.removed["gate"])
     assert "ways.b.weight" in both.kept
     assert "ways.c.weight" not in both.kept
+
+
+def test_all_that_stays_matters():
+    """Each slice of a parameter that is said to stay changes the outputs when it changes."""
+    first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), Gate(8, 1))
+    second = nn.Sequential(nn.Conv2d(8, 12, 3, groups=2), nn.GELU(), Gate(12, 1), nn.AdaptiveAvgPool2d(1))
+    network = shake(nn.Sequential(first, second, nn.Flatten(), nn.Linear(12, 2)).double().eval())
+    _, values = close_some(network)
+    closed = {"0.3": torch.arange(8) < 4, "1.2": torch.arange(12) % 6 < 2}
+    values = {site: value.clamp(0.3, 1.0).masked_fill(closed[site], 0.0) for site, value in values.items()}
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    analysis = analyse(record(network, x), closed, values)
+    fixed = fix_gates(network, values)
+    before = fixed(x)
+    for name, parameter in fixed.named_parameters():
+        for dim, entries in enumerate(analysis.kept[name]):
+            for entry in entries.tolist():
+                kept = parameter.detach().clone()
+                with torch.no_grad():
+                    parameter.select(dim, entry).add_(torch.randn(parameter.select(dim, entry).shape).abs() + 0.5)
+                    assert not torch.allclose(fixed(x), before, rtol=1e-9), (name, dim, entry)
+                    parameter.copy_(kept)
 
 
 def test_tied_and_repeated_layers():

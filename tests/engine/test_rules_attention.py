@@ -160,8 +160,7 @@ class Stream(nn.Module):
         (nn.LayerNorm, False, True, None),
         (nn.RMSNorm, False, False, "rms"),
         (nn.RMSNorm, True, True, "rms"),
-        (WrittenOut, False, True, "rms"),
-        (WrittenOut, False, False, None),
+        (WrittenOut, False, True, None),
     ],
 )
 def test_norms_over_units_of_which_some_leave(norm, gates_norm, folds, kind):

@@ -17,7 +17,7 @@ from pyro_l0.nn.engine.maps import ConstantInput, Maps
 from pyro_l0.nn.engine.registry import find_rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
 from pyro_l0.nn.engine.solve import Solution, solve
-from pyro_l0.nn.engine.tape import Operation, Recording, Value
+from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
@@ -25,14 +25,17 @@ __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
 
 @dataclass(frozen=True)
 class Fold:
-    """Inputs of a layer that are the same for every example, and leave: their contribution goes into its bias.
+    """Inputs of a layer that are the same for every example: their contribution goes into its bias.
+
+    They leave, but for the last of a dimension and for those that are another unit elsewhere, whose place stays; what
+    stands there is not computed rightly any more, so that its weights are to be zero.
 
     Attributes:
         path: the module that called the layer.
         weight: name of its weight.
         bias: name of its bias, None if there is none.
         dim: dimension of the weight that reads the inputs.
-        units: which of the inputs leave, in the numbering of the full layer.
+        units: which of the inputs, in the numbering of the full layer.
         constant: their values, shape ``(units,)``; or ``(units, *positions)`` where they differ from place to place.
         is_padded: whether the layer pads its input with zeros, so that the contribution is a map.
     """
@@ -68,8 +71,7 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
 
     Attributes:
-        path: the module that called it: torch's own, or for ``"rms"`` one that writes out x * rsqrt(mean(x²) + ε)
-            and keeps ε in an attribute.
+        path: the module of torch's that called it.
         kind: ``"layer"`` or ``"rms"``.
         weight: name of its weight, None if there is none.
         size: number of units that there were.
@@ -254,7 +256,9 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
         if solution.size(call.units) < call.units.size
     }
     zeros = {path: torch.from_numpy(np.flatnonzero(mask)) for path, mask in maps.zero_channels.items() if mask.any()}
-    barriers = Counter(text for operation, text in maps.barriers.items() if operation in solution.running)
+    barriers = Counter(
+        text for operation, text in maps.barriers.items() if operation in solution.running or operation.name != WRITE
+    )
     return Analysis(
         kept,
         _folds(maps, solution, constants),
@@ -289,13 +293,12 @@ def _gates_of(maps: Maps, solution: Solution) -> tuple[dict[str, Tensor], dict[s
 
 
 def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor]) -> list[Fold]:
-    """The constant inputs that leave, once for each weight."""
+    """The constant inputs that the layer does without, once for each weight."""
     found = dict[Value, Fold]()
     for layer, constant in constants.items():
         assert layer.candidates is not None
         axis = maps.axes[layer.input][layer.input_dim]
-        leaves = ~solution.stays[solution.units[axis.block]]
-        units = np.flatnonzero(layer.candidates & leaves)
+        units = np.flatnonzero(layer.candidates & ~axis.needed)
         if len(units) and layer.operation in solution.running:
             bias = layer.bias.names[0] if layer.bias is not None else None
             found[layer.weight] = Fold(

@@ -269,7 +269,7 @@ def pixel_unshuffle(maps: Maps, operation: Operation) -> None:
     maps.reshape([maps.axes[x][-3], places], [maps.axes[output][-3]])
 
 
-@rule("aten::channel_shuffle")
+@rule("aten::channel_shuffle", "aten::native_channel_shuffle")
 def channel_shuffle(maps: Maps, operation: Operation) -> None:
     """Channels of several groups are shuffled; the groups stay, so that the same channels of all groups leave."""
     x, output, groups = operation.value("self"), operation.output, operation.integer("groups")
@@ -279,6 +279,16 @@ def channel_shuffle(maps: Maps, operation: Operation) -> None:
     group, place = maps.fixed(groups), maps.free(x.shape[1] // groups)
     maps.reshape([maps.axes[x][1]], [group, place])
     maps.reshape([place, group], [maps.axes[output][1]])
+
+
+@rule("aten::view_as_complex", "aten::view_as_real")
+def view_as_complex(maps: Maps, operation: Operation) -> None:
+    """The last dimension of the real tensor, a real part and an imaginary one, stays; the others are the same."""
+    x, output = operation.value("self"), operation.output
+    for dim in range(min(x.rank, output.rank)):
+        maps.passes(x, dim, output, dim)
+    real = x if x.rank > output.rank else output
+    maps.fixes(real, real.rank - 1)
 
 
 def _leave_image(maps: Maps, x: Value, output: Value) -> None:

@@ -108,36 +108,6 @@ def weight_norm(maps: Maps, operation: Operation) -> None:
             maps.fixes(output, d)
 
 
-def is_mean_of_squares(maps: Maps, operation: Operation) -> bool:
-    """Whether a mean is that of an RMSNorm written out: x * rsqrt(mean(x²) + ε), times a weight of the module.
-
-    Then the module can do with fewer units, by its weight and its ε.
-    """
-    x = operation.inputs[0]
-    weight = maps.recording.named.get(f"{operation.path}.weight" if operation.path else "weight")
-    if weight is None or weight.shape != x.shape[-1:] or operation.integers("dim") not in ([-1], [x.rank - 1]):
-        return False
-    own = [other for other in maps.recording.operations if other.path == operation.path]
-    squares = [other for other in own if x in other.outputs and _is_square(other)]
-    added = [other for other in own if operation.output in other.inputs]
-    if not squares or len(added) != 1 or added[0].name != "aten::add":
-        return False
-    roots = [other for other in own if added[0].output in other.inputs]
-    epsilon = added[0].arguments["other"]
-    return len(roots) == 1 and roots[0].name == "aten::rsqrt" and len(epsilon_names(maps.module(), epsilon)) == 1
-
-
-def _is_square(operation: Operation) -> bool:
-    if operation.name == "aten::pow":
-        return operation.arguments["exponent"] == 2
-    return operation.name == "aten::square" or (operation.name == "aten::mul" and len(set(operation.inputs)) == 1)
-
-
-def epsilon_names(module: nn.Module, epsilon: object) -> list[str]:
-    """The attributes of a module that hold the number added to a mean of squares."""
-    return [name for name, value in vars(module).items() if isinstance(value, float) and value == epsilon]
-
-
 def _normalise_units(maps: Maps, operation: Operation, kind: str, x: Value, count: int) -> None:
     output = operation.output
     weight = operation.maybe("weight")

@@ -19,13 +19,16 @@ __all__ = ["is_pointwise", "pointwise"]
 
 
 def is_pointwise(operation: Operation) -> bool:
-    """Whether torch itself calls an operation pointwise."""
-    return torch.Tag.pointwise in getattr(operation.function, "tags", ())
+    """Whether torch itself calls an operation pointwise, or the one that does the same to a copy."""
+    twin = operation.name.removeprefix("aten::").rstrip("_")
+    packet = getattr(torch.ops.aten, twin, None) if operation.name.startswith("aten::") else None
+    twins = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.pointwise in getattr(function, "tags", ()) for function in (operation.function, *twins))
 
 
-_NOT_CALLED_SO = """alias clone contiguous detach dropout elu hardsigmoid hardswish hardtanh leaky_relu lift_fresh
-lift_fresh_copy masked_fill mish native_dropout prelu relu6 softplus where _prelu_kernel
-_to_copy"""
+_NOT_CALLED_SO = """__and__ __or__ _conj abs alias bernoulli clone contiguous detach dropout elu hardsigmoid hardswish
+hardtanh leaky_relu lift_fresh lift_fresh_copy log_sigmoid_forward masked_fill mish native_dropout prelu relu6 softplus
+where _prelu_kernel _to_copy"""
 
 
 @rule(*(f"aten::{name}" for name in _NOT_CALLED_SO.split()))
