@@ -71,7 +71,7 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
 
     Attributes:
-        path: the module of torch's that called it.
+        path: the module that called it, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's.
         kind: ``"layer"`` or ``"rms"``.
         weight: name of its weight, None if there is none.
         size: number of units that there were.
