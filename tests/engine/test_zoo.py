@@ -19,7 +19,6 @@ UNCOUNTED = {"bilinear_pair": 3 * 4 * 5 * 5}
 
 NOT_YET = {
     "gpt2": "the sizes of transformers' Conv1D are not found",
-    "subclassed_norm": "a norm of a class of one's own can't lose units",
 }
 
 

@@ -179,7 +179,6 @@ ENTRIES = {
         shapes={"first.weight": (4, 8, 3, 3), "time.1.weight": (4, 6), "second_norm.weight": (4,)},
     ),
     "instance_norms": Entry(instance_norms, images(), shapes={"1.weight": (4, 3, 3, 3), "5.weight": (3, 4, 3, 3)}),
-    # Whether the norm's own 8 units can leave is the engine's business; all others do.
     "subclassed_norm": Entry(
         NormedMaps, images(6), shapes={"inner.weight": (3, 4, 3, 3), "head.weight": (2, 3, 1, 1)},
     ),
