@@ -1,0 +1,305 @@
+"""How many attention heads does a vision transformer need? Heads, hidden units and whole blocks, each with a gate.
+
+A small vision transformer learns scikit-learn's digits (or MNIST) without gates. Then each λ prunes a copy of it by the
+L0 objective: a head, a hidden unit of a block's dense layers and a whole branch pay for each of the weights that they
+switch (Eq. 16 and 22), and what is left, compacted, is trained on. The table has the heads that closed against the
+accuracy, as Voita et al. (2019, arXiv:1905.09418) have them for translation; the row without λ is the network trained
+without gates for as long.
+
+FIGURES
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    import command
+
+    command.answer_signals()
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import command
+import ranges
+from data import Images, load_images
+from networks import Classifier
+from pyro_l0.compaction import compact
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.nn import Gate, fix_gates, gate_heads, gate_names, name_gates
+
+__all__ = ["Options", "Row", "VisionTransformer", "main"]
+
+WIDTH, HEADS, HIDDEN, BLOCKS = 32, 8, 64, 3
+LEARNING_RATE = 3e-3
+GATE_LEARNING_RATE = 1e-1
+DROPOUT = 0.1
+DENSE_SHARE = 0.1  # of λ, which weights of the dense layers pay: the question is how many heads are left beside them
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of this example.
+
+    Attributes:
+        data: embedded digits, or MNIST.
+        data_dir: folder with MNIST's four files; downloaded if not given.
+        lams: prices of one open weight of attention in nats, each a run; the dense layers' pay a tenth.
+        epochs: passes over the training images: before the gates come, with each λ, and after it.
+        batch_size: images per step.
+        seed: seed of everything random.
+        device: where to train.
+        quick: the last λ, eight epochs and a tenth of the images, to see that all works.
+    """
+
+    data: Literal["digits", "mnist"] = "digits"
+    data_dir: Path | None = None
+    lams: tuple[float, ...] = (0.1, 0.3, 0.6, 1.0)
+    epochs: int = 30
+    batch_size: int = 100
+    seed: int = 1
+    device: str = "cpu"
+    quick: bool = False
+
+
+class Row(NamedTuple):
+    """A line of the table: closed of all heads, units and branches, the weights that are left, and test accuracies.
+
+    The accuracies are percentages of the compacted network, as it was pruned and after it was trained on.
+    """
+
+    lam: float | None
+    heads: tuple[int, int]
+    units: tuple[int, int]
+    branches: tuple[int, int]
+    weights: int
+    accuracy: float
+    trained_on: float
+
+
+class Attention(nn.Module):
+    """Softmax attention; the input of ``output`` holds the heads side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_size = WIDTH // HEADS
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention over tokens, from shape ``(batch, tokens, WIDTH)`` to the same."""
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        heads = F.scaled_dot_product_attention(query, key, value)
+        projected: Tensor = self.output(heads.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Branch(nn.Module):
+    """A branch of the residual stream, and a gate for it as a whole."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = inner
+        self.dropout = nn.Dropout(DROPOUT)
+        self.gate = Gate(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the gated branch."""
+        branch: Tensor = self.gate(self.inner(self.norm(x)).unsqueeze(-1))
+        return x + self.dropout(branch.squeeze(-1))
+
+
+class VisionTransformer(nn.Module):
+    """Patches of an image as tokens, attention and dense layers, and the mean over the tokens.
+
+    Args:
+        images: the data, for the shape of an image.
+    """
+
+    def __init__(self, images: Images) -> None:
+        super().__init__()
+        channels, height, width = images.image_shape
+        patch = height // 4
+        self.images = nn.Unflatten(1, images.image_shape)
+        self.patches = nn.Conv2d(channels, WIDTH, patch, stride=patch)
+        self.places = nn.Parameter(0.02 * torch.randn((height // patch) * (width // patch), WIDTH))
+        self.attention = nn.ModuleList([Branch(Attention()) for _ in range(BLOCKS)])
+        self.dense = nn.ModuleList(
+            [
+                Branch(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), Gate(HIDDEN), nn.Linear(HIDDEN, WIDTH)))
+                for _ in range(BLOCKS)
+            ]
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the classes of flat images, shape ``(batch, 10)``."""
+        x = self.patches(self.images(x)).flatten(2).mT + self.places
+        for attention, dense in zip(self.attention, self.dense, strict=True):
+            x = dense(attention(x))
+        logits: Tensor = self.head(self.norm(x).mean(1))
+        return logits
+
+
+def main(options: Options) -> list[Row]:
+    """Print the table; returns its rows, the first without λ.
+
+    Raises:
+        ValueError: an option is outside its range.
+        FileNotFoundError: ``data_dir`` is no folder, or lacks a file.
+    """
+    ranges.check(options)
+    images = load_images(options.data, options.data_dir)
+    if options.quick:
+        options = replace(options, epochs=8, batch_size=20, lams=options.lams[-1:])
+        images = replace(images, train_x=images.train_x[::10], train_y=images.train_y[::10])
+    images = replace(
+        images, **{name: x.to(options.device) for name, x in vars(images).items() if name != "image_shape"}
+    )
+    torch.manual_seed(options.seed)
+    network = gate_heads(VisionTransformer(images), {f"attention.{k}.inner.output": HEADS for k in range(BLOCKS)}).to(
+        options.device
+    )
+    _train_open(network, images, options)
+    print("    λ   heads closed   units closed   branches closed   weights left    accuracy   trained on")
+    opened = copy.deepcopy(network)
+    _train_open(opened, images, options)
+    rows = [_row(None, opened, _ones(network), images, options)]
+    for lam in options.lams:
+        torch.manual_seed(options.seed)
+        pruned = copy.deepcopy(network)
+        rows.append(_row(lam, pruned, _prune(pruned, lam, images, options), images, options))
+    return rows
+
+
+def _train_open(network: nn.Module, images: Images, options: Options) -> None:
+    """Train a network whose gates are all open, in place."""
+    opened = fix_gates(network, _ones(network))
+    _train(opened, images, options)
+    with torch.no_grad():
+        for mine, theirs in zip(network.parameters(), opened.parameters(), strict=True):
+            mine.copy_(theirs)
+
+
+def _train(network: nn.Module, images: Images, options: Options) -> None:
+    """Train a network without gates, in place."""
+    network.train()
+    optimiser = torch.optim.AdamW(network.parameters(), LEARNING_RATE, weight_decay=1e-2, fused=True)
+    schedule = _schedule(optimiser, images, options)
+    for x, y in _batches(images, options):
+        optimiser.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimiser.step()
+        schedule.step()
+
+
+def _prune(network: nn.Module, lam: float, images: Images, options: Options) -> dict[str, Tensor]:
+    """Train a network together with its gates, in place; returns the gates' values in the end."""
+    model = Classifier(network, len(images.train_x))
+    name_gates(network, prefix="net.")
+    guide = AutoGate(model, init_active_prob=0.95)
+    sizes = {f"net.{site}": size for site, size in _group_sizes(network).items()}
+    prices = {site: lam * (DENSE_SHARE if ".dense." in site else 1.0) for site in sizes}
+    elbo = L0_ELBO("l0", lam=prices, group_size=sizes)
+    loss = elbo(model, guide)
+    loss(images.train_x[:2], images.train_y[:2])  # makes the guide's parameters
+    optimiser = torch.optim.Adam(
+        [
+            {"params": network.parameters(), "lr": LEARNING_RATE},
+            {"params": guide.parameters(), "lr": GATE_LEARNING_RATE},
+        ],
+        fused=True,
+    )
+    schedule = _schedule(optimiser, images, options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All gates of site")  # whole blocks may close here
+        for x, y in _batches(images, options):
+            optimiser.zero_grad()
+            loss(x, y).backward()
+            optimiser.step()
+            schedule.step()
+    return {site.removeprefix("net."): gate for site, gate in guide.test_gates().items()}
+
+
+def _schedule(
+    optimiser: torch.optim.Optimizer, images: Images, options: Options
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Steps that grow for three tenths of the epochs, to those of the optimiser, and then fall to nothing."""
+    steps = options.epochs * math.ceil(len(images.train_x) / options.batch_size)
+    largest = [float(group["lr"]) for group in optimiser.param_groups]
+    return torch.optim.lr_scheduler.OneCycleLR(optimiser, largest, total_steps=steps, cycle_momentum=False)
+
+
+def _group_sizes(network: nn.Module) -> dict[str, int]:
+    """The weights that one gate of each site switches."""
+    head = 4 * WIDTH * (WIDTH // HEADS)
+    unit = 2 * WIDTH
+    sizes = {}
+    for k in range(BLOCKS):
+        sizes[f"attention.{k}.inner.output.gate"] = head
+        sizes[f"attention.{k}.gate"] = HEADS * head
+        sizes[f"dense.{k}.inner.2"] = unit
+        sizes[f"dense.{k}.gate"] = HIDDEN * unit
+    return sizes
+
+
+def _row(lam: float | None, network: nn.Module, gates: dict[str, Tensor], images: Images, options: Options) -> Row:
+    """Count what is closed, by itself or with its branch, compact the network and train it on; print all that."""
+    name_gates(network)
+    # In float64 the compacted network is certified to 1e-10.
+    exact = {site: gate.double() for site, gate in gates.items()}
+    small = compact(network.double(), exact, images.test_x[:2].double()).network.float()
+    accuracy = _accuracy(small, images)
+    _train(small, images, options)
+    open_heads = [gates[f"attention.{k}.gate"] * gates[f"attention.{k}.inner.output.gate"] for k in range(BLOCKS)]
+    open_units = [gates[f"dense.{k}.gate"] * gates[f"dense.{k}.inner.2"] for k in range(BLOCKS)]
+    branches = torch.stack([part.amax() for part in (*open_heads, *open_units)])
+    closed = [_closed(torch.cat(part)) for part in (open_heads, open_units, [branches])]
+    weights = sum(weight.numel() for weight in small.parameters())
+    row = Row(lam, *closed, weights, accuracy, _accuracy(small, images))
+    name = "" if lam is None else f"{lam:g}"
+    heads, units, whole = (f"{count} of {total}" for count, total in closed)
+    print(
+        f"{name:>5s}   {heads:>12s}   {units:>12s}   {whole:>15s}   {weights:>12,}   {accuracy:7.2f} %   "
+        f"{row.trained_on:8.2f} %",
+        flush=True,
+    )
+    return row
+
+
+@torch.no_grad()
+def _accuracy(network: nn.Module, images: Images) -> float:
+    """In percent of the test images."""
+    return 100 * float((network.eval()(images.test_x).argmax(1) == images.test_y).float().mean())
+
+
+def _closed(gates: Tensor) -> tuple[int, int]:
+    return int((gates == 0).sum()), len(gates)
+
+
+def _ones(network: nn.Module) -> dict[str, Tensor]:
+    device = next(network.parameters()).device
+    return {site: torch.ones(gate.size, device=device) for site, gate in gate_names(network).items()}
+
+
+def _batches(images: Images, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
+    """Minibatches of all epochs, shuffled anew in each."""
+    for _ in range(options.epochs):
+        for chosen in torch.randperm(len(images.train_x), device=images.train_x.device).split(options.batch_size):
+            yield images.train_x[chosen], images.train_y[chosen]
+
+
+if __name__ == "__main__":
+    command.run(main, Options, __doc__)

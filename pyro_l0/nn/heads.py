@@ -1,0 +1,155 @@
+"""Gates on the heads of attention, in front of the output projections."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from pyro_l0.nn.attention import PlainAttention
+from pyro_l0.nn.gate import Gate
+
+__all__ = ["gate_heads"]
+
+
+def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
+    """A copy of a network with a gate per attention head.
+
+    The input of an output projection holds the heads side by side. Its slices are multiplied by the gates, so that a
+    closed head takes its columns of the projection and its rows of queries, keys and values with it.
+
+    A projection at ``path`` is replaced by a module that gates what it is given: the site is named ``path.gate``, and
+    the projection's parameters are found at ``path.projection``. :class:`torch.nn.MultiheadAttention` never calls its
+    output projection ``path.out_proj``; it is replaced by a module of the same arguments and results whose parts are
+    called, with queries, keys and values projected by ``path.q_proj``, ``path.k_proj`` and ``path.v_proj``.
+
+    Args:
+        network: the network; it is not changed, and weights are not shared.
+        heads: by path of the output projection, the number of heads whose values it reads.
+
+    Raises:
+        ValueError: a path is not a module of the network, or is one under two names; the number of heads is not that
+            of an ``nn.MultiheadAttention``, or does not divide the projection's inputs; or an ``nn.MultiheadAttention``
+            adds a bias or zeros to its keys and values.
+        TypeError: a module is no dense layer, or a number of heads no integer.
+
+    Example:
+        >>> import torch
+        >>> from pyro_l0.nn import fix_gates
+        >>> layer = nn.TransformerEncoderLayer(8, nhead=2, batch_first=True)
+        >>> net = gate_heads(layer, {"self_attn.out_proj": 2})
+        >>> fixed = fix_gates(net, {"self_attn.out_proj.gate": torch.tensor([1.0, 0.0])})
+        >>> fixed(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+
+    References:
+        Voita, Talbot, Moiseev, Sennrich, Titov (2019), arXiv:1905.09418; section 5.1, with the gates in the same place.
+    """
+    new = copy.deepcopy(network)
+    for path, number in heads.items():
+        _check_number(path, number)
+        parent = _parent(new, path)
+        if isinstance(parent, nn.MultiheadAttention):
+            parent = _swap(new, path, parent, number)
+        name = path.rpartition(".")[2]
+        projection = getattr(parent, name)
+        _check_projection(new, path, projection, number)
+        setattr(parent, name, _HeadGated(projection, number))
+    for module in new.modules():
+        # It would hand packed sequences to layers that take plain ones.
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PlainAttention) for m in module.modules()):
+            module.use_nested_tensor = False
+    return new
+
+
+class _HeadGated(nn.Module):
+    """A projection behind a gate per head."""
+
+    def __init__(self, projection: nn.Module, heads: int) -> None:
+        super().__init__()
+        self.gate = Gate(heads, dim=-2)
+        self.projection = projection
+        self.head_size = _inputs(projection) // heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The projection of ``x``, shape ``(..., heads * head_size)``, whose slices the gates multiply."""
+        projected: Tensor = self.projection(self.gate(x.unflatten(-1, (-1, self.head_size))).flatten(-2))
+        return projected
+
+
+def _parent(network: nn.Module, path: str) -> nn.Module:
+    """The module that holds the one at a path."""
+    modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
+    if not path or path not in modules:
+        dense = [name for name, module in modules.items() if name and _is_dense(module)]
+        raise ValueError(
+            f"Expected the path of an output projection, but got {path!r}; the network has dense layers at "
+            f"{', '.join(map(repr, dense)) or 'no path'}."
+        )
+    return modules[path.rpartition(".")[0]]
+
+
+def _swap(network: nn.Module, path: str, attention: nn.MultiheadAttention, heads: int) -> PlainAttention:
+    """Put a module whose parts are called in the place of torch's attention."""
+    inner = path.rpartition(".")[0]
+    if heads != attention.num_heads:
+        raise ValueError(
+            f"Expected {attention.num_heads} heads at {path!r}, as many as its nn.MultiheadAttention has, but got "
+            f"{heads}."
+        )
+    if not inner:
+        raise ValueError(
+            f"Expected a network that holds its nn.MultiheadAttention, which is replaced, but {path!r} is a part of "
+            "one that is the whole network; put it into nn.Sequential, and give the path as '0.out_proj'."
+        )
+    _refuse_shared(network, inner, attention)
+    try:
+        plain = PlainAttention(attention)
+    except ValueError as error:
+        raise ValueError(f"{error} At {inner!r} there is one; write that attention out to gate its heads.") from error
+    network.set_submodule(inner, plain)
+    return plain
+
+
+def _check_number(path: str, heads: object) -> None:
+    if isinstance(heads, bool) or not isinstance(heads, int):
+        raise TypeError(f"Expected the number of heads at {path!r} to be an integer, but got {heads!r}.")
+
+
+def _check_projection(network: nn.Module, path: str, projection: nn.Module, heads: int) -> None:
+    """Refuse what does not read heads side by side, and layers that are used elsewhere too."""
+    if isinstance(projection, _HeadGated):
+        raise ValueError(f"Expected an output projection without head gates, but {path!r} has them already.")
+    if not _is_dense(projection):
+        raise TypeError(
+            f"Expected a dense layer at {path!r}, which reads the heads side by side, but got "
+            f"{type(projection).__name__}; write a Gate(heads, dim=...) into the network's forward."
+        )
+    _refuse_shared(network, path, projection)
+    inputs = _inputs(projection)
+    if heads < 1 or inputs % heads:
+        raise ValueError(f"Expected a number of heads at {path!r} that divides its {inputs} inputs, but got {heads}.")
+
+
+def _refuse_shared(network: nn.Module, path: str, module: nn.Module) -> None:
+    names = [name for name, other in network.named_modules(remove_duplicate=False) if other is module]
+    if len(names) > 1:
+        raise ValueError(
+            f"Expected {path!r} to be a module of one name, but it is at {' and at '.join(map(repr, names))}; "
+            "write a Gate(heads, dim=...) into the network's forward."
+        )
+
+
+def _is_dense(module: nn.Module) -> bool:
+    """Whether a module is a dense layer: torch's, or one of a matrix alone, such as the Conv1D of transformers."""
+    weight = getattr(module, "weight", None)
+    is_other = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not is_other
+
+
+def _inputs(projection: nn.Module) -> int:
+    """How many inputs a dense layer has; the Conv1D of transformers holds its matrix transposed."""
+    weight = projection.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0] if type(projection).__name__ == "Conv1D" else weight.shape[1]

@@ -1,0 +1,216 @@
+"""Gates on the single weights of a layer: dense matrices with zeros, and their storage without them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pyro_l0.nn.fixed import check_gates
+from pyro_l0.nn.gate import Gate
+
+__all__ = ["fix_weights", "gate_weights", "pack_zeros", "unpack_zeros"]
+
+_SHAPE, _BITS, _VALUES = "#shape", "#bits", "#values"
+
+
+def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
+    r"""A copy of a network in which every weight of some layers has a gate of its own.
+
+    The layer computes with :math:`\theta \odot z`, one draw for the whole minibatch; its bias has no gates. The site
+    is named ``path.gate`` and has one gate per weight, in the order of ``weight.flatten()``; the layer and its
+    parameters are found at ``path.layer``. The group of such a gate is one weight, so that Eq. 22 prices the site at
+    :math:`\lambda \sum P(z \neq 0)` without ``group_size``, and the expected number of weights left is the sum of
+    ``guide.posterior()[site].active_prob``.
+
+    Closed weights shrink nothing: :func:`fix_weights` writes them as zeros into the dense weight, and
+    :func:`pack_zeros` stores such weights without their zeros. Where units have gates too, give
+    :func:`~pyro_l0.compaction.compact` what :func:`fix_weights` returns, with the values of the gates that are left.
+
+    Args:
+        network: the network; it is not changed, and weights are not shared.
+        paths: of layers that are called and hold a ``weight`` of two dimensions or more.
+
+    Raises:
+        ValueError: a path is not a module of the network or has gates already, its weight has another name too, or it
+            belongs to an ``nn.MultiheadAttention``, which does not call it.
+        TypeError: a module has no weight of two dimensions or more.
+
+    Example:
+        >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), "0")
+        >>> net[0].gate
+        Gate(6, dim=-1)
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, with groups of one weight.
+    """
+    new = copy.deepcopy(network)
+    for path in paths:
+        layer = _layer(new, path)
+        parent, _, name = path.rpartition(".")
+        setattr(new.get_submodule(parent), name, _WeightGated(layer))
+    return new
+
+
+def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a network whose gated weights have been multiplied by values, in plain layers at their old paths.
+
+    Gates on units stay as they are.
+
+    Args:
+        network: what :func:`gate_weights` returned, or a network around it.
+        gates: values in [0, 1] of all gates of the network by site, such as ``guide.test_gates()``.
+
+    Raises:
+        ValueError: a gate of the network has no value or a wrong one, as for :func:`~pyro_l0.nn.fix_gates`.
+        TypeError: ``gates`` is no mapping of tensors.
+
+    Example:
+        >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2)), "0")
+        >>> fixed = fix_weights(net, {"0.gate": torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])})
+        >>> int(fixed[0].weight.count_nonzero())
+        3
+    """
+    sites = {gate: site for site, gate in check_gates(network, gates).items()}
+    with torch.no_grad():
+        new = copy.deepcopy(network)
+        for path, module in list(network.named_modules()):
+            if not isinstance(module, _WeightGated):
+                continue
+            layer = new.get_submodule(f"{path}.layer" if path else "layer")
+            weight = _weight(layer)
+            weight *= gates[sites[module.gate]].to(weight).view_as(weight)
+            if not path:
+                return layer
+            new.set_submodule(path, layer)
+    return new
+
+
+def pack_zeros(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without the zeros of its tensors: for each, its shape, a bit per entry, and the other entries.
+
+    A tensor that this would not make smaller stays as it is. At a tenth of the weights left, a float32 matrix takes an
+    eighth of its bytes; lists of indices would take a fifth.
+
+    Args:
+        state: tensors by name, such as ``network.state_dict()``.
+
+    Example:
+        >>> packed = pack_zeros({"weight": torch.eye(8)})
+        >>> {name: (len(x), x.dtype) for name, x in packed.items()}
+        {'weight#shape': (2, torch.int64), 'weight#bits': (8, torch.uint8), 'weight#values': (8, torch.float32)}
+        >>> torch.equal(unpack_zeros(packed)["weight"], torch.eye(8))
+        True
+    """
+    packed: dict[str, Tensor] = {}
+    for name, value in state.items():
+        value = value.detach()
+        is_other = value.flatten() != 0
+        shape, bits, values = torch.tensor(value.shape), _to_bits(is_other), value.flatten()[is_other]
+        if value.dim() and sum(x.nbytes for x in (shape, bits, values)) < value.nbytes:
+            packed.update({name + _SHAPE: shape, name + _BITS: bits, name + _VALUES: values})
+        else:
+            packed[name] = value
+    return packed
+
+
+def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict that :func:`pack_zeros` was given.
+
+    Args:
+        packed: what it returned, loaded again from a file perhaps.
+
+    Raises:
+        ValueError: a tensor's parts are not all there or do not fit each other.
+    """
+    state: dict[str, Tensor] = {}
+    for name, value in packed.items():
+        base, mark, part = name.rpartition("#")
+        if not mark:
+            state[name] = value
+        elif mark + part == _SHAPE:
+            state[base] = _from_parts(base, packed)
+        elif mark + part not in (_BITS, _VALUES) or base + _SHAPE not in packed:
+            raise ValueError(f"Expected {base!r} with {_SHAPE}, {_BITS} and {_VALUES}, but got {name!r} without them.")
+    return state
+
+
+class _WeightGated(nn.Module):
+    """A layer that is called with its weight times gates."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate = Gate(_weight(layer).numel())
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """What the layer returns with the gated weight."""
+        weight = _weight(self.layer)
+        gated = self.gate(weight.flatten()).view_as(weight)
+        return functional_call(self.layer, {"weight": gated}, args, kwargs)
+
+
+def _layer(network: nn.Module, path: str) -> nn.Module:
+    """The layer at a path, if gates can act on its weights there and nowhere else."""
+    modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
+    if not path or path not in modules:
+        raise ValueError(
+            f"Expected the path of a layer inside of the network, but got {path!r}; there are "
+            f"{', '.join(repr(name) for name, module in modules.items() if name and _has_matrix(module))}."
+        )
+    layer = modules[path]
+    outer = [module for name, module in modules.items() if path.startswith(f"{name}.")]
+    if isinstance(layer, _WeightGated) or any(isinstance(module, _WeightGated) for module in outer):
+        raise ValueError(f"Expected a layer without gates on its weights, but {path!r} has them already.")
+    if any(isinstance(module, nn.MultiheadAttention) for module in outer):
+        raise ValueError(
+            f"Expected a layer that is called, but {path!r} is part of an nn.MultiheadAttention, which reads its "
+            "weights and does not call it; gate_heads replaces such a module by one of layers."
+        )
+    if not _has_matrix(layer):
+        raise TypeError(f"Expected a layer with a weight of two dimensions or more, but {path!r} is a {layer}.")
+    weight = _weight(layer)
+    names = [name for name, other in network.named_parameters(remove_duplicate=False) if other is weight]
+    if len(names) > 1:
+        raise ValueError(
+            f"Expected a weight of one name, but it is {' and '.join(map(repr, names))}; untie them first."
+        )
+    return layer
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() > 1
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _to_bits(flags: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(flags.cpu().numpy())).to(flags.device)
+
+
+def _from_parts(name: str, packed: Mapping[str, Tensor]) -> Tensor:
+    """A tensor from its shape, bits and values."""
+    parts = [packed.get(name + part) for part in (_SHAPE, _BITS, _VALUES)]
+    shape, bits, values = parts
+    if shape is None or bits is None or values is None:
+        raise ValueError(f"Expected {name!r} with {_SHAPE}, {_BITS} and {_VALUES}, but one of them is missing.")
+    sizes = shape.tolist()
+    count = int(np.prod(sizes))
+    flags = torch.from_numpy(np.unpackbits(bits.cpu().numpy())[:count].astype(bool)).to(values.device)
+    if len(flags) != count or int(flags.sum()) != len(values):
+        raise ValueError(
+            f"Expected parts of {name!r} that fit each other, but got {len(bits)} bytes of bits and {len(values)} "
+            f"values for a shape of {tuple(sizes)}."
+        )
+    tensor = values.new_zeros(count)
+    tensor[flags] = values
+    return tensor.view(sizes)

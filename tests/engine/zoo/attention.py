@@ -1,0 +1,324 @@
+"""Attention by hand, by torch's functions and by torch's modules, with gates on heads, units and blocks."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate, gate_heads
+from tests.engine.zoo.entry import Entry
+
+
+class Attention(nn.Module):
+    """Softmax attention with a gate per head.
+
+    ``fused`` computes queries, keys and values by one projection; ``fixed`` writes the number of heads into its views,
+    where others ask for what is left.
+    """
+
+    def __init__(self, size, heads, fused=False, fixed=False):
+        super().__init__()
+        self.heads, self.head_size = heads, size // heads
+        self.fused, self.fixed = fused, fixed
+        if fused:
+            self.qkv = nn.Linear(size, 3 * size)
+        else:
+            self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
+        self.output = nn.Linear(size, size)
+        self.gate = Gate(heads, dim=1)
+
+    def forward(self, x):
+        projected = self.qkv(x).chunk(3, -1) if self.fused else (self.query(x), self.key(x), self.value(x))
+        query, key, value = (self.split(part) for part in projected)
+        weights = torch.softmax(query @ key.transpose(-1, -2) / math.sqrt(self.head_size), -1)
+        return self.output(self.gate(weights @ value).transpose(1, 2).reshape(*x.shape[:2], -1))
+
+    def split(self, x):
+        heads = self.heads if self.fixed else -1
+        return x.view(*x.shape[:2], heads, self.head_size).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, size, hidden):
+        super().__init__()
+        self.inner = nn.Linear(size, hidden)
+        self.gate = Gate(hidden)
+        self.outer = nn.Linear(hidden, size)
+
+    def forward(self, x):
+        return self.outer(self.gate(F.gelu(self.inner(x))))
+
+
+class Block(nn.Module):
+    """Attention and dense layers, each normalised first and added to the stream."""
+
+    def __init__(self, size, heads, **options):
+        super().__init__()
+        self.attention_norm, self.dense_norm = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.attention = Attention(size, heads, **options)
+        self.dense = FeedForward(size, 16)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.dense(self.dense_norm(x)))
+
+
+class LanguageModel(nn.Module):
+    """Embeddings of words and places, blocks, and a head that shares the embedding."""
+
+    def __init__(self, size=12, heads=4, words=20, **options):
+        super().__init__()
+        self.words = nn.Embedding(words, size)
+        self.places = nn.Parameter(torch.randn(1, 7, size) * 0.1)
+        self.blocks = nn.Sequential(*(Block(size, heads, **options) for _ in range(2)))
+        self.norm = nn.LayerNorm(size)
+        self.head = nn.Linear(size, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.blocks(self.words(tokens) + self.places[:, : tokens.shape[1]])))
+
+
+class CausalAttention(nn.Module):
+    """Torch's fused attention on one projection, whose view holds all sizes as numbers (nanoGPT's ways)."""
+
+    def __init__(self, size=12, heads=4):
+        super().__init__()
+        self.heads, self.size = heads, size
+        self.qkv = nn.Linear(size, 3 * size)
+        self.gate = Gate(heads, dim=1)
+        self.output = nn.Linear(size, 5)
+
+    def forward(self, x):
+        batch, time, _ = x.shape
+        heads = self.qkv(x).view(batch, time, 3, self.heads, self.size // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = self.gate(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+        return self.output(attended.transpose(1, 2).reshape(batch, time, -1))
+
+
+class RMSNorm(nn.Module):
+    """The norm as language models write it out."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class GroupedAttention(nn.Module):
+    """Llama's: several query heads share a key head; places turn queries and keys."""
+
+    def __init__(self, size=16, heads=4, key_heads=2):
+        super().__init__()
+        self.head_size, self.repeats = size // heads, heads // key_heads
+        self.query = nn.Linear(size, size, bias=False)
+        self.key = nn.Linear(size, key_heads * self.head_size, bias=False)
+        self.value = nn.Linear(size, key_heads * self.head_size, bias=False)
+        self.output = nn.Linear(size, size, bias=False)
+        self.gate = Gate(heads, dim=1)
+
+    def forward(self, x):
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        query, key = self.turn(query), self.turn(key)
+        key, value = (part.repeat_interleave(self.repeats, dim=1) for part in (key, value))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (query @ key.transpose(2, 3) * self.head_size**-0.5).masked_fill(~mask, -math.inf)
+        attended = self.gate(torch.softmax(scores, -1) @ value)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+    def turn(self, x):
+        half = x.shape[-1] // 2
+        angle = torch.outer(torch.arange(x.shape[2]), 10.0 ** -torch.arange(half)).to(x.dtype).repeat(1, 2)
+        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+        return x * angle.cos() + turned * angle.sin()
+
+
+class Llama(nn.Module):
+    def __init__(self, size=16, words=20):
+        super().__init__()
+        self.words = nn.Embedding(words, size)
+        self.attention_norm, self.dense_norm, self.norm = (RMSNorm(size) for _ in range(3))
+        self.attention = GroupedAttention(size)
+        self.up, self.door = nn.Linear(size, 12, bias=False), nn.Linear(size, 12, bias=False)
+        self.gate = Gate(12)
+        self.down = nn.Linear(12, size, bias=False)
+        self.head = nn.Linear(size, words, bias=False)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        x = x + self.attention(self.attention_norm(x))
+        y = self.dense_norm(x)
+        x = x + self.down(self.gate(F.silu(self.door(y)) * self.up(y)))
+        return self.head(self.norm(x))
+
+
+class CrossAttention(nn.Module):
+    """A decoder's layer: queries from one sequence, keys and values from another of another length."""
+
+    def __init__(self, size=12, memory_size=10, heads=4):
+        super().__init__()
+        self.head_size = size // heads
+        self.norm = nn.LayerNorm(size)
+        self.query = nn.Linear(size, size)
+        self.key, self.value = nn.Linear(memory_size, size), nn.Linear(memory_size, size)
+        self.gate = Gate(heads, dim=1)
+        self.output = nn.Linear(size, size)
+        self.dense = FeedForward(size, 10)
+
+    def forward(self, target, memory):
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for layer, x in ((self.query, self.norm(target)), (self.key, memory), (self.value, memory))
+        )
+        attended = self.gate(F.scaled_dot_product_attention(query, key, value))
+        target = target + self.output(attended.transpose(1, 2).flatten(2))
+        return target + self.dense(target)
+
+
+class EncoderLayer(nn.Module):
+    """Torch's layer; its activation carries the gate of its hidden units."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.1, batch_first=True)
+        self.layer.activation = nn.Sequential(nn.ReLU(), Gate(16))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[:, 0])
+
+
+def encoder_heads():
+    """Torch's encoder with gates on the heads, whose attention is swapped for one of plain layers."""
+    layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return gate_heads(encoder, {f"layers.{k}.self_attn.out_proj": 4 for k in range(2)})
+
+
+class AttentionModule(nn.Module):
+    """Torch's attention, which is kept whole, in front of gated units."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 4, batch_first=True)
+        self.inner = nn.Linear(12, 16)
+        self.gate = Gate(16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.gate(F.relu(self.inner(self.attention(x, x, x, need_weights=False)[0]))))
+
+
+class VisionTransformer(nn.Module):
+    """Patches and a class token; one gate on each branch of each block."""
+
+    def __init__(self, size=12, heads=3):
+        super().__init__()
+        self.patches = nn.Conv2d(3, size, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, size))
+        self.places = nn.Parameter(torch.randn(1, 5, size) * 0.1)
+        self.norms = nn.ModuleList([nn.LayerNorm(size) for _ in range(4)])
+        self.branches = nn.ModuleList()
+        for _ in range(2):
+            self.branches += [Attention(size, heads, fused=True), FeedForward(size, 10)]
+        self.gates = nn.ModuleList([Gate(1) for _ in range(4)])
+        self.head = nn.Linear(size, 4)
+
+    def forward(self, image):
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        for norm, branch, gate in zip(self.norms, self.branches, self.gates, strict=True):
+            x = x + gate(branch(norm(x)).unsqueeze(-1)).squeeze(-1)
+        return self.head(x[:, 0])
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer: dense layers along the patches, then along the features."""
+
+    def __init__(self, size=8, tokens=6):
+        super().__init__()
+        self.token_norm, self.feature_norm = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.tokens, self.features = FeedForward(tokens, 10), FeedForward(size, 12)
+        self.head = nn.Linear(size, 3)
+
+    def forward(self, x):
+        x = x + self.tokens(self.token_norm(x).transpose(1, 2)).transpose(1, 2)
+        x = x + self.features(self.feature_norm(x))
+        return self.head(x.mean(1))
+
+
+class LinearAttention(nn.Module):
+    """Attention without softmax: keys times values first, by einsum."""
+
+    def __init__(self, size=12, heads=4):
+        super().__init__()
+        self.head_size = size // heads
+        self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
+        self.gate = Gate(heads, dim=2)
+        self.output = nn.Linear(size, 3)
+
+    def forward(self, x):
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_size)) for layer in (self.query, self.key, self.value)
+        )
+        query, key = F.elu(query) + 1, F.elu(key) + 1
+        context = torch.einsum("bthd,bthe->bhde", key, value)
+        weight = 1 / torch.einsum("bthd,bhd->bth", query, key.sum(1))
+        return self.output(self.gate(torch.einsum("bthd,bhde,bth->bthe", query, context, weight)).flatten(2))
+
+
+def tokens(batch):
+    return torch.randint(0, 20, (batch, 6))
+
+
+def sequence(size, length=5):
+    return lambda batch: torch.randn(batch, length, size)
+
+
+def language_model(**options):
+    separate = {f"blocks.0.attention.{name}.weight": (6, 12) for name in ("query", "key", "value")}
+    projections = {"blocks.0.attention.qkv.weight": (18, 12)} if options.get("fused") else separate
+    shapes = {**projections, "blocks.1.attention.output.weight": (12, 6), "blocks.1.dense.inner.weight": (8, 12)}
+    return Entry(lambda: LanguageModel(**options), tokens, shapes=shapes)
+
+
+ENTRIES = {
+    "attention_separate": language_model(),
+    "attention_fused": language_model(fused=True),
+    "attention_fixed_views": language_model(fixed=True),
+    "causal_attention": Entry(CausalAttention, sequence(12), shapes={"qkv.weight": (18, 12), "output.weight": (5, 6)}),
+    # Heads 1 and 3 are the second ones of both key heads.
+    "grouped_queries": Entry(
+        Llama, tokens, shapes={"attention.output.weight": (16, 8), "up.weight": (6, 16), "door.weight": (6, 16)},
+    ),
+    "cross_attention": Entry(
+        CrossAttention, lambda batch: (torch.randn(batch, 4, 12), torch.randn(batch, 6, 10)),
+        shapes={"key.weight": (6, 10), "query.weight": (6, 12), "output.weight": (12, 6)},
+    ),
+    "encoder_layer": Entry(
+        EncoderLayer, sequence(12), shapes={"layer.linear1.weight": (8, 12), "layer.linear2.weight": (12, 8)},
+    ),
+    "encoder_heads": Entry(
+        encoder_heads, sequence(12),
+        shapes={
+            "layers.0.self_attn.q_proj.weight": (6, 12), "layers.0.self_attn.v_proj.weight": (6, 12),
+            "layers.1.self_attn.out_proj.projection.weight": (12, 6),
+        },
+    ),
+    "attention_module": Entry(
+        AttentionModule, sequence(12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
+    ),
+    "vision_transformer": Entry(
+        VisionTransformer, lambda batch: torch.randn(batch, 3, 8, 8),
+        shapes={"branches.0.qkv.weight": (24, 12), "branches.0.output.weight": (12, 8)},
+    ),
+    "mixer": Entry(Mixer, sequence(8, 6), shapes={"tokens.inner.weight": (5, 6), "features.inner.weight": (6, 8)}),
+    "linear_attention": Entry(LinearAttention, sequence(12), shapes={"key.weight": (6, 12), "output.weight": (3, 6)}),
+}  # fmt: skip

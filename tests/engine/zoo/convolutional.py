@@ -1,0 +1,238 @@
+"""Networks of convolutions: feature maps that are flattened, concatenated, split, shuffled, squeezed and excited."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate
+from tests.engine.zoo.entry import Entry, second_half
+
+
+def lenet():
+    """Maps become features: a closed map takes its share of the columns of the dense layer."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), Gate(4, dim=1),
+        nn.Conv2d(4, 6, 3), nn.ReLU(), Gate(6, dim=1),
+        nn.Flatten(), nn.Linear(6 * 4, 10), nn.ReLU(), Gate(10), nn.Linear(10, 3),
+    )  # fmt: skip
+
+
+def padded_constants():
+    """A constant behind each gate meets the zeros of the padding, so that what it adds depends on the place."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), Gate(6, dim=1), nn.BatchNorm2d(6),
+        nn.Conv2d(6, 4, 3, padding=1), nn.Sigmoid(), Gate(4, dim=1), nn.BatchNorm2d(4), nn.Tanh(),
+        nn.Conv2d(4, 2, 3, stride=2, padding=1),
+    )  # fmt: skip
+
+
+class Dense(nn.Module):
+    """DenseNet: every layer reads the maps of all layers before it."""
+
+    def __init__(self, maps=8, growth=6, layers=3, middle=8):
+        super().__init__()
+        self.stem = nn.Conv2d(3, maps, 3, padding=1)
+        self.stem_gate = Gate(maps, dim=1)
+        self.layers = nn.ModuleList()
+        for k in range(layers):
+            read = maps + k * growth
+            narrow = [nn.BatchNorm2d(read), nn.ReLU(), nn.Conv2d(read, middle, 1, bias=False)]
+            wide = [nn.BatchNorm2d(middle), nn.ReLU(), Gate(middle, dim=1), nn.Conv2d(middle, growth, 3, padding=1)]
+            self.layers.append(nn.Sequential(*narrow, *wide, Gate(growth, dim=1)))
+        self.norm = nn.BatchNorm2d(maps + layers * growth)
+        self.head = nn.Linear(maps + layers * growth, 5)
+
+    def forward(self, x):
+        maps = [self.stem_gate(F.relu(self.stem(x)))]
+        for layer in self.layers:
+            maps.append(layer(torch.cat(maps, 1)))
+        return self.head(F.adaptive_avg_pool2d(F.relu(self.norm(torch.cat(maps, 1))), 1).flatten(1))
+
+
+class InvertedResidual(nn.Module):
+    """MobileNetV3: expand, filter each map by itself, squeeze and excite, project.
+
+    ``gate_first`` puts the gate in front of the squeeze, where a closed map is 0 for all that follows. Behind it the
+    map's mean still goes into the other maps' excitation.
+    """
+
+    def __init__(self, read, middle, write, stride=1, gate_first=True):
+        super().__init__()
+        self.expand = nn.Sequential(nn.Conv2d(read, middle, 1, bias=False), nn.BatchNorm2d(middle), nn.Hardswish())
+        depthwise = nn.Conv2d(middle, middle, 3, stride, padding=1, groups=middle, bias=False)
+        self.filter = nn.Sequential(depthwise, nn.BatchNorm2d(middle), nn.Hardswish())
+        self.squeeze = nn.Conv2d(middle, 4, 1)
+        self.excite = nn.Conv2d(4, middle, 1)
+        self.project = nn.Sequential(nn.Conv2d(middle, write, 1, bias=False), nn.BatchNorm2d(write))
+        self.gate = Gate(middle, dim=1)
+        self.gate_first = gate_first
+        self.is_residual = read == write and stride == 1
+
+    def forward(self, x):
+        h = self.filter(self.expand(x))
+        if self.gate_first:
+            h = self.gate(h)
+        h = h * F.hardsigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(h, 1)))))
+        if not self.gate_first:
+            h = self.gate(h)
+        h = self.project(h)
+        return x + h if self.is_residual else h
+
+
+class MobileNet(nn.Module):
+    def __init__(self, gate_first=True):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        sizes = [(8, 16, 8, 1), (8, 24, 12, 2), (12, 24, 12, 1)]
+        self.blocks = nn.Sequential(*(InvertedResidual(*size, gate_first) for size in sizes))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean([2, 3]))
+
+
+class ShuffleUnit(nn.Module):
+    """ShuffleNetV2: half of the maps pass, the others go through a branch; then the halves are dealt out."""
+
+    def __init__(self, maps=12):
+        super().__init__()
+        half = maps // 2
+        self.narrow = nn.Sequential(nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU())
+        self.gate = Gate(half, dim=1)
+        self.filter = nn.Conv2d(half, half, 3, padding=1, groups=half, bias=False)
+        self.wide = nn.Sequential(nn.Conv2d(half, half, 1, bias=False), nn.BatchNorm2d(half), nn.ReLU())
+
+    def forward(self, x):
+        passed, branch = x.chunk(2, 1)
+        maps = torch.cat([passed, self.wide(self.filter(self.gate(self.narrow(branch))))], 1)
+        batch, size, height, width = maps.shape
+        return maps.view(batch, 2, size // 2, height, width).transpose(1, 2).reshape(batch, size, height, width)
+
+
+class ShuffleNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1)
+        self.units = nn.Sequential(ShuffleUnit(), ShuffleUnit())
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(self.units(self.stem(x)).mean((2, 3)))
+
+
+class GroupedPair(nn.Module):
+    """ResNeXt's grouped convolution between gates: a whole group of closed maps leaves with its filters."""
+
+    def __init__(self, maps=8, groups=4):
+        super().__init__()
+        self.narrow = nn.Conv2d(3, maps, 1)
+        self.before = Gate(maps, dim=1)
+        self.grouped = nn.Conv2d(maps, maps, 3, padding=1, groups=groups, bias=False)
+        self.behind = Gate(maps, dim=1)
+        self.wide = nn.Conv2d(maps, 5, 1)
+
+    def forward(self, x):
+        return self.wide(self.behind(F.relu(self.grouped(self.before(F.relu(self.narrow(x)))))))
+
+
+class Inception(nn.Module):
+    """Branches of several kernels, one of which is pooled, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), Gate(4, dim=1))
+        self.three = nn.Sequential(
+            nn.Conv2d(3, 4, 1), nn.ReLU(), Gate(4, dim=1), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), Gate(6, dim=1)
+        )
+        self.pooled = nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(3, 2, 1), nn.LeakyReLU(0.1), Gate(2, dim=1))
+        self.head = nn.Conv2d(12, 5, 3)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.one(x), self.three(x), self.pooled(x)], dim=1)).amax((2, 3))
+
+
+class WaveBlock(nn.Module):
+    """WaveNet: a dilated causal convolution whose halves are a signal and its door, a residual sum and a skip."""
+
+    def __init__(self, maps, dilation):
+        super().__init__()
+        self.dilation = dilation
+        self.signal = nn.Conv1d(maps, 6, 2, dilation=dilation)
+        self.door = nn.Conv1d(maps, 6, 2, dilation=dilation)
+        self.gate = Gate(6, dim=1)
+        self.residual = nn.Conv1d(6, maps, 1)
+        self.skip = nn.Conv1d(6, 4, 1)
+
+    def forward(self, x):
+        padded = F.pad(x, (self.dilation, 0))
+        h = self.gate(torch.tanh(self.signal(padded)) * torch.sigmoid(self.door(padded)))
+        return x + self.residual(h), self.skip(h)
+
+
+class WaveNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv1d(1, 8, 1)
+        self.blocks = nn.ModuleList([WaveBlock(8, 2**k) for k in range(3)])
+        self.gate = Gate(4, dim=1)
+        self.head = nn.Conv1d(4, 5, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        skips = 0
+        for block in self.blocks:
+            x, skip = block(x)
+            skips = skips + skip
+        return self.head(self.gate(F.relu(skips)))
+
+
+def separable():
+    """Speech commands: each map filtered along time by itself, then mixed."""
+    return nn.Sequential(
+        nn.Conv1d(4, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ReLU(), Gate(8, dim=1),
+        nn.Conv1d(8, 8, 3, groups=8), nn.Conv1d(8, 10, 1), nn.BatchNorm1d(10), nn.ReLU(), Gate(10, dim=1),
+        nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(10, 3),
+    )  # fmt: skip
+
+
+def volume():
+    return nn.Sequential(
+        nn.Conv3d(2, 6, 3, padding=1), nn.BatchNorm3d(6), nn.ReLU(), Gate(6, dim=1), nn.MaxPool3d(2),
+        nn.Conv3d(6, 4, 2), nn.ReLU(), Gate(4, dim=1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def images(size=8, maps=3):
+    return lambda batch: torch.randn(batch, maps, size, size)
+
+
+ENTRIES = {
+    "lenet": Entry(lenet, images(10, 1), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),
+    "padded_constants": Entry(padded_constants, images(), shapes={"0.weight": (3, 3, 3, 3)}),
+    "densenet": Entry(Dense, images(), shapes={"stem.weight": (4, 3, 3, 3), "layers.2.6.weight": (3, 4, 3, 3)}),
+    "mobilenet": Entry(
+        MobileNet, images(12),
+        shapes={"blocks.0.filter.0.weight": (8, 1, 3, 3), "blocks.0.squeeze.weight": (4, 8, 1, 1)},
+    ),
+    "mobilenet_gate_behind": Entry(
+        lambda: MobileNet(gate_first=False), images(12),
+        shapes={"blocks.0.filter.0.weight": (16, 1, 3, 3), "blocks.0.project.0.weight": (8, 8, 1, 1)},
+    ),
+    "shufflenet": Entry(
+        ShuffleNet, images(6),
+        shapes={"units.0.filter.weight": (3, 1, 3, 3), "units.1.wide.0.weight": (6, 3, 1, 1)},
+    ),
+    "grouped": Entry(
+        GroupedPair, images(), second_half,
+        shapes={"narrow.weight": (4, 3, 1, 1), "grouped.weight": (4, 2, 3, 3), "wide.weight": (5, 4, 1, 1)},
+    ),
+    "inception": Entry(Inception, images(), shapes={"head.weight": (5, 6, 3, 3), "three.0.weight": (2, 3, 1, 1)}),
+    "wavenet": Entry(
+        WaveNet, lambda batch: torch.randn(batch, 1, 16),
+        shapes={"blocks.1.signal.weight": (3, 8, 2), "blocks.1.door.weight": (3, 8, 2), "head.weight": (5, 2, 1)},
+    ),
+    "separable": Entry(
+        separable, lambda batch: torch.randn(batch, 4, 24), shapes={"4.weight": (4, 1, 3), "5.weight": (5, 4, 1)},
+    ),
+    "volume": Entry(volume, lambda batch: torch.randn(batch, 2, 4, 4, 4), shapes={"5.weight": (2, 3, 2, 2, 2)}),
+}  # fmt: skip

@@ -1,0 +1,133 @@
+"""Networks that make images or signals: up-sampling, transposed convolutions, skips, latent variables."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate
+from tests.engine.zoo.convolutional import images
+from tests.engine.zoo.entry import Entry
+
+
+def _stage(read, write):
+    return nn.Sequential(nn.Conv2d(read, write, 3, padding=1), nn.BatchNorm2d(write), nn.ReLU(), Gate(write, dim=1))
+
+
+class UNet(nn.Module):
+    """Down and up again, with the maps of the way down beside those of the way up."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.low, self.bottom = _stage(3, 6), _stage(6, 8), _stage(8, 12)
+        self.up = nn.ConvTranspose2d(12, 8, 2, stride=2)
+        self.up_gate = Gate(8, dim=1)
+        self.merge, self.last = _stage(16, 8), _stage(14, 6)
+        self.head = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x):
+        fine = self.down(x)
+        coarse = self.low(F.max_pool2d(fine, 2))
+        h = self.up_gate(F.relu(self.up(self.bottom(F.max_pool2d(coarse, 2)))))
+        h = self.merge(torch.cat([h, coarse], 1))
+        h = F.interpolate(h, scale_factor=2, mode="bilinear")
+        return self.head(self.last(torch.cat([h, fine], 1)))
+
+
+class Autoencoder(nn.Module):
+    """Variational: what is drawn in training is the mean in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), Gate(8))
+        self.mean, self.log_variance = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.latent_gate = Gate(4)
+        self.decoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Gate(8), nn.Linear(8, 10))
+
+    def forward(self, x):
+        h = self.encoder(x)
+        mean, log_variance = self.mean(h), self.log_variance(h)
+        latent = mean
+        if self.training:
+            latent = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return {"x": self.decoder(self.latent_gate(latent)), "mean": mean, "log_variance": log_variance}
+
+
+class SuperResolution(nn.Module):
+    """Sub-pixel: nine maps become one of three times the height and width."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), Gate(8, dim=1))
+        self.fine = nn.Sequential(nn.Conv2d(8, 36, 3, padding=1), nn.PixelShuffle(3), nn.ReLU(), Gate(4, dim=1))
+        self.head = nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, x):
+        return self.head(self.fine(self.first(x)))
+
+
+def generator():
+    """DCGAN's generator, from a vector to an image."""
+    return nn.Sequential(
+        nn.Linear(5, 8 * 4), nn.Unflatten(1, (8, 2, 2)), nn.BatchNorm2d(8), nn.ReLU(), Gate(8, dim=1),
+        nn.ConvTranspose2d(8, 6, 4, stride=2, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), Gate(6, dim=1),
+        nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1), nn.Tanh(),
+    )  # fmt: skip
+
+
+class StyleNetwork(nn.Module):
+    """Up-sampling, noise and a style that scales instance-normalised maps."""
+
+    def __init__(self, maps=8):
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(1, maps, 3, 3))
+        self.style = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(0.2), Gate(6))
+        self.scale = nn.Linear(6, maps)
+        self.filters = nn.Conv2d(maps, maps, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(maps)
+        self.gate = Gate(maps, dim=1)
+        self.head = nn.Conv2d(maps, 3, 1)
+
+    def forward(self, latent):
+        scale = self.scale(self.style(latent))[:, :, None, None]
+        h = F.interpolate(self.start.expand(len(latent), -1, -1, -1), scale_factor=2, mode="nearest")
+        return self.head(self.gate(F.leaky_relu(self.norm(self.filters(h)) * scale, 0.2)))
+
+
+class Flow(nn.Module):
+    """A coupling layer: half of the inputs move the other half by a gated network; returns the log determinant."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(3, 10)
+        self.gate = Gate(10)
+        self.moves = nn.Linear(10, 6)
+
+    def forward(self, x):
+        fixed, moved = x.split(3, -1)
+        scale, shift = self.moves(self.gate(F.relu(self.hidden(fixed)))).chunk(2, -1)
+        scale = torch.tanh(scale)
+        return torch.cat([fixed, moved * scale.exp() + shift], -1), scale.sum(-1)
+
+
+ENTRIES = {
+    "unet": Entry(
+        UNet, images(),
+        shapes={"up.weight": (6, 4, 2, 2), "merge.0.weight": (4, 8, 3, 3), "last.0.weight": (3, 7, 3, 3)},
+    ),
+    "variational_autoencoder": Entry(
+        Autoencoder, lambda batch: torch.randn(batch, 10),
+        shapes={"mean.weight": (4, 4), "decoder.0.weight": (4, 2), "decoder.3.weight": (10, 4)},
+    ),
+    "super_resolution": Entry(
+        SuperResolution, images(5, 1), shapes={"fine.0.weight": (18, 4, 3, 3), "head.weight": (1, 2, 3, 3)},
+    ),
+    "generator": Entry(
+        generator, lambda batch: torch.randn(batch, 5),
+        shapes={"0.weight": (16, 5), "5.weight": (4, 3, 4, 4), "9.weight": (3, 3, 4, 4)},
+    ),
+    "style_network": Entry(
+        StyleNetwork, lambda batch: torch.randn(batch, 5),
+        shapes={"scale.weight": (4, 3), "head.weight": (3, 4, 1, 1)},
+    ),
+    "flow": Entry(Flow, lambda batch: torch.randn(batch, 6), shapes={"hidden.weight": (5, 3), "moves.weight": (6, 5)}),
+}  # fmt: skip

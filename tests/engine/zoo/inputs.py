@@ -1,0 +1,148 @@
+"""Several inputs, keywords and flags in; tuples, dicts and dataclasses out."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate
+from tests.engine.zoo.entry import Entry
+
+
+class BilinearPair(nn.Module):
+    """Two inputs, one of them optional, a flag and a number, and a bilinear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 10)
+        self.gate = Gate(10)
+        self.pair = nn.Bilinear(10, 5, 8)
+        self.pair_gate = Gate(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x, other=None, *, with_pair=True, scale=1.0):
+        h = self.gate(F.relu(self.layer(x)))
+        if with_pair and other is not None:
+            return {"pair": self.head(self.pair_gate(torch.tanh(self.pair(h, other)))) * scale, "sum": h.sum()}
+        return {"hidden": h}
+
+
+class TwoTowers(nn.Module):
+    """Queries and items, each with a tower over an encoder that both share; the score is a dot product."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), Gate(10), nn.Linear(10, 8), nn.ReLU())
+        self.shared_gate = Gate(8)
+        self.query, self.item = nn.Linear(8, 12), nn.Linear(8, 12)
+        self.gate = Gate(12)
+
+    def forward(self, query, item):
+        # A gate closes the same coordinate of both towers, though only one passes it.
+        query = self.gate(self.query(self.shared_encoder(query)))
+        return query @ self.item(self.shared_encoder(item)).mT
+
+    def shared_encoder(self, x):
+        return self.shared_gate(self.encoder(x))
+
+
+class Siamese(nn.Module):
+    """One network for both images, compared by their difference."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 6, 3), nn.ReLU(), Gate(6, dim=1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 10), nn.Tanh()
+        )
+        self.gate = Gate(10)
+        self.head = nn.Linear(10, 1)
+
+    def forward(self, one, other):
+        return self.head(self.gate((self.network(one) - self.network(other)).abs()))
+
+
+class WideAndDeep(nn.Module):
+    """Bags of categories beside numbers, with the factors of the bags gated."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 8, mode="sum")
+        self.category = nn.Embedding(5, 4)
+        self.gate = Gate(12)
+        self.deep = nn.Sequential(nn.Linear(15, 10), nn.ReLU(), Gate(10), nn.Linear(10, 1))
+        self.wide = nn.Linear(3, 1)
+
+    def forward(self, words, category, numbers):
+        factors = self.gate(torch.cat([self.bag(words), self.category(category)], -1))
+        return torch.sigmoid(self.deep(torch.cat([factors, numbers], -1)) + self.wide(numbers)).squeeze(-1)
+
+
+@dataclass
+class Answer:
+    """What :class:`ManyHeads` returns."""
+
+    classes: torch.Tensor
+    boxes: torch.Tensor | None
+    hidden: tuple[torch.Tensor, ...] | None = None
+
+    def to_tuple(self):
+        return tuple(x for x in (self.classes, self.boxes, self.hidden) if x is not None)
+
+
+class ManyHeads(nn.Module):
+    """A trunk, a gate in front of each head; returns a dataclass, or a plain tuple on request."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 12), nn.ReLU())
+        self.class_gate, self.box_gate = Gate(12), Gate(12)
+        self.classes, self.boxes = nn.Linear(12, 3), nn.Linear(12, 4)
+
+    def forward(self, x, return_dict=True):
+        h = self.trunk(x)
+        answer = Answer(self.classes(self.class_gate(h)).log_softmax(-1), self.boxes(self.box_gate(h)))
+        return answer if return_dict else answer.to_tuple()
+
+
+class Factorisation(nn.Module):
+    """A factorisation machine: pairs of features interact through factors, some of which close."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Embedding(15, 8)
+        self.gate = Gate(8)
+        self.weights = nn.Embedding(15, 1)
+
+    def forward(self, features):
+        factors = self.gate(self.factors(features))
+        pairs = 0.5 * (factors.sum(1).square() - factors.square().sum(1)).sum(-1)
+        return pairs + self.weights(features).sum((1, 2))
+
+
+ENTRIES = {
+    "bilinear_pair": Entry(
+        BilinearPair,
+        lambda batch: {"x": torch.randn(batch, 6), "other": torch.randn(batch, 5), "with_pair": True, "scale": 2.0},
+        shapes={"layer.weight": (5, 6), "pair.weight": (4, 5, 5), "head.weight": (2, 4)},
+    ),
+    "two_towers": Entry(
+        TwoTowers, lambda batch: (torch.randn(batch, 6), torch.randn(4, 6)),
+        shapes={"encoder.0.weight": (5, 6), "query.weight": (6, 4), "item.weight": (6, 4)},
+    ),
+    "siamese": Entry(
+        Siamese, lambda batch: (torch.randn(batch, 1, 8, 8), torch.randn(batch, 1, 8, 8)),
+        shapes={"network.5.weight": (5, 27)},
+    ),
+    "wide_and_deep": Entry(
+        WideAndDeep,
+        lambda batch: (torch.randint(0, 20, (batch, 4)), torch.randint(0, 5, (batch,)), torch.randn(batch, 3)),
+        shapes={"category.weight": (5, 2), "deep.0.weight": (5, 9)},
+    ),
+    "many_heads": Entry(
+        ManyHeads, lambda batch: torch.randn(batch, 6), shapes={"trunk.0.weight": (6, 6), "boxes.weight": (4, 6)},
+    ),
+    "factorisation": Entry(
+        Factorisation, lambda batch: torch.randint(0, 15, (batch, 4)), shapes={"factors.weight": (15, 4)},
+    ),
+}  # fmt: skip

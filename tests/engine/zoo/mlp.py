@@ -1,0 +1,178 @@
+"""Dense networks: what stands behind a gate is a matrix product, and what stands before it nearly anything."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate
+from tests.engine.zoo.entry import Entry
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), Gate(16), nn.Linear(16, 12), nn.GELU(), Gate(12), nn.Linear(12, 3)
+    )
+
+
+def inputs_and_log_softmax():
+    """Gates on the inputs, and a head that normalises."""
+    return nn.Sequential(Gate(8), nn.Linear(8, 6), nn.Tanh(), Gate(6), nn.Linear(6, 4), nn.LogSoftmax(-1))
+
+
+def batch_norm():
+    """A constant that leaves a closed unit behind each normalisation."""
+    layers = [nn.Linear(8, 10), nn.ReLU(), Gate(10), nn.BatchNorm1d(10), nn.Linear(10, 6), nn.BatchNorm1d(6)]
+    return nn.Sequential(*layers, nn.Sigmoid(), Gate(6), nn.Linear(6, 2))
+
+
+def prelu():
+    """A slope per unit."""
+    return nn.Sequential(
+        nn.Linear(8, 10), nn.PReLU(10), Gate(10), nn.Linear(10, 6), nn.PReLU(), Gate(6), nn.Linear(6, 2)
+    )
+
+
+class DropsUnits(nn.Module):
+    """Drops units of whole examples, in training mode alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if self.training and isinstance(layer, Gate):
+                x = x * x.new_empty(len(x), 1).bernoulli_(0.9) / 0.9
+        return x
+
+
+class DataDependent(nn.Module):
+    """An ``if`` on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(6, 10)
+        self.gate = Gate(10)
+        self.output = nn.Linear(10, 2)
+
+    def forward(self, x):
+        h = self.gate(F.relu(self.hidden(x)))
+        if h.sum() > 0:
+            h = h * 2
+        return self.output(h)
+
+
+class SwiGLU(nn.Module):
+    """Two projections that multiply each other."""
+
+    def __init__(self, size=8, hidden=12):
+        super().__init__()
+        self.gated = nn.Linear(size, hidden, bias=False)
+        self.linear = nn.Linear(size, hidden, bias=False)
+        self.gate = Gate(hidden)
+        self.output = nn.Linear(hidden, size, bias=False)
+
+    def forward(self, x):
+        return self.output(self.gate(F.silu(self.gated(x)) * self.linear(x)))
+
+
+class GLU(nn.Module):
+    """The same by one projection, whose halves ``F.glu`` multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(8, 20)
+        self.gate = Gate(10)
+        self.output = nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.output(self.gate(F.glu(self.hidden(x), -1)))
+
+
+class Maxout(nn.Module):
+    """The largest of three pieces a unit: all pieces of a closed one leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = nn.Linear(8, 30)
+        self.gate = Gate(10)
+        self.output = nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.output(self.gate(self.pieces(x).view(len(x), -1, 3).amax(-1)))
+
+
+class SoftExperts(nn.Module):
+    """A mixture of experts that are all asked, with gates on experts and on the units that all of them have."""
+
+    def __init__(self, size=6, hidden=8, experts=4):
+        super().__init__()
+        self.router = nn.Linear(size, experts)
+        self.inner = nn.Parameter(torch.randn(experts, size, hidden))
+        self.outer = nn.Parameter(torch.randn(experts, hidden, size))
+        self.expert_gate = Gate(experts)
+        self.unit_gate = Gate(hidden)
+
+    def forward(self, x):
+        share = self.expert_gate(torch.softmax(self.router(x), -1))
+        hidden = self.unit_gate(torch.tanh(torch.einsum("bi,eih->beh", x, self.inner)))
+        return torch.einsum("be,beh,eho->bo", share, hidden, self.outer)
+
+
+class DeepSets(nn.Module):
+    """A function of the sum over a set's elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.element = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), Gate(10), nn.Linear(10, 8), nn.ReLU())
+        self.gate = Gate(8)
+        self.whole = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 2))
+
+    def forward(self, x):
+        return self.whole(self.gate(self.element(x).sum(1)))
+
+
+class GraphConvolution(nn.Module):
+    """Features of nodes, averaged over neighbours between dense layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 12)
+        self.gate = Gate(12)
+        self.second = nn.Linear(12, 8, bias=False)
+        self.inner = Gate(8)
+        self.output = nn.Linear(8, 3)
+
+    def forward(self, x, adjacency):
+        mean = adjacency / adjacency.sum(-1, keepdim=True)
+        h = self.gate(F.relu(mean @ self.first(x)))
+        return self.output(self.inner(F.elu(mean @ self.second(h))))
+
+
+def _graph(batch):
+    adjacency = (torch.rand(6, 6) < 0.4).double() + torch.eye(6)
+    return torch.randn(batch, 6, 5), adjacency
+
+
+def _rows(*sizes):
+    return lambda batch: torch.randn(batch, *sizes)
+
+
+ENTRIES = {
+    "mlp": Entry(mlp, _rows(8), shapes={"0.weight": (8, 8), "3.weight": (6, 8), "6.weight": (3, 6), "3.bias": (6,)}),
+    "inputs_and_log_softmax": Entry(inputs_and_log_softmax, _rows(8), shapes={"1.weight": (3, 4), "4.weight": (4, 3)}),
+    "batch_norm": Entry(batch_norm, _rows(8), shapes={"0.weight": (5, 8), "3.weight": (5,), "4.weight": (3, 5)}),
+    "prelu": Entry(prelu, _rows(8), shapes={"1.weight": (5,), "4.weight": (1,)}),
+    "drops_units": Entry(DropsUnits, _rows(8), shapes={"layers.3.weight": (6, 8)}),
+    "data_dependent": Entry(DataDependent, _rows(6), shapes={"hidden.weight": (5, 6)}),
+    "swiglu": Entry(SwiGLU, _rows(8), shapes={"gated.weight": (6, 8), "linear.weight": (6, 8)}),
+    "glu": Entry(GLU, _rows(8), shapes={"hidden.weight": (10, 8), "output.weight": (3, 5)}),
+    "maxout": Entry(Maxout, _rows(8), shapes={"pieces.weight": (15, 8), "output.weight": (3, 5)}),
+    "soft_experts": Entry(
+        # The router's softmax is over all experts, so that its rows stay.
+        SoftExperts, _rows(6), shapes={"inner": (2, 6, 4), "outer": (2, 4, 6), "router.weight": (4, 6)},
+    ),
+    "deep_sets": Entry(DeepSets, _rows(5, 4), shapes={"element.3.weight": (4, 5), "whole.0.weight": (3, 4)}),
+    "graph_convolution": Entry(GraphConvolution, _graph, shapes={"first.weight": (6, 5), "second.weight": (4, 6)}),
+}  # fmt: skip

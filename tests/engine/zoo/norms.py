@@ -1,0 +1,190 @@
+"""Norms over the gated units themselves, and norms of maps, groups and instances."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate
+from tests.engine.zoo.attention import FeedForward, RMSNorm
+from tests.engine.zoo.convolutional import images
+from tests.engine.zoo.entry import Entry, second_half
+
+
+class NormedStream(nn.Module):
+    """A residual stream whose units are gated at every write, and behind each norm too if ``behind``.
+
+    With gates behind the norms a closed unit leaves everywhere; without, a norm makes something of its zero.
+    """
+
+    def __init__(self, norm, behind, size=12):
+        super().__init__()
+        self.stem = nn.Linear(6, size)
+        self.gate = Gate(size)
+        self.norm, self.last_norm = norm(size), norm(size)
+        self.dense = FeedForward(size, 10)
+        self.head = nn.Linear(size, 3)
+        self.behind = behind
+
+    def forward(self, x):
+        x = self.gate(self.stem(x))
+        x = x + self.gate(self.dense(self.normed(self.norm, x)))
+        return self.head(self.normed(self.last_norm, x))
+
+    def normed(self, norm, x):
+        return self.gate(norm(x)) if self.behind else norm(x)
+
+
+class NextBlock(nn.Module):
+    """ConvNeXt: maps filtered one by one, normalised as features, two dense layers, a scale per map."""
+
+    def __init__(self, maps):
+        super().__init__()
+        self.filter = nn.Conv2d(maps, maps, 7, padding=3, groups=maps)
+        self.norm = nn.LayerNorm(maps, eps=1e-6)
+        self.dense = FeedForward(maps, 4 * maps)
+        self.scale = nn.Parameter(torch.full((maps,), 0.1))
+
+    def forward(self, x):
+        h = self.norm(self.filter(x).permute(0, 2, 3, 1))
+        return x + (self.scale * self.dense(h)).permute(0, 3, 1, 2)
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 4, stride=4)
+        self.blocks = nn.Sequential(NextBlock(6), NextBlock(6))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.blocks(self.stem(x)).mean([-2, -1])))
+
+
+class DiffusionBlock(nn.Module):
+    """A diffusion U-Net's residual block: group norms, and an embedding of the time added to the maps."""
+
+    def __init__(self, maps=8, time_size=6):
+        super().__init__()
+        self.stem = nn.Conv2d(3, maps, 3, padding=1)
+        self.first_norm = nn.GroupNorm(4, maps)
+        self.first = nn.Conv2d(maps, maps, 3, padding=1)
+        self.time = nn.Sequential(nn.SiLU(), nn.Linear(time_size, maps))
+        self.second_norm = nn.GroupNorm(4, maps)
+        self.gate = Gate(maps, dim=1)
+        self.second = nn.Conv2d(maps, maps, 3, padding=1)
+        self.head = nn.Conv2d(maps, 3, 1)
+
+    def forward(self, x, time):
+        frequencies = torch.arange(3, dtype=x.dtype)
+        angle = time[:, None].to(x.dtype) / 10**frequencies
+        embedding = self.time(torch.cat([angle.sin(), angle.cos()], -1))
+        x = self.stem(x)
+        h = self.first(F.silu(self.first_norm(x))) + embedding[:, :, None, None]
+        h = self.second(self.gate(F.silu(self.second_norm(h))))
+        return self.head(x + h)
+
+
+def instance_norms():
+    """Style transfer's layers: norms of single maps, reflected borders."""
+    return nn.Sequential(
+        nn.ReflectionPad2d(1), nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True), nn.ReLU(), Gate(8, dim=1),
+        nn.Conv2d(8, 6, 3, stride=2, padding=1), nn.InstanceNorm2d(6), nn.ReLU(), Gate(6, dim=1),
+        nn.Conv2d(6, 3, 1), nn.Tanh(),
+    )  # fmt: skip
+
+
+class MapNorm(nn.LayerNorm):
+    """Layer norm over the maps of each pixel, as a class of one's own."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class NormedMaps(nn.Module):
+    """Such a norm of gated maps, in front of other gated maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 1)
+        self.gate = Gate(8, dim=1)
+        self.norm = MapNorm(8)
+        self.behind = Gate(8, dim=1)
+        self.inner = nn.Conv2d(8, 6, 3)
+        self.inner_gate = Gate(6, dim=1)
+        self.head = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x):
+        h = self.behind(self.norm(self.gate(self.stem(x))))
+        return self.head(self.inner_gate(F.relu(self.inner(h))))
+
+
+class Film(nn.Module):
+    """A condition scales and shifts each map."""
+
+    def __init__(self, maps=8):
+        super().__init__()
+        self.filters = nn.Conv2d(3, maps, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(maps, affine=False)
+        self.scale, self.shift = nn.Linear(5, maps), nn.Linear(5, maps)
+        self.gate = Gate(maps, dim=1)
+        self.head = nn.Linear(maps, 4)
+
+    def forward(self, x, condition):
+        scale, shift = (layer(condition)[:, :, None, None] for layer in (self.scale, self.shift))
+        return self.head(self.gate(F.relu(scale * self.norm(self.filters(x)) + shift)).mean((2, 3)))
+
+
+class L2Normalised(nn.Module):
+    """An embedding of length one, as for retrieval."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 12)
+        self.gate = Gate(12)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(F.normalize(self.gate(F.relu(self.layer(x))), dim=-1))
+
+
+def _rows(batch):
+    return torch.randn(batch, 6)
+
+
+ENTRIES = {
+    "layer_norm_between_gates": Entry(
+        lambda: NormedStream(nn.LayerNorm, behind=True), _rows,
+        shapes={"stem.weight": (6, 6), "norm.weight": (6,), "dense.inner.weight": (5, 6), "head.weight": (3, 6)},
+    ),
+    "rms_norm_between_gates": Entry(
+        lambda: NormedStream(nn.RMSNorm, behind=True), _rows,
+        shapes={"stem.weight": (6, 6), "norm.weight": (6,), "head.weight": (3, 6)},
+    ),
+    "rms_norm_behind_gate": Entry(
+        lambda: NormedStream(nn.RMSNorm, behind=False), _rows, shapes={"stem.weight": (6, 6), "norm.weight": (6,)},
+    ),
+    "handwritten_rms_norm": Entry(
+        lambda: NormedStream(RMSNorm, behind=True), _rows, shapes={"dense.inner.weight": (5, 12)},
+        stays={"gate": (6, "the mean of the squares is over all units, and its number of units is no operation")},
+    ),
+    "layer_norm_behind_gate": Entry(
+        # What a norm makes of a unit that is 0 varies with the others' mean, so that all 12 stay behind the gate.
+        lambda: NormedStream(nn.LayerNorm, behind=False), _rows,
+        shapes={"stem.weight": (6, 6), "dense.inner.weight": (5, 12), "dense.outer.weight": (6, 5)},
+    ),
+    "convnext": Entry(ConvNeXt, images(), shapes={"blocks.1.dense.inner.weight": (12, 6)}),
+    "diffusion_block": Entry(
+        DiffusionBlock, lambda batch: (torch.randn(batch, 3, 6, 6), torch.arange(batch)), second_half,
+        shapes={"first.weight": (4, 8, 3, 3), "time.1.weight": (4, 6), "second_norm.weight": (4,)},
+    ),
+    "instance_norms": Entry(instance_norms, images(), shapes={"1.weight": (4, 3, 3, 3), "5.weight": (3, 4, 3, 3)}),
+    "subclassed_norm": Entry(
+        NormedMaps, images(6), shapes={"inner.weight": (3, 4, 3, 3), "head.weight": (2, 3, 1, 1)},
+    ),
+    "film": Entry(
+        Film, lambda batch: (torch.randn(batch, 3, 6, 6), torch.randn(batch, 5)),
+        shapes={"scale.weight": (4, 5), "shift.weight": (4, 5), "filters.weight": (4, 3, 3, 3)},
+    ),
+    "l2_normalised": Entry(L2Normalised, _rows, shapes={"layer.weight": (6, 6), "head.weight": (4, 6)}),
+}  # fmt: skip

@@ -1,0 +1,175 @@
+"""Networks that add: gates inside of branches, on the sum, on the stream itself, and on whole blocks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.nn import Gate
+from tests.engine.zoo.convolutional import images
+from tests.engine.zoo.entry import Entry, second_half
+
+
+class Bottleneck(nn.Module):
+    """ResNet-50's block: narrow, filter, widen; the sum is written in place."""
+
+    def __init__(self, read, write, stride, norm):
+        super().__init__()
+        middle = max(write // 4, 4)
+        self.narrow = nn.Sequential(nn.Conv2d(read, middle, 1, bias=False), norm(middle), nn.ReLU(inplace=True))
+        self.narrow_gate = Gate(middle, dim=1)
+        filters = nn.Conv2d(middle, middle, 3, stride, padding=1, bias=False)
+        self.filter = nn.Sequential(filters, norm(middle), nn.ReLU(inplace=True))
+        self.filter_gate = Gate(middle, dim=1)
+        self.widen = nn.Sequential(nn.Conv2d(middle, write, 1, bias=False), norm(write))
+        self.shortcut = None
+        if read != write or stride != 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(read, write, 1, stride, bias=False), norm(write))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        h = self.narrow_gate(self.narrow(x))
+        h = self.filter_gate(self.filter(h))
+        h = self.widen(h)
+        h += x if self.shortcut is None else self.shortcut(x)
+        return self.relu(h)
+
+
+class ResNet(nn.Module):
+    """ResNet-50's plan at a small width, with a gate on what the head reads."""
+
+    def __init__(self, layers=(3, 4, 6, 3), width=4, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True))
+        blocks, read = [], width
+        for stage, count in enumerate(layers):
+            for k in range(count):
+                write = width * 4 * 2**stage
+                blocks.append(Bottleneck(read, write, 2 if k == 0 and stage else 1, norm))
+                read = write
+        self.blocks = nn.Sequential(*blocks)
+        self.gate = Gate(read, dim=1)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(read, 10)
+
+    def forward(self, x):
+        return self.head(torch.flatten(self.pool(self.gate(self.blocks(self.stem(x)))), 1))
+
+
+class GatedStream(nn.Module):
+    """One gate at every write to the stream, so that a closed map leaves everywhere."""
+
+    def __init__(self, maps=12, blocks=3):
+        super().__init__()
+        self.stem = nn.Conv2d(3, maps, 3, padding=1)
+        self.gate = Gate(maps, dim=1)
+        self.blocks = nn.ModuleList([
+            nn.Sequential(
+                nn.Conv2d(maps, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Gate(8, dim=1),
+                nn.Conv2d(8, maps, 3, padding=1),
+            )
+            for _ in range(blocks)
+        ])  # fmt: skip
+        self.head = nn.Linear(maps, 5)
+
+    def forward(self, x):
+        x = self.gate(self.stem(x))
+        for block in self.blocks:
+            x = F.relu(x + self.gate(block(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class GatedBranches(nn.Module):
+    """A gate at the end of each branch, whose maps close on the stream while others write them."""
+
+    def __init__(self, maps=6):
+        super().__init__()
+        self.stem = nn.Conv2d(3, maps, 1)
+        self.one = nn.Sequential(nn.Conv2d(maps, maps, 3, padding=1), nn.ReLU(), Gate(maps, dim=1))
+        self.other = nn.Sequential(nn.Conv2d(maps, maps, 3, padding=1), nn.ReLU(), Gate(maps, dim=1))
+        self.head = nn.Conv2d(maps, 2, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.one(x)
+        return self.head(x + self.other(x))
+
+
+class GatedBlocks(nn.Module):
+    """A gate on each whole branch: a closed block computes nothing."""
+
+    def __init__(self, size=8, blocks=3):
+        super().__init__()
+        self.stem = nn.Linear(5, size)
+        self.blocks = nn.ModuleList([
+            nn.Sequential(nn.Linear(size, 6), nn.ReLU(), Gate(6), nn.Linear(6, size)) for _ in range(blocks)
+        ])  # fmt: skip
+        self.gates = nn.ModuleList([WholeGate() for _ in range(blocks)])
+        self.head = nn.Linear(size, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block, gate in zip(self.blocks, self.gates, strict=True):
+            x = x + gate(block(x))
+        return self.head(x)
+
+
+class WholeGate(nn.Module):
+    """One gate for a whole tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate(1)
+
+    def forward(self, x):
+        return self.gate(x.unsqueeze(-1)).squeeze(-1)
+
+
+class Highway(nn.Module):
+    """A door per unit chooses between the input and a function of it."""
+
+    def __init__(self, size=6):
+        super().__init__()
+        self.stem = nn.Linear(4, size)
+        self.stem_gate = Gate(size)
+        self.door = nn.Linear(size, size)
+        self.layer = nn.Linear(size, size)
+        self.gate = Gate(size)
+        self.head = nn.Linear(size, 2)
+
+    def forward(self, x):
+        x = self.stem_gate(self.stem(x))
+        door = torch.sigmoid(self.door(x))
+        return self.head(self.gate(door * F.relu(self.layer(x)) + (1 - door) * x))
+
+
+def _groups_of(count):
+    return lambda maps: nn.GroupNorm(count, maps)
+
+
+def _all(size):
+    """Closes every unit of sites of one unit, and every other of larger ones."""
+    return torch.arange(size) % 2 == (0 if size == 1 else 1)
+
+
+ENTRIES = {
+    "resnet50": Entry(
+        ResNet, images(16),
+        shapes={"blocks.0.narrow.0.weight": (2, 4, 1, 1), "blocks.5.filter.0.weight": (4, 4, 3, 3)},
+    ),
+    "resnet_group_norm": Entry(
+        lambda: ResNet((1, 1, 1), norm=_groups_of(2)), images(), second_half,
+        shapes={"blocks.1.narrow.0.weight": (4, 16, 1, 1), "blocks.1.narrow.1.weight": (4,)},
+    ),
+    "gated_stream": Entry(
+        GatedStream, images(6), shapes={"stem.weight": (6, 3, 3, 3), "blocks.2.0.weight": (4, 6, 3, 3)},
+    ),
+    "gated_branches": Entry(
+        GatedBranches, images(6), shapes={"one.0.weight": (3, 6, 3, 3), "stem.weight": (6, 3, 1, 1)},
+    ),
+    "gated_blocks": Entry(
+        GatedBlocks, lambda batch: torch.randn(batch, 5), _all,
+        shapes={"blocks.0.0.weight": (1, 8), "blocks.2.3.weight": (8, 1)},
+        stays={f"gates.{k}.gate": (1, "a dimension keeps one entry, and this has no other") for k in range(3)},
+    ),
+    "highway": Entry(Highway, lambda batch: torch.randn(batch, 4), shapes={"head.weight": (2, 3)}),
+}  # fmt: skip

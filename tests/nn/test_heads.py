@@ -1,0 +1,203 @@
+"""Gates on attention heads: what a closed one leaves, torch's attention in plain layers, and what is refused."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.factor import factor
+from pyro_l0.nn import fix_gates, gate_heads, gate_names
+from pyro_l0.nn.attention import PlainAttention
+
+
+class Attention(nn.Module):
+    """Attention of one's own: two heads of three features."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        return self.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(1)
+
+
+def randn(generator, *sizes):
+    return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+
+def test_a_gate_multiplies_its_heads_columns(generator):
+    """The same as a projection whose columns were multiplied; the network itself stays as it was."""
+    net = Attention().double()
+    gated = gate_heads(net, {"out": 2})
+    assert {name: (gate.size, gate.dim) for name, gate in gate_names(gated).items()} == {"out.gate": (2, -2)}
+    x = randn(generator, 2, 5, 6)
+    before = net(x)
+    values = torch.tensor([0.0, 0.4], dtype=torch.float64)
+    outputs = fix_gates(gated, {"out.gate": values})(x)
+    torch.testing.assert_close(net(x), before, rtol=0, atol=0)
+    with torch.no_grad():
+        net.out.weight *= values.repeat_interleave(3)
+    torch.testing.assert_close(outputs, net(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_first": True},
+        {"batch_first": False},
+        {"batch_first": True, "bias": False},
+        {"batch_first": True, "kdim": 5, "vdim": 4},
+    ],
+    ids=str,
+)
+def test_torch_attention_in_plain_layers(options, need_weights, generator):
+    """All arguments, with open gates; with a closed one, what remains when its columns are zero."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 4, **options, dtype=torch.float64)})
+    module = net["attention"]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(randn(generator, *parameter.shape))
+    plain = gate_heads(net, {"attention.out_proj": 4})
+    query = randn(generator, 3, 5, 8)
+    key, value = (randn(generator, 3, 6, options.get(name, 8)) for name in ("kdim", "vdim"))
+    if not options["batch_first"]:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [True] + [False] * 5])
+    causal = torch.ones(5, 6, dtype=torch.bool).triu(2)
+    calls = [
+        {},
+        {"key_padding_mask": padding},
+        {"attn_mask": causal, "key_padding_mask": padding},
+        {"attn_mask": causal, "is_causal": False, "average_attn_weights": False},
+        {"attn_mask": randn(generator, 12, 5, 6)},
+    ]
+    for gate in (torch.ones(4, dtype=torch.float64), torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64)):
+        fixed = fix_gates(plain, {"attention.out_proj.gate": gate})["attention"]
+        with torch.no_grad():
+            module.out_proj.weight *= gate.repeat_interleave(2)
+        for call in calls:
+            ours = fixed(query, key, value, need_weights=need_weights, **call)
+            theirs = module(query, key, value, need_weights=need_weights, **call)
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=1e-12)
+            assert (ours[1] is None) == (theirs[1] is None) == (not need_weights)
+            if need_weights:
+                torch.testing.assert_close(ours[1], theirs[1], rtol=1e-12, atol=1e-12)
+
+
+def test_unbatched_calls(generator):
+    net = nn.ModuleDict({"a": nn.MultiheadAttention(6, 2, dtype=torch.float64)})
+    plain = PlainAttention(net["a"])
+    x = randn(generator, 5, 6)
+    for ours, theirs in zip(plain(x, x, x), net["a"](x, x, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_drops_attention_in_training_alone():
+    """A mean over many draws is that without dropout, to five standard errors."""
+    torch.manual_seed(0)
+    plain = PlainAttention(nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True, dtype=torch.float64))
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    expected = plain.eval()(x, x, x)[0]
+    for need_weights in (True, False):
+        draws = plain.train()(*[x.expand(4000, 3, 4)] * 3, need_weights=need_weights)[0].detach()
+        assert (draws.std(0) > 0.01).all()
+        assert ((draws.mean(0) - expected[0]).abs() < 5 * draws.std(0) / 4000**0.5).all()
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_heads_of_torchs_encoder(mode, generator):
+    """Two layers under nn.TransformerEncoder with padding, whose fused path would pass by the gates."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
+    net = nn.TransformerEncoder(layer, 2).train(mode)
+    gated = gate_heads(net, {f"layers.{k}.self_attn.out_proj": 2 for k in range(2)})
+    x = randn(generator, 2, 4, 8)
+    padding = torch.tensor([[False] * 4, [False] * 3 + [True]])
+    ones = {site: torch.ones(2, dtype=torch.float64) for site in gate_names(gated)}
+    assert len(ones) == 2
+    expected = net(x, src_key_padding_mask=padding).detach()  # with gradients torch takes the plain path
+    with torch.no_grad():
+        opened = fix_gates(gated, ones)(x, src_key_padding_mask=padding)
+        closed = fix_gates(gated, {site: value * 0 for site, value in ones.items()})(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(opened[~padding], expected[~padding], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(closed[~padding], expected[~padding])
+
+
+def test_gates_on_heads_train():
+    """A head that carries the answer stays, one of noise closes, at a price between what the two are worth."""
+    torch.manual_seed(0)
+    net = gate_heads(nn.Sequential(nn.Linear(2, 2, bias=False)), {"0": 2})
+    x = torch.randn(200, 2)
+    y = 2 * x[:, :1] + 0.5 * torch.randn(200, 1)
+
+    def model(x, y):
+        factor("y", -0.5 * ((net(x)[:, :1] - y) ** 2).sum() / 0.5**2)
+
+    guide = AutoGate(model)
+    loss = L0_ELBO("l0", lam=20.0)(model, guide)
+    loss(x, y)
+    groups = [{"params": net.parameters(), "lr": 0.02}, {"params": guide.parameters(), "lr": 0.2}]
+    optimiser = torch.optim.Adam(groups)
+    for _ in range(150):
+        optimiser.zero_grad()
+        loss(x, y).backward()
+        optimiser.step()
+    gates = guide.test_gates()["0.gate"]
+    assert gates[0] > 0.5
+    assert gates[1] == 0
+
+
+def test_a_gated_network_is_saved_whole():
+    gated = gate_heads(Attention(), {"out": 2})
+    again = pickle.loads(pickle.dumps(gated))
+    ones = {"out.gate": torch.ones(2)}
+    x = torch.ones(1, 3, 6)
+    torch.testing.assert_close(fix_gates(again, ones)(x), fix_gates(gated, ones)(x), rtol=0, atol=0)
+
+
+def test_refused():
+    net = nn.ModuleDict({"a": Attention(), "conv": nn.Conv1d(6, 6, 1), "words": nn.Embedding(3, 4)})
+    with pytest.raises(ValueError, match=r"got 'a\.o'; the network has dense layers at 'a\.qkv', 'a\.out'"):
+        gate_heads(net, {"a.o": 2})
+    with pytest.raises(TypeError, match=r"dense layer at 'conv', which reads the heads side by side, but got Conv1d"):
+        gate_heads(net, {"conv": 2})
+    with pytest.raises(TypeError, match=r"at 'words', .* got Embedding"):
+        gate_heads(net, {"words": 2})
+    with pytest.raises(ValueError, match=r"divides its 6 inputs, but got 4"):
+        gate_heads(net, {"a.out": 4})
+    with pytest.raises(TypeError, match=r"at 'a\.out' to be an integer, but got 2\.0"):
+        gate_heads(net, {"a.out": 2.0})
+    with pytest.raises(ValueError, match=r"without head gates, but 'a\.out' has them already"):
+        gate_heads(gate_heads(net, {"a.out": 2}), {"a.out": 2})
+    net["again"] = net["a"].out
+    with pytest.raises(ValueError, match=r"it is at 'a\.out' and at 'again'"):
+        gate_heads(net, {"a.out": 2})
+
+
+def test_refused_of_torchs_attention():
+    def holding(**options):
+        return nn.ModuleDict({"a": nn.MultiheadAttention(6, 2, **options)})
+
+    with pytest.raises(ValueError, match=r"Expected 2 heads at 'a\.out_proj', .* but got 3"):
+        gate_heads(holding(), {"a.out_proj": 3})
+    with pytest.raises(ValueError, match=r"without add_bias_kv and add_zero_attn\. At 'a'"):
+        gate_heads(holding(add_bias_kv=True), {"a.out_proj": 2})
+    with pytest.raises(ValueError, match=r"'0\.out_proj'"):
+        gate_heads(nn.MultiheadAttention(6, 2), {"out_proj": 2})
+    with pytest.raises(ValueError, match=r"attn_mask with is_causal=True"):
+        PlainAttention(nn.MultiheadAttention(6, 2))(*[torch.ones(1, 2, 6)] * 3, is_causal=True)
+    net = holding()
+    net["b"] = net["a"]
+    with pytest.raises(ValueError, match=r"it is at 'a' and at 'b'"):
+        gate_heads(net, {"a.out_proj": 2})

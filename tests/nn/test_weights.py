@@ -1,0 +1,178 @@
+"""Gates on single weights: the product, the price and the count, zeros in plain layers, and their storage."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pyro_l0.compaction import compact
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.factor import factor
+from pyro_l0.nn import (
+    Gate,
+    fix_gates,
+    fix_weights,
+    gate_names,
+    gate_weights,
+    name_gates,
+    pack_zeros,
+    unpack_zeros,
+)
+
+LAYERS = {
+    "dense": (lambda: nn.Linear(4, 3), lambda: torch.randn(2, 4)),
+    "dense without bias": (lambda: nn.Linear(4, 3, bias=False), lambda: torch.randn(2, 5, 4)),
+    "convolution": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), lambda: torch.randn(2, 2, 5, 5)),
+    "grouped": (lambda: nn.Conv1d(4, 4, 3, groups=2), lambda: torch.randn(2, 4, 7)),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 3, 2, stride=2), lambda: torch.randn(2, 2, 3, 3)),
+    "embedding": (lambda: nn.Embedding(6, 4), lambda: torch.randint(0, 6, (2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_gate_multiplies_one_weight(name):
+    """Against the layer whose weight was multiplied by hand; the network itself stays as it was."""
+    torch.manual_seed(1)
+    make, inputs = LAYERS[name]
+    net, x = nn.Sequential(make()), inputs()
+    gated = gate_weights(net, "0")
+    number = net[0].weight.numel()
+    assert {site: gate.size for site, gate in gate_names(gated).items()} == {"0.gate": number}
+    values = torch.rand(number) * (torch.rand(number) < 0.5)
+    before = net(x)
+    outputs = fix_gates(gated, {"0.gate": values})(x)
+    plain = fix_weights(gated, {"0.gate": values})
+    torch.testing.assert_close(net(x), before, rtol=0, atol=0)
+    with torch.no_grad():
+        net[0].weight *= values.view(net[0].weight.shape)
+    torch.testing.assert_close(outputs, net(x))
+    torch.testing.assert_close(plain(x), net(x))
+    assert type(plain[0]) is type(net[0])
+    assert plain.state_dict().keys() == net.state_dict().keys()
+    assert int(plain[0].weight.count_nonzero()) == int(values.count_nonzero())
+
+
+def test_price_and_count_are_of_single_weights():
+    """Eq. 22 with groups of one weight, from the posterior's probabilities; unit gates beside them have their own."""
+    net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), Gate(2), nn.Linear(2, 1)), "0", "3")
+    assert {site: gate.size for site, gate in name_gates(net).items()} == {"0.gate": 6, "2": 2, "3.gate": 2}
+
+    def model(x):
+        factor("y", -net(x).square().sum())
+
+    guide = AutoGate(model, init_active_prob={"0.gate": 0.3, "2": 0.5, "3.gate": 0.8}, init_jitter=0.0)
+    x = torch.ones(4, 3)
+    guide(x)
+    posterior = guide.posterior()
+    assert float(posterior["0.gate"].active_prob.sum().detach()) == pytest.approx(6 * 0.3, rel=1e-5)
+    parts = L0_ELBO("l0", lam=2.0, group_size={"2": 3.0}).terms(model, guide, x)
+    assert float(parts["l0"]) == pytest.approx(2.0 * (6 * 0.3 + 3.0 * 2 * 0.5 + 2 * 0.8), rel=1e-5)
+
+
+def test_units_beside_gated_weights_compact():
+    """The zeros of what is left stay zeros, and the outputs are the same."""
+    torch.manual_seed(0)
+    net = gate_weights(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2)), "0", "3").double()
+    gates = {site: (torch.rand(gate.size) < 0.5).double() for site, gate in name_gates(net).items()}
+    gates["2"] = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    small = compact(fix_weights(net, gates), {"2": gates["2"]}, x).network
+    torch.testing.assert_close(small(x), fix_gates(net, gates)(x), rtol=1e-12, atol=1e-12)
+    assert small[3].weight.shape == (2, 2)
+    kept = gates["3.gate"].view(2, 4)[:, [0, 2]]
+    assert torch.equal(small[3].weight != 0, kept != 0)
+
+
+def test_superfluous_weights_close():
+    """A regression that needs two weights of six keeps those, and fix_weights writes the others as zeros."""
+    torch.manual_seed(0)
+    net = gate_weights(nn.Sequential(nn.Linear(6, 1)), "0")
+    x = torch.randn(300, 6)
+    y = 2 * x[:, 1] - x[:, 4] + 0.5 * torch.randn(300)
+
+    def model(x, y):
+        factor("y", -0.5 * (net(x)[:, 0] - y).square().sum() / 0.25)
+
+    guide = AutoGate(model)
+    loss = L0_ELBO("l0", lam=20.0)(model, guide)
+    loss(x, y)
+    groups = [{"params": net.parameters(), "lr": 0.02}, {"params": guide.parameters(), "lr": 0.2}]
+    optimiser = torch.optim.Adam(groups)
+    for _ in range(200):
+        optimiser.zero_grad()
+        loss(x, y).backward()
+        optimiser.step()
+    weight = fix_weights(net, guide.test_gates())[0].weight
+    assert weight.squeeze().nonzero().flatten().tolist() == [1, 4]
+
+
+def test_a_network_that_is_the_layer_itself_is_refused_and_a_wrapped_one_fixed():
+    with pytest.raises(ValueError, match="inside of the network, but got ''"):
+        gate_weights(nn.Linear(2, 1), "")
+    gated = gate_weights(nn.Sequential(nn.Linear(2, 1)), "0")[0]
+    fixed = fix_weights(gated, {"gate": torch.tensor([1.0, 0.0])})
+    assert type(fixed) is nn.Linear
+    assert float(fixed.weight.detach()[0, 1]) == 0
+
+
+def test_storage_without_zeros(tmp_path):
+    """What is loaded is what was saved, to the bit; a tenth of the weights takes about an eighth of the bytes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 3, dtype=torch.bfloat16))
+    with torch.no_grad():
+        net[0].weight *= torch.rand(200, 300) < 0.1
+        net[2].weight.zero_()
+    state = net.state_dict()
+    packed = pack_zeros(state)
+    assert {"0.weight#bits", "2.weight#values", "0.bias", "1.num_batches_tracked"} <= packed.keys()
+    save_file(packed, tmp_path / "packed.safetensors")
+    save_file(state, tmp_path / "dense.safetensors")
+    loaded = unpack_zeros(load_file(tmp_path / "packed.safetensors"))
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], value) and loaded[name].dtype == value.dtype for name, value in state.items())
+    sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("packed", "dense")]
+    assert sizes[0] < sizes[1] / 6
+
+
+def test_incomplete_storage_is_refused():
+    packed = pack_zeros({"w": torch.eye(20)})
+    for part in ("#shape", "#bits", "#values"):
+        with pytest.raises(ValueError, match="'w' with #shape, #bits and #values"):
+            unpack_zeros({name: value for name, value in packed.items() if name != f"w{part}"})
+    with pytest.raises(ValueError, match=r"fit each other, but got 50 bytes of bits and 19 values for .*\(20, 20\)"):
+        unpack_zeros({**packed, "w#values": torch.ones(19)})
+
+
+def test_refused():
+    tied = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False), nn.LayerNorm(4))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight'; untie them"):
+        gate_weights(tied, "1")
+    with pytest.raises(TypeError, match=r"'2' is a LayerNorm"):
+        gate_weights(tied, "2")
+    with pytest.raises(ValueError, match=r"got '5'; there are '0', '1'"):
+        gate_weights(tied, "5")
+    net = gate_weights(nn.Sequential(nn.Linear(3, 2)), "0")
+    for path in ("0", "0.layer"):
+        with pytest.raises(ValueError, match="has them already"):
+            gate_weights(net, path)
+    with pytest.raises(ValueError, match=r"'self_attn\.out_proj' is part of an nn\.MultiheadAttention"):
+        gate_weights(nn.TransformerEncoderLayer(4, 2), "self_attn.out_proj")
+    with pytest.raises(ValueError, match=r"no value for '0\.gate'"):
+        fix_weights(net, {})
+
+
+def test_functions_of_the_layers_own_run():
+    """Hooks and code of the layer see the gated weight."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x, scale=1.0):
+            return F.linear(x, self.weight * scale, self.bias)
+
+    net = nn.ModuleDict({"a": Scaled(2, 2)})
+    gated = gate_weights(net, "a")
+    values = {"a.gate": torch.tensor([0.0, 1.0, 1.0, 0.0])}
+    x = torch.ones(1, 2)
+    expected = F.linear(x, 3 * net["a"].weight * values["a.gate"].view(2, 2), net["a"].bias)
+    torch.testing.assert_close(fix_gates(gated, values)["a"](x, scale=3.0), expected)
