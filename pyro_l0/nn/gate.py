@@ -31,14 +31,14 @@ class Gate(nn.Module):
     after the layer's module path, such as ``"net.3"``; see :func:`name_gates`.
 
     Args:
-        size: number of units.
+        size: number of units. One gate alone multiplies an input of any size, such as the output of a whole branch.
         dim: dimension of the input that holds the units; -1 for features, 1 for feature maps. The batch is not
             counted as a unit, so 0 is refused.
         prior: prior of one gate, or of each (shape ``(size,)``); by default a hard concrete that is open with
             probability 1/2. Only objectives with a gate KL use it.
 
     Shape:
-        Input and output have the same shape; dimension ``dim`` has ``size`` entries.
+        Input and output have the same shape; dimension ``dim`` has ``size`` entries, or any number if that is 1.
 
     Note:
         The layer behind may carry out the product on its weights. So a gradient with respect to the output itself is
@@ -109,7 +109,7 @@ class Gate(nn.Module):
         if z.dim() > 1:
             _warn_inside_data(name)
         is_last = self.dim in (-1, x.dim() - 1)
-        if not in_block and x.dim() > 1 and (is_last or self.dim == 1) and may_defer(x, z):
+        if self.size > 1 and not in_block and x.dim() > 1 and (is_last or self.dim == 1) and may_defer(x, z):
             out = defer_product(x, z, -1 if is_last else 1)
         else:
             out = multiply_along(x, z, self.dim)
@@ -185,7 +185,10 @@ def _warn_inside_data(name: str) -> None:
 
 
 def check_units(x: object, size: int, dim: int, name: object) -> None:
-    """Refuse the input of the layer ``name`` unless dimension ``dim`` holds ``size`` units that gates can multiply."""
+    """Refuse the input of the layer ``name`` unless dimension ``dim`` holds ``size`` units that gates can multiply.
+
+    One gate multiplies any number of them.
+    """
     x = check_tensor(x, name)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(
@@ -195,7 +198,7 @@ def check_units(x: object, size: int, dim: int, name: object) -> None:
     if type(x) is Tensor and x.is_nested:
         for example in x.unbind():
             check_units(example, size, dim - 1 if dim > 0 else dim, name)
-    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or x.shape[dim] != size:
+    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or size not in (1, x.shape[dim]):
         raise ValueError(
             f"Expected {size} units in dimension {dim} at gate {name}, but got an input of shape {tuple(x.shape)}."
         )

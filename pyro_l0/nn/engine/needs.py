@@ -53,9 +53,7 @@ class _Finder:
                 continue
             for value in operation.inputs:
                 self._numbers[value] = self.formulas.some((self._numbers.get(value, FALSE), runs))
-            for relation, other in zip(
-                self.opened.relations[operation], self.closed.relations[operation], strict=True
-            ):
+            for relation, other in zip(self.opened.relations[operation], self.closed.relations[operation], strict=True):
                 if isinstance(relation, Link):
                     self._link(operation, relation, runs)
                 elif isinstance(relation, Reshape):

@@ -159,7 +159,9 @@ def _dim_of(value: Value, dim: int, root: Value) -> int:
     return root.shape.index(value.shape[dim])
 
 
-def _grouped(maps: Maps, operation: Operation, pairs: _Pairs) -> tuple[tuple[Value, int, int], set[tuple[int, int]]] | None:
+def _grouped(
+    maps: Maps, operation: Operation, pairs: _Pairs
+) -> tuple[tuple[Value, int, int], set[tuple[int, int]]] | None:
     """The weight of a convolution in groups that reads units, whose inputs are pairs of a group and a place in it."""
     if not operation.name.endswith("convolution") or operation.integer("groups") == 1:
         return None
@@ -208,5 +210,7 @@ def _regroup(pairs: _Pairs, sources: tuple[Axis, ...], targets: tuple[Axis, ...]
         for entry, unit in pairs.get(axis, ()):
             units_of[entry].append(unit)
         for target, others in zip(targets, behind, strict=True) if units_of else ():
-            held = {(b, unit) for a, b in set(zip(entries.tolist(), others.tolist(), strict=True)) for unit in units_of[a]}
+            held = {
+                (b, unit) for a, b in set(zip(entries.tolist(), others.tolist(), strict=True)) for unit in units_of[a]
+            }
             pairs[target] = pairs.get(target, set()) | held

@@ -229,13 +229,18 @@ class _Recorder(TorchDispatchMode):
     def _gate_forward(self, site: str, gate: Gate) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             check_units(x, gate.size, gate.dim, site)
-            self._gate = site, gate.dim
-            try:
-                return x.clone()  # the recorder sees the clone, and writes down the gate
-            finally:
-                self._gate = None
+            if x.shape[gate.dim] == gate.size:
+                return self._write_gate(x, site, gate.dim)
+            return self._write_gate(x.unsqueeze(-1), site, -1).squeeze(-1)  # one gate for all
 
         return forward
+
+    def _write_gate(self, x: Tensor, site: str, dim: int) -> Tensor:
+        self._gate = site, dim
+        try:
+            return x.clone()  # the recorder sees the clone, and writes down the gate
+        finally:
+            self._gate = None
 
 
 class _WholeCalls(TorchFunctionMode):
