@@ -275,7 +275,7 @@ def test_nothing_is_used_up_by_looking():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_batch_norm_behind_a_gate_is_exact_in_training(bias):
-    """What its shift hands on goes into the next bias, a new one perhaps; outputs and gradients stay in training mode."""
+    """What its shift hands on goes into the next bias, a new one perhaps; outputs and gradients stay as they are."""
     torch.manual_seed(4)
     net = nn.Sequential(
         nn.Linear(3, 6), nn.ReLU(), Gate(6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2, bias=bias)
@@ -283,7 +283,7 @@ def test_batch_norm_behind_a_gate_is_exact_in_training(bias):
     nn.init.normal_(net[3].bias)
     nn.init.normal_(net[3].running_mean)
     x = torch.randn(8, 3).double()
-    model, guide, optimiser, shrinker = started(net, x)
+    _, guide, optimiser, shrinker = started(net, x)
     guide.close("0.2", torch.tensor([1, 4]))
     _set(guide, "0.2", [0, 2, 3, 5], 60.0)
     left, results = [0, 2, 3, 5], []
