@@ -15,6 +15,7 @@ from pyro_l0.compaction.norms import reduce_norm
 from pyro_l0.compaction.plan import LayerFold, Plan
 from pyro_l0.compaction.routes import change_gate
 from pyro_l0.compaction.slice import cut, named_tensors, set_value, slice_tensors
+from pyro_l0.nn.gate import Gate
 
 __all__ = ["carry_out", "reset_running_means"]
 
@@ -94,6 +95,10 @@ def _check(network: nn.Module, plan: Plan) -> None:
     for path in (*plan.changes, *(fold.layer for fold in plan.folds), *plan.norms, *plan.attributes):
         if path not in modules:
             raise ValueError(f"Expected a plan of this network, but it has no module {path!r}.")
+    for path, change in plan.changes.items():
+        gate = modules[path]
+        if not isinstance(gate, Gate) or max(change.units, default=0) >= gate.size:
+            raise ValueError(f"Expected a plan of this network, but it has no Gate at {path!r} of the plan's size.")
 
 
 def _addition(

@@ -273,6 +273,37 @@ def test_nothing_is_used_up_by_looking():
     assert [module.training for module in net] == [True, True, True, True, False, True]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_batch_norm_behind_a_gate_is_exact_in_training(bias):
+    """What its shift hands on goes into the next bias, a new one perhaps; outputs and gradients stay as they are."""
+    torch.manual_seed(4)
+    net = nn.Sequential(
+        nn.Linear(3, 6), nn.ReLU(), Gate(6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2, bias=bias)
+    ).double()
+    nn.init.normal_(net[3].bias)
+    nn.init.normal_(net[3].running_mean)
+    x = torch.randn(8, 3).double()
+    _, guide, optimiser, shrinker = started(net, x)
+    guide.close("0.2", torch.tensor([1, 4]))
+    _set(guide, "0.2", [0, 2, 3, 5], 60.0)
+    left, results = [0, 2, 3, 5], []
+    for _ in range(2):
+        fixed = fix_gates(net, {"0.2": guide.test_gates()["0.2"].double()}).train()
+        y = fixed(x)
+        y.sin().sum().backward()
+        results.append((y.detach(), [p.grad for p in fixed.parameters()]))
+        if len(results) == 1:
+            assert shrinker.step()
+    (expected, whole), (got, small) = results
+    torch.testing.assert_close(got, expected, rtol=4e-15, atol=4e-15)
+    for full, part in zip(whole, small, strict=False):
+        full = full[left] if full.shape[0] == 6 else full
+        full = full[:, left] if full.dim() == 2 and full.shape[1] == 6 else full
+        torch.testing.assert_close(part, full, rtol=2e-14, atol=2e-14)
+    assert any(p is net[5].bias for group in optimiser.param_groups for p in group["params"])
+    assert net[3].num_features == 4
+
+
 def test_gradients_and_gradient_nodes_that_are_alive():
     """A gradient is cut with its parameter; nodes that accumulate gradients take the new shape."""
     torch.manual_seed(2)

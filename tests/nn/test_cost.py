@@ -166,7 +166,7 @@ def test_a_count_moves_nothing_to_its_device_twice(shrunk):
         net = Residual()
         gates = {"first": torch.tensor([0.0, 1.0, 1.0, 1.0]), "second": torch.tensor([1.0, 0.0, 1.0, 1.0])}
         example = torch.zeros(1, 5)
-        net = rewrite(net, plan(net, gates, example, keep_gates=True), keep_gates=True)
+        net = rewrite(net, plan(net, gates, example, keep_gates=True))
     else:
         net = nn.Sequential(nn.Conv2d(1, 2, 2), Gate(2, dim=1), nn.Flatten(), Gate(8), nn.Linear(8, 3))
         example = torch.zeros(1, 1, 3, 3)

@@ -1,0 +1,177 @@
+"""The parts of compaction by themselves: slices with optimiser state, norms over fewer units, attributes, routes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_l0.compaction import Plan, SelectedInputs, compact, rewrite
+from pyro_l0.compaction.attributes import table
+from pyro_l0.compaction.norms import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
+from pyro_l0.compaction.slice import check_state, slice_tensors
+from pyro_l0.nn import Gate, fix_gates
+
+OPTIMISERS = {
+    "adam": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1),
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True),
+}
+
+
+def quadratic(parameters, optimiser, places, cut_at, steps=6):
+    """Each entry by itself under a loss of its own, with some left out at a step; the values in the end."""
+    torch.manual_seed(0)
+    targets = [torch.randn_like(p) for p in parameters]
+    holder = nn.ParameterList(parameters)
+    optimiser = optimiser(holder.parameters())
+    for step in range(steps):
+        if step == cut_at:
+            slice_tensors(holder, {str(i): index for i, index in enumerate(places)}, optimiser)
+            targets = [t[index[0]][:, index[1]] for t, index in zip(targets, places, strict=True)]
+        optimiser.zero_grad()
+        sum((p - t).square().sum() for p, t in zip(holder, targets, strict=True)).backward()
+        optimiser.step()
+    return [p.detach() for p in holder], optimiser
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_optimisers_go_on_with_what_is_left(name):
+    """Entries that do not know of each other move as before, and the state has their shapes."""
+    torch.manual_seed(1)
+    start = [torch.randn(4, 3).double(), torch.randn(2, 5).double()]
+    places = [(torch.tensor([0, 2]), torch.tensor([1, 2])), (torch.tensor([1]), torch.arange(5))]
+    runs = [
+        quadratic([nn.Parameter(x.clone()) for x in start], OPTIMISERS[name], places, cut_at) for cut_at in (3, None)
+    ]
+    (cut, optimiser), (whole, _) = runs
+    for small, full, (rows, columns) in zip(cut, whole, places, strict=True):
+        assert torch.equal(small, full[rows][:, columns])
+    shapes = {tuple(x.shape) for state in optimiser.state.values() for x in state.values() if x.dim()}
+    assert shapes == {(2, 2), (1, 5)}
+
+
+def test_states_of_other_shapes_are_refused():
+    """Factored second moments, by name."""
+    layer = nn.Linear(3, 4)
+    optimiser = torch.optim.Adafactor(layer.parameters())
+    layer(torch.ones(2, 3)).sum().backward()
+    optimiser.step()
+    with pytest.raises(ValueError, match=r"'row_var' of Adafactor has \(4, 1\) for \(4, 3\); train with Adam"):
+        check_state(optimiser, [layer.weight])
+    check_state(optimiser, [layer.bias])
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_count_units_that_left_as_zeros(kind, affine):
+    """Values and gradients of the whole norm on the same units among zeros; in steps, as in one."""
+    torch.manual_seed(2)
+    whole = kind(6, elementwise_affine=affine, eps=0.1).double()
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter)
+    x, left = torch.randn(3, 6).double(), [0, 3, 4]
+    x[:, [1, 2, 5]] = 0.0
+    x.requires_grad_()
+    small = copy.deepcopy(whole)
+    for parameter in small.parameters():
+        parameter.data = parameter.data[left]
+    small.normalized_shape = (3,)
+    reduce_norm(small, 6)
+    assert isinstance(small, (ReducedLayerNorm, ReducedRMSNorm))
+    y = x.detach()[:, left].requires_grad_()
+    expected, got = whole(x)[:, left], small(y)
+    torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
+    weight = torch.randn(3, 3).double()
+    (full,) = torch.autograd.grad((expected * weight).sum(), x)
+    (part,) = torch.autograd.grad((got * weight).sum(), y)
+    torch.testing.assert_close(part, full[:, left], rtol=1e-13, atol=1e-13)
+    with as_whole_norms(nn.Sequential(small)):
+        assert type(small) is kind
+    assert type(small) is not kind
+    with pytest.raises(TypeError, match=r"Expected nn.LayerNorm or nn.RMSNorm .* got GroupNorm"):
+        reduce_norm(nn.GroupNorm(1, 4), 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "kept", "expected"),
+    [
+        (nn.Linear(4, 3), {"weight": ([0, 2], [1])}, {"out_features": 2, "in_features": 1}),
+        (nn.Conv2d(4, 6, 3), {"weight": ([0, 5], [1, 2, 3], None, None)}, {"out_channels": 2, "in_channels": 3}),
+        (
+            nn.Conv2d(4, 4, 3, groups=4),
+            {"weight": ([0, 3], None, None, None)},
+            {"out_channels": 2, "in_channels": 2, "groups": 2},
+        ),
+        (
+            nn.Conv1d(6, 4, 3, groups=2),
+            {"weight": ([0, 2], [0, 2], None)},
+            {"out_channels": 2, "in_channels": 4},
+        ),
+        (nn.ConvTranspose2d(4, 6, 2), {"weight": ([0], [1, 2], None, None)}, {"in_channels": 1, "out_channels": 2}),
+        (nn.BatchNorm1d(5), {"running_mean": ([1, 2],), "weight": ([1, 2],)}, {"num_features": 2}),
+        (nn.GroupNorm(3, 6), {"weight": ([2, 3, 4, 5],)}, {"num_channels": 4, "num_groups": 2}),
+        (nn.LayerNorm(5), {"weight": ([0, 4],)}, {"normalized_shape": (2,)}),
+        (nn.Embedding(7, 4), {"weight": (None, [1])}, {"embedding_dim": 1}),
+        (nn.PReLU(4), {"weight": ([1, 2],)}, {"num_parameters": 2}),
+        (nn.InstanceNorm2d(4), {}, {"num_features": 3}),
+        (nn.Unflatten(1, (4, 2)), {}, {"unflattened_size": (3, 2)}),
+        (nn.ReLU(), {}, {}),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
+)
+def test_attributes_of_torchs_modules(module, kept, expected):
+    """What changes, and nothing else."""
+    kept = {
+        name: tuple(None if index is None else torch.tensor(index) for index in places) for name, places in kept.items()
+    }
+    assert table(module, kept, {4: 3}) == expected
+
+
+def test_gates_become_nothing_numbers_selections_or_zeros():
+    """By what their units are for; hooks stay on what stays."""
+    torch.manual_seed(3)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inputs, self.a, self.g, self.b = Gate(4), nn.Linear(4, 4), Gate(4), nn.Linear(4, 4)
+            self.branch, self.c, self.h = Gate(4), nn.Linear(4, 2), Gate(4)
+
+        def forward(self, x):
+            y = self.h(torch.sigmoid(self.g(torch.relu(self.a(self.inputs(x))))))
+            return self.c(y + self.branch(self.b(y)))
+
+    net, x = Net().double(), torch.randn(3, 4).double()
+    gates = {
+        "inputs": torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        "g": torch.ones(4),
+        "h": torch.tensor([0.5, 1.0, 1.0, 1.0]),
+        "branch": torch.tensor([1.0, 1.0, 0.0, 0.0]),
+    }
+    gates = {name: gate.double() for name, gate in gates.items()}
+    small = compact(net, gates, x).network
+    torch.testing.assert_close(small(x), fix_gates(net, gates).eval()(x), rtol=1e-13, atol=1e-13)
+    assert isinstance(small.g, nn.Identity)
+    assert small.h.value.tolist() == [0.5, 1.0, 1.0, 1.0]  # in front of a sum it can't go into weights
+    assert small.inputs.before.index.tolist() == [0, 2, 3]
+    assert small.branch.after.index.tolist() == [0, 1]
+    assert (small.a.in_features, small.b.out_features) == (3, 2)
+    with SelectedInputs(x).of(small) as selected:
+        assert torch.equal(selected, x[:, [0, 2, 3]])
+        torch.testing.assert_close(small(selected), fix_gates(net, gates).eval()(x), rtol=1e-13, atol=1e-13)
+
+
+def test_plans_of_other_networks_are_refused():
+    """By the name of what does not fit."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    found = compact(net, {"2": torch.tensor([1.0, 0.0, 0.0, 1.0])}, torch.ones(2, 3)).plan
+    for other, message in (
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Gate(4), nn.Linear(4, 2)), "it cuts '0.weight', of shape"),
+        (nn.Sequential(nn.ReLU()), "it has no '0.weight'"),
+        (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "no Gate at '2'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rewrite(other, found)
+    assert Plan.from_json(found.to_json()) == found
