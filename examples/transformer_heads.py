@@ -8,7 +8,8 @@ without gates for as long.
 
 ``python examples/transformer_heads.py`` takes two to three minutes on one core, ``--quick`` some seconds. With seed 1,
 λ = 1 closes 20 of 24 heads (83 %): 94.2 % of the test images are right as pruned and 95.8 % after training on, against
-95.3 % without gates. The test images are 360, so that a point is less than four of them.
+95.3 % without gates (seed 2: 20 heads, 94.2 and 96.7 against 97.2 %). The test images are 360, so that a point is less
+than four of them.
 """
 
 from __future__ import annotations
