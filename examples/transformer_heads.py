@@ -6,7 +6,10 @@ switch (Eq. 16 and 22), and what is left, compacted, is trained on. The table ha
 accuracy, as Voita et al. (2019, arXiv:1905.09418) have them for translation; the row without λ is the network trained
 without gates for as long.
 
-FIGURES
+``python examples/transformer_heads.py`` takes two to three minutes on one core, ``--quick`` some seconds. With seed 1,
+λ = 1 closes 20 of 24 heads (83 %): 94.2 % of the test images are right as pruned and 95.8 % after training on, against
+95.3 % without gates (seed 2: 20 heads, 94.2 and 96.7 against 97.2 %). The test images are 360, so that a point is less
+than four of them.
 """
 
 from __future__ import annotations

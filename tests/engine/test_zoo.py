@@ -142,24 +142,30 @@ def test_compacts_to_an_equal_network_of_fewer_operations(name, request):
 
 
 @pytest.mark.parametrize(
-    ("name", "gates"),
+    ("name", "branches"),
     [
-        ("gated_blocks", ["gates.0.gate", "gates.1.gate", "gates.2.gate"]),
-        ("vision_transformer", ["gates.0", "gates.1", "gates.2", "gates.3"]),
+        ("gated_blocks", {f"gates.{k}.gate": f"blocks.{k}" for k in range(3)}),
+        ("vision_transformer", {f"gates.{k}": f"branches.{k}" for k in range(4)}),
+        pytest.param(
+            "encoder_heads",
+            {f"layers.{k}.self_attn.out_proj.gate": f"layers.{k}.self_attn" for k in range(2)},
+            marks=pytest.mark.xfail(reason="behind fused attention a dead branch is left whole", strict=True),
+        ),
     ],
 )
-def test_closed_blocks_compute_next_to_nothing(name, gates):
-    """A closed gate on a whole branch, whose units are open: what is left is one unit, or one head of three."""
+def test_closed_blocks_compute_next_to_nothing(name, branches):
+    """Closed gates on a whole branch, whose units are open; what is left is one unit, or one head of three."""
     entry = ZOO[name]
     network, example = entry.network(), entry.example()
     values = {site: torch.ones(size, dtype=torch.float64) for site, size in sites(network).items()}
-    values |= {site: torch.zeros(1, dtype=torch.float64) for site in gates}
-    compacted = compact(network, values, example)
+    values |= {site: torch.zeros_like(values[site]) for site in branches}
+    fixed, small = fix_gates(network, values), compact(network, values, example).network
     work = []
-    for net in (fix_gates(network, values), compacted.network):
+    for net in (fixed, small):
         with FlopCounterMode(display=False) as counter:
             call(net, example)
         counts = counter.get_flop_counts()
-        work.append(sum(sum(count.values()) for path, count in counts.items() if path.count(".") == 2))
-    assert_equal(call(compacted.network, example), call(fix_gates(network, values), example))
+        paths = [f"{type(net).__name__}.{path}" for path in branches.values()]
+        work.append(sum(sum(counts[path].values()) for path in paths if path in counts))
+    assert_equal(call(small, example), call(fixed, example))
     assert work[1] <= 0.35 * work[0]
