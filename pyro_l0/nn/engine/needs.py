@@ -53,9 +53,7 @@ class _Finder:
                 continue
             for value in operation.inputs:
                 self._numbers[value] = self.formulas.some((self._numbers.get(value, FALSE), runs))
-            for relation, other in zip(
-                self.opened.relations[operation], self.closed.relations[operation], strict=True
-            ):
+            for relation, other in zip(self.opened.relations[operation], self.closed.relations[operation], strict=True):
                 if isinstance(relation, Link):
                     self._link(operation, relation, runs)
                 elif isinstance(relation, Reshape):
@@ -123,7 +121,7 @@ class _Finder:
             self._add(axis, self.formulas.some_of_each(rows))
 
     def _read(self, read: Read, closed: Mask | None, runs: int) -> Index:
-        """The statements that entries are read: always those that are with closed gates, others unless they are zero."""
+        """The statements that entries are read: those that are with closed gates always, others unless zero."""
         size = read.axes[0].size
         entries = np.full(size, TRUE)
         if read.where is not None and closed is not None:

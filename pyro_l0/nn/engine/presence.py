@@ -98,7 +98,10 @@ class _Finder:
             if output is None:
                 continue
             for axis, other in zip(self.opened.axes[output], self.closed.axes[output], strict=True):
-                is_open = (other.states == ZERO) & (axis.states != ZERO), (other.states < VARIES) & (axis.states == VARIES)
+                is_open = (
+                    (other.states == ZERO) & (axis.states != ZERO),
+                    (other.states < VARIES) & (axis.states == VARIES),
+                )
                 nonzero, varies = _true_where(other.states != ZERO), _true_where(other.states == VARIES)
                 if is_open[0].any() or is_open[1].any():
                     found_nonzero, found_varies = self._follow(operation, output, axis)
@@ -134,7 +137,9 @@ class _Finder:
             return self.formulas.both_each(known[0], gates), self.formulas.both_each(known[1], gates)
         for relation in relations:
             if isinstance(relation, Reshape) and axis in relation.targets:
-                return self._reshape(relation, axis, self.known.nonzero), self._reshape(relation, axis, self.known.varies)
+                return self._reshape(relation, axis, self.known.nonzero), self._reshape(
+                    relation, axis, self.known.varies
+                )
             if isinstance(relation, Read) and relation.behind is axis and not links:
                 return self._groups(relation, axis)
         if links:
