@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.compaction.pieces import Expand, Select
 from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
 from pyro_l0.nn.engine.slots import ZERO
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, keep_being_called
-from pyro_l0.nn.pieces import Expand, Select
 
 __all__ = ["GateChange", "RoutedGate", "change_gate", "new_indices"]
 

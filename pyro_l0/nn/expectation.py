@@ -9,9 +9,10 @@ from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from pyro_l0.nn.engine.formulas import Formulas
-from pyro_l0.nn.units import PerDevice, product
+from pyro_l0.nn.per_device import PerDevice
 
 __all__ = ["Expectations"]
 
@@ -88,7 +89,7 @@ class _Sum:
     def __call__(self, active: Mapping[str, Tensor], values: Tensor | None) -> Tensor:
         if self.nodes is None:
             probs = active[self.site]
-            total = 1 - product(1 - probs) if self.is_any else probs.sum()
+            total = 1 - _product(1 - probs) if self.is_any else probs.sum()
         else:
             assert values is not None
             each = values.index_select(0, self.nodes.on(values.device))
@@ -163,8 +164,26 @@ class _Circuit:
         return self._nodes[is_all, given]
 
 
+class _Product(torch.autograd.Function):
+    """Product over the last dimension; factors of 0 have their gradient without the host's counting them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return factors.prod(-1)
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> Tensor:
+        (factors,) = ctx.saved_tensors
+        one = torch.ones_like(factors[..., :1])
+        before = torch.cat([one, factors[..., :-1]], -1).cumprod(-1)
+        behind = torch.cat([one, factors[..., 1:].flip(-1)], -1).cumprod(-1).flip(-1)
+        return grad.unsqueeze(-1) * before * behind
+
+
 def _product(factors: Tensor) -> Tensor:
     """The product over the last dimension."""
     if factors.shape[-1] <= 4:
         return reduce(torch.mul, factors.unbind(-1))
-    return product(factors)
+    total: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
+    return total
