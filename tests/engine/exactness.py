@@ -1,7 +1,7 @@
 """Two checks of an analysis that share no code with it: garbage in all that leaves, and operations on what stays."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn import fix_gates, name_gates
@@ -61,7 +61,11 @@ def check_garbage(network, example, analysis, values):
             weight = named[fold.weight]
             columns = weight.flatten(2).sum(2) if weight.dim() > 2 else weight
             assert not fold.is_map
-            named[fold.bias] += fold.constant @ columns.movedim(fold.dim, 0)[fold.units]
+            added = fold.constant @ columns.movedim(fold.dim, 0)[fold.units]
+            if fold.bias is None:
+                spoiled.get_submodule(fold.path).bias = nn.Parameter(added)
+            else:
+                named[fold.bias] += added
         for name, kept in analysis.kept.items():
             stays = _mask(named[name].shape, kept)
             if named[name].is_floating_point():

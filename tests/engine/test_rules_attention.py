@@ -93,6 +93,25 @@ def test_multiply_adds_of_attention_are_counted_apart():
     assert analysis.attention_multiply_adds() == 2 * 2 * 5 * 5 * 6 * 2
 
 
+def test_attention_over_constants_varies():
+    """Constant values that differ from token to token are weighted by what the queries ask for."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.gate, self.out = nn.Linear(6, 4), Gate(4), nn.Linear(4, 2)
+            self.values = nn.Parameter(torch.randn(1, 1, 3, 4))
+
+        def forward(self, x):
+            q = self.query(x)[:, None]
+            v = (self.gate(self.query(x))[:, None, :3] + self.values) * 1.0
+            return self.out(F.scaled_dot_product_attention(q, q[:, :, :3], v)[:, 0])
+
+    analysis = examine(Net(), torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
+    assert not analysis.folds
+    assert len(analysis.gates["gate"].kept_out) == 4
+
+
 def test_torch_multihead_attention_keeps_its_sizes_and_says_so():
     class Net(nn.Module):
         def __init__(self):
@@ -158,6 +177,7 @@ class Stream(nn.Module):
         (nn.LayerNorm, True, True, "layer"),
         (nn.LayerNorm, True, False, "layer"),
         (nn.LayerNorm, False, True, None),
+        (type("OwnNorm", (nn.LayerNorm,), {}), True, True, None),
         (nn.RMSNorm, False, False, "rms"),
         (nn.RMSNorm, True, True, "rms"),
         (WrittenOut, False, True, None),

@@ -117,6 +117,17 @@ def test_everything_closed_keeps_one_unit():
     assert set(analysis.reasons["2"].values()) == {"the last of its dimension"}
 
 
+def test_constants_that_stay_are_still_computed():
+    """With all gates closed the output is constant; what stays since no dimension may be empty is still right."""
+    branch = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
+    layers = [nn.Linear(6, 4), Gate(4), Residual(nn.Identity(), branch), nn.LayerNorm(4), nn.Linear(4, 3)]
+    examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
+    layers = [nn.Linear(6, 4), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
+    analysis = examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
+    assert [len(x) for x in analysis.kept["3.weight"]] == [3, 1]
+    assert len(analysis.folds[0].units) == 3
+
+
 def test_constants_at_open_gates_vary_unless_the_gates_are_fixed():
     """A constant that an open gate multiplies leaves into a bias only where the gate's value is given."""
 

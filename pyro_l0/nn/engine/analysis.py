@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.engine import rules
-from pyro_l0.nn.engine.constants import settle_constants
+from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
 from pyro_l0.nn.engine.registry import find_rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
@@ -71,7 +71,7 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
 
     Attributes:
-        path: the module of torch's that called it.
+        path: the module that called it, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's.
         kind: ``"layer"`` or ``"rms"``.
         weight: name of its weight, None if there is none.
         size: number of units that there were.
@@ -168,7 +168,10 @@ def analyse(
     """
     maps = _apply_rules(recording, _masks(recording, closed), values, folds)
     constants = settle_constants(maps)
-    return _answer(maps, solve(maps), constants)
+    solution = solve(maps)
+    while read_what_stays(maps, solution):
+        solution = solve(maps)
+    return _answer(maps, solution, constants)
 
 
 def _masks(recording: Recording, closed: Mapping[str, Tensor]) -> dict[str, Mask]:

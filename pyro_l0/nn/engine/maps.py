@@ -200,6 +200,14 @@ class Maps:
             self.reads((value, dim))
             self.pin(self.axes[value][dim].block)
 
+    def takes_constants(self, weight: Value, bias: Value | None) -> bool:
+        """Whether constants may leave into a layer's bias: it is a parameter, or missing in a layer of torch's."""
+        if not self.folds or not weight.names:
+            return False
+        if bias is None:
+            return isinstance(self.module(), (nn.Linear, nn.modules.conv._ConvNd))
+        return bool(bias.names)
+
     def leave_to_bias(self, constant: ConstantInput, places: Sequence[tuple[Value, int]], where: Mask) -> None:
         """Entries are read together as in :meth:`reads`, but the constant ones may leave into a bias."""
         varies = self.states(constant.input, constant.input_dim) == VARIES

@@ -237,8 +237,6 @@ def pad(maps: Maps, operation: Operation) -> None:
         before, behind = amounts[place : place + 2] if place < len(amounts) else (0, 0)
         if before == behind == 0:
             maps.passes(x, dim, output, dim)
-            if state:
-                maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(state)))
         elif min(before, behind) < 0 or not is_constant:
             maps.fixes(x, dim)
             maps.fixes(output, dim)
@@ -249,6 +247,7 @@ def pad(maps: Maps, operation: Operation) -> None:
             new = np.ones(size + before + behind, dtype=np.bool_)
             new[before : before + size] = False
             maps.reads((output, dim), where=new)
+        maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(state)))
 
 
 @rule("aten::pixel_shuffle")

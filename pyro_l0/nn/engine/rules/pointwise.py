@@ -78,8 +78,9 @@ def overwrite(maps: Maps, operation: Operation) -> None:
     before, output = operation.value("self"), operation.output
     for dim in range(before.rank):
         maps.tie(maps.axes[before][dim], maps.axes[output][dim])
-    known = {"aten::zero_": ZERO, "aten::fill_": CONSTANT}
-    maps.set_state(output, known.get(operation.name, VARIES))
+    number = operation.maybe("value")
+    filled = CONSTANT if number is None else maps.state(number)
+    maps.set_state(output, {"aten::zero_": ZERO, "aten::fill_": filled}.get(operation.name, VARIES))
 
 
 def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing: Sequence[tuple[int, ...]]) -> None:
