@@ -357,3 +357,13 @@ def test_an_objective_that_is_told():
     assert shrinker.step()
     assert not shrinker.step()
     assert told == [3]
+
+
+def test_several_processes_are_told_to_wrap_the_network_anew(monkeypatch):
+    """Where nothing does it."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    _, guide, _, shrinker = started(net, torch.ones(2, 3))
+    guide.close("0.2", torch.tensor([1]))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match=r"Expected on_shrink .* DistributedDataParallel .* wrap the network anew"):
+        assert shrinker.step()
