@@ -75,7 +75,7 @@ class _Weight:
         """The weight with the columns in dimension 1."""
         weight = self.now()
         if self.groups > 1:
-            parts = weight.unflatten(0, (self.groups, -1)).movedim(0, 1)
+            parts: Tensor = weight.unflatten(0, (self.groups, -1)).movedim(0, 1)
             return parts.flatten(1, 2)
         return weight if self.dim == 1 else weight.movedim(self.dim, 1)
 
