@@ -1,7 +1,7 @@
 """Two checks of an analysis that share no code with it: garbage in all that leaves, and operations on what stays."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn import fix_gates, name_gates
@@ -61,7 +61,11 @@ def check_garbage(network, example, analysis, values):
             weight = named[fold.weight]
             columns = weight.flatten(2).sum(2) if weight.dim() > 2 else weight
             assert not fold.is_map
-            named[fold.bias] += fold.constant @ columns.movedim(fold.dim, 0)[fold.units]
+            added = fold.constant @ columns.movedim(fold.dim, 0)[fold.units]
+            if fold.bias is None:
+                spoiled.get_submodule(fold.path).bias = nn.Parameter(added)
+            else:
+                named[fold.bias] += added
         for name, kept in analysis.kept.items():
             stays = _mask(named[name].shape, kept)
             if named[name].is_floating_point():
@@ -88,14 +92,13 @@ def check_operations(recording, analysis, values):
     for operation in recording.operations:
         args, kwargs = _filled(operation, lambda x: full.get(x, x.tensor.detach()))
         with torch.no_grad():
-            results = operation.function(*_copied(args), **_copied(kwargs)) if operation.args else None
-            if operation.name == "gate":
-                results = args[0] * _along(
-                    values[operation.arguments["site"]], args[0].dim(), operation.arguments["dim"]
-                )
-            if operation.name == "write in place" or results is None:
-                full.update({x: x.tensor.detach() for x in operation.outputs if x is not None})
+            if operation.name == "write in place":
+                full.update({x: x.tensor.detach() for x in operation.outputs})
                 continue
+            results = operation.function(*_copied(args), **_copied(kwargs))
+            if operation.name == "gate":
+                site, dim = operation.arguments["site"], operation.arguments["dim"]
+                results = args[0] * _along(values[site], args[0].dim(), dim)
             results = results if isinstance(results, (tuple, list)) else [results]
             full.update({x: y for x, y in zip(operation.outputs, results, strict=True) if x is not None})
             if operation not in analysis.solution.running or operation.path in special or operation.name in PARTS:

@@ -89,6 +89,18 @@ PASSING = {
     "max over rows": lambda h: torch.stack([h, -h], 1).amax(1),
     "dim max": lambda h: torch.stack([h, -h], 1).max(1)[0],
     "row index": lambda h: h[[1, 0]],
+    "maxout": lambda h: torch.max(h, 2 * h),
+    "absolute in place": lambda h: (2 * h).abs_(),
+    "compared": lambda h: h * h.clone().ge_(0.0),
+    "complex": lambda h: torch.view_as_real(torch.view_as_complex(torch.stack([h, h], -1))).flatten(1),
+    "spectrum of rows": lambda h: torch.fft.fft(h, dim=0).real + torch.fft.rfft(h, dim=0).abs().sum(0),
+    "log sigmoid": lambda h: h * F.logsigmoid(h),
+    "and": lambda h: h * ((h > 0) & (h < 1)),
+    "row mask": lambda h: h[torch.tensor([True, False])],
+    "mask behind": lambda h: h[:, None].expand(-1, 2, -1)[:, torch.tensor([False, True])],
+    "added rows": lambda h: torch.zeros_like(h).index_add(0, torch.tensor([1, 0]), h),
+    "copied rows": lambda h: torch.zeros_like(h).index_copy(0, torch.tensor([1, 0]), h),
+    "scattered": lambda h: torch.zeros_like(h).scatter_add(0, torch.ones(2, 1, dtype=torch.long).expand(-1, 8), h),
     "row mask of ints": lambda h: h.index_select(0, torch.tensor([1, 0])),
     "normalised": lambda h: F.normalize(h, dim=-1),
     "einsum": lambda h: torch.einsum("bi,bi->bi", h, h),
@@ -100,6 +112,8 @@ PASSING = {
     "triangle": lambda h: h[:, None, None].expand(-1, 2, 2, -1).permute(0, 3, 1, 2).tril().permute(0, 2, 3, 1),
     "log1p": torch.log1p,
     "addcmul": lambda h: torch.addcmul(h, h, h),
+    "other sizes": lambda h: h + torch.zeros_like(h),
+    "ones": lambda h: h * torch.ones_like(h),
     "lerp": lambda h: torch.lerp(h, 2 * h, 0.3),
 }
 STAYING = {
@@ -179,6 +193,8 @@ def test_constants_leave_into_the_bias(name):
         (Between(lambda h, norm: norm(h), nn.RMSNorm(8)), 4),
         (Between(lambda h, norm: norm(h), nn.GroupNorm(4, 8)), 0),
         (Between(swiglu, nn.Linear(8, 10)), 4),
+        (Between(lambda h: F.glu(torch.cat([h, h + 1], -1), -1)), 4),
+        (Between(lambda h: F.glu(torch.cat([h + 1, h], -1), -1)), 0),
         (Between(lambda h, layer: layer(h, h), nn.Bilinear(8, 8, 4)), 4),
         (Between(lambda h, layer: layer(h), nn.Linear(8, 4, bias=False)), 4),
         (Between(lambda h, layer: layer(h), nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), 0),
@@ -196,8 +212,9 @@ def test_a_product_switches_the_other_factor_off():
     assert analysis.kept["other.weight"][0].tolist() == analysis.gates["gate"].kept_out.tolist()
 
 
-def test_a_gate_on_the_product_of_a_gated_feed_forward_layer():
-    """SwiGLU: both halves of the projection in front lose the rows of closed units."""
+@pytest.mark.parametrize("product", [lambda h: F.glu(h, -1), lambda h: F.silu(h[..., :8]) * h[..., 8:]])
+def test_a_gate_on_the_product_of_a_gated_feed_forward_layer(product):
+    """Both halves of the projection in front lose the rows of closed units."""
 
     class FeedForward(nn.Module):
         def __init__(self):
@@ -205,8 +222,7 @@ def test_a_gate_on_the_product_of_a_gated_feed_forward_layer():
             self.up, self.gate, self.down = nn.Linear(6, 16), Gate(8), nn.Linear(8, 6)
 
         def forward(self, x):
-            one, other = self.up(x).chunk(2, -1)
-            return x + self.down(self.gate(F.silu(one) * other))
+            return x + self.down(self.gate(product(self.up(x))))
 
     analysis = examine(FeedForward(), torch.randn(2, 3, 6, dtype=torch.float64))
     kept = analysis.gates["gate"].kept_out

@@ -7,6 +7,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate, name_gates
 from pyro_l0.nn.engine import analyse, record
+from pyro_l0.nn.engine.slots import VARIES
 from tests.engine.exactness import examine
 
 
@@ -75,7 +76,7 @@ LAYERS = {
         lambda: Between(operation=lambda h: h.flatten(2).transpose(1, 2).unflatten(1, (6, 6)).permute(0, 3, 1, 2)),
         4,
     ),
-    "channel shuffle": (lambda: Between(operation=lambda h: F.channel_shuffle(h, 2)), 0),
+    "channel shuffle": (lambda: Between(operation=lambda h: F.channel_shuffle(h, 2)), 4),
 }
 
 
@@ -189,6 +190,38 @@ def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
         analysis = examine(Shared(second), images(), folds=True)
         assert len(analysis.removed["gate"]) == count
         assert len(analysis.folds) == bool(count)
+
+
+def test_weights_that_depend_on_the_input():
+    """What a varying weight, scale or shift makes of constants is no constant."""
+
+    class Conditional(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.one, self.gate, self.shift, self.out = (
+                nn.Conv2d(3, 8, 1),
+                Gate(8, 1),
+                nn.Linear(4, 8),
+                nn.Conv2d(8, 2, 1),
+            )
+            self.norm = norm
+
+        def forward(self, x, condition):
+            h = self.gate(self.one(x))
+            if self.norm:
+                return self.out(F.batch_norm(h, h.new_zeros(8), h.new_ones(8), None, self.shift(condition)))
+            return F.conv2d(h + 1.0, self.shift(condition).view(1, 8, 1, 1))
+
+    for norm in (True, False):
+        network, example = Conditional(norm), (images(), torch.randn(4, dtype=torch.float64))
+        closed = {"gate": torch.tensor([True, False] * 4)}
+        recording = record(network.double(), example)
+        analysis = analyse(recording, closed, {"gate": (~closed["gate"]).double()})
+        assert not analysis.folds
+        assert not len(analysis.removed["gate"])
+        everything = analyse(recording, {"gate": torch.ones(8, dtype=torch.bool)})
+        output = recording.calls[0].outputs[0]
+        assert everything.maps.state(output) == VARIES
 
 
 def test_one_dimensional_and_three_dimensional_images():

@@ -2,8 +2,9 @@
 
 from pyro_l0.nn.engine.analysis import Analysis, Fold, GateMap, ReducedNorm, analyse
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Call, Example, Operation, Recording, Value, calls_of, record
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.record import Example, calls_of, record
+from pyro_l0.nn.engine.registry import find_rule, rule
+from pyro_l0.nn.engine.tape import Call, Operation, Recording, Value
 
 __all__ = [
     "Analysis",
@@ -18,6 +19,7 @@ __all__ = [
     "Value",
     "analyse",
     "calls_of",
+    "find_rule",
     "record",
     "rule",
 ]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.engine import rules
-from pyro_l0.nn.engine.constants import settle_constants
+from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
-from pyro_l0.nn.engine.record import Operation, Recording, Value
 from pyro_l0.nn.engine.registry import find_rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
 from pyro_l0.nn.engine.solve import Solution, solve
+from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
@@ -68,8 +68,7 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
 
     Attributes:
-        path: the module that called it: torch's own, or for ``"rms"`` one that writes out x * rsqrt(mean(x²) + ε)
-            and keeps ε in an attribute.
+        path: the module that called it, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's.
         kind: ``"layer"`` or ``"rms"``.
         weight: name of its weight, None if there is none.
         size: number of units that there were.
@@ -166,7 +165,10 @@ def analyse(
     """
     maps = _apply_rules(recording, _masks(recording, closed), values, folds)
     constants = settle_constants(maps)
-    return _answer(maps, solve(maps), constants)
+    solution = solve(maps)
+    while read_what_stays(maps, solution):
+        solution = solve(maps)
+    return _answer(maps, solution, constants)
 
 
 def _masks(recording: Recording, closed: Mapping[str, Tensor]) -> dict[str, Mask]:
@@ -254,7 +256,9 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
         if solution.size(call.units) < call.units.size
     }
     zeros = {path: torch.from_numpy(np.flatnonzero(mask)) for path, mask in maps.zero_channels.items() if mask.any()}
-    barriers = Counter(text for operation, text in maps.barriers.items() if operation in solution.running)
+    barriers = Counter(
+        text for operation, text in maps.barriers.items() if operation in solution.running or operation.name != WRITE
+    )
     return Analysis(
         kept,
         _folds(maps, solution, constants),
@@ -314,13 +318,13 @@ def _shrunk(maps: Maps, solution: Solution) -> dict[str, dict[int, int]]:
     """By module path, what sizes became, for the module and those that contain it."""
     shrunk = defaultdict[str, dict[int, int]](dict)
     for operation in maps.recording.operations:
-        sizes = {
+        changed = {
             axis.size: solution.size(axis)
             for value in [*operation.inputs, *operation.outputs]
             if value is not None
             for axis in maps.axes[value]
+            if solution.size(axis) < axis.size
         }
-        changed = {size: now for size, now in sizes.items() if now < size}
         names = operation.path.split(".") if changed and operation.path else []
         for length in range(len(names), -1, -1) if changed else ():
             for size, now in changed.items():

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.slots import VARIES, ZERO, Mask
+from pyro_l0.nn.engine.solve import Solution
+from pyro_l0.nn.engine.tape import Operation, Value
 
-__all__ = ["settle_constants"]
+__all__ = ["read_what_stays", "settle_constants"]
 
 
 def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
@@ -37,6 +38,19 @@ def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
             _read(layer)[_candidates(layer) & ~fits] = True
             constants[layer] = _reduced(tensor, _candidates(layer) & fits)
     return constants
+
+
+def read_what_stays(maps: Maps, solution: Solution) -> bool:
+    """Let layers read constants that stay for another reason, and which nothing else computes; says whether any do."""
+    is_changed = False
+    for layer in maps.constant_inputs:
+        axis = maps.axes[layer.input][layer.input_dim]
+        stays = solution.stays[solution.units[axis.block]]
+        missed = _candidates(layer) & ~_read(layer) & stays & ~axis.needed
+        if layer.operation in solution.running and missed.any():
+            _read(layer)[missed] = True
+            is_changed = True
+    return is_changed
 
 
 def _candidates(layer: ConstantInput) -> Mask:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor, nn
 
-from pyro_l0.nn.engine.record import Operation, Recording, Value
 from pyro_l0.nn.engine.slots import VARIES, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
+from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 
 __all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
 
@@ -195,9 +195,18 @@ class Maps:
         self._say(Read(axes, where, self.place, groups, behind))
 
     def fixes(self, value: Value, *dims: int) -> None:
-        """All entries of dimensions of an input or an output have to stay."""
+        """All entries of dimensions of an input or an output have to stay, for the operation to run at all."""
         for dim in dims:
-            self._say(Read((self.axes[value][dim],), None, self.place))
+            self.reads((value, dim))
+            self.pin(self.axes[value][dim].block)
+
+    def takes_constants(self, weight: Value, bias: Value | None) -> bool:
+        """Whether constants may leave into a layer's bias: it is a parameter, or missing in a layer of torch's."""
+        if not self.folds or not weight.names:
+            return False
+        if bias is None:
+            return isinstance(self.module(), (nn.Linear, nn.modules.conv._ConvNd))
+        return bool(bias.names)
 
     def leave_to_bias(self, constant: ConstantInput, places: Sequence[tuple[Value, int]], where: Mask) -> None:
         """Entries are read together as in :meth:`reads`, but the constant ones may leave into a bias."""
@@ -211,18 +220,18 @@ class Maps:
         """All entries of a block have to stay."""
         self.pins.append((block, reason or self.place))
 
-    def box(self, factors: Sequence[int], flat: int) -> None:
+    def box(self, factors: Sequence[int], flat: int, is_view: bool = False) -> None:
         """Entries of a block are the combinations of entries of others, the last one running fastest."""
-        self.boxes.append(Box(tuple(factors), flat))
+        self.boxes.append(Box(tuple(factors), flat, is_view))
 
     def reshape(self, sources: Sequence[Axis], targets: Sequence[Axis]) -> None:
         """The entries of some dimensions of an input, in order, are those of some dimensions of the output."""
         blocks = [axis.block for axis in sources]
         flat = blocks[0] if len(sources) == 1 else self.slots.new(math.prod(axis.size for axis in sources))
         if len(sources) > 1:
-            self.box(blocks, flat)
+            self.box(blocks, flat, is_view=True)
         if len(targets) > 1:
-            self.box([axis.block for axis in targets], flat)
+            self.box([axis.block for axis in targets], flat, is_view=True)
         else:
             self.slots.join(flat, targets[0].block)
         relation = Reshape(tuple(sources), tuple(targets))
@@ -244,7 +253,11 @@ class Maps:
         """Nothing is known of the operation: all that it touches stays."""
         self.barriers[self.operation] = self.place
         for value in [*self.operation.inputs, *(x for x in self.operation.outputs if x is not None)]:
-            self.fixes(value, *range(value.rank))
+            for dim in range(value.rank):
+                if self.operation.name == WRITE:  # which does not run, and matters only if the memory is read again
+                    self.reads((value, dim))
+                else:
+                    self.fixes(value, dim)
 
     @property
     def operation(self) -> Operation:

@@ -6,8 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,121 +16,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, Value
 from pyro_l0.nn.gate import Gate, check_units, gate_names
 
-__all__ = ["Call", "Example", "Operation", "Recording", "Value", "calls_of", "record"]
+__all__ = ["Example", "calls_of", "record"]
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
-WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
-
-
-@dataclass(eq=False)
-class Value:
-    """A tensor at one moment of a recorded call; what changes in place becomes another value.
-
-    Attributes:
-        shape: its sizes.
-        dtype: type of its entries.
-        tensor: the tensor itself, whose entries later operations may have changed in place.
-        names: the names of the parameter or buffer that it is, several for a tied one.
-        is_input: whether it is an input of the network.
-        is_output: whether it is an output of the network.
-        is_given: whether nothing recorded made it, and it is neither input, parameter nor buffer.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    tensor: Tensor
-    names: tuple[str, ...] = ()
-    is_input: bool = False
-    is_output: bool = False
-    is_given: bool = False
-
-    @property
-    def rank(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-
-@dataclass(eq=False)
-class Operation:
-    """One operation of a recorded call.
-
-    Attributes:
-        name: its name without overload, such as ``"aten::addmm"`` or ``"gate"``.
-        function: what was called.
-        args: its positional arguments, with values in the places of tensors.
-        kwargs: its keywords, likewise.
-        arguments: all arguments by the names in its signature, defaults included.
-        outputs: the values that it made; None where it returned something else.
-        path: the module that called it.
-    """
-
-    name: str
-    function: Callable[..., object]
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    arguments: dict[str, object]
-    outputs: tuple[Value | None, ...]
-    path: str
-
-    @property
-    def output(self) -> Value:
-        """The first value that it made."""
-        assert self.outputs[0] is not None
-        return self.outputs[0]
-
-    @property
-    def inputs(self) -> list[Value]:
-        """Every value among its arguments."""
-        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
-
-    def value(self, name: str) -> Value:
-        """An argument that is a tensor."""
-        found = self.arguments[name]
-        assert isinstance(found, Value), f"{name} of {self.name} is {found!r}"
-        return found
-
-    def maybe(self, name: str) -> Value | None:
-        """An argument that may be a tensor."""
-        found = self.arguments.get(name)
-        return found if isinstance(found, Value) else None
-
-    def integer(self, name: str) -> int:
-        """An argument that is an integer."""
-        return int(cast(int, self.arguments[name]))
-
-    def integers(self, name: str) -> list[int]:
-        """An argument that is a list of integers; one alone, or None, becomes a list."""
-        found = self.arguments.get(name)
-        if found is None:
-            return []
-        return [found] if isinstance(found, int) else [int(x) for x in cast(Sequence[int], found)]
-
-
-@dataclass(frozen=True)
-class Call:
-    """Inputs and outputs of one recorded call."""
-
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """What a network did in one call or several.
-
-    Attributes:
-        network: the network.
-        operations: in the order of their running.
-        calls: one for each example.
-        named: the values of the parameters and buffers that were used, by every name.
-    """
-
-    network: nn.Module
-    operations: tuple[Operation, ...]
-    calls: tuple[Call, ...]
-    named: dict[str, Value]
+_Function = Callable[..., object]
+_Arguments = tuple[tuple[object, ...], dict[str, object]]
+_Signature = list[tuple[str, object]]
 
 
 def record(network: nn.Module, example: Example) -> Recording:
@@ -173,7 +66,7 @@ def record(network: nn.Module, example: Example) -> Recording:
             for value in outputs:
                 value.is_output = True
             calls.append(Call(tuple(inputs), tuple(outputs)))
-    return Recording(network, tuple(recorder.operations), tuple(calls), recorder.named)
+    return Recording(network, tuple(_without_saved(recorder.operations)), tuple(calls), recorder.named)
 
 
 def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, object]]]:
@@ -234,7 +127,7 @@ class _Recorder(TorchDispatchMode):
             self._spread_write(tree_leaves([called.get(name) for name in written]), result)
         return result
 
-    def call_whole(self, name: str, function: Callable[..., object], args: Any, kwargs: Any) -> object:
+    def call_whole(self, name: str, function: _Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Carry out a function as one operation, whatever it consists of."""
         given = tree_map_only(Tensor, self.value_of, (args, kwargs))
         self.is_paused = True
@@ -262,8 +155,11 @@ class _Recorder(TorchDispatchMode):
         """The value of an input of the network."""
         return self._keep(tensor, is_input=True)
 
-    def _keep(self, tensor: Tensor, **what: Any) -> Value:
-        value = self._values[id(tensor)] = Value(tuple(tensor.shape), tensor.dtype, tensor, **what)
+    def _keep(
+        self, tensor: Tensor, names: tuple[str, ...] = (), is_input: bool = False, is_given: bool = False
+    ) -> Value:
+        value = Value(tuple(tensor.shape), tensor.dtype, tensor, names, is_input, is_given=is_given)
+        self._values[id(tensor)] = value
         address = _address(tensor)
         if address:
             self._in_memory.setdefault(address, {})[id(tensor)] = tensor
@@ -273,7 +169,9 @@ class _Recorder(TorchDispatchMode):
         """The tensors that were seen in the memory of a tensor."""
         return list(self._in_memory.get(_address(tensor), {}).values())
 
-    def _write(self, name: str, function: Any, given: Any, arguments: dict[str, object], result: object) -> None:
+    def _write(
+        self, name: str, function: _Function, given: _Arguments, arguments: dict[str, object], result: object
+    ) -> None:
         results = result if isinstance(result, (tuple, list)) else [result]
         outputs = tuple(self._keep(x) if isinstance(x, Tensor) else None for x in results)
         args, kwargs = given
@@ -356,9 +254,6 @@ class _WholeCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_Signature = list[tuple[str, object]]
-
-
 def _signature(names: str) -> _Signature:
     return [(name, None) for name in names.split()]
 
@@ -393,6 +288,15 @@ def _bind(signature: _Signature, args: tuple[object, ...], kwargs: dict[str, obj
     """Arguments by name; without a signature, nothing."""
     names = [name for name, _ in signature]
     return {**dict(signature), **dict(zip(names, args, strict=False)), **kwargs} if names else {}
+
+
+def _without_saved(operations: Sequence[Operation]) -> Iterator[Operation]:
+    """Leave out what autograd saves for itself: detached tensors that nobody reads."""
+    read = {value for operation in operations for value in operation.inputs}
+    for operation in operations:
+        is_read = any(x is not None and (x in read or x.is_output) for x in operation.outputs)
+        if operation.name != "aten::detach" or is_read:
+            yield operation
 
 
 def _no_function(*args: object) -> object:

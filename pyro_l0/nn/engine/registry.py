@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pyro_l0.nn.engine.record import Operation
+from pyro_l0.nn.engine.tape import Operation
 
 if TYPE_CHECKING:
     from pyro_l0.nn.engine.maps import Maps

@@ -116,10 +116,16 @@ class Box:
     """A dimension whose entries are the pairs (or triples, ...) of entries of others, last one fastest.
 
     An entry of the flat dimension leaves if and only if one of its factors' entries leaves.
+
+    Attributes:
+        factors: blocks of the factors.
+        flat: block of the product.
+        is_view: whether the factors are dimensions of tensors, which the network's code tells apart.
     """
 
     factors: tuple[int, ...]
     flat: int
+    is_view: bool
 
 
 @dataclass(frozen=True, eq=False)

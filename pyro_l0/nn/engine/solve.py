@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.slots import Axis, Box, Index, Mask, Read, outer
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["Solution", "solve"]
 
@@ -69,7 +69,7 @@ def solve(maps: Maps) -> Solution:
                     required.require(relation.axes[0].block, relation.entries(), relation.reason)
     boxes = _distinct(maps, units)
     required.fit(boxes)
-    while required.keep_one(maps, units):
+    while required.keep_one(maps):
         required.fit(boxes)
     return Solution(units, required.stays, required.reasons, required.texts, running)
 
@@ -142,18 +142,26 @@ class _Required:
         """Why the first of some units stays."""
         return self.texts[self.reasons[units[0]]] if len(units) else _IN_A_PRODUCT
 
-    def keep_one(self, maps: Maps, units: list[Index]) -> bool:
-        """Let no dimension become empty; says whether one would have."""
-        is_changed = False
-        seen = set[int]()
-        for axes in maps.axes.values():
-            for axis in axes:
-                block = units[axis.block]
-                if axis.size and id(block) not in seen:
-                    seen.add(id(block))
-                    if not self.stays[block].any():
-                        is_changed |= self._keep(block[:1], _LAST)
-        return is_changed
+    def keep_one(self, maps: Maps) -> bool:
+        """Let no dimension become empty; says whether one would have.
+
+        A factor of a view that no gate closes, such as the features of a head, stays whole: its size tends to be
+        written in the network's code.
+        """
+        is_gated = np.zeros(len(self.stays), dtype=np.bool_)
+        for call in maps.gates:
+            for axis in (call.front, call.behind):
+                is_gated[self.units[axis.block]] = True
+        factors = {id(self.units[factor]) for box in maps.boxes if box.is_view for factor in box.factors}
+        empty = {
+            id(block): block
+            for axes in maps.axes.values()
+            for block in (self.units[axis.block] for axis in axes)
+            if len(block) and not self.stays[block].any()
+        }
+        for key, block in empty.items():
+            self._keep(block if key in factors and not is_gated[block].any() else block[:1], _LAST)
+        return bool(empty)
 
 
 def _distinct(maps: Maps, units: list[Index]) -> list[Box]:

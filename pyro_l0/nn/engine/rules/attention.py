@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps, Product
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -20,7 +20,7 @@ def softmax(maps: Maps, operation: Operation) -> None:
         maps.same(x, d, output, d)
         maps.set_states(output, d, np.maximum(maps.states(x, d), np.uint8(CONSTANT)))
     if x.rank:
-        maps.fixes(x, operation.integer("dim") % x.rank)
+        maps.reads((x, operation.integer("dim") % x.rank))
 
 
 @rule(
@@ -43,18 +43,19 @@ def attention(maps: Maps, operation: Operation) -> None:
                 maps.same(x, dim, output, dim)
             else:
                 _share_heads(maps, x, output, dim)
-    for dim in range(rank - 2):
-        if value.shape[dim] == output.shape[dim]:
-            maps.set_states(output, dim, maps.states(value, dim))
+    mask = operation.maybe("attn_mask") or operation.maybe("attn_bias")
+    weights = max(maps.state(x) for x in (query, key, mask) if x is not None)
+    for dim in (*range(rank - 2), rank - 1):
+        if value.shape[dim] == output.shape[dim]:  # zeros stay zeros; constants are weighted token by token
+            states = maps.states(value, dim)
+            maps.set_states(output, dim, np.where(states == ZERO, states, np.maximum(states, np.uint8(weights))))
     maps.same(query, rank - 2, output, rank - 2)
     maps.same(value, rank - 1, output, rank - 1)
-    maps.set_states(output, rank - 1, maps.states(value, rank - 1))
     where = np.logical_and(maps.states(query, rank - 1) != ZERO, maps.states(key, rank - 1) != ZERO)
     maps.reads(
         (query, rank - 1), (key, rank - 1), where=where if operation.arguments.get("scale") is not None else None
     )
     maps.reads((key, rank - 2), (value, rank - 2))
-    mask = operation.maybe("attn_mask") or operation.maybe("attn_bias")
     if mask is not None:
         _mask(maps, mask, output)
     axes = (*maps.axes[query], maps.axes[key][rank - 2])

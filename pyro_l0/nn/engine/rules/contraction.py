@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from pyro_l0.nn.engine.maps import ConstantInput, Maps, Product
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import ZERO, Axis, States
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["contract"]
 
@@ -24,7 +24,7 @@ def linear(maps: Maps, operation: Operation) -> None:
     front = _LETTERS[: x.rank - 1]
     if weight.rank == 1:
         return contract(maps, [(x, front + "k"), (weight, "k")], front, bias)
-    constant = _constant_input(operation, x, weight, bias, 1)
+    constant = _constant_input(maps, x, weight, bias, 1)
     contract(maps, [(x, front + "k"), (weight, "nk")], front + "n", bias, constant)
 
 
@@ -36,11 +36,11 @@ def add_product(maps: Maps, operation: Operation) -> None:
     one, other = (operation.value(name) for name in operation.arguments if name in names)
     labels = ranks[operation.name.removesuffix("_")]
     bias = operation.value("self")
-    constant = _constant_input(operation, one, other, bias, 0) if operation.name == "aten::addmm" else None
+    constant = _constant_input(maps, one, other, bias, 0) if operation.name == "aten::addmm" else None
     contract(maps, [(one, labels[0]), (other, labels[1])], labels[2], bias, constant)
 
 
-@rule("aten::mm", "aten::bmm", "aten::mv", "aten::dot")
+@rule("aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::vdot")
 def multiply(maps: Maps, operation: Operation) -> None:
     """A matrix product: the inner dimension is summed over, and an entry leaves if it is zero in one factor."""
     labels = {
@@ -48,9 +48,10 @@ def multiply(maps: Maps, operation: Operation) -> None:
         "aten::bmm": ("bmk", "bkn", "bmn"),
         "aten::mv": ("mk", "k", "m"),
         "aten::dot": ("k", "k", ""),
+        "aten::vdot": ("k", "k", ""),
     }[operation.name]
     one, other = operation.inputs if len(operation.inputs) > 1 else operation.inputs * 2
-    constant = _constant_input(operation, one, other, None, 0) if operation.name == "aten::mm" else None
+    constant = _constant_input(maps, one, other, None, 0) if operation.name == "aten::mm" else None
     contract(maps, [(one, labels[0]), (other, labels[1])], labels[2], None, constant)
 
 
@@ -63,7 +64,7 @@ def matmul(maps: Maps, operation: Operation) -> None:
     left = "k" if one.rank == 1 else front[rank - one.rank + 2 :] + "mk"
     right = "k" if other.rank == 1 else front[rank - other.rank + 2 :] + "kn"
     result = front + ("m" if one.rank > 1 else "") + ("n" if other.rank > 1 else "")
-    constant = _constant_input(operation, one, other, None, 0) if other.rank == 2 else None
+    constant = _constant_input(maps, one, other, None, 0) if other.rank == 2 else None
     contract(maps, [(one, left), (other, right)], result, None, constant)
 
 
@@ -134,7 +135,7 @@ def contract(
                 maps.same(x, dim, output, result.index(letter))
         else:
             where = np.logical_and.reduce([maps.states(x, dim) != ZERO for x, dim in found])
-            if constant is not None and maps.folds and found[0][0] is constant.input:
+            if constant is not None and found[0][0] is constant.input:
                 maps.leave_to_bias(constant, found, where)
             else:
                 maps.reads(*found, where=where)
@@ -178,10 +179,8 @@ def _add(maps: Maps, bias: Value, output: Value) -> None:
         maps.set_state(output, max(maps.state(output), maps.state(bias)))
 
 
-def _constant_input(
-    operation: Operation, x: Value, weight: Value, bias: Value | None, weight_dim: int
-) -> ConstantInput | None:
-    """Where the constants of an input may go, if the weight and the bias are parameters."""
-    if not weight.names or (bias is not None and not bias.names) or x.names:
+def _constant_input(maps: Maps, x: Value, weight: Value, bias: Value | None, weight_dim: int) -> ConstantInput | None:
+    """Where the constants of an input may go, if there is a place."""
+    if x.names or not maps.takes_constants(weight, bias):
         return None
-    return ConstantInput(operation, x, weight, bias, x.rank - 1, weight_dim, False)
+    return ConstantInput(maps.operation, x, weight, bias, x.rank - 1, weight_dim, False)

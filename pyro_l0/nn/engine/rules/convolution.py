@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import ConstantInput, Maps, Product
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO, States
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -28,6 +28,7 @@ def convolution(maps: Maps, operation: Operation) -> None:
     is_transposed, groups = bool(operation.arguments["transposed"]), operation.integer("groups")
     maps.passes(x, 0, output, 0)
     images = range(2, x.rank)
+    state = ZERO if ZERO in (maps.state(x), maps.state(weight)) else max(maps.state(x), maps.state(weight))
     for value in (x, weight, output):
         maps.fixes(value, *images)
     if groups == 1:
@@ -36,16 +37,18 @@ def convolution(maps: Maps, operation: Operation) -> None:
         maps.same(x, 1, output, 1)
         maps.same(weight, 0, output, 1)
         maps.fixes(weight, 1)
-        maps.set_states(output, 1, maps.states(x, 1))
+        maps.set_states(output, 1, np.where(maps.states(weight, 0) == ZERO, np.uint8(ZERO), maps.states(x, 1)))
     else:
         _grouped(maps, x, weight, output, groups, is_transposed)
-    state = maps.state(x)
     for dim in images:
         maps.set_states(output, dim, np.full(output.shape[dim], state, dtype=np.uint8))
+    if maps.state(weight) > CONSTANT:
+        for axis in maps.axes[output]:
+            axis.states = np.where(axis.states == ZERO, axis.states, np.uint8(state))
     if bias is not None:
         maps.same(bias, 0, output, 1)
         for dim in range(output.rank):
-            maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(CONSTANT)))
+            maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(maps.state(bias))))
     image = x if is_transposed else output
     axes = (*maps.axes[weight], *(maps.axes[image][dim] for dim in (0, *images)))
     maps.products.append(Product(operation, axes))
@@ -54,16 +57,16 @@ def convolution(maps: Maps, operation: Operation) -> None:
 def _dense(maps: Maps, operation: Operation, x: Value, weight: Value, bias: Value | None, is_transposed: bool) -> None:
     """Every output channel reads every input channel."""
     weight_in, weight_out = (0, 1) if is_transposed else (1, 0)
-    where = maps.states(x, 1) != ZERO
-    can_fold = not is_transposed and bool(weight.names) and (bias is None or bool(bias.names))
-    if can_fold and maps.folds:
+    where = (maps.states(x, 1) != ZERO) & (maps.states(weight, weight_in) != ZERO)
+    if not is_transposed and maps.takes_constants(weight, bias):
         is_padded = any(operation.integers("padding")) and any(size > 1 for size in weight.shape[2:])
         constant = ConstantInput(operation, x, weight, bias, 1, weight_in, is_padded)
         maps.leave_to_bias(constant, [(x, 1), (weight, weight_in)], where)
     else:
         maps.reads((x, 1), (weight, weight_in), where=where)
     maps.same(weight, weight_out, operation.output, 1)
-    maps.set_states(operation.output, 1, np.full(weight.shape[weight_out], maps.state(x), dtype=np.uint8))
+    is_zero = maps.states(weight, weight_out) == ZERO
+    maps.set_states(operation.output, 1, np.where(is_zero, np.uint8(ZERO), np.uint8(maps.state(x))))
 
 
 def _grouped(maps: Maps, x: Value, weight: Value, output: Value, groups: int, is_transposed: bool) -> None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import torch
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
+from pyro_l0.nn.engine.tape import Operation
 
 __all__ = ["create"]
 
 
-@rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty", "aten::empty_like")
+_LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
+
+
+@rule(*(f"aten::{name}" for name in _LIKE.split()))
+def create_like(maps: Maps, operation: Operation) -> None:
+    """Nothing is read but the sizes, which are those of the input."""
+    x = operation.value("self")
+    create(maps, operation)
+    for dim in range(x.rank):
+        maps.tie(maps.axes[x][dim], maps.axes[operation.output][dim])
+
+
+@rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 def create(maps: Maps, operation: Operation) -> None:
     """Nothing is read; zeros are zero, random numbers vary, and other tensors are constant."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
     number = operation.arguments.get("fill_value", operation.arguments.get("s"))
-    is_zero = operation.name in ("aten::zeros", "aten::new_zeros") or number == 0
+    is_zero = operation.name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like") or number == 0
     state = VARIES if is_random else ZERO if is_zero else CONSTANT
     for output in operation.outputs:
         if output is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -56,29 +57,52 @@ def gather(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::index")
 def index(maps: Maps, operation: Operation) -> None:
-    """Dimensions that are looked up by tensors stay; the others are the same."""
+    """Dimensions that are looked up by tensors of numbers, or by one mask, stay; the others are the same."""
     x, output = operation.value("self"), operation.output
     given = operation.arguments["indices"]
     assert isinstance(given, (list, tuple))
-    indices = [*given, *[None] * (x.rank - len(given))]
-    if len(indices) != x.rank or any(isinstance(i, Value) and i.dtype.is_floating_point for i in indices):
-        return maps.barrier()
-    used = [d for d, i in enumerate(indices) if i is not None]
-    tensors = [i for i in indices if isinstance(i, Value)]
-    if any(str(i.dtype) in ("torch.bool", "torch.uint8") for i in tensors):
-        return maps.barrier()
-    rank = max(i.rank for i in tensors)
-    is_together = used == list(range(used[0], used[-1] + 1))
-    first = used[0] if is_together else 0
+    tensors = [i for i in given if isinstance(i, Value)]
+    places = [d for d, i in enumerate(given) if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in tensors):
+        if len(tensors) > 1:
+            return maps.barrier()
+        used, first, rank = list(range(places[0], places[0] + tensors[0].rank)), places[0], 1
+    else:
+        used, rank = places, max(i.rank for i in tensors)
+        first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     _look_up(maps, x, tensors, output)
     for value in tensors:
         maps.fixes(value, *range(value.rank))
     maps.fixes(x, *used)
     maps.fixes(output, *range(first, first + rank))
     passed = [d for d in range(x.rank) if d not in used]
-    places = [d for d in range(output.rank) if not first <= d < first + rank]
-    for d, place in zip(passed, places, strict=True):
+    free = [d for d in range(output.rank) if not first <= d < first + rank]
+    for d, place in zip(passed, free, strict=True):
         _pass_on(maps, x, d, output, place, tensors)
+
+
+@rule("aten::index_add", "aten::index_copy", "aten::scatter_add", "aten::scatter", "aten::scatter_reduce")
+def write_by_index(maps: Maps, operation: Operation) -> None:
+    """The dimension whose numbers are used stays; of the others, those of the same size are the same throughout."""
+    x, numbers, output = operation.value("self"), operation.value("index"), operation.output
+    source = operation.maybe("source") or operation.maybe("src")
+    written = [value for value in (source, numbers if numbers.rank == x.rank else None) if value is not None]
+    if source is None or source.rank != x.rank:
+        return maps.barrier()
+    used = operation.integer("dim") % x.rank
+    maps.set_state(output, max(maps.state(x), maps.state(source), maps.state(numbers)))
+    if numbers.rank < x.rank:
+        maps.fixes(numbers, *range(numbers.rank))
+    for dim, size in enumerate(x.shape):
+        if dim == used or any(value.shape[dim] != size for value in written):
+            for value in (x, output, *written):
+                maps.fixes(value, dim)
+            continue
+        for value in (x, *written):
+            maps.same(value, dim, output, dim)
+        states = np.maximum(maps.states(x, dim), maps.states(source, dim))
+        varies = np.maximum(states, np.uint8(maps.state(numbers)))
+        maps.set_states(output, dim, np.where(states == ZERO, states, varies))
 
 
 def _look_up(maps: Maps, x: Value, indices: list[Value], output: Value) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import GateCall, Maps
-from pyro_l0.nn.engine.record import Operation
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
+from pyro_l0.nn.engine.tape import Operation
 
 __all__: list[str] = []
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO, Index
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -237,8 +237,6 @@ def pad(maps: Maps, operation: Operation) -> None:
         before, behind = amounts[place : place + 2] if place < len(amounts) else (0, 0)
         if before == behind == 0:
             maps.passes(x, dim, output, dim)
-            if state:
-                maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(state)))
         elif min(before, behind) < 0 or not is_constant:
             maps.fixes(x, dim)
             maps.fixes(output, dim)
@@ -249,6 +247,7 @@ def pad(maps: Maps, operation: Operation) -> None:
             new = np.ones(size + before + behind, dtype=np.bool_)
             new[before : before + size] = False
             maps.reads((output, dim), where=new)
+        maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(state)))
 
 
 @rule("aten::pixel_shuffle")
@@ -269,7 +268,7 @@ def pixel_unshuffle(maps: Maps, operation: Operation) -> None:
     maps.reshape([maps.axes[x][-3], places], [maps.axes[output][-3]])
 
 
-@rule("aten::channel_shuffle")
+@rule("aten::channel_shuffle", "aten::native_channel_shuffle")
 def channel_shuffle(maps: Maps, operation: Operation) -> None:
     """Channels of several groups are shuffled; the groups stay, so that the same channels of all groups leave."""
     x, output, groups = operation.value("self"), operation.output, operation.integer("groups")
@@ -279,6 +278,16 @@ def channel_shuffle(maps: Maps, operation: Operation) -> None:
     group, place = maps.fixed(groups), maps.free(x.shape[1] // groups)
     maps.reshape([maps.axes[x][1]], [group, place])
     maps.reshape([place, group], [maps.axes[output][1]])
+
+
+@rule("aten::view_as_complex", "aten::view_as_real")
+def view_as_complex(maps: Maps, operation: Operation) -> None:
+    """The last dimension of the real tensor, a real part and an imaginary one, stays; the others are the same."""
+    x, output = operation.value("self"), operation.output
+    for dim in range(min(x.rank, output.rank)):
+        maps.passes(x, dim, output, dim)
+    real = x if x.rank > output.rank else output
+    maps.fixes(real, real.rank - 1)
 
 
 def _leave_image(maps: Maps, x: Value, output: Value) -> None:

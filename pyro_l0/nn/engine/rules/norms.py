@@ -6,9 +6,9 @@ import numpy as np
 from torch import nn
 
 from pyro_l0.nn.engine.maps import Maps, NormCall
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -42,10 +42,17 @@ def instance_norm(maps: Maps, operation: Operation) -> None:
     maps.fixes(x, *range(2, x.rank))
 
 
+def _least(maps: Maps, operation: Operation) -> np.uint8:
+    """What a norm makes of zeros: constants, if its weight and bias are."""
+    parameters = [operation.maybe(name) for name in ("weight", "bias")]
+    return np.uint8(max([CONSTANT, *(maps.state(x) for x in parameters if x is not None)]))
+
+
 def _normalise_channels(maps: Maps, operation: Operation, x: Value, output: Value, channel: int) -> None:
+    floor = _least(maps, operation)
     for dim in range(x.rank):
         maps.same(x, dim, output, dim)
-        maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(CONSTANT)))
+        maps.set_states(output, dim, np.maximum(maps.states(x, dim), floor))
     for name in ("weight", "bias", "running_mean", "running_var"):
         parameter = operation.maybe(name)
         if parameter is not None:
@@ -56,8 +63,9 @@ def _normalise_channels(maps: Maps, operation: Operation, x: Value, output: Valu
 def group_norm(maps: Maps, operation: Operation) -> None:
     """Groups of channels share a mean and a scale, so that whole groups leave; images stay."""
     x, output, groups = operation.value("input"), operation.output, operation.integer("group")
-    maps.passes(x, 0, output, 0)
-    maps.set_states(output, 0, np.maximum(maps.states(x, 0), np.uint8(CONSTANT)))
+    floor = _least(maps, operation)
+    maps.same(x, 0, output, 0)
+    maps.set_states(output, 0, np.maximum(maps.states(x, 0), floor))
     for dim in range(2, x.rank):
         maps.same(x, dim, output, dim)
         maps.fixes(x, dim)
@@ -66,7 +74,7 @@ def group_norm(maps: Maps, operation: Operation) -> None:
     maps.box([maps.slots.new(groups), maps.fixed(channels.size // groups).block], channels.block)
     maps.reads((x, 1), groups=groups, behind=channels)
     each = maps.states(x, 1).reshape(groups, -1).max(1).repeat(channels.size // groups)
-    maps.set_states(output, 1, np.maximum(each, np.uint8(CONSTANT)))
+    maps.set_states(output, 1, np.maximum(each, floor))
     for name in ("weight", "bias"):
         parameter = operation.maybe(name)
         if parameter is not None:
@@ -108,45 +116,15 @@ def weight_norm(maps: Maps, operation: Operation) -> None:
             maps.fixes(output, d)
 
 
-def is_mean_of_squares(maps: Maps, operation: Operation) -> bool:
-    """Whether a mean is that of an RMSNorm written out: x * rsqrt(mean(x²) + ε), times a weight of the module.
-
-    Then the module can do with fewer units, by its weight and its ε.
-    """
-    x = operation.inputs[0]
-    weight = maps.recording.named.get(f"{operation.path}.weight" if operation.path else "weight")
-    if weight is None or weight.shape != x.shape[-1:] or operation.integers("dim") not in ([-1], [x.rank - 1]):
-        return False
-    own = [other for other in maps.recording.operations if other.path == operation.path]
-    squares = [other for other in own if x in other.outputs and _is_square(other)]
-    added = [other for other in own if operation.output in other.inputs]
-    if not squares or len(added) != 1 or added[0].name != "aten::add":
-        return False
-    roots = [other for other in own if added[0].output in other.inputs]
-    epsilon = added[0].arguments["other"]
-    return len(roots) == 1 and roots[0].name == "aten::rsqrt" and len(epsilon_names(maps.module(), epsilon)) == 1
-
-
-def _is_square(operation: Operation) -> bool:
-    if operation.name == "aten::pow":
-        return operation.arguments["exponent"] == 2
-    return operation.name == "aten::square" or (operation.name == "aten::mul" and len(set(operation.inputs)) == 1)
-
-
-def epsilon_names(module: nn.Module, epsilon: object) -> list[str]:
-    """The attributes of a module that hold the number added to a mean of squares."""
-    return [name for name, value in vars(module).items() if isinstance(value, float) and value == epsilon]
-
-
 def _normalise_units(maps: Maps, operation: Operation, kind: str, x: Value, count: int) -> None:
     output = operation.output
-    weight = operation.maybe("weight")
+    weight, floor = operation.maybe("weight"), _least(maps, operation)
     for dim in range(x.rank):
         maps.same(x, dim, output, dim)
         if dim < x.rank - count:
-            maps.set_states(output, dim, np.maximum(maps.states(x, dim), np.uint8(CONSTANT)))
+            maps.set_states(output, dim, np.maximum(maps.states(x, dim), floor))
         else:
-            state = max(maps.state(x), CONSTANT)
+            state = max(maps.state(x), int(floor))
             maps.set_states(output, dim, np.full(x.shape[dim], state, dtype=np.uint8))
     for name in ("weight", "bias"):
         parameter = operation.maybe(name)
@@ -154,7 +132,7 @@ def _normalise_units(maps: Maps, operation: Operation, kind: str, x: Value, coun
             assert parameter is not None
             maps.same(parameter, dim, output, x.rank - count + dim)
     layer = nn.LayerNorm if kind == "layer" else nn.RMSNorm
-    if count == 1 and isinstance(maps.module(), layer):
+    if count == 1 and type(maps.module()) is layer:  # a class of the user's may do something else with its units
         names = weight.names if weight is not None else ()
         maps.norms.append(NormCall(operation, kind, names[0] if names else None, maps.axes[x][-1]))
         maps.reads((x, x.rank - 1), where=maps.states(x, x.rank - 1) != ZERO)

@@ -11,21 +11,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO, Mask, States
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["is_pointwise", "pointwise"]
 
 
 def is_pointwise(operation: Operation) -> bool:
-    """Whether torch itself calls an operation pointwise."""
-    return torch.Tag.pointwise in getattr(operation.function, "tags", ())
+    """Whether torch itself calls an operation pointwise, or the one that does the same to a copy."""
+    twin = operation.name.removeprefix("aten::").rstrip("_")
+    packet = getattr(torch.ops.aten, twin, None) if operation.name.startswith("aten::") else None
+    twins = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.pointwise in getattr(function, "tags", ()) for function in (operation.function, *twins))
 
 
-_NOT_CALLED_SO = """alias clone contiguous detach dropout elu hardsigmoid hardswish hardtanh leaky_relu lift_fresh
-lift_fresh_copy masked_fill mish native_dropout prelu relu6 softplus where _prelu_kernel _to_copy zeros_like ones_like
-full_like"""
+_NOT_CALLED_SO = """__and__ __or__ _conj abs alias bernoulli clone contiguous detach dropout elu hardsigmoid hardswish
+hardtanh leaky_relu lift_fresh lift_fresh_copy log_sigmoid_forward masked_fill mish native_dropout prelu relu6 softplus
+where _prelu_kernel _to_copy"""
 
 
 @rule(*(f"aten::{name}" for name in _NOT_CALLED_SO.split()))
@@ -53,14 +56,31 @@ def copy(maps: Maps, operation: Operation) -> None:
         maps.tie(maps.axes[before][dim], maps.axes[operation.output][dim])
 
 
+@rule("aten::glu")
+def glu(maps: Maps, operation: Operation) -> None:
+    """Each entry of the first half of a dimension, by the sigmoid of the same one of the second half."""
+    x, output = operation.value("self"), operation.output
+    half_dim = operation.integer("dim") % x.rank
+    for dim, size in enumerate(output.shape):
+        if dim != half_dim:
+            maps.passes(x, dim, output, dim)
+        else:
+            for start in (size, 0):
+                maps.part(x, dim, output, dim, np.arange(start, start + size), np.arange(size))
+            states = maps.states(x, dim)
+            both = np.maximum(states[:size], states[size:])
+            maps.set_states(output, dim, np.where(states[:size] == ZERO, np.uint8(ZERO), both))
+
+
 @rule("aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_")
 def overwrite(maps: Maps, operation: Operation) -> None:
     """What was there before is read by nobody, but keeps its place."""
     before, output = operation.value("self"), operation.output
     for dim in range(before.rank):
         maps.tie(maps.axes[before][dim], maps.axes[output][dim])
-    known = {"aten::zero_": ZERO, "aten::fill_": CONSTANT}
-    maps.set_state(output, known.get(operation.name, VARIES))
+    number = operation.maybe("value")
+    filled = CONSTANT if number is None else maps.state(number)
+    maps.set_state(output, {"aten::zero_": ZERO, "aten::fill_": filled}.get(operation.name, VARIES))
 
 
 def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing: Sequence[tuple[int, ...]]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pyro_l0.nn.engine.maps import Maps, Product
-from pyro_l0.nn.engine.record import Operation
 from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.tape import Operation
 
 __all__: list[str] = []
 

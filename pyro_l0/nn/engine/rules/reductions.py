@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import Maps, NormCall
-from pyro_l0.nn.engine.record import Operation
+from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.registry import rule
-from pyro_l0.nn.engine.rules.norms import is_mean_of_squares
+from pyro_l0.nn.engine.rules.pointwise import pointwise
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
+from pyro_l0.nn.engine.tape import Operation
 
 __all__: list[str] = []
 
@@ -28,28 +28,20 @@ mode norm count_nonzero aminmax"""
 def reduce(maps: Maps, operation: Operation) -> None:
     """Entries make one number, in which zeros count as well, so that all of them stay.
 
-    The mean of an RMSNorm that is written out is told apart, since its module can make up for zeros that leave.
+    So does the mean of squares of an RMSNorm that is written out.
     """
-    if operation.name == "aten::mean" and maps.folds and is_mean_of_squares(maps, operation):
-        x = operation.inputs[0]
-        names = maps.recording.named[f"{operation.path}.weight" if operation.path else "weight"].names
-        maps.norms.append(NormCall(operation, "rms", names[0], maps.axes[x][-1]))
-        return _reduce(maps, operation, zeros_leave=True)
     _reduce(maps, operation, zeros_leave=False)
 
 
 def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
     x = operation.inputs[0]
     if len(operation.inputs) > 1:  # the larger one of two tensors
-        return maps.barrier()
+        return pointwise(maps, operation)
     given = operation.integers("dim")
     dims = {dim % x.rank for dim in given} if given and x.rank else set(range(x.rank))
     keeps = bool(operation.arguments.get("keepdim", False))
     for dim in sorted(dims):
-        if zeros_leave:
-            maps.reads((x, dim), where=maps.states(x, dim) != ZERO)
-        else:
-            maps.fixes(x, dim)
+        maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
     state = maps.state(x)
     floor = np.uint8(CONSTANT if operation.name == "aten::logsumexp" else ZERO)  # which alone is not 0 at zeros
     for output in operation.outputs:
@@ -63,7 +55,10 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
             maps.set_states(output, output_dim, np.maximum(maps.states(x, dim), floor))
 
 
-@rule("aten::cumsum", "aten::cumprod", "aten::sort", "aten::topk", "aten::roll", "aten::logcumsumexp", "aten::cummax")
+_ORDERS = """cumsum cumprod cummax cummin logcumsumexp sort argsort topk kthvalue roll _fft_c2c _fft_r2c _fft_c2r"""
+
+
+@rule(*(f"aten::{name}" for name in _ORDERS.split()))
 def along(maps: Maps, operation: Operation) -> None:
     """Entries of some dimensions are read in their order, and stay; the other dimensions are the same."""
     x = operation.inputs[0]
@@ -72,13 +67,11 @@ def along(maps: Maps, operation: Operation) -> None:
     for output in operation.outputs:
         if output is None:
             continue
+        places = np.uint8(ZERO if output.dtype.is_floating_point or output.dtype.is_complex else CONSTANT)
         for dim in range(x.rank):
             if dim not in dims:
                 maps.same(x, dim, output, dim)
-                states = maps.states(x, dim)
-                maps.set_states(
-                    output, dim, states if output.dtype == x.dtype else np.maximum(states, np.uint8(CONSTANT))
-                )
+                maps.set_states(output, dim, np.maximum(maps.states(x, dim), places))
             else:
                 maps.fixes(output, dim)
     maps.fixes(x, *dims)
@@ -93,7 +86,7 @@ def triangle(maps: Maps, operation: Operation) -> None:
     maps.fixes(x, x.rank - 2, x.rank - 1)
 
 
-@rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")
+@rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_assert_async")
 def number(maps: Maps, operation: Operation) -> None:
     """The network looks at the number, and may take another way for another one."""
     maps.roots.extend(operation.inputs)

@@ -1,0 +1,124 @@
+"""A recorded call: operations, and the values that they read and make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["WRITE", "Call", "Operation", "Recording", "Value"]
+
+WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor at one moment of a recorded call; what changes in place becomes another value.
+
+    Attributes:
+        shape: its sizes.
+        dtype: type of its entries.
+        tensor: the tensor itself, whose entries later operations may have changed in place.
+        names: the names of the parameter or buffer that it is, several for a tied one.
+        is_input: whether it is an input of the network.
+        is_output: whether it is an output of the network.
+        is_given: whether nothing recorded made it, and it is neither input, parameter nor buffer.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: Tensor
+    names: tuple[str, ...] = ()
+    is_input: bool = False
+    is_output: bool = False
+    is_given: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation of a recorded call.
+
+    Attributes:
+        name: its name without overload, such as ``"aten::addmm"`` or ``"gate"``.
+        function: what was called.
+        args: its positional arguments, with values in the places of tensors.
+        kwargs: its keywords, likewise.
+        arguments: all arguments by the names in its signature, defaults included.
+        outputs: the values that it made; None where it returned something else.
+        path: the module that called it.
+    """
+
+    name: str
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    arguments: dict[str, object]
+    outputs: tuple[Value | None, ...]
+    path: str
+
+    @property
+    def output(self) -> Value:
+        """The first value that it made."""
+        assert self.outputs[0] is not None
+        return self.outputs[0]
+
+    @property
+    def inputs(self) -> list[Value]:
+        """Every value among its arguments."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
+
+    def value(self, name: str) -> Value:
+        """An argument that is a tensor."""
+        found = self.arguments[name]
+        assert isinstance(found, Value), f"{name} of {self.name} is {found!r}"
+        return found
+
+    def maybe(self, name: str) -> Value | None:
+        """An argument that may be a tensor."""
+        found = self.arguments.get(name)
+        return found if isinstance(found, Value) else None
+
+    def integer(self, name: str) -> int:
+        """An argument that is an integer."""
+        return int(cast(int, self.arguments[name]))
+
+    def integers(self, name: str) -> list[int]:
+        """An argument that is a list of integers; one alone, or None, becomes a list."""
+        found = self.arguments.get(name)
+        if found is None:
+            return []
+        return [found] if isinstance(found, int) else [int(x) for x in cast(Sequence[int], found)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs and outputs of one recorded call."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What a network did in one call or several.
+
+    Attributes:
+        network: the network.
+        operations: in the order of their running.
+        calls: one for each example.
+        named: the values of the parameters and buffers that were used, by every name.
+    """
+
+    network: nn.Module
+    operations: tuple[Operation, ...]
+    calls: tuple[Call, ...]
+    named: dict[str, Value]

@@ -1,0 +1,276 @@
+"""The whole analysis: several calls, ties, reasons, costs, and rules from outside."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pyro_l0.nn import Gate, fix_gates, name_gates
+from pyro_l0.nn.engine import analyse, record
+from tests.engine import own_operation
+from tests.engine.exactness import close_some, examine, shake
+
+
+class Bottleneck(nn.Module):
+    """A residual block of a convolutional network."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two, self.three = (
+            nn.Conv2d(16, width, 1),
+            nn.Conv2d(width, width, 3, 1, 1),
+            nn.Conv2d(width, 16, 1),
+        )
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.BatchNorm2d(16)])
+        self.gates = nn.ModuleList([Gate(width, 1), Gate(width, 1)])
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        h = self.gates[0](self.relu(self.norms[0](self.one(x))))
+        h = self.norms[2](self.three(self.gates[1](self.relu(self.norms[1](self.two(h))))))
+        h += x
+        return self.relu(h)
+
+
+def residual():
+    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
+    head = nn.Sequential(Gate(16, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+    return nn.Sequential(stem, Bottleneck(8), Bottleneck(12), head)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_residual_network(fraction):
+    analysis = examine(residual(), torch.randn(2, 3, 6, 6, dtype=torch.float64), fraction=fraction)
+    closed = sum(round(size * fraction) for size in (8, 8, 12, 12, 16))
+    assert sum(len(units) for units in analysis.removed.values()) == closed - 5 * (fraction == 1.0)
+    assert not analysis.barriers
+
+
+def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.one, self.two = Gate(6), nn.Linear(6, 4), nn.Linear(6, 4)
+
+        def forward(self, x, *, use_all=True):
+            h = self.one(self.gate(x))
+            return h + self.two(x) if use_all else h
+
+    closed = {"gate": torch.tensor([True, False] * 3)}
+    examples = [
+        (torch.randn(2, 6, dtype=torch.float64),),
+        {"x": torch.randn(3, 6, dtype=torch.float64), "use_all": False},
+    ]
+    analysis = examine(Net(), examples, closed)
+    assert analysis.kept["one.weight"][1].tolist() == [1, 3, 5]
+    assert analysis.kept["two.weight"][1].tolist() == list(range(6))
+
+
+def test_several_examples_take_several_ways():
+    """What one way does not read, another may; what no recorded way used is not in the answer."""
+
+    class Ways(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate = nn.Linear(6, 4), Gate(4)
+            self.ways = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2), "c": nn.Linear(4, 2)})
+
+        def forward(self, x, way="a"):
+            h = self.gate(torch.relu(self.one(x)))
+            return self.ways[way](h if way == "a" else h.softmax(-1))
+
+    x = torch.randn(2, 6, dtype=torch.float64)
+    one = examine(Ways(), x)
+    assert len(one.removed["gate"]) == 2
+    assert "ways.b.weight" not in one.kept
+    both = examine(Ways(), [(x,), (x, "b")])
+    assert not len(both.removed["gate"])
+    assert "ways.b.weight" in both.kept
+    assert "ways.c.weight" not in both.kept
+
+
+def test_all_that_stays_matters():
+    """Each slice of a parameter that is said to stay changes the outputs when it changes."""
+    first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), Gate(8, 1))
+    second = nn.Sequential(nn.Conv2d(8, 12, 3, groups=2), nn.GELU(), Gate(12, 1), nn.AdaptiveAvgPool2d(1))
+    network = shake(nn.Sequential(first, second, nn.Flatten(), nn.Linear(12, 2)).double().eval())
+    _, values = close_some(network)
+    closed = {"0.3": torch.arange(8) < 4, "1.2": torch.arange(12) % 6 < 2}
+    values = {site: value.clamp(0.3, 1.0).masked_fill(closed[site], 0.0) for site, value in values.items()}
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    analysis = analyse(record(network, x), closed, values)
+    fixed = fix_gates(network, values)
+    before = fixed(x)
+    for name, parameter in fixed.named_parameters():
+        for dim, entries in enumerate(analysis.kept[name]):
+            for entry in entries.tolist():
+                kept = parameter.detach().clone()
+                with torch.no_grad():
+                    parameter.select(dim, entry).add_(torch.randn(parameter.select(dim, entry).shape).abs() + 0.5)
+                    assert not torch.allclose(fixed(x), before, rtol=1e-9), (name, dim, entry)
+                    parameter.copy_(kept)
+
+
+def test_tied_and_repeated_layers():
+    """A layer that runs three times ties its inputs to its outputs."""
+
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.layer, self.gate = nn.Linear(6, 8), nn.Linear(8, 8), Gate(8)
+            self.out = nn.Linear(8, 2)
+
+        def forward(self, x):
+            h = self.gate(torch.relu(self.one(x)))
+            for _ in range(3):
+                h = self.gate(torch.relu(self.layer(h)))
+            return self.out(h)
+
+    analysis = examine(Repeated(), torch.randn(2, 6, dtype=torch.float64))
+    kept = analysis.gates["gate"].kept_out.tolist()
+    assert len(kept) == 4
+    assert [x.tolist() for x in analysis.kept["layer.weight"]] == [kept, kept]
+
+
+def test_writes_to_views_pin_what_they_alias_and_nothing_else():
+    class Net(nn.Module):
+        def __init__(self, writes):
+            super().__init__()
+            self.one, self.gate, self.two, self.second = nn.Linear(6, 8), Gate(8), nn.Linear(8, 8), Gate(8)
+            self.out = nn.Linear(8, 2)
+            self.writes = writes
+
+        def forward(self, x):
+            h = self.gate(torch.relu(self.one(x)))
+            if self.writes:
+                h[:, :4] *= 2
+            else:
+                h = h.view(-1, 8).mul_(2)  # nobody reads what was there before
+            return self.out(self.second(torch.relu(self.two(h))))
+
+    x = torch.randn(2, 6, dtype=torch.float64)
+    pinned = examine(Net(True), x)
+    assert set(pinned.barriers) == {"write in place in the network"}
+    assert set(pinned.reasons["gate"].values()) == {"write in place in the network"}
+    assert len(pinned.removed["second"]) == 4
+    free = examine(Net(False), x)
+    assert len(free.removed["gate"]) == len(free.removed["second"]) == 4
+    assert not free.barriers
+
+
+def test_a_way_that_depends_on_the_numbers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.out, self.side = nn.Linear(6, 8), Gate(8), nn.Linear(8, 2), nn.Linear(6, 4)
+
+        def forward(self, x):
+            h = self.gate(torch.relu(self.one(x)))
+            if self.side(x).mean() > 1e6:
+                h = h * 2
+            return self.out(h)
+
+    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    assert len(analysis.removed["gate"]) == 4
+    assert len(analysis.kept["side.weight"][0]) == 4  # the network looks at it
+
+
+def test_tensors_that_nobody_can_slice_stay():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(8), nn.Linear(8, 2)
+            self.scale = torch.ones(8, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.out(self.gate(self.one(x)) * self.scale)
+
+    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    assert set(analysis.reasons["gate"].values()) == {"a tensor that is no parameter or buffer, at mul in the network"}
+
+
+def test_unused_outputs_do_not_keep_units():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.out, self.unused = nn.Linear(6, 8), Gate(8), nn.Linear(8, 2), nn.Linear(8, 5)
+
+        def forward(self, x):
+            h = self.gate(torch.relu(self.one(x)))
+            self.statistic = float(h.detach().sum())
+            self.unused(h).softmax(-1).mean()
+            return self.out(h)
+
+    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    assert len(analysis.removed["gate"]) == 4
+
+
+def test_reasons_name_operation_and_module():
+    network = nn.Sequential(nn.Linear(6, 8), Gate(8), nn.Softmax(-1), nn.Linear(8, 2))
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
+    assert set(analysis.reasons["1"].values()) == {"_softmax in 2"}
+    assert len(analysis.reasons["1"]) == 4
+
+
+def test_shrunk_sizes_by_module():
+    network = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), Gate(8)), nn.Linear(8, 2))
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
+    assert analysis.shrunk == {"0": {8: 4}, "1": {8: 4}, "1.0": {8: 4}, "1.1": {8: 4}, "2": {8: 4}, "": {8: 4}}
+
+
+def test_multiply_adds_are_those_of_torchs_counter():
+    network = residual().eval()
+    x = torch.randn(2, 3, 6, 6)
+    analysis = analyse(record(network, x), {})
+    with FlopCounterMode(display=False) as counter, pytest.warns(UserWarning, match="draws of the prior"):
+        network(x)
+    assert analysis.multiply_adds() == analysis.multiply_adds(kept=False) == counter.get_total_flops() // 2
+
+
+def test_multiply_adds_of_what_stays():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Gate(8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten())
+    network.append(nn.Linear(8 * 16, 2))
+    closed = {"1": torch.arange(8) < 5}
+    analysis = analyse(record(network, torch.ones(2, 3, 6, 6)), closed, folds=False)
+    assert analysis.multiply_adds(kept=False) == 2 * (36 * 27 * 8 + 16 * 9 * 8 + 16 * 8 * 2)
+    assert analysis.removed["1"].tolist() == []  # the bias of a depthwise channel is a constant
+    network[2].bias = None
+    analysis = analyse(record(network, torch.ones(2, 3, 6, 6)), closed)
+    assert analysis.multiply_adds() == 2 * (36 * 27 * 3 + 16 * 9 * 3 + 16 * 3 * 2)
+
+
+def test_half_precision_and_other_types():
+    network = nn.Sequential(nn.Linear(6, 8), nn.GELU(), Gate(8), nn.LayerNorm(8), nn.Linear(8, 2)).bfloat16()
+    closed, _ = close_some(network)
+    analysis = analyse(record(network, torch.ones(2, 6, dtype=torch.bfloat16)), closed)
+    assert len(analysis.gates["2"].kept_in) == 4
+
+
+def test_what_is_refused():
+    network = nn.Sequential(nn.Linear(6, 8), Gate(8), nn.Linear(8, 2))
+    name_gates(network)
+    recording = record(network, torch.ones(2, 6))
+    with pytest.raises(ValueError, match=r"Expected gates of the network, \['1'\], but got '2'"):
+        analyse(recording, {"2": torch.ones(8, dtype=torch.bool)})
+    with pytest.raises(ValueError, match=r"bool for each of 8 gates, but got a torch.float32 of shape \(8,\)"):
+        analyse(recording, {"1": torch.ones(8)})
+    with pytest.raises(ValueError, match=r"bool for each of 8 gates, but got a torch.bool of shape \(7,\)"):
+        analyse(recording, {"1": torch.ones(7, dtype=torch.bool)})
+
+
+def test_a_rule_from_outside_takes_one_short_file():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(8, 1), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.gate(self.one(x)).unflatten(1, (8, 1)).expand(-1, -1, 4)
+            return self.out(own_operation.swap_halves(h).sum(1))
+
+    assert len(Path(own_operation.__file__).read_text().splitlines()) <= 30
+    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    assert len(analysis.removed["gate"]) == 4
+    assert not analysis.barriers

@@ -1,0 +1,230 @@
+"""What a recorded call holds, and that recording changes nothing."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pyro_l0.nn import Gate
+from pyro_l0.nn.engine import Value, calls_of, record
+
+
+def names(recording):
+    return [operation.name.removeprefix("aten::") for operation in recording.operations]
+
+
+def test_operations_values_and_paths():
+    network = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.ReLU(), Gate(3)))
+    recording = record(network, torch.ones(2, 4))
+    linear, relu, gate = recording.operations
+    assert names(recording) == ["linear", "relu", "gate"]
+    assert [operation.path for operation in recording.operations] == ["0", "1.0", "1.1"]
+    assert linear.value("weight").names == ("0.weight",)
+    assert linear.value("input") is recording.calls[0].inputs[0]
+    assert linear.output.shape == (2, 3)
+    assert relu.inputs == [linear.output]
+    assert gate.arguments["site"] == "1.1"
+    assert gate.arguments["dim"] == -1
+    assert recording.calls[0].outputs == (gate.output,)
+    assert gate.output.is_output
+    assert set(recording.named) == {"0.weight", "0.bias"}
+
+
+class Noisy(nn.Module):
+    """Everything that a network may change when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.gate = nn.Linear(4, 3), nn.BatchNorm1d(3), Gate(3)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.count += 1
+        self.last = x.sum()
+        x = F.dropout(self.norm(self.layer(x)), 0.5, True)
+        return self.gate(x + torch.rand(3))
+
+
+def test_recording_changes_nothing():
+    network = Noisy().train()
+    network.norm.eval()
+    example = torch.ones(2, 4)
+    hooked = []
+    network.layer.register_forward_hook(lambda *_: hooked.append(1))
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    buffers = dict(network.named_buffers())
+    state = torch.get_rng_state()
+    gate = dict(network.gate.__dict__)
+    with torch.no_grad():
+        record(network, example)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name: module.training for name, module in network.named_modules()} == {
+        "": True,
+        "layer": True,
+        "norm": False,
+        "gate": True,
+    }
+    assert all(torch.equal(network.state_dict()[name], tensor) for name, tensor in before.items())
+    assert dict(network.named_buffers()) == buffers
+    assert network.last is None
+    assert network.gate.__dict__ == gate
+    assert torch.equal(example, torch.ones(2, 4))
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert len(hooked) == 1
+
+
+def test_recording_changes_nothing_when_the_network_fails():
+    network = nn.Sequential(nn.Linear(4, 3), Gate(3), nn.Linear(5, 3))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        record(network, torch.ones(2, 4))
+    assert network.training
+    assert "forward" not in network[1].__dict__
+    assert not nn.modules.module._global_forward_hooks
+
+
+@dataclass
+class Answer:
+    one: torch.Tensor
+    many: dict
+
+    def loss(self):
+        return self.one
+
+
+class Several(nn.Module):
+    """Several inputs, keywords, flags, and outputs of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, *, y=None, kind="tuple"):
+        h = self.layer(x) if y is None else self.layer(x) + y
+        return {
+            "tuple": (h, [h * 2]),
+            "dict": {"one": h, "two": {"three": h + 1}, "none": None},
+            "dataclass": Answer(h, {"x": h.exp()}),
+        }.get(kind, kind)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
+def test_inputs_and_outputs_of_every_kind(kind):
+    call = record(Several(), {"x": torch.ones(2, 4), "y": torch.ones(4), "kind": kind}).calls[0]
+    assert [value.shape for value in call.inputs] == [(2, 4), (4,)]
+    assert [value.shape for value in call.outputs] == [(2, 4), (2, 4)]
+
+
+def test_several_calls_share_the_parameters():
+    recording = record(Several(), [torch.ones(2, 4), {"x": torch.ones(3, 4), "y": torch.ones(4)}])
+    assert len(recording.calls) == 2
+    weights = {operation.value("weight") for operation in recording.operations if operation.name == "aten::linear"}
+    assert len(weights) == 1
+
+
+def test_examples_are_refused_by_what_they_are():
+    assert calls_of((torch.ones(1), 2))[0][0][1] == 2
+    with pytest.raises(TypeError, match="Expected an example that is a tensor, a tuple"):
+        record(Several(), 3)
+    with pytest.raises(ValueError, match=r"returns a tensor.* but got a str"):
+        record(Several(), {"x": torch.ones(2, 4), "kind": "nothing"})
+
+
+def test_what_is_written_down_as_one_operation():
+    x, q = torch.ones(2, 3, 4), torch.ones(2, 2, 3, 4)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.RMSNorm(4), nn.InstanceNorm1d(3)])
+            self.recurrent = nn.GRU(4, 4)
+
+        def forward(self, x, q):
+            for layer in self.layers:
+                x = layer(x)
+            x = x @ torch.einsum("bij,bik->bjk", x, x) + F.pad(x, (0, 0))
+            return self.recurrent(x)[0] + F.scaled_dot_product_attention(q, q, q).sum()
+
+    found = names(record(Net(), (x, q)))
+    expected = ["linear", "rms_norm", "instance_norm", "einsum", "matmul", "pad", "recurrent"]
+    assert [name for name in found if name in expected] == expected
+    assert "scaled_dot_product_attention" in found
+    assert not {"bmm", "addmm", "mm", "batch_norm"} & set(found)
+
+
+def test_changes_in_place_make_new_values():
+    class Net(nn.Module):
+        def forward(self, x):
+            h = x * 2
+            h.add_(1.0)
+            part = h[:, :2]
+            part.mul_(3.0)
+            return h
+
+    recording = record(Net(), torch.ones(2, 4))
+    assert names(recording) == ["mul", "add_", "slice", "mul_", "write in place"]
+    mul, add, part, scaled, written = recording.operations
+    assert add.inputs == [mul.output]
+    assert add.output is not mul.output
+    assert part.inputs == [add.output]
+    assert written.inputs[0] is add.output
+    assert scaled.output in written.inputs
+    assert recording.calls[0].outputs[0] in written.outputs
+
+
+def test_tensors_from_elsewhere_are_told_apart():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Parameter(torch.ones(4))
+            self.register_buffer("two", torch.ones(4))
+            self.three = torch.ones(4)
+            self.tied = self.one
+
+        def forward(self, x):
+            return x * self.one + self.two + self.three
+
+    recording = record(Net(), torch.ones(2, 4))
+    assert recording.named["one"] is recording.named["tied"]
+    assert recording.named["one"].names == ("one", "tied")
+    (given,) = [x for x in recording.operations[-1].inputs if x.is_given]
+    assert not given.names
+
+
+def test_checkpointed_blocks_frozen_networks_and_autocast():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return checkpoint(self.block, x, use_reentrant=False)
+
+    network = Net().requires_grad_(False)
+    recording = record(network, torch.ones(2, 3, 8))
+    assert "_transformer_encoder_layer_fwd" not in names(recording)
+    assert {operation.path for operation in recording.operations} >= {"block.linear1", "block.norm2"}
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_gates_are_checked_as_in_a_call():
+    with pytest.raises(ValueError, match="Expected 3 units in dimension -1 at gate 1"):
+        record(nn.Sequential(nn.Linear(4, 4), Gate(3)), torch.ones(2, 4))
+
+
+def test_arguments_have_their_names_and_defaults():
+    class Net(nn.Module):
+        def forward(self, x):
+            return F.linear(x, bias=None, weight=torch.ones(3, 4)).sum(0)
+
+    *_, linear, total = record(Net(), torch.ones(2, 4)).operations
+    assert isinstance(linear.value("weight"), Value)
+    assert linear.maybe("bias") is None
+    assert total.integers("dim") == [0]
+    assert total.arguments["keepdim"] is False

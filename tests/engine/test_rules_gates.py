@@ -1,0 +1,154 @@
+"""The rule of gates: where a unit ends in front of one, begins behind it, or both."""
+
+import torch
+from torch import nn
+
+from pyro_l0.nn import Gate, name_gates
+from pyro_l0.nn.engine import analyse, record
+from tests.engine.exactness import examine
+
+
+def inputs(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_gates_on_the_inputs_select_columns():
+    """What the network is given stays; the first layer reads less of it."""
+    network = nn.Sequential(Gate(6), nn.Linear(6, 3))
+    analysis = examine(network, inputs(2, 6), {"0": torch.tensor([True, False, True, False, False, True])})
+    assert analysis.gates["0"].kept_in.tolist() == list(range(6))
+    assert analysis.gates["0"].kept_out.tolist() == [1, 3, 4]
+    assert analysis.kept["1.weight"][1].tolist() == [1, 3, 4]
+    assert analysis.removed["0"].tolist() == [0, 2, 5]
+    assert analysis.reasons["0"] == {0: "network input", 2: "network input", 5: "network input"}
+
+
+def test_gates_on_the_outputs_fill_in_zeros():
+    network = nn.Sequential(nn.Linear(6, 3), Gate(3))
+    analysis = examine(network, inputs(2, 6), {"1": torch.tensor([True, False, True])})
+    assert analysis.gates["1"].kept_in.tolist() == [1]
+    assert analysis.gates["1"].kept_out.tolist() == [0, 1, 2]
+    assert analysis.kept["0.weight"][0].tolist() == [1]
+    assert analysis.reasons["1"] == {0: "network output", 2: "network output"}
+
+
+class Residual(nn.Module):
+    def __init__(self, gate, branch, shape=lambda h: h):
+        super().__init__()
+        self.gate, self.branch, self.shape = gate, branch, shape
+
+    def forward(self, x):
+        h = self.gate(self.shape(self.branch(x)))
+        return x + h.reshape(x.shape)
+
+
+def test_gates_at_the_end_of_a_branch_fill_in_zeros():
+    network = Residual(Gate(6), nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)))
+    analysis = examine(network, inputs(2, 6))
+    assert len(analysis.gates["gate"].kept_in) == 3
+    assert len(analysis.gates["gate"].kept_out) == 6
+    assert analysis.kept["branch.2.weight"][0].tolist() == analysis.gates["gate"].kept_in.tolist()
+
+
+def test_one_gate_on_a_whole_block():
+    """The block keeps one unit of every dimension, since none may become empty; its sum keeps its size."""
+    branch = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6))
+    for shape, dim in ((lambda h: h.unsqueeze(1), 1), (lambda h: h[..., None], -1)):
+        analysis = examine(Residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([True])})
+        assert [len(x) for x in analysis.kept["branch.0.weight"]] == [1, 6]
+        assert len(analysis.kept["branch.2.weight"][1]) == 1
+        assert analysis.multiply_adds() < analysis.multiply_adds(kept=False)
+        opened = examine(Residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([False])})
+        assert opened.multiply_adds() == opened.multiply_adds(kept=False) == 2 * 2 * 6 * 5
+
+
+def test_one_gate_on_a_block_of_maps():
+    branch = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+    analysis = examine(Residual(Gate(1, 1), branch, lambda h: h[:, None]), inputs(2, 4, 5, 5), fraction=1.0)
+    assert [len(x) for x in analysis.kept["branch.0.weight"]] == [1, 4, 3, 3]
+    assert [len(x) for x in analysis.kept["branch.3.weight"]][1:] == [1, 3, 3]
+
+
+def test_a_gate_that_is_drawn_for_ones():
+    """A gate of ones is a number of the whole block, which closes it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.gate = nn.Linear(6, 5), nn.Linear(5, 6), Gate(1)
+
+        def forward(self, x):
+            return x + self.gate(x.new_ones(1, 1)) * self.two(torch.relu(self.one(x)))
+
+    analysis = examine(Net(), inputs(2, 6), {"gate": torch.tensor([True])})
+    assert len(analysis.kept["one.weight"][0]) == 1
+
+
+def test_calls_of_one_gate_have_one_size():
+    """One gate at two places: a unit is kept in front of both if one needs it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.gate = nn.Linear(6, 4), nn.Linear(6, 4), Gate(4)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, x):
+            plain = self.one(x)
+            return self.out(self.gate(plain)) + self.out(self.gate(self.two(x))) + plain.sum(-1, keepdim=True)
+
+    analysis = examine(Net(), inputs(2, 6), {"gate": torch.tensor([True, False, False, True])})
+    assert analysis.gates["gate"].kept_in.tolist() == [0, 1, 2, 3]
+    assert analysis.gates["gate"].kept_out.tolist() == [1, 2]
+    assert len(analysis.kept["two.weight"][0]) == 4
+
+
+def test_gates_in_a_row():
+    network = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    closed = {"1": torch.tensor([True, False, False, False]), "3": torch.tensor([True, True, False, False])}
+    analysis = examine(network, inputs(2, 6), closed)
+    assert analysis.gates["1"].kept_in.tolist() == analysis.gates["3"].kept_out.tolist() == [2, 3]
+
+
+def test_everything_closed_keeps_one_unit():
+    network = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), Gate(4), nn.Linear(4, 5), nn.ReLU(), Gate(5), nn.Linear(5, 2))
+    analysis = examine(network, inputs(2, 6), fraction=1.0)
+    assert [len(analysis.gates[site].kept_out) for site in ("2", "5")] == [1, 1]
+    assert set(analysis.reasons["2"].values()) == {"the last of its dimension"}
+
+
+def test_constants_that_stay_are_still_computed():
+    """With all gates closed the output is constant; what stays since no dimension may be empty is still right."""
+    branch = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
+    layers = [nn.Linear(6, 4), Gate(4), Residual(nn.Identity(), branch), nn.LayerNorm(4), nn.Linear(4, 3)]
+    examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
+    layers = [nn.Linear(6, 4), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
+    analysis = examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
+    assert [len(x) for x in analysis.kept["3.weight"]] == [3, 1]
+    assert len(analysis.folds[0].units) == 3
+
+
+def test_constants_at_open_gates_vary_unless_the_gates_are_fixed():
+    """A constant that an open gate multiplies leaves into a bias only where the gate's value is given."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.second, self.out = nn.Linear(6, 4), Gate(4), Gate(4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.out(self.second(self.gate(self.one(x)).sigmoid()))
+
+    network = Net().double()
+    name_gates(network)
+    closed = {"gate": torch.tensor([True, True, False, False]), "second": torch.tensor([True, False, True, False])}
+    recording = record(network, inputs(2, 6))
+    fixed = analyse(recording, closed, {"gate": torch.ones(4), "second": torch.tensor([0.0, 0.5, 0.0, 1.0])})
+    assert fixed.removed["second"].tolist() == [0, 1, 2]
+    (fold,) = fixed.folds
+    assert fold.units.tolist() == [1]
+    assert fold.constant.tolist() == [0.25]  # sigmoid(0) / 2
+    training = analyse(recording, closed)
+    assert training.removed["second"].tolist() == [0, 2]
+    assert not training.folds
+    assert training.gates["second"].kept_out.tolist() == [1, 3]
