@@ -149,9 +149,12 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
 def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[str, tuple[Value, int]]:
     """Without the tensors that become another of them unit by unit, and are used for nothing else."""
     users: dict[Value, list[Operation]] = {}
-    for operation in maps.recording.operations:
-        for value in dict.fromkeys(operation.inputs):
-            users.setdefault(value, []).append(operation)
+    needed = {value for call in maps.recording.calls for value in call.outputs}
+    for operation in reversed(maps.recording.operations):
+        if not needed.isdisjoint(operation.outputs):
+            needed.update(operation.inputs)
+            for value in dict.fromkeys(operation.inputs):
+                users.setdefault(value, []).append(operation)
     others = {value for value, _ in found.values()}
 
     def is_passed_on(value: Value, dim: int) -> bool:
