@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from pyro_l0.nn.calls import Followed, follow_calls
 from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example, Operation, Value
+from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Link, Read
+from pyro_l0.nn.engine.tape import Operation, Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.insert import insert_gates
 from pyro_l0.nn.places import unit_dims

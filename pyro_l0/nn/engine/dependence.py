@@ -13,8 +13,8 @@ from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.needs import find_needs
 from pyro_l0.nn.engine.presence import find_presence, outer_both
-from pyro_l0.nn.engine.record import Recording
 from pyro_l0.nn.engine.slots import Axis, Index
+from pyro_l0.nn.engine.tape import Recording
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Dependence", "depend"]
