@@ -1,4 +1,4 @@
-"""Constants of a network, moved to each device once."""
+"""Constants that are used on several devices."""
 
 from __future__ import annotations
 
