@@ -6,6 +6,7 @@ from pyro_l0.nn.gate import Gate, gate_names, name_gates
 from pyro_l0.nn.heads import gate_heads
 from pyro_l0.nn.insert import gate_dropout, insert_gates
 from pyro_l0.nn.square_norms import square_norms
+from pyro_l0.nn.suggest import suggest_gates
 from pyro_l0.nn.weights import fix_weights, gate_weights, pack_zeros, unpack_zeros
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "pack_zeros",
     "square_norms",
     "unpack_zeros",
+    "suggest_gates",
 ]

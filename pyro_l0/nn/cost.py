@@ -40,7 +40,7 @@ class NetworkCost:
             such calls, whose multiply-adds are counted together.
 
     Attributes:
-        group_sizes: by gate site, the number of weights that read one of its units.
+        sizes: by gate site, the number of gates.
         filter_sizes: by gate site, the number of weights that write one of its units: a convolution's filter, the
             group that the L0 paper prices for feature maps; 0 for gates of the network's inputs.
         total_weights: weights with every gate open.
@@ -65,7 +65,7 @@ class NetworkCost:
 
     def __init__(self, network: nn.Module, example: Example) -> None:
         self._recording = record_called(network, example)
-        self._sizes = {name: gate.size for name, gate in gate_names(network).items()}
+        self.sizes = {name: gate.size for name, gate in gate_names(network).items()}
         self._dependence = depend(self._recording)
         maps = self._dependence.maps
         weights = dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())
@@ -121,17 +121,17 @@ class NetworkCost:
         return report(self._recording, self._dependence)
 
     def _per_unit(self, uses: Iterable[Use]) -> dict[str, float]:
-        sizes = dict.fromkeys(self._sizes, 0.0)
+        sizes = dict.fromkeys(self.sizes, 0.0)
         for use in uses:
-            sizes[use.site] += len(use.units) * use.each / self._sizes[use.site]
+            sizes[use.site] += len(use.units) * use.each / self.sizes[use.site]
         return sizes
 
     def _check(self, active: Mapping[str, Tensor]) -> None:
-        if active.keys() != self._sizes.keys():
-            raise ValueError(f"Expected one entry per gate site {sorted(self._sizes)}, but got {sorted(active)}.")
+        if active.keys() != self.sizes.keys():
+            raise ValueError(f"Expected one entry per gate site {sorted(self.sizes)}, but got {sorted(active)}.")
         for name, value in active.items():
-            if value.shape != (self._sizes[name],):
-                raise ValueError(f"Expected {name!r} of shape ({self._sizes[name]},), but got {tuple(value.shape)}.")
+            if value.shape != (self.sizes[name],):
+                raise ValueError(f"Expected {name!r} of shape ({self.sizes[name]},), but got {tuple(value.shape)}.")
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
         ValueError: a Dropout layer drops everything, is never called, or is called on different numbers of units.
 
     Example:
+        >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Dropout(0.2), nn.Linear(3, 1))
         >>> gate_dropout(net, torch.ones(1, 2))[1]
         {'2': 0.8}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pyro_l0.nn.engine.record import Example, Recording, calls_of, record
-from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.gate import gate_names
 
 __all__ = ["record_called", "record_example"]
 

@@ -32,9 +32,14 @@ class Stay:
     where: str
     why: str
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """Where the units stay, and why."""
         place = "on both sides of" if self.where == "both" else self.where if self.where == "behind" else "in front of"
-        return f"gate {self.site!r}, {_ranges(self.units)}: stay {place} the gate ({self.why})"
+        return f"stay {place} the gate ({self.why})"
+
+    def __str__(self) -> str:
+        return f"gate {self.site!r}, {_ranges(self.units)}: {self.verdict}"
 
 
 @dataclass(frozen=True)

@@ -82,15 +82,17 @@ class _Weight:
     def parameter(self) -> Tensor | None:
         """The parameter whose norms a dense layer may record on the way."""
         # Weights that a parametrisation computes at each access are others each time.
-        return self.module._parameters.get(self.name) if self.dim == 1 and self.groups == 1 else None
+        parameter: Tensor | None = self.module._parameters.get(self.name)
+        return parameter if self.dim == 1 and self.groups == 1 else None
 
 
 def _weight(network: nn.Module, use: Use) -> _Weight:
     name = use.weight.names[0] if use.weight.names else ""
     if not name:
         module = network.get_submodule(use.path)
-        if parametrize.is_parametrized(module, "weight") and tuple(module.weight.shape) == use.weight.shape:
-            return _Weight(module, "weight", use.dim, use.groups)
+        found = _Weight(module, "weight", use.dim, use.groups)
+        if parametrize.is_parametrized(module, "weight") and found.now().shape == use.weight.shape:
+            return found
         raise ValueError(
             f"Expected units of gate {use.site!r} that are read by parameters, but {use.path or 'the network'!r} reads "
             f"them by weights of shape {use.weight.shape} that it computes; compute them by "

@@ -167,7 +167,7 @@ def test_inputs_that_gates_cannot_multiply(make, x, error, message):
 def test_an_example_of_integers_is_refused_where_dropout_becomes_gates():
     """By its type."""
     with pytest.raises(
-        ValueError, match=r"example_input that the network takes, but got one of shape \(2, 4\) and type torch.uint8"
+        ValueError, match=r"example that the network takes, .* got one of shape \(2, 4\) and dtype torch.uint8"
     ):
         gate_dropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.ones(2, 4, dtype=torch.uint8))
 

@@ -121,7 +121,7 @@ class _Finder:
             self._add(axis, self.formulas.some_of_each(rows))
 
     def _read(self, read: Read, closed: Mask | None, runs: int) -> Index:
-        """The statements that entries are read: always those that are with closed gates, others unless they are zero."""
+        """The statements that entries are read: those that are with closed gates always, others unless zero."""
         size = read.axes[0].size
         entries = np.full(size, TRUE)
         if read.where is not None and closed is not None:

@@ -13,7 +13,10 @@ from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.slots import Axis, Index, Link, Read, Reshape
 
-_MOVES = {f"aten::{name}" for name in "t transpose permute numpy_T mT view reshape alias detach contiguous".split()}
+_MOVES = {
+    *("aten::t", "aten::transpose", "aten::permute", "aten::numpy_T", "aten::mT"),
+    *("aten::view", "aten::reshape", "aten::alias", "aten::detach", "aten::contiguous"),
+}
 
 __all__ = ["Use", "find_readers", "find_writers", "weights_of"]
 
@@ -86,11 +89,11 @@ def find_readers(maps: Maps) -> list[Use]:
             reads = weights.get(operation, {})
             grouped = _grouped(maps, operation, pairs) if reads else None
             for relation in maps.relations[operation]:
-                for axis in relation.axes if isinstance(relation, Read) else ():
-                    if axis in pairs:
-                        for weight, dim in _read_with(maps, relation, reads):
-                            found.setdefault((site, weight, dim, 1, operation.path), set()).update(pairs[axis])
-                if not isinstance(relation, Read) and (grouped is not None or not reads):
+                if isinstance(relation, Read):
+                    held = [pairs[axis] for axis in relation.axes if axis in pairs]
+                    for weight, dim in _read_with(maps, relation, reads) if held else ():
+                        found.setdefault((site, weight, dim, 1, operation.path), set()).update(*held)
+                elif grouped is not None or not reads:
                     _follow(pairs, relation)
             if grouped is not None:
                 place, entries = grouped
@@ -132,14 +135,18 @@ def _identity(axis: Axis) -> set[tuple[int, int]]:
 
 def _uses(found: dict[_Place, set[tuple[int, int]]]) -> list[Use]:
     """Each weight once, whichever modules use it."""
-    uses: dict[tuple[str, Value, int, int], tuple[str, set[tuple[int, int]]]] = {}
-    for (*key, path), pairs in found.items():
-        site, weight, dim, groups = key
-        uses.setdefault((site, weight, dim, groups), (path, set()))[1].update(pairs)
-    return [
-        Use(site, weight, dim, *np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T, path=path, groups=groups)
-        for (site, weight, dim, groups), (path, pairs) in uses.items()
-    ]
+    paths: dict[tuple[str, Value, int, int], str] = {}
+    together: dict[tuple[str, Value, int, int], set[tuple[int, int]]] = {}
+    for (site, weight, dim, groups, path), pairs in found.items():
+        key = site, weight, dim, groups
+        paths.setdefault(key, path)
+        together.setdefault(key, set()).update(pairs)
+    uses = []
+    for (site, weight, dim, groups), pairs in together.items():
+        columns = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
+        path = paths[site, weight, dim, groups]
+        uses.append(Use(site, weight, dim, columns[:, 0], columns[:, 1], path, groups))
+    return uses
 
 
 def _read_with(maps: Maps, read: Read, weights: dict[Value, Value]) -> Iterator[tuple[Value, int]]:

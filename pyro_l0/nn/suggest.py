@@ -1,0 +1,258 @@
+"""Where gates would cut something in a network that has none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.nn.calls import Followed, follow_calls
+from pyro_l0.nn.cost import NetworkCost
+from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.record import Example, Operation, Value
+from pyro_l0.nn.engine.slots import Link, Read
+from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.insert import insert_gates
+from pyro_l0.nn.places import unit_dims
+
+__all__ = ["Place", "Suggestions", "suggest_gates"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module behind which a gate would cut something.
+
+    Attributes:
+        path: the module.
+        gate: a gate for its output.
+        weights: weights that one unit's closing saves, on average over its units, with all other gates open.
+        macs: multiply-adds per example that it saves, likewise.
+        parameters: names of those that lose entries with a unit.
+        coupled: paths of other places on the same units, such as a residual stream's: what the units have in common
+            leaves only where the gates of all of them are closed.
+    """
+
+    path: str
+    gate: Gate
+    weights: float
+    macs: float
+    parameters: tuple[str, ...]
+    coupled: tuple[str, ...]
+
+
+class Suggestions(Mapping[str, Gate]):
+    """Answer of :func:`suggest_gates`: gates by module path, as :func:`~pyro_l0.nn.insert_gates` takes them.
+
+    It prints as a table.
+
+    Attributes:
+        places: what is known of each.
+        refused: by path of other modules, why a gate behind it would cut nothing or act elsewhere, too.
+        heads: by path of a dense layer, the number of attention heads that it reads, for ``gate_heads``.
+    """
+
+    def __init__(self, places: tuple[Place, ...], refused: Mapping[str, str], heads: Mapping[str, int]) -> None:
+        self.places, self.refused, self.heads = places, dict(refused), dict(heads)
+        self._gates = {place.path: place.gate for place in places}
+
+    def __getitem__(self, path: str) -> Gate:
+        return self._gates[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gates)
+
+    def __len__(self) -> int:
+        return len(self._gates)
+
+    def __str__(self) -> str:
+        rows = [("behind", "gate", "weights/unit", "macs/unit", "parameters", "coupled with")]
+        for place in self.places:
+            gate = f"Gate({place.gate.size}, dim={place.gate.dim})"
+            numbers = f"{place.weights:,.0f}", f"{place.macs:,.0f}"
+            rows.append((place.path, gate, *numbers, _few(place.parameters), _few(place.coupled)))
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [
+            f"{path} reads {heads} heads: gate_heads(network, {{{path!r}: {heads}}})"
+            for path, heads in self.heads.items()
+        ]
+        return "\n".join([*lines, *(f"no gate behind {path}: {why}" for path, why in self.refused.items())])
+
+
+def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
+    """Find the modules behind which a gate would cut something.
+
+    Of modules that hand units on one by one, such as a layer and its activation, the last one is suggested, so that a
+    closed gate makes true zeros. Every answer comes from the counts of a copy of the network with all gates in place.
+
+    Args:
+        network: the network; it is not changed.
+        example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
+
+    Raises:
+        ValueError: the network does not take the example.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> print(suggest_gates(net, torch.ones(1, 2)))
+        behind  gate             weights/unit  macs/unit  parameters                  coupled with
+        1       Gate(3, dim=-1)  3             3          0.bias, 0.weight, 2.weight
+        no gate behind 2: it makes the network's output
+    """
+    followed = follow_calls(network, example)
+    found, refused = _candidates(network, followed)
+    gates = {path: Gate(value.shape[dim], -1 if dim == value.rank - 1 else dim) for path, (value, dim) in found.items()}
+    places: list[Place] = []
+    if gates:
+        cost = NetworkCost(insert_gates(network, gates), example)
+        weights, macs = _saved(cost, "weights"), _saved(cost, "macs")
+        why = _reasons(cost)
+        couples, parameters = _couples(followed.maps, found), _parameters(followed.maps, found)
+        for path, gate in gates.items():
+            site = _site(path, gates)
+            if weights[site] > 0 or macs[site] > 0:
+                places.append(Place(path, gate, weights[site], macs[site], parameters[path], couples[path]))
+            else:
+                together = f"its units leave only together with those behind {_few(couples[path])}"
+                refused[path] = why.get(site) or (together if couples[path] else "nothing leaves with its units")
+    return Suggestions(tuple(places), refused, _heads(network, followed))
+
+
+def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple[Value, int]], dict[str, str]]:
+    """By path, the tensors and dimensions that a gate could act on, and why not behind other modules."""
+    found: dict[str, tuple[Value, int]] = {}
+    refused: dict[str, str] = {}
+    times = Counter(module for _, module in network.named_modules(remove_duplicate=False))
+    outputs = {value for call in followed.maps.recording.calls for value in call.outputs}
+    for path, module in network.named_modules():
+        calls = followed.calls.get(module, [])
+        if not path or isinstance(module, Gate) or not calls:
+            continue
+        value = calls[0].output
+        if len(calls) > 1 or times[module] > 1:
+            refused[path] = f"it is called {max(len(calls), times[module])} times"
+        elif value is None:
+            refused[path] = "it does not return a tensor that operations use"
+        elif value in outputs:
+            refused[path] = "it makes the network's output"
+        elif not _has_other(network, path, followed, value):
+            dims = [dim for dim in unit_dims(followed.maps, value) if value.shape[dim] > 1 and dim > 0]
+            if dims:
+                found[path] = value, dims[-1]
+    return _without_passed_on(followed.maps, found), refused
+
+
+def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[str, tuple[Value, int]]:
+    """Without the tensors that become another of them unit by unit, and are used for nothing else."""
+    users: dict[Value, list[Operation]] = {}
+    for operation in maps.recording.operations:
+        for value in dict.fromkeys(operation.inputs):
+            users.setdefault(value, []).append(operation)
+    others = {value for value, _ in found.values()}
+
+    def is_passed_on(value: Value, dim: int) -> bool:
+        unit, last = maps.axes[value][dim], value
+        while len(users.get(last, [])) == 1:
+            (operation,) = users[last]
+            relations = maps.relations[operation]
+            links = [x for x in relations if isinstance(x, Link) and x.source is unit and x.source_entries is None]
+            is_mixed = any(isinstance(x, Read) and unit in x.axes for x in relations)
+            if len([x for x in operation.inputs if not x.names]) > 1 or len(links) != 1 or is_mixed:
+                return False
+            last, unit = operation.output, links[0].target
+            if last in others:
+                return True
+        return False
+
+    return {path: (value, dim) for path, (value, dim) in found.items() if not is_passed_on(value, dim)}
+
+
+def _has_other(network: nn.Module, path: str, followed: Followed, value: Value) -> bool:
+    """Whether a module inside returns the same tensor, or one behind hands it on as it is or changed in place."""
+    inner = set(network.get_submodule(path).modules()) - {network.get_submodule(path)}
+    returned = [(module, calls[0].input) for module, calls in followed.calls.items() if calls[0].output is value]
+    return any(module in inner for module, _ in returned) or any(
+        before is value and module is not network.get_submodule(path) and len(returned) > 1
+        for module, before in returned
+    )
+
+
+def _site(path: str, gates: Mapping[str, Gate]) -> str:
+    """The site of the gate behind a module, where modules around it may have gates, too."""
+    names = path.split(".")
+    parts = [
+        name if ".".join(names[: i + 1]) not in gates or i + 1 == len(names) else f"{name}.0"
+        for i, name in enumerate(names)
+    ]
+    return ".".join(parts) + ".1"
+
+
+def _saved(cost: NetworkCost, count: str) -> dict[str, float]:
+    """By site, what closing one of its units saves on average."""
+    active = {site: torch.ones(size, dtype=torch.float64, requires_grad=True) for site, size in cost.sizes.items()}
+    total: Tensor = getattr(cost, count)(active)
+    if not total.requires_grad:
+        return dict.fromkeys(active, 0.0)
+    grads = torch.autograd.grad(total, list(active.values()), allow_unused=True)
+    return {site: 0.0 if grad is None else grad.mean().item() for site, grad in zip(active, grads, strict=True)}
+
+
+def _reasons(cost: NetworkCost) -> dict[str, str]:
+    """By site, why its units stay."""
+    return {stay.site: f"its units {stay.verdict}" for stay in reversed(cost.report().stays)}
+
+
+def _couples(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> dict[str, tuple[str, ...]]:
+    """By path, the others on the same units."""
+    units = maps.slots.units()
+    of_path = {path: set(units[maps.axes[value][dim].block].tolist()) for path, (value, dim) in found.items()}
+    return {
+        path: tuple(other for other in found if other != path and not of_path[path].isdisjoint(of_path[other]))
+        for path in found
+    }
+
+
+def _parameters(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> dict[str, tuple[str, ...]]:
+    """By path, the parameters that have the same units."""
+    units = maps.slots.units()
+    of_name = {
+        name: [set(units[axis.block].tolist()) for axis in maps.axes[value] if axis.size > 1]
+        for name, value in maps.recording.named.items()
+    }
+    of_path = {path: set(units[maps.axes[value][dim].block].tolist()) for path, (value, dim) in found.items()}
+    return {
+        path: tuple(name for name, dims in sorted(of_name.items()) if any(not own.isdisjoint(dim) for dim in dims))
+        for path, own in of_path.items()
+    }
+
+
+def _heads(network: nn.Module, followed: Followed) -> dict[str, int]:
+    """By path of a dense layer, the number of heads whose features, side by side, it reads."""
+    maps, found = followed.maps, dict[str, int]()
+    attended = {
+        maps.slots.root(axis.block)
+        for product in maps.products
+        if product.is_attention or not any(value.names for value in product.operation.inputs)
+        for axis in product.axes
+    }
+    for path, module in network.named_modules():
+        value = next((call.input for call in followed.calls.get(module, [])), None)
+        if isinstance(module, nn.Linear) and value is not None:
+            last = maps.slots.root(maps.axes[value][-1].block)
+            for box in maps.boxes:
+                factors = [maps.slots.root(block) for block in box.factors]
+                if maps.slots.root(box.flat) == last and len(factors) == 2 and attended.issuperset(factors):
+                    found[path] = _size(maps, factors[0])
+    return found
+
+
+def _size(maps: Maps, block: int) -> int:
+    return next(axis.size for axes in maps.axes.values() for axis in axes if maps.slots.root(axis.block) == block)
+
+
+def _few(names: tuple[str, ...]) -> str:
+    """Names in a row, the first few of many."""
+    return ", ".join(names if len(names) < 5 else [*names[:3], f"and {len(names) - 3} others"])

@@ -1,0 +1,207 @@
+"""Costs of networks of many kinds against the engine's analysis, against draws, and against differences."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_l0.nn import Gate, NetworkCost, square_norms
+from pyro_l0.nn.engine import analyse, record
+from tests.nn.cost_networks import NETWORKS, Attention, Maps, Stream, WholeBlock
+
+
+def made(name):
+    torch.manual_seed(11)
+    make, example = NETWORKS[name]
+    return make().double(), example
+
+
+def drawn(cost, probs):
+    return {name: (torch.rand(size) < probs).double() for name, size in cost.sizes.items()}
+
+
+def count(analysis, example):
+    """Multiply-adds per example by sizes of what stays, where nothing of an empty dimension stays for its shape."""
+    solution = analysis.solution
+
+    def size(axis):
+        units = solution.units[axis.block]
+        lasts = [x >= 0 and solution.texts[x] == "the last of its dimension" for x in solution.reasons[units]]
+        return int((solution.stays[units] & ~torch.tensor(lasts).numpy()).sum())
+
+    total = 0
+    for product in analysis.maps.products:
+        each = 1
+        for axis in product.axes:
+            each *= size(axis)
+        total += each
+    return total / len(example)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_counts_of_given_gates_are_those_of_the_analysis(name):
+    """For gates that were drawn: what the compacted network computes, and the sizes of its weights."""
+    network, example = made(name)
+    cost, recording = NetworkCost(network, example), record(network, example)
+    smaller = 0
+    for round in range(12):
+        gates = drawn(cost, (0.3, 0.6, 0.9)[round % 3])
+        analysis = analyse(recording, {site: z == 0 for site, z in gates.items()}, gates)
+        if any(text == "the last of its dimension" for text in analysis.solution.texts):
+            assert cost.macs(gates).item() <= count(analysis, example)
+            continue
+        assert cost.macs(gates).item() == count(analysis, example)
+        kept = [analysis.kept[key] for key, x in network.named_parameters() if x.dim() > 1 and "embed" not in key]
+        assert cost.weights(gates).item() == sum(
+            torch.tensor([len(dim) for dim in dims]).prod().item() for dims in kept
+        )
+        smaller += cost.macs(gates).item() < cost.total_macs
+    assert smaller > 0
+    everything = {site: torch.ones(size).double() for site, size in cost.sizes.items()}
+    assert cost.macs(everything).item() == cost.total_macs
+    assert cost.weights(everything).item() == cost.total_weights
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_expectations_agree_with_draws(name):
+    """Within five standard errors, and a tenth for what several dimensions of a layer have in common."""
+    network, example = made(name)
+    cost = NetworkCost(network, example)
+    probs = {site: 0.3 + 0.6 * torch.rand(size).double() for site, size in cost.sizes.items()}
+    draws = torch.stack(
+        [cost.macs({site: (torch.rand(len(p)) < p).double() for site, p in probs.items()}) for _ in range(300)]
+    )
+    error = 5 * draws.std().item() / 300**0.5
+    assert cost.macs(probs).item() == pytest.approx(draws.mean().item(), abs=error + 0.1 * draws.mean().item())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients(name):
+    """Against differences, with gates that are open for sure among them."""
+    network, example = made(name)
+    cost = NetworkCost(network, example)
+    probs = [0.2 + 0.7 * torch.rand(size).double() for size in cost.sizes.values()]
+    for prob in probs:
+        prob[:1] = 1.0
+        prob.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda *p: cost.macs(dict(zip(cost.sizes, p, strict=True))) / cost.total_macs, probs
+    )
+
+
+def test_a_head_costs_its_queries_keys_values_and_outputs():
+    """By hand: 3 tokens, heads of 2 of 8 features."""
+    cost = NetworkCost(Attention(), torch.tensor([[1, 5, 2]]))
+    active = {"heads": torch.ones(4).double().requires_grad_(), "units": torch.ones(6).double()}
+    (saved,) = torch.autograd.grad(cost.macs(active), active["heads"])
+    torch.testing.assert_close(saved, torch.full((4,), 4 * 3 * 8 * 2 + 2 * 3 * 3 * 2.0).double())
+    assert cost.group_sizes["heads"] == 2 * 8
+    assert cost.filter_sizes["heads"] == 3 * 2 * 8
+
+
+def test_a_gate_on_a_whole_block():
+    """Closed, it takes the block's units with it, and is as likely to be open as they are together."""
+    cost = NetworkCost(WholeBlock(), torch.zeros(3, 4))
+    closed = {"units": torch.ones(6), "block": torch.zeros(1)}
+    assert cost.weights(closed).item() == 4 * 5 + 5 * 2
+    assert cost.weights({"units": torch.full((6,), 0.5), "block": torch.full((1,), 0.25)}).item() == pytest.approx(
+        4 * 5 + 5 * 2 + 0.125 * 6 * 5 * 2
+    )
+
+
+def test_a_unit_of_a_stream_is_there_if_one_of_its_writers_is():
+    """Of four gates; by the product of the others' chances to be closed."""
+    cost = NetworkCost(Stream(), torch.zeros(3, 4))
+    active = {site: torch.zeros(size) for site, size in cost.sizes.items()}
+    for site, prob in zip(active, (0.5, 0.2, 0.1, 0.4), strict=True):
+        active[site] = torch.full((6,), prob)
+    kept = 1 - 0.5 * 0.8 * 0.9 * 0.6
+    last, enter = 6 * 2 * kept, 4 * 6 * 0.5
+    between = [6 * kept * 6 * prob for prob in (0.2, 0.1, 0.4)]
+    assert cost.weights(active).item() == pytest.approx(last + enter + sum(between), rel=0.02)  # up to empty streams
+
+
+def test_examples_of_every_kind():
+    """A tuple, keywords, and several calls, which are counted together."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.gate, self.b = nn.Linear(3, 4), Gate(4), nn.Linear(4, 2)
+
+        def forward(self, x, scale=None):
+            return {"y": self.b(self.gate(torch.relu(self.a(x)))) * (1 if scale is None else scale)}
+
+    x, scale = torch.randn(2, 3), torch.ones(2)
+    for example, times in (((x, scale), 1), ({"x": x, "scale": scale}, 1), ([x, (x, scale)], 2)):
+        cost = NetworkCost(Net(), example)
+        assert (cost.total_weights, cost.total_macs) == (20, 20 * times)
+
+
+def test_report_says_why_units_stay():
+    """Those of the network's inputs and outputs, and those that a barrier reads; the others leave."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.gates = nn.ModuleList([Gate(3), Gate(4), Gate(4), Gate(2)])
+
+        def forward(self, x):
+            x = self.gates[1](torch.relu(self.a(self.gates[0](x))))
+            return self.gates[3](self.c(self.gates[2](torch.relu(self.b(x))).sort().values))
+
+    report = NetworkCost(Net(), torch.randn(2, 3)).report()
+    assert {(stay.site, stay.where, stay.why, stay.units) for stay in report.stays} == {
+        ("gates.0", "in front", "network input", (0, 1, 2)),
+        ("gates.2", "both", "sort in the network", (0, 1, 2, 3)),
+        ("gates.3", "behind", "network output", (0, 1)),
+    }
+    assert "gate 'gates.2', units 0-3: stay on both sides of the gate (sort in the network)" in str(report)
+    assert str(NetworkCost(Attention(), torch.tensor([[1, 2]])).report()) == "every unit leaves with its gate"
+
+
+def test_square_norms_of_all_layers():
+    """Of transposed and grouped convolutions, of heads, and of weights that are parametrised or transposed."""
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.weight = Gate(3), nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x):
+            return self.gate(x) @ self.weight
+
+    product = Product()
+    torch.testing.assert_close(square_norms(product, torch.ones(1, 3))["gate"](), product.weight.square().sum(1))
+    grouped = nn.Sequential(Gate(4, dim=1), nn.Conv1d(4, 6, 2, groups=2))
+    weight = grouped[1].weight.square().sum(2)
+    expected = torch.cat([weight[:3].sum(0), weight[3:].sum(0)])
+    torch.testing.assert_close(square_norms(grouped, torch.ones(1, 4, 5))["0"](), expected)
+    transposed = nn.Sequential(Gate(4, dim=1), nn.ConvTranspose1d(4, 3, 2))
+    expected = transposed[1].weight.square().sum([1, 2])
+    torch.testing.assert_close(square_norms(transposed, torch.ones(1, 4, 5))["0"](), expected)
+    attention = Attention()
+    expected = attention.out.weight.square().sum(0).view(4, 2).sum(1)
+    torch.testing.assert_close(square_norms(attention, torch.tensor([[1, 2]]))["heads"](), expected)
+    maps = Maps()
+    expected = maps.c.weight.square().sum(0)
+    norms = square_norms(maps, NETWORKS["maps"][1].float())
+    torch.testing.assert_close(norms["gates.2"](), expected)
+    torch.testing.assert_close(norms["gates.1"](), expected.view(4, 4).sum(1))
+    normed = nn.Sequential(Gate(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    torch.testing.assert_close(square_norms(normed, torch.ones(1, 3))["0"](), normed[1].weight.square().sum(0))
+
+
+def test_square_norms_of_weights_that_are_computed_are_refused():
+    """By the gate and the module."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.linear, self.mask = Gate(3), nn.Linear(3, 2), nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, x):
+            return nn.functional.linear(self.gate(x), self.linear.weight * self.mask)
+
+    with pytest.raises(ValueError, match=r"units of gate 'gate' that are read by parameters, .* 'the network'"):
+        square_norms(Net(), torch.ones(1, 3))
