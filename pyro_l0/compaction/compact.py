@@ -58,7 +58,8 @@ def compact(
         Linear(in_features=2, out_features=2, bias=True)
     """
     found = _fit(network, gates, example_input, False, tolerance)
-    return Compacted(found.network, found.plan, found.certificate.largest, tuple(before), found.certificate)
+    largest = found.certificate.largest
+    return Compacted(found.network, found.plan, largest, tuple(before), found.certificate, found.reasons)
 
 
 def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Example, keep_gates: bool = False) -> Plan:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pyro_l0.compaction.attributes import Attributes, candidates, choices, set_attributes, where_raised
 from pyro_l0.compaction.carrying_out import carry_out, reset_running_means
 from pyro_l0.compaction.certificate import Arguments, Certificate, another_size, certify, difference, run, tensors
-from pyro_l0.compaction.certificate import tolerance_of as tolerance_of
 from pyro_l0.compaction.fold import Constant, NotConstantError, layer_constants
 from pyro_l0.compaction.input_sizes import refuse_other_sizes
 from pyro_l0.compaction.norms import as_whole_norms
@@ -23,7 +22,7 @@ from pyro_l0.nn.fixed import fix_gates
 
 __all__ = ["CompactionError", "Fitted", "constants_of", "fit", "fixed"]
 
-_CLOSE = 0.01  # whether attributes are the right ones; the certificate asks for more
+_CLOSE = 100  # times the tolerance: whether attributes are the right ones; the certificate asks for more
 
 
 class CompactionError(RuntimeError):
@@ -155,13 +154,14 @@ class _Attempt:
         carry_out(small, plan, constants)
         evaluated = fixed(small, self.gates, plan) if self.keep_gates else small
         new = self._users_attributes(reference, evaluated, analysis)
-        plan = replace(plan, attributes={**plan.attributes, **new})
+        merged = {path: {**plan.attributes.get(path, {}), **values} for path, values in new.items()}
+        plan = replace(plan, attributes={**plan.attributes, **merged})
         sizes = self._input_sizes(reference, evaluated, plan)
         if sizes is not None:
             plan = replace(plan, input_sizes=sizes)
             refuse_other_sizes(small, sizes)
         set_attributes(small, new)
-        certificate = self._certify(reference, evaluated, plan, analysis)
+        certificate = self._certify(reference, evaluated, plan)
         return Fitted(small, plan, certificate, analysis.reasons)
 
     def _users_attributes(self, reference: nn.Module, small: nn.Module, analysis: Analysis) -> Attributes:
@@ -176,7 +176,9 @@ class _Attempt:
             set_attributes(small, attributes)
             try:
                 pairs = zip(expected, [run(small, call) for call in self.calls], strict=True)
-                if all(apart <= _CLOSE * scale for apart, scale in (difference(x, y) for x, y in pairs)):
+                if all(
+                    apart <= _CLOSE * self.tolerance * scale for apart, scale in (difference(x, y) for x, y in pairs)
+                ):
                     return attributes
             except Exception as error:
                 failure = failure or error
@@ -191,8 +193,6 @@ class _Attempt:
 
     def _input_sizes(self, reference: nn.Module, small: nn.Module, plan: Plan) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of the example's inputs if the smaller network is right for no others."""
-        if self.network._forward_pre_hooks and not plan.folds:
-            return None
         own = tuple(tuple(x.shape[1:]) for x in tensors(self.calls[0]))
         if any(fold.shape is not None for fold in plan.folds):
             return own
@@ -209,7 +209,7 @@ class _Attempt:
             return own
         return None if apart <= self.tolerance * scale else own
 
-    def _certify(self, reference: nn.Module, small: nn.Module, plan: Plan, analysis: Analysis) -> Certificate:
+    def _certify(self, reference: nn.Module, small: nn.Module, plan: Plan) -> Certificate:
         factors = {name: torch.tensor(factor, dtype=torch.float64) for name, factor in plan.factors.items()}
         places = plan.places()
         factors = {name: _left(factor, places.get(name)) for name, factor in factors.items()}

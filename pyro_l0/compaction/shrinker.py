@@ -213,10 +213,12 @@ class Shrinker:
                 stacklevel=2,
             )
             return False
-        found = fit(network, gates, self.example_input, keep_gates=True, tolerance=tolerance_of(like.dtype)).plan
+        fitted = fit(network, gates, self.example_input, keep_gates=True, tolerance=tolerance_of(like.dtype))
+        found = fitted.plan
         if not found.kept and not found.changes:
             self._tried = open_gates
             return False
+        self._norms(fitted.network)  # which may be refused
         check_state(self.optimiser, [p for name, p in network.named_parameters() if name in found.kept])
         self._carry_out(found, self.example_input)
         return True
@@ -271,10 +273,15 @@ class Shrinker:
             del self._kept[site], self._streaks[site]
         if self.elbo is not None:
             self.elbo.drop(gone)
-            if self.elbo.square_norm:  # of the layers that are there now
-                self.elbo.square_norm = square_norms(self.main.network, cast(Tensor, self.example_input))
+            self.elbo.square_norm = self._norms(self.main.network)
         self._plans.append(found)
         self._tell()
+
+    def _norms(self, network: nn.Module) -> dict[str, Callable[[], Tensor]]:
+        """The objective's norms, of the layers that are there now."""
+        if self.elbo is None or not self.elbo.square_norm:
+            return {}
+        return square_norms(network, cast(Tensor, self.example_input))
 
     def _tell(self) -> None:
         if self.on_shrink is not None:

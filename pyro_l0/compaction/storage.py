@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ class Compacted:
             training mode, each relative to the largest.
         before: the plans by which the network had shrunk before, if it did.
         differences: the differences one by one; None for a network that was loaded.
+        reasons: by gate site, the closed units that stay, and why; empty for a network that was loaded.
     """
 
     network: nn.Module
@@ -46,6 +47,7 @@ class Compacted:
     certificate: float
     before: tuple[Plan, ...] = ()
     differences: Certificate | None = None
+    reasons: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
         """Write ``path.safetensors``: the tensors, the plans, and a SHA-256 of both; no pickle is involved.

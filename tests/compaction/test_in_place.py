@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pyro_l0.compaction import Shrinker
+from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
 
@@ -357,3 +357,37 @@ def test_an_objective_that_is_told():
     assert shrinker.step()
     assert not shrinker.step()
     assert told == [3]
+
+
+def test_several_processes_are_told_to_wrap_the_network_anew(monkeypatch):
+    """Where nothing does it."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    _, guide, _, shrinker = started(net, torch.ones(2, 3))
+    guide.close("0.2", torch.tensor([1]))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match=r"Expected on_shrink .* DistributedDataParallel .* wrap the network anew"):
+        assert shrinker.step()
+
+
+@pytest.mark.parametrize("make", [Residual, Transformer])
+def test_a_block_that_closes_wholly_and_shrinkings_after_it(make):
+    """Its site leaves; what is left of the block makes zeros, and the rest goes on shrinking."""
+    torch.manual_seed(5)
+    net = make().double()
+    x = torch.randn(6, 8).double()
+    _, guide, _, shrinker = started(net, x)
+    first, second = guide.test_gates()
+    for closed in ([(first, range(len(guide.test_gates()[first])))], [(second, [0, 2])], [(second, [1])]):
+        for site in guide.test_gates():
+            _set(guide, site, range(len(guide.test_gates()[site])), 60.0)
+        for site, places in closed:
+            _set(guide, site, places, -60.0)
+        before = fix_gates(net, {site: gate.double() for site, gate in guide.test_gates().items()}).eval()(x)
+        assert shrinker.step()
+        assert list(guide.test_gates()) == [second]
+        after = fix_gates(net, {site: gate.double() for site, gate in guide.test_gates().items()}).eval()(x)
+        torch.testing.assert_close(after, before, rtol=1e-13, atol=1e-13)
+    assert len(guide.test_gates()[second]) == len(shrinker.kept[second]) == len(shrinker.full({})[second]) - 3
+    assert not shrinker.step()
+    result = compact(net, {second: guide.test_gates()[second].double()}, x, before=shrinker.plans)
+    assert result.certificate < 1e-12

@@ -113,6 +113,15 @@ def test_code_of_any_kind_is_taken_and_the_network_left_alone(net, x):
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in net.parameters())
 
 
+def test_closed_units_that_stay_have_a_reason():
+    """By the operation that needs them, and the module."""
+    net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Softmax(-1), nn.Linear(4, 2))
+    result = compact(net, {"1": GATE}, VECTORS)
+    assert result.network[0].out_features == 3
+    assert list(result.reasons["1"]) == [1]
+    assert "softmax in 2" in result.reasons["1"][1]
+
+
 class Inputs(nn.Module):
     """The ways that a forward takes more than one tensor, or returns more."""
 
