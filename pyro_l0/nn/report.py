@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from pyro_l0.nn.engine.analysis import Analysis, analyse
 from pyro_l0.nn.engine.dependence import Dependence
-from pyro_l0.nn.engine.formulas import TRUE
 from pyro_l0.nn.engine.record import Recording
 
 __all__ = ["Report", "Stay", "report"]
@@ -63,24 +63,36 @@ def report(recording: Recording, dependence: Dependence) -> Report:
     ]
     analyses = [analyse(recording, closing) for closing in closings]
     lines: dict[tuple[str, str, str], list[int]] = {}
-    for site in dependence.sizes:
-        for unit, (front, behind) in enumerate(_sides(dependence, site)):
-            if front or behind:
-                where = "both" if front and behind else "in front" if front else "behind"
-                lines.setdefault((site, where, _why(analyses[unit % 2], site, unit, behind)), []).append(unit)
+    for site, unit, front, behind in _staying(dependence):
+        where = "both" if front and behind else "in front" if front else "behind"
+        lines.setdefault((site, where, _why(analyses[unit % 2], site, unit, behind)), []).append(unit)
     return Report(tuple(Stay(site, tuple(units), where, why) for (site, where, why), units in lines.items()))
 
 
-def _sides(dependence: Dependence, site: str) -> list[tuple[bool, bool]]:
-    """For each unit, whether it stays for sure in front of its gate, and behind."""
-    call = next(call for call in dependence.maps.gates if call.site == site)
-    front, behind = (dependence.kept(axis) == TRUE for axis in (call.front, call.behind))
-    return list(zip(front.tolist(), behind.tolist(), strict=True))
+def _staying(dependence: Dependence) -> Iterator[tuple[str, int, bool, bool]]:
+    """Each gate's units that stay in front of it or behind it, where it and those on the same units are closed."""
+    formulas, units = dependence.formulas, dependence.maps.slots.units()
+    starts = dict(zip(dependence.sizes, accumulate(dependence.sizes.values(), initial=0), strict=False))
+    calls = {call.site: call for call in dependence.maps.gates}
+    together: dict[int, set[int]] = {}
+    for site, call in calls.items():
+        for unit, common in enumerate(units[call.front.block].tolist()):
+            together.setdefault(common, set()).add(starts[site] + unit)
+    for site, call in calls.items():
+        sides = zip(dependence.kept(call.front).tolist(), dependence.kept(call.behind).tolist(), strict=True)
+        for unit, (front, behind) in enumerate(sides):
+            closed = together[units[call.front.block][unit]]
+            stays = formulas.holds(front, closed), formulas.holds(behind, closed)
+            if any(stays):
+                yield site, unit, *stays
 
 
 def _why(analysis: Analysis, site: str, unit: int, is_behind: bool) -> str:
     call = next(call for call in analysis.maps.gates if call.site == site)
-    return analysis.solution.reason(call.behind if is_behind else call.front, unit)
+    axis = call.behind if is_behind else call.front
+    if not analysis.solution.stays[analysis.solution.units[axis.block][unit]]:
+        return "other gates are open"
+    return analysis.solution.reason(axis, unit)
 
 
 def _ranges(units: Sequence[int]) -> str:

@@ -157,6 +157,8 @@ def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[
         unit, last = maps.axes[value][dim], value
         while len(users.get(last, [])) == 1:
             (operation,) = users[last]
+            if operation.name == "gate":
+                return True
             relations = maps.relations[operation]
             links = [x for x in relations if isinstance(x, Link) and x.source is unit and x.source_entries is None]
             is_mixed = any(isinstance(x, Read) and unit in x.axes for x in relations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 
@@ -112,6 +112,18 @@ class Formulas:
     def some_of(self, formulas: Index) -> int:
         """That one of an array's statements holds."""
         return self.some(set(formulas.tolist()))
+
+    def holds(self, formula: int, closed: Set[int]) -> bool:
+        """Whether a statement holds where some gates are closed and all others open."""
+        return all(
+            any(
+                literal not in closed
+                if literal < self._gates
+                else self.holds(self.statements[literal - self._gates], closed)
+                for literal in clause
+            )
+            for clause in self._clauses[formula]
+        )
 
     def is_the_same(self, one: int, other: int) -> bool:
         """Whether two statements hold in the same ones of many cases, drawn at random."""

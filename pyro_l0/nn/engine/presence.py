@@ -140,7 +140,7 @@ class _Finder:
                 return self._reshape(relation, axis, self.known.nonzero), self._reshape(
                     relation, axis, self.known.varies
                 )
-            if isinstance(relation, Read) and relation.behind is axis and not links:
+            if isinstance(relation, Read) and relation.behind is axis:
                 return self._groups(relation, axis)
         if links:
             return self._links(operation, axis, links)

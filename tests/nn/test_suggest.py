@@ -1,0 +1,120 @@
+"""Places for gates in networks without any."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyro_l0.compaction import compact
+from pyro_l0.nn import Gate, NetworkCost, gate_names, insert_gates, suggest_gates
+
+
+class Residual(nn.Module):
+    """Convolutions with BatchNorm, an activation in place, and a residual sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm, self.act = nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
+        self.inner, self.relu, self.outer = nn.Conv2d(6, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 6, 3, padding=1)
+        self.last, self.unused = nn.Linear(6, 3), nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = self.act(self.norm(self.enter(x)))
+        x = x + self.outer(self.relu(self.inner(x)))
+        return self.last(x.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Attention by hand, tokens in a residual stream, one activation that is called twice, and a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.more, self.down, self.act = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 8), nn.GELU()
+        self.rnn, self.last = nn.GRU(8, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        y = self.norm(x)
+        q, k, v = (m(y).unflatten(-1, (4, 2)).transpose(1, 2) for m in (self.query, self.key, self.value))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.down(self.act(self.more(self.act(self.up(x)))))
+        return self.last(self.rnn(x)[0])
+
+
+IMAGE = torch.randn(2, 2, 4, 4)
+
+
+def test_a_gate_is_suggested_behind_each_activation_and_branch():
+    """Behind the last of the modules that hand a unit on; with what one unit saves, counted by hand."""
+    found = suggest_gates(Residual(), IMAGE)
+    assert {path: (gate.size, gate.dim) for path, gate in found.items()} == {
+        "act": (6, 1),
+        "relu": (5, 1),
+        "outer": (6, 1),
+    }
+    places = {place.path: place for place in found.places}
+    # A map of the branch: 6 kernels that write it and 6 that read it, at 16 places.
+    assert (places["relu"].weights, places["relu"].macs) == (9 * 12, 9 * 12 * 16)
+    assert places["relu"].parameters == ("inner.bias", "inner.weight", "outer.weight")
+    assert (places["act"].coupled, places["outer"].coupled, places["relu"].coupled) == (("outer",), ("act",), ())
+    assert places["outer"].weights == 9 * 5  # what is written; the sum keeps its units for the other summand
+    assert found.refused == {"last": "it makes the network's output"}
+
+
+def test_suggestions_are_inserted_counted_and_compacted():
+    """As they are."""
+    network = Residual().double().eval()
+    suggestions = suggest_gates(network, IMAGE.double())
+    gated = insert_gates(network, suggestions, IMAGE.double())
+    assert set(gate_names(gated)) == {"act.1", "relu.1", "outer.1"}
+    cost = NetworkCost(gated, IMAGE.double())
+    gates = {site: torch.ones(size).double() for site, size in cost.sizes.items()}
+    gates["relu.1"][[0, 3]] = 0
+    places = {place.path: place for place in suggestions.places}
+    assert cost.total_weights - cost.weights(gates).item() == 2 * places["relu"].weights
+    small = compact(gated, gates, IMAGE.double())
+    assert small.certificate < 1e-10
+
+
+def test_attention_and_places_that_are_refused():
+    """Heads by gate_heads; what is called twice, makes no tensor, or is read by a barrier is named."""
+    found = suggest_gates(Attention(), torch.tensor([[1, 4, 2]]))
+    assert found.heads == {"out": 4}
+    assert found.refused["act"] == "it is called 2 times"
+    assert "does not return a tensor" in found.refused["rnn"]
+    assert {"query", "key", "value"} <= set(found)
+    assert found["query"].size == 8
+    assert "last" not in found
+    text = str(found)
+    assert "out reads 4 heads: gate_heads(network, {'out': 4})" in text
+    assert "no gate behind act: it is called 2 times" in text
+    assert text.splitlines()[0].split() == [
+        "behind",
+        "gate",
+        "weights/unit",
+        "macs/unit",
+        "parameters",
+        "coupled",
+        "with",
+    ]
+
+
+def test_a_network_where_no_gate_cuts_anything():
+    """An empty answer, with the reasons."""
+    found = suggest_gates(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3))
+    assert len(found) == 0
+    assert found.refused == {"0": "it makes the network's output"}
+
+
+def test_gates_that_are_there_already_stay():
+    """What is in front of them needs no other."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    assert set(suggest_gates(network, torch.ones(1, 3))) == {"4"}
+
+
+def test_an_example_that_does_not_fit_is_refused():
+    """By its shape."""
+    with pytest.raises(ValueError, match=r"Expected an example that the network takes, but got one of shape \(1, 5\)"):
+        suggest_gates(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 5))
