@@ -129,8 +129,8 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
     outputs = {value for call in followed.maps.recording.calls for value in call.outputs}
     for path, module in network.named_modules():
         calls = followed.calls.get(module, [])
-        if not path or isinstance(module, Gate) or not calls:
-            continue
+        if not path or isinstance(module, Gate) or not calls or "parametrizations" in path.split("."):
+            continue  # the last compute weights
         value = calls[0].output
         if len(calls) > 1 or times[module] > 1:
             refused[path] = f"it is called {max(len(calls), times[module])} times"

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, Value
 from pyro_l0.nn.gate import Gate, check_units, gate_names
 
-__all__ = ["Example", "calls_of", "record"]
+__all__ = ["Example", "calls_of", "keep_buffers", "record"]
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
 _Function = Callable[..., object]
@@ -332,21 +332,29 @@ def _tensors(result: object) -> list[Tensor]:
 def _undisturbed(network: nn.Module) -> Iterator[None]:
     """Eval mode with gradients; afterwards everything is as before."""
     modes = [(module, module.training) for module in network.modules()]
-    buffers = [
-        (m, name, x, None if x is None else x.clone()) for m in network.modules() for name, x in m._buffers.items()
-    ]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = {x.device for x in network.parameters() if x.device.type == "cuda"}
     try:
         for module, _ in modes:
             module.training = False
         torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer as one operation
-        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
+        with keep_buffers(network), torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, was_training in modes:
             module.training = was_training
+
+
+@contextmanager
+def keep_buffers(network: nn.Module) -> Iterator[None]:
+    """Afterwards buffers are the tensors that they were, and hold what they held."""
+    buffers = [
+        (m, name, x, None if x is None else x.clone()) for m in network.modules() for name, x in m._buffers.items()
+    ]
+    try:
+        yield
+    finally:
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer

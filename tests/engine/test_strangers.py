@@ -1,0 +1,73 @@
+"""Code that users write and no other test has: state that changes with every call, heads for training alone."""
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from pyro_l0.compaction import compact
+from pyro_l0.nn import Gate, fix_gates, insert_gates, suggest_gates
+
+CLOSED = (torch.arange(6) % 2 == 0).double()
+
+
+def example(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Averaged(nn.Module):
+    """Subtracts an average over all calls, evaluation among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.gate, self.leave = nn.Linear(4, 6), Gate(6), nn.Linear(6, 2)
+        self.register_buffer("average", torch.full((6,), 0.3))
+
+    def forward(self, x):
+        h = self.gate(torch.relu(self.enter(x)))
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        return self.leave(torch.tanh(h) * self.average)
+
+
+class Overwritten(nn.Module):
+    """Changes in place what its gradients need, as code for inference may."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.inner, self.gate, self.leave = nn.Linear(4, 4), nn.Linear(4, 6), Gate(6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        h = self.enter(x)
+        h.mul_(self.leave(self.gate(torch.relu(self.inner(h)))))
+        return h
+
+
+def test_state_that_changes_with_every_call():
+    """The smaller network begins with the same state as the whole one, which is left as it was."""
+    torch.manual_seed(0)
+    network, x = Averaged().double(), example(3, 4)
+    small = compact(network, {"gate": CLOSED}, x).network
+    torch.testing.assert_close(network.average, torch.full((6,), 0.3, dtype=torch.float64))
+    assert small.average.tolist() == [0.3] * 3
+    whole = fix_gates(network, {"gate": CLOSED}).eval()
+    for _ in range(3):
+        torch.testing.assert_close(small(x), whole(x), rtol=1e-12, atol=1e-12)
+
+
+def test_networks_without_gradients():
+    """Where the network that was given has no gradients, outputs alone are certified."""
+    torch.manual_seed(0)
+    network, x = Overwritten().double(), example(3, 4)
+    result = compact(network, {"gate": CLOSED}, x)
+    assert result.differences.gradients is None and result.differences.outputs < 1e-12
+    assert result.network.inner.out_features == 3
+
+
+def test_suggestions_beside_parametrisations():
+    """Modules that compute weights are no places for gates."""
+    torch.manual_seed(0)
+    network = nn.Sequential(weight_norm(nn.Conv1d(2, 6, 3)), nn.ReLU(), nn.Conv1d(6, 3, 2)).double()
+    found = suggest_gates(network, example(2, 2, 8))
+    assert list(found) == ["1"]
+    assert "parametrizations" not in str(found)
+    gated = insert_gates(network, found)
+    assert compact(gated, {"1.1": CLOSED}, example(2, 2, 8)).network[2].in_channels == 3
