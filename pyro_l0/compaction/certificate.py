@@ -21,6 +21,7 @@ from pyro_l0.nn.engine.record import keep_buffers
 __all__ = [
     "Arguments",
     "Certificate",
+    "NoDropout",
     "another_size",
     "certify",
     "difference",
@@ -150,7 +151,7 @@ class _Comparison:
         return any(difference(run(self.reference, call), run(self.reference, call, _SEED + 1))[0] for call in calls)
 
     def _gradient_difference(self, call: Arguments) -> float | None:
-        """Relative to the largest gradient; None if the network that was given has none, as code without gradients may."""
+        """Relative to the largest gradient; None if the network that was given has none, as code for inference may."""
         try:
             expected = _gradients(self.reference, call)
         except RuntimeError:
@@ -173,7 +174,7 @@ class _Comparison:
 
 
 def run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
-    """The outputs that are tensors, under a seed and without dropout; the network's code may change inputs and buffers."""
+    """The outputs that are tensors, under a seed and without dropout; inputs and buffers may be changed in place."""
     with keep_buffers(network):
         return _run(network, call, seed)
 
@@ -182,7 +183,7 @@ def _run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]
     """:func:`run`, after which buffers are what the network made of them."""
     args, kwargs = tree_map_only(Tensor, lambda x: x.clone(), call)
     devices = [x.device for x in tensors(call) if x.is_cuda][:1]
-    with torch.random.fork_rng(devices), _NoDropout():
+    with torch.random.fork_rng(devices), NoDropout():
         torch.default_generator.manual_seed(seed)
         for device in devices:
             with torch.cuda.device(device):
@@ -300,7 +301,7 @@ def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
     return {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
 
 
-class _NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Every dropout of torch's hands on its input."""
 
     def __torch_function__(

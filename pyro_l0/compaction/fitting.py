@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from pyro_l0.compaction.attributes import Attributes, candidates, choices, set_attributes, where_raised
 from pyro_l0.compaction.carrying_out import carry_out, reset_running_means
-from pyro_l0.compaction.certificate import Arguments, Certificate, another_size, certify, difference, run, tensors
+from pyro_l0.compaction.certificate import (
+    Arguments,
+    Certificate,
+    NoDropout,
+    another_size,
+    certify,
+    difference,
+    run,
+    tensors,
+)
 from pyro_l0.compaction.fold import Constant, NotConstantError, layer_constants
 from pyro_l0.compaction.input_sizes import refuse_other_sizes
 from pyro_l0.compaction.norms import as_whole_norms
@@ -62,20 +71,34 @@ def fit(
         CompactionError: no smaller network was found that computes the same; the message is of the first that was
             tried.
     """
-    with as_whole_norms(network):
-        recording = record(network, example)
-    attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance)
     first: CompactionError | None = None
-    for closed in _closed(gates):
-        for folds in (True, False):
-            try:
-                return attempt.carry_out(closed, folds)
-            except NotConstantError:
-                continue
-            except CompactionError as error:
-                first = first or error
+    for recording in _recordings(network, example):
+        attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance)
+        for closed in _closed(gates):
+            for folds in (True, False):
+                try:
+                    return attempt.carry_out(closed, folds)
+                except NotConstantError:
+                    continue
+                except CompactionError as error:
+                    first = first or error
     assert first is not None
     raise first
+
+
+def _recordings(network: nn.Module, example: Example) -> Iterator[Recording]:
+    """The network as it evaluates; and, where that was not enough, also its code for training if that differs."""
+    with as_whole_norms(network):
+        evaluated = record(network, example)
+    yield evaluated
+    try:
+        with as_whole_norms(network), NoDropout():
+            both = record(network, example, with_training=True)
+    except Exception:  # in training mode the network takes other arguments
+        return
+    names = [operation.name for operation in evaluated.operations]
+    if [operation.name for operation in both.operations] != 2 * names:
+        yield both
 
 
 def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

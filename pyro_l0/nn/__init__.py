@@ -23,6 +23,6 @@ __all__ = [
     "name_gates",
     "pack_zeros",
     "square_norms",
-    "unpack_zeros",
     "suggest_gates",
+    "unpack_zeros",
 ]

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _Arguments = tuple[tuple[object, ...], dict[str, object]]
 _Signature = list[tuple[str, object]]
 
 
-def record(network: nn.Module, example: Example) -> Recording:
+def record(network: nn.Module, example: Example, with_training: bool = False) -> Recording:
     """Run a network in eval mode and write down the operations on tensors that it carries out.
 
     Gates are written down as one operation each, which multiplies by nothing. The network, its buffers, its training
@@ -37,6 +38,7 @@ def record(network: nn.Module, example: Example) -> Recording:
         network: any module.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
             such calls, where a network takes different ways for different inputs. A small batch is enough.
+        with_training: whether to make every call twice, the second time with the users' own modules in training mode.
 
     Raises:
         TypeError: the example is none of these.
@@ -49,10 +51,13 @@ def record(network: nn.Module, example: Example) -> Recording:
     """
     recorder = _Recorder(network)
     calls = []
+    own_modules = [x for x in network.modules() if not type(x).__module__.startswith("torch.nn.")]
     with ExitStack() as stack:
         for context in (_undisturbed(network), recorder.follow_modules(), recorder.replace_gates()):
             stack.enter_context(context)
-        for args, kwargs in calls_of(example):
+        for training, (args, kwargs) in product((False, True) if with_training else (False,), calls_of(example)):
+            for module in own_modules:
+                module.training = training
             args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
             inputs = [recorder.name_input(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             with recorder, _WholeCalls(recorder):
