@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, fix_gates, insert_gates, suggest_gates
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
 
 CLOSED = (torch.arange(6) % 2 == 0).double()
 
@@ -100,3 +100,22 @@ def test_heads_for_training_alone():
         one.drop.p = 0.0
     for expected, found in zip(whole.train()(x), small(x), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Branch(nn.Module):
+    """A residual branch of 4 x 6 and 6 x 4 weights, units with gates inside and one gate on the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Gate(6), nn.Linear(6, 4))
+        self.whole, self.leave = Gate(1), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.leave(x + self.whole(self.body(x)))
+
+
+def test_price_of_a_whole_branch():
+    """It is charged with the weights that leave with it, and the report says that they do."""
+    cost = NetworkCost(Branch().double(), example(3, 4))
+    assert cost.group_sizes == {"body.2": 4.0, "whole": 48.0}
+    assert str(cost.report()) == "every unit leaves with its gate"

@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.named: dict[str, Value] = {}
         self.is_paused = False
-        self._gate: tuple[str, int] | None = None
+        self._gate: dict[str, object] | None = None
         self._paths: list[str] = [""]
         self._values: dict[int, Value] = {}
         self._in_memory: dict[int, dict[int, Tensor]] = {}  # by address, the tensors that were seen there
@@ -123,8 +123,7 @@ class _Recorder(TorchDispatchMode):
             arguments = _bind([(x.name, x.default_value) for x in schema.arguments], *given)
             self._write(schema.name, func, given, arguments, result)
         else:
-            site, dim = self._gate
-            self._write("gate", func, given, {"input": given[0][0], "site": site, "dim": dim}, result)
+            self._write("gate", func, given, {"input": given[0][0], **self._gate}, result)
         names = [x.name for x in schema.arguments]
         written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
         if written:
@@ -236,12 +235,12 @@ class _Recorder(TorchDispatchMode):
             check_units(x, gate.size, gate.dim, site)
             if x.shape[gate.dim] == gate.size:
                 return self._write_gate(x, site, gate.dim)
-            return self._write_gate(x.unsqueeze(-1), site, -1).squeeze(-1)  # one gate for all
+            return self._write_gate(x.unsqueeze(-1), site, -1, is_whole=True).squeeze(-1)
 
         return forward
 
-    def _write_gate(self, x: Tensor, site: str, dim: int) -> Tensor:
-        self._gate = site, dim
+    def _write_gate(self, x: Tensor, site: str, dim: int, is_whole: bool = False) -> Tensor:
+        self._gate = {"site": site, "dim": dim, "is_whole": is_whole}
         try:
             return x.clone()  # the recorder sees the clone, and writes down the gate
         finally:
