@@ -1,10 +1,11 @@
 """Code that users write and no other test has: state that changes with every call, heads for training alone."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from pyro_l0.compaction import compact
+from pyro_l0.compaction import CompactionError, compact
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
 
 CLOSED = (torch.arange(6) % 2 == 0).double()
@@ -119,3 +120,48 @@ def test_price_of_a_whole_branch():
     cost = NetworkCost(Branch().double(), example(3, 4))
     assert cost.group_sizes == {"body.2": 4.0, "whole": 48.0}
     assert str(cost.report()) == "every unit leaves with its gate"
+
+
+class Branching(nn.Module):
+    """Goes on with one of two layers, as its units or its caller say."""
+
+    def __init__(self, asks_units=True):
+        super().__init__()
+        self.enter, self.gate, self.one, self.other = nn.Linear(4, 6), Gate(6), nn.Linear(6, 2), nn.Linear(6, 2)
+        self.asks_units = asks_units
+
+    def forward(self, x, other=False):
+        h = self.gate(torch.relu(self.enter(x)))
+        if self.asks_units:
+            other = bool(x.sum() < 0)
+        return self.other(h) if other else self.one(h)
+
+
+def test_ways_that_the_example_does_not_take():
+    """An example that leaves out a part of the network is told what to add; with it everything is cut."""
+    torch.manual_seed(0)
+    network, x = Branching().double(), example(3, 4).abs()
+    with pytest.raises(CompactionError, match=r"module 'other' .*No call of example_input uses 'other\.weight'"):
+        compact(network, {"gate": CLOSED}, x)
+    assert compact(network, {"gate": CLOSED}, [x, -x]).network.other.in_features == 3
+
+
+def test_parts_that_stay_whole_are_warned_of():
+    """A part that no call used and that could read units that left."""
+    torch.manual_seed(0)
+    network, x = Branching(asks_units=False).double(), example(3, 4)
+    with pytest.warns(UserWarning, match="no call of example_input uses 'other'"):
+        compact(network, {"gate": CLOSED}, x)
+    assert compact(network, {"gate": CLOSED}, [x, (x, True)]).network.other.in_features == 3
+
+
+def test_numbers_that_are_not_finite():
+    """They are named: parameters or the example."""
+    torch.manual_seed(0)
+    network, x = Branching(asks_units=False).double(), example(3, 4)
+    with pytest.raises(CompactionError, match="which holds some itself"):
+        compact(network, {"gate": CLOSED}, [(x * torch.nan, False), (x, True)])
+    with torch.no_grad():
+        network.one.weight[0, 0] = torch.nan
+    with pytest.raises(CompactionError, match=r"'one\.weight' holds some itself"):
+        compact(network, {"gate": CLOSED}, [x, (x, True)])
