@@ -128,7 +128,7 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
     times = Counter(module for _, module in network.named_modules(remove_duplicate=False))
     outputs = {value for call in followed.maps.recording.calls for value in call.outputs}
     for path, module in network.named_modules():
-        calls = followed.calls.get(module, [])
+        calls = followed.of_one(module)
         if not path or isinstance(module, Gate) or not calls or "parametrizations" in path.split("."):
             continue  # the last compute weights
         value = calls[0].output

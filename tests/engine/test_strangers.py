@@ -165,3 +165,25 @@ def test_numbers_that_are_not_finite():
         network.one.weight[0, 0] = torch.nan
     with pytest.raises(CompactionError, match=r"'one\.weight' holds some itself"):
         compact(network, {"gate": CLOSED}, [x, (x, True)])
+
+
+def test_lists_of_calls():
+    """A module that every call of an example calls once is called at one place."""
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double(), example(3, 4)
+    ways = [x, {"input": x[:2]}]
+    assert list(suggest_gates(network, ways)) == ["1"]
+    insert_gates(network, {"1": Gate(6)}, ways)
+    with pytest.raises(ValueError, match=r"output of '1', of shape \(3, 6\)"):
+        insert_gates(network, {"1": Gate(5)}, ways)
+
+
+@pytest.mark.parametrize("ask", [NetworkCost, suggest_gates])
+def test_examples_that_no_network_takes(ask):
+    """Each is refused in words."""
+    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    for wrong in (torch.ones(0, 4), [], (), (torch.ones(1, 4), 3), {"name": torch.ones(1, 4)}):
+        with pytest.raises(ValueError, match="Expected an example"):
+            ask(network, wrong)
+    with pytest.raises(TypeError, match=r"an nn\.Module, but got a NoneType"):
+        ask(None, torch.ones(1, 4))
