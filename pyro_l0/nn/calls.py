@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example, Value
+from pyro_l0.nn.engine.record import Example
+from pyro_l0.nn.engine.tape import Value
 from pyro_l0.nn.read_called import record_example
 
 __all__ = ["Followed", "ModuleCall", "follow_calls"]

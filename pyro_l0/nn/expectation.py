@@ -9,11 +9,12 @@ from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from pyro_l0.nn.engine.formulas import Formulas
-from pyro_l0.nn.units import PerDevice, product
+from pyro_l0.nn.per_device import PerDevice
 
-__all__ = ["Expectations"]
+__all__ = ["Expectations", "product"]
 
 
 class Expectations:
@@ -168,3 +169,26 @@ def _product(factors: Tensor) -> Tensor:
     if factors.shape[-1] <= 4:
         return reduce(torch.mul, factors.unbind(-1))
     return product(factors)
+
+
+class _Product(torch.autograd.Function):
+    """Product over the last dimension; factors of 0 have their gradient without the host's counting them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return factors.prod(-1)
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> Tensor:
+        (factors,) = ctx.saved_tensors
+        one = torch.ones_like(factors[..., :1])
+        before = torch.cat([one, factors[..., :-1]], -1).cumprod(-1)
+        behind = torch.cat([one, factors[..., 1:].flip(-1)], -1).cumprod(-1).flip(-1)
+        return grad.unsqueeze(-1) * before * behind
+
+
+def product(factors: Tensor) -> Tensor:
+    """The product over the last dimension."""
+    product: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
+    return product

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Value
+from pyro_l0.nn.engine.tape import Value
 
 __all__ = ["unit_dim", "unit_dims"]
 

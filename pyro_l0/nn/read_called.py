@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pyro_l0.nn.engine.record import Example, Recording, calls_of, record
+from pyro_l0.nn.engine.record import Example, calls_of, record
+from pyro_l0.nn.engine.tape import Recording
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["record_called", "record_example"]

@@ -11,7 +11,7 @@ import torch
 
 from pyro_l0.nn.engine.analysis import Analysis, analyse
 from pyro_l0.nn.engine.dependence import Dependence
-from pyro_l0.nn.engine.record import Recording
+from pyro_l0.nn.engine.tape import Recording
 
 __all__ = ["Report", "Stay", "report"]
 

@@ -17,8 +17,8 @@ from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.readers import Use, find_readers
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.per_device import PerDevice
 from pyro_l0.nn.read_called import record_called
-from pyro_l0.nn.units import PerDevice
 
 __all__ = ["SquareNorms", "square_norms"]
 
@@ -75,7 +75,7 @@ class _Weight:
         """The weight with the columns in dimension 1."""
         weight = self.now()
         if self.groups > 1:
-            parts = weight.unflatten(0, (self.groups, -1)).movedim(0, 1)
+            parts: Tensor = weight.unflatten(0, (self.groups, -1)).movedim(0, 1)
             return parts.flatten(1, 2)
         return weight if self.dim == 1 else weight.movedim(self.dim, 1)
 

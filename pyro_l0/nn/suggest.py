@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from pyro_l0.nn.calls import Followed, follow_calls
 from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example, Operation, Value
+from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Link, Read
+from pyro_l0.nn.engine.tape import Operation, Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.insert import insert_gates
 from pyro_l0.nn.places import unit_dims
@@ -148,9 +149,12 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
 def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[str, tuple[Value, int]]:
     """Without the tensors that become another of them unit by unit, and are used for nothing else."""
     users: dict[Value, list[Operation]] = {}
-    for operation in maps.recording.operations:
-        for value in dict.fromkeys(operation.inputs):
-            users.setdefault(value, []).append(operation)
+    needed = {value for call in maps.recording.calls for value in call.outputs}
+    for operation in reversed(maps.recording.operations):
+        if not needed.isdisjoint(operation.outputs):
+            needed.update(operation.inputs)
+            for value in dict.fromkeys(operation.inputs):
+                users.setdefault(value, []).append(operation)
     others = {value for value, _ in found.values()}
 
     def is_passed_on(value: Value, dim: int) -> bool:

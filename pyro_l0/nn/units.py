@@ -7,23 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+from pyro_l0.nn.expectation import product
+from pyro_l0.nn.per_device import PerDevice
 
 __all__ = ["PerDevice", "Units", "either", "in_common", "product"]
-
-
-class PerDevice:
-    """A constant of the network on the CPU, moved to a device once: the host waits for what it moves."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-        self._moved = {value.device: value}
-
-    def on(self, device: torch.device) -> Tensor:
-        """The same on a device."""
-        if device not in self._moved:
-            self._moved[device] = self._value.to(device)
-        return self._moved[device]
 
 
 @dataclass(frozen=True)
@@ -64,29 +52,6 @@ class Units:
         if probs is None or not probs.dim():
             return Units({}, probs)
         return Units({}, 1 - product(1 - probs))
-
-
-class _Product(torch.autograd.Function):
-    """Product over the last dimension; factors of 0 have their gradient without the host's counting them."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, factors: Tensor) -> Tensor:
-        ctx.save_for_backward(factors)
-        return factors.prod(-1)
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, grad: Tensor) -> Tensor:
-        (factors,) = ctx.saved_tensors
-        one = torch.ones_like(factors[..., :1])
-        before = torch.cat([one, factors[..., :-1]], -1).cumprod(-1)
-        behind = torch.cat([one, factors[..., 1:].flip(-1)], -1).cumprod(-1).flip(-1)
-        return grad.unsqueeze(-1) * before * behind
-
-
-def product(factors: Tensor) -> Tensor:
-    """The product over the last dimension."""
-    product: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
-    return product
 
 
 def either(parts: Iterable[Units]) -> Units:

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from pyro_l0.nn.engine.analysis import Analysis, analyse
+from pyro_l0.nn.engine.constants import settle_constants
 from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.needs import find_needs
 from pyro_l0.nn.engine.presence import find_presence, outer_both
-from pyro_l0.nn.engine.record import Recording
 from pyro_l0.nn.engine.slots import Axis, Index
+from pyro_l0.nn.engine.tape import Recording
 from pyro_l0.nn.gate import gate_names
 
 __all__ = ["Dependence", "depend"]
@@ -52,6 +53,7 @@ def depend(recording: Recording) -> Dependence:
     ones = {site: torch.ones(size) for site, size in sizes.items()}
     opened = analyse(recording, {}, ones)
     closed = analyse(recording, {site: torch.ones(size, dtype=torch.bool) for site, size in sizes.items()}, ones)
+    _forget_what_was_kept(closed.maps)
     formulas = Formulas(list(sizes.values()))
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     gates = {
@@ -67,6 +69,16 @@ def depend(recording: Recording) -> Dependence:
         kept.require(block, np.full(len(kept.units[block]), TRUE))
     kept.settle()
     return Dependence(formulas, sizes, opened.maps, kept.units, kept.stays)
+
+
+def _forget_what_was_kept(maps: Maps) -> None:
+    """Let layers read only the constants that no bias can take in, not those that stay lest a dimension be empty."""
+    for layer in maps.constant_inputs:
+        assert layer.read is not None
+        assert layer.read.where is not None
+        assert layer.candidates is not None
+        layer.read.where[layer.candidates] = False
+    settle_constants(maps)
 
 
 class _Kept:

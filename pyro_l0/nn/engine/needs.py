@@ -9,8 +9,8 @@ import numpy as np
 from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.presence import Presence, factors, outer_both, rows_of
-from pyro_l0.nn.engine.record import Operation, Value
 from pyro_l0.nn.engine.slots import Axis, Index, Link, Mask, Read, Reshape
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["find_needs"]
 
