@@ -187,3 +187,24 @@ def test_examples_that_no_network_takes(ask):
             ask(network, wrong)
     with pytest.raises(TypeError, match=r"an nn\.Module, but got a NoneType"):
         ask(None, torch.ones(1, 4))
+
+
+class Codebook(nn.Module):
+    """Replaces what it is given by the nearest of its vectors, whose distances it takes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.book, self.leave = nn.Linear(4, 6), nn.Embedding(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = torch.relu(self.enter(x))
+        near = self.book(torch.cdist(h.detach(), self.book.weight).argmin(1))
+        return self.leave(h + (near - h).detach())
+
+
+def test_no_suggestion_where_code_reads_the_weights():
+    """A gate behind such a module would not act on what is read."""
+    torch.manual_seed(0)
+    found = suggest_gates(Codebook().double(), example(3, 4))
+    assert found.refused["book"] == "code outside of it reads its parameters"
+    assert "book" not in found
