@@ -76,6 +76,8 @@ class Suggestions(Mapping[str, Gate]):
             rows.append((place.path, gate, *numbers, _few(place.parameters), _few(place.coupled)))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if not self.places:
+            lines = ["no module without a gate behind which one would cut something"]
         lines += [
             f"{path} reads {heads} heads: gate_heads(network, {{{path!r}: {heads}}})"
             for path, heads in self.heads.items()

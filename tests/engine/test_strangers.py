@@ -174,6 +174,8 @@ def test_lists_of_calls():
     ways = [x, {"input": x[:2]}]
     assert list(suggest_gates(network, ways)) == ["1"]
     insert_gates(network, {"1": Gate(6)}, ways)
+    nothing_left = str(suggest_gates(insert_gates(network, {"1": Gate(6)}), ways))
+    assert nothing_left.startswith("no module without a gate behind which one would cut something")
     with pytest.raises(ValueError, match=r"output of '1', of shape \(3, 6\)"):
         insert_gates(network, {"1": Gate(5)}, ways)
 
