@@ -6,14 +6,14 @@ import itertools
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from traceback import walk_tb
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = ["Attributes", "Candidate", "candidates", "choices", "set_attributes", "table", "where_raised"]
+__all__ = ["Attributes", "Candidate", "candidates", "choices", "path_raised", "set_attributes", "table", "where_raised"]
 
 Size = int | tuple[int, ...]
 Attributes = dict[str, dict[str, Size]]
@@ -214,20 +214,25 @@ def set_attributes(network: nn.Module, attributes: Mapping[str, Mapping[str, Siz
             setattr(module, name, list(value) if is_list and isinstance(value, tuple) else value)
 
 
+def path_raised(network: nn.Module, error: BaseException) -> str | None:
+    """The path of the innermost module of a network, or of a copy, that raised an error; None if there is none."""
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    modules = [x for x in owners if isinstance(x, nn.Module)]
+    root = next((x for x in modules if type(x) is type(network)), network)
+    paths = {id(module): path for path, module in root.named_modules()}
+    return next((paths[id(x)] for x in reversed(modules) if id(x) in paths), None)
+
+
 def where_raised(network: nn.Module, error: BaseException) -> str:
     """The innermost module of a network in which an error was raised, and the line of code that led to it, in words."""
-    paths = {id(module): path for path, module in network.named_modules()}
-    module, line = "the network", ""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        owner, code = trace.tb_frame.f_locals.get("self"), trace.tb_frame.f_code
-        if isinstance(owner, nn.Module) and id(owner) in paths:
-            path = paths[id(owner)]
-            module = f"module {path!r} ({type(owner).__name__})" if path else f"the network ({type(owner).__name__})"
-        if not code.co_filename.startswith(_LIBRARIES):
-            text = linecache.getline(code.co_filename, trace.tb_lineno).strip()
-            line = f" (line {trace.tb_lineno} of {Path(code.co_filename).name}: {text})" if text else ""
-        trace = trace.tb_next
+    path, line = path_raised(network, error), ""
+    kind = type(network.get_submodule(path or "")).__name__
+    module = "the network" if path is None else f"module {path!r} ({kind})" if path else f"the network ({kind})"
+    for frame, number in walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            text = linecache.getline(file, number).strip()
+            line = f" (line {number} of {Path(file).name}: {text})" if text else ""
     return module + line
 
 

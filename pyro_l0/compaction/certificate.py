@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.compaction.slice import Kept, cut
+from pyro_l0.nn.engine.record import keep_buffers
 
 __all__ = [
     "Arguments",
     "Certificate",
+    "NoDropout",
     "another_size",
     "certify",
     "difference",
@@ -46,7 +48,8 @@ class Certificate:
     Attributes:
         outputs: on all examples, on another number of rows and on random inputs, in evaluation mode.
         gradients: of a random function of the outputs with respect to every parameter and input that is left; None
-            where parameters that are left also made constants, which were folded into biases.
+            where parameters that are left also made constants, which were folded into biases, or where the network
+            changes in place what its gradients need.
         training_outputs: in training mode without dropout, under one seed; None where the modes of the network can't
             be compared: it can't be called so, draws random numbers of the shapes of units that left, or normalises
             closed units by statistics that are not what training would make of them.
@@ -110,13 +113,15 @@ class _Comparison:
         self.reference, self.small = reference, small
         self.kept, self.scales = kept, scales
 
-    def on(self, batches: Sequence[Arguments], examples: Sequence[Arguments], training: bool) -> tuple[float, float]:
+    def on(
+        self, batches: Sequence[Arguments], examples: Sequence[Arguments], training: bool
+    ) -> tuple[float, float | None]:
         """The largest differences of outputs, and of gradients on the examples; of what the first network takes."""
         self.reference.train(training)
         self.small.train(training)
         scales: list[float] = []
         differences: list[float] = []
-        gradients = 0.0
+        gradients: float | None = 0.0
         for call in (*batches, *examples):
             is_example = any(call is example for example in examples)
             try:
@@ -134,9 +139,10 @@ class _Comparison:
             scales.append(scale)
             differences.append(apart)
             if is_example:
-                gradients = _worst(gradients, self._gradient_difference(call))
+                found = self._gradient_difference(call)
+                gradients = None if found is None or gradients is None else _worst(gradients, found)
         outputs = _relative(differences, scales)
-        if training and not max(outputs, gradients) <= _RANDOM and self._draws(examples):
+        if training and not _worst(outputs, gradients or 0.0) <= _RANDOM and self._draws(examples):
             raise _NotComparableError
         return outputs, gradients
 
@@ -144,9 +150,13 @@ class _Comparison:
         """Whether the first network draws random numbers itself, whose shapes may be those of units that left."""
         return any(difference(run(self.reference, call), run(self.reference, call, _SEED + 1))[0] for call in calls)
 
-    def _gradient_difference(self, call: Arguments) -> float:
-        """Relative to the largest gradient."""
-        expected, got = _gradients(self.reference, call), _gradients(self.small, call)
+    def _gradient_difference(self, call: Arguments) -> float | None:
+        """Relative to the largest gradient; None if the network that was given has none, as code for inference may."""
+        try:
+            expected = _gradients(self.reference, call)
+        except RuntimeError:
+            return None
+        got = _gradients(self.small, call)
         largest = max((_largest(x) for x in expected.values()), default=0.0)
         worst = 0.0
         for name, gradient in expected.items():
@@ -164,10 +174,16 @@ class _Comparison:
 
 
 def run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
-    """The outputs that are tensors, under a seed and without dropout; the inputs may be changed in place."""
+    """The outputs that are tensors, under a seed and without dropout; inputs and buffers may be changed in place."""
+    with keep_buffers(network):
+        return _run(network, call, seed)
+
+
+def _run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
+    """:func:`run`, after which buffers are what the network made of them."""
     args, kwargs = tree_map_only(Tensor, lambda x: x.clone(), call)
     devices = [x.device for x in tensors(call) if x.is_cuda][:1]
-    with torch.random.fork_rng(devices), _NoDropout():
+    with torch.random.fork_rng(devices), NoDropout():
         torch.default_generator.manual_seed(seed)
         for device in devices:
             with torch.cuda.device(device):
@@ -275,8 +291,8 @@ def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
     order = iter(x.requires_grad_() for x in inputs.values())
     call = tree_map_only(Tensor, lambda x: next(order) if x.is_floating_point() else x, call)
     wanted = {**inputs, **{name: p for name, p in network.named_parameters() if p.requires_grad}}
-    with torch.enable_grad():
-        outputs = [y for y in run(network, call) if y.requires_grad]
+    with keep_buffers(network), torch.enable_grad():
+        outputs = [y for y in _run(network, call) if y.requires_grad]
         generator = torch.Generator().manual_seed(_SEED)
         weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device) for y in outputs]
         if not outputs or not wanted:
@@ -285,7 +301,7 @@ def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
     return {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
 
 
-class _NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Every dropout of torch's hands on its input."""
 
     def __torch_function__(

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.attributes import Attributes, candidates, choices, set_attributes, where_raised
+from pyro_l0.compaction.attributes import Attributes, candidates, choices, path_raised, set_attributes, where_raised
 from pyro_l0.compaction.carrying_out import carry_out, reset_running_means
-from pyro_l0.compaction.certificate import Arguments, Certificate, another_size, certify, difference, run, tensors
+from pyro_l0.compaction.certificate import (
+    Arguments,
+    Certificate,
+    NoDropout,
+    another_size,
+    certify,
+    difference,
+    run,
+    tensors,
+)
 from pyro_l0.compaction.fold import Constant, NotConstantError, layer_constants
 from pyro_l0.compaction.input_sizes import refuse_other_sizes
 from pyro_l0.compaction.norms import as_whole_norms
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.planning import check_seen, constant_units, make_plan
+from pyro_l0.compaction.planning import check_seen, constant_units, make_plan, warn_unseen
 from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, record
 from pyro_l0.nn.fixed import fix_gates
 
@@ -62,20 +72,34 @@ def fit(
         CompactionError: no smaller network was found that computes the same; the message is of the first that was
             tried.
     """
-    with as_whole_norms(network):
-        recording = record(network, example)
-    attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance)
     first: CompactionError | None = None
-    for closed in _closed(gates):
-        for folds in (True, False):
-            try:
-                return attempt.carry_out(closed, folds)
-            except NotConstantError:
-                continue
-            except CompactionError as error:
-                first = first or error
+    for recording in _recordings(network, example):
+        attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance)
+        for closed in _closed(gates):
+            for folds in (True, False):
+                try:
+                    return attempt.carry_out(closed, folds)
+                except NotConstantError:
+                    continue
+                except CompactionError as error:
+                    first = first or error
     assert first is not None
     raise first
+
+
+def _recordings(network: nn.Module, example: Example) -> Iterator[Recording]:
+    """The network as it evaluates; and, where that was not enough, also its code for training if that differs."""
+    with as_whole_norms(network):
+        evaluated = record(network, example)
+    yield evaluated
+    try:
+        with as_whole_norms(network), NoDropout():
+            both = record(network, example, with_training=True)
+    except Exception:  # in training mode the network takes other arguments
+        return
+    names = [operation.name for operation in evaluated.operations]
+    if [operation.name for operation in both.operations] != 2 * names:
+        yield both
 
 
 def _closed(gates: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -162,6 +186,7 @@ class _Attempt:
             refuse_other_sizes(small, sizes)
         set_attributes(small, new)
         certificate = self._certify(reference, evaluated, plan)
+        warn_unseen(self.network, self.recording, analysis.shrunk)
         return Fitted(small, plan, certificate, analysis.reasons)
 
     def _users_attributes(self, reference: nn.Module, small: nn.Module, analysis: Analysis) -> Attributes:
@@ -187,9 +212,18 @@ class _Attempt:
             return {}  # the certificate says how far it is
         raise CompactionError(
             f"Expected the network to run with fewer units, but {where_raised(small, failure)} raises: "
-            f"{str(failure).splitlines()[0] if str(failure) else type(failure).__name__}. Take sizes from the tensors "
-            "(x.shape), or keep them as attributes of the module that uses them."
+            f"{str(failure).splitlines()[0] if str(failure) else type(failure).__name__}. "
+            f"{self._remedy(small, failure)}"
         ) from failure
+
+    def _remedy(self, small: nn.Module, failure: Exception) -> str:
+        """What to do about an error in the smaller network, in words."""
+        path = path_raised(small, failure)
+        own = () if path is None else small.get_submodule(path).named_parameters(path, recurse=False)
+        unseen = [name for name, _ in own if name not in self.recording.named]
+        if unseen:
+            return f"No call of example_input uses {unseen[0]!r}; give a list of calls that together use all."
+        return "Take sizes from the tensors (x.shape), or keep them as attributes of the module that uses them."
 
     def _input_sizes(self, reference: nn.Module, small: nn.Module, plan: Plan) -> tuple[tuple[int, ...], ...] | None:
         """The sizes of the example's inputs if the smaller network is right for no others."""
@@ -218,10 +252,15 @@ class _Attempt:
         except Exception as error:
             raise CompactionError(
                 f"Expected the network to run with fewer units as with all, but {where_raised(small, error)} raises "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}. {self._remedy(small, error)}"
             ) from error
         if not self.keep_gates and plan.folds:
             found = self._of_folded(found)
+        if math.isnan(found.largest):
+            raise CompactionError(
+                "Expected a network whose outputs and gradients are finite, but there are NaN or infinite ones on the "
+                f"example, {_not_finite(self.network, self.calls)}; then nothing can be compared."
+            )
         if not found.largest <= self.tolerance:
             raise CompactionError(
                 f"The compacted network differs from the network with fixed gates by {found.largest:.2e} of its "
@@ -236,6 +275,17 @@ class _Attempt:
         training = [_if_small(x, self.tolerance) for x in (found.training_outputs, found.training_gradients)]
         outputs, gradients = [None, None] if None in training else training
         return Certificate(found.outputs, _if_small(found.gradients, self.tolerance), outputs, gradients)
+
+
+def _not_finite(network: nn.Module, calls: Sequence[Arguments]) -> str:
+    """Where numbers that are not finite come from, in words."""
+    tensors_of = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    names = [name for name, x in tensors_of.items() if x.is_floating_point() and not bool(x.isfinite().all())]
+    if names:
+        return f"and {names[0]!r} holds some itself"
+    if any(x.is_floating_point() and not bool(x.isfinite().all()) for x in tensors(calls)):
+        return "which holds some itself"
+    return "though the parameters and the example are finite"
 
 
 def _left(factor: Tensor, places: Sequence[Tensor | None] | None) -> Tensor:

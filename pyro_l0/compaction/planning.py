@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from pyro_l0.compaction.routes import GateChange, new_indices
 from pyro_l0.nn.engine import Analysis, GateMap, Recording
 from pyro_l0.nn.gate import Gate, gate_names
 
-__all__ = ["check_seen", "constant_units", "make_plan"]
+__all__ = ["check_seen", "constant_units", "make_plan", "warn_unseen"]
 
 Places = dict[str, tuple[Tensor | None, ...]]
 
@@ -105,6 +106,19 @@ def check_seen(network: nn.Module, recording: Recording, plan: Plan) -> None:
             raise ValueError(
                 f"Expected an example_input that uses all parameters of module {path!r}, of which units leave, but "
                 f"{name!r} was not used; give a list of calls that together use every parameter."
+            )
+
+
+def warn_unseen(network: nn.Module, recording: Recording, shrunk: Mapping[str, Mapping[int, int]]) -> None:
+    """Tell of layers that no call used, and that have a size of units that leave beside them."""
+    for path, module in network.named_modules():
+        own = dict(module.named_parameters(path, recurse=False))
+        sizes = {size for parameter in own.values() if parameter.dim() > 1 for size in parameter.shape[:2]}
+        if not own.keys() & recording.named.keys() and sizes & shrunk.get(path.rpartition(".")[0], {}).keys():
+            warnings.warn(
+                f"Expected an example_input that uses the whole network, but no call of example_input uses {path!r}, "
+                "which stays as it is and may not fit the units that are left; give a list of calls that use it too.",
+                stacklevel=6,
             )
 
 

@@ -17,17 +17,19 @@ __all__ = ["Followed", "ModuleCall", "follow_calls"]
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module.
+    """One call of a module, in a call of the network.
 
     Attributes:
         behind: in words, the module that made its first tensor.
         input: the first tensor that it is called with; None if there is none, or no operation uses it.
         output: what it returns; None if that is no tensor.
+        number: of the network's call.
     """
 
     behind: str
     input: Value | None
     output: Value | None
+    number: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Followed:
     calls: dict[nn.Module, list[ModuleCall]]
     maps: Maps
 
+    def of_one(self, module: nn.Module) -> list[ModuleCall]:
+        """The calls of a module in the first call of the network that calls it most often."""
+        by_number: dict[int, list[ModuleCall]] = {}
+        for call in self.calls.get(module, []):
+            by_number.setdefault(call.number, []).append(call)
+        return max(by_number.values(), key=len, default=[])
+
 
 def follow_calls(network: nn.Module, example: Example) -> Followed:
     """Record a network and the calls of its modules.
@@ -49,17 +58,21 @@ def follow_calls(network: nn.Module, example: Example) -> Followed:
     Raises:
         ValueError: the network does not take the example.
     """
-    seen: list[tuple[nn.Module, Tensor | None, object, str]] = []
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected a network that is an nn.Module, but got a {type(network).__name__}.")
+    seen: list[tuple[nn.Module, Tensor | None, object, str, int]] = []
+    begun: list[object] = []  # calls of the whole network
     makers: dict[int, str] = {}
     paths = {module: path for path, module in network.named_modules() if path}
 
     def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        seen.append((module, given, result, makers.get(id(given), "what comes in")))
+        seen.append((module, given, result, makers.get(id(given), "what comes in"), len(begun)))
         if isinstance(result, Tensor):
             makers[id(result)] = repr(paths[module])
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in paths]
+    handles.append(network.register_forward_pre_hook(lambda module, args: begun.append(module)))
     try:
         recording = record_example(network, example)
     finally:
@@ -72,7 +85,7 @@ def follow_calls(network: nn.Module, example: Example) -> Followed:
         if value is not None
     }
     calls: dict[nn.Module, list[ModuleCall]] = {}
-    for module, given, result, behind in seen:
-        call = ModuleCall(behind, values.get(id(given)), values.get(id(result)))
+    for module, given, result, behind, number in seen:
+        call = ModuleCall(behind, values.get(id(given)), values.get(id(result)), number)
         calls.setdefault(module, []).append(call)
     return Followed(calls, analyse(recording, {}).maps)

@@ -75,11 +75,14 @@ class NetworkCost:
         self.total_weights = self._weights.total
         self.total_macs = self._macs.total
         self._group_sizes = self._per_unit(find_readers(maps))
+        for call in maps.gates:
+            if call.is_whole:
+                self._group_sizes[call.site] = self._leave_with(call.site)
         self.filter_sizes = self._per_unit(find_writers(maps))
 
     @property
     def group_sizes(self) -> dict[str, float]:
-        """By gate site, the number of weights that read one of its units.
+        """By gate site, the number of weights that read one of its units; of one gate for a whole branch, the branch's.
 
         This is :math:`|g|` of Eq. 16, as ``group_size`` of :class:`~pyro_l0.infer.L0_ELBO` takes it.
 
@@ -119,6 +122,11 @@ class NetworkCost:
             gate '1', units 0-2: stay behind the gate (network output)
         """
         return report(self._recording, self._dependence)
+
+    def _leave_with(self, site: str) -> float:
+        """The number of weights that leave where the gates of one site alone are closed."""
+        active = {name: torch.full((size,), float(name != site)) for name, size in self.sizes.items()}
+        return self.total_weights - float(self._weights(active))
 
     def _per_unit(self, uses: Iterable[Use]) -> dict[str, float]:
         sizes = dict.fromkeys(self.sizes, 0.0)

@@ -9,8 +9,9 @@ from difflib import get_close_matches
 
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import ModuleCall, follow_calls
+from pyro_l0.nn.calls import Followed, follow_calls
 from pyro_l0.nn.engine.record import Example
+from pyro_l0.nn.engine.tape import Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.places import unit_dim
 
@@ -66,7 +67,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
 def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None) -> None:
     """Refuse what is no gate, and paths that are no modules behind which one can act."""
     modules = dict(network.named_modules(remove_duplicate=False))
-    calls = None if example is None else follow_calls(network, example).calls
+    followed = None if example is None else follow_calls(network, example)
     for path, gate in gates.items():
         if not path or path not in modules:
             children = [name for name, _ in network.named_children()]
@@ -76,7 +77,9 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
             )
         if not isinstance(gate, Gate):
             raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
-        _check_place(modules, path, calls)
+        _check_place(modules, path, followed)
+        if followed is not None:
+            _check_size(path, gate, followed.of_one(modules[path])[0].output)
 
 
 class _Gated(nn.Sequential):
@@ -110,9 +113,17 @@ class _Gated(nn.Sequential):
         return "Sequential"
 
 
-def _check_place(
-    modules: Mapping[str, nn.Module], path: str, calls: Mapping[nn.Module, list[ModuleCall]] | None
-) -> None:
+def _check_size(path: str, gate: Gate, output: Value | None) -> None:
+    """Refuse a gate that has not as many units as the module's output, where that is known."""
+    if output is None or gate.size == 1:
+        return
+    if not -output.rank <= gate.dim < output.rank or output.shape[gate.dim] != gate.size:
+        raise ValueError(
+            f"Expected a Gate for the output of {path!r}, of shape {output.shape}, the batch first, but got {gate!r}."
+        )
+
+
+def _check_place(modules: Mapping[str, nn.Module], path: str, followed: Followed | None) -> None:
     """Refuse a place where a gate would act elsewhere too, or not at all."""
     module, parent = modules[path], modules[path.rpartition(".")[0]]
     if isinstance(parent, nn.MultiheadAttention):
@@ -126,8 +137,8 @@ def _check_place(
             "write a Gate for its first entry into the network's forward."
         )
     places = [repr(name) for name, other in modules.items() if other is module]
-    if len(places) == 1 and calls is not None:
-        places = [f"{path!r} behind {call.behind}" for call in calls.get(module, [])]
+    if len(places) == 1 and followed is not None:
+        places = [f"{path!r} behind {call.behind}" for call in followed.of_one(module)]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         places = []
     if len(places) != 1:

@@ -36,13 +36,17 @@ def record_called(network: nn.Module, example: Example) -> Recording:
 
 def record_example(network: nn.Module, example: Example) -> Recording:
     """:func:`~pyro_l0.nn.engine.record`, which names the example where the network does not take it."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected a network that is an nn.Module, but got a {type(network).__name__}.")
     calls = calls_of(example)
     tensors = [x for call in calls for x in tree_leaves(call) if isinstance(x, Tensor)]
     given = " and ".join(f"one of shape {tuple(x.shape)} and dtype {x.dtype}" for x in tensors) or "no tensor"
+    if not calls or any(x.dim() and not len(x) for x in tensors):
+        raise ValueError(f"Expected an example of at least one call with entries, but got {given}.")
     own = next((x.dtype for x in network.parameters() if x.is_floating_point()), None)
     try:
         return record(network, example)
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, TypeError) as error:
         of, remedy = "", ""
         if own is not None and any(x.dtype != own for x in tensors):
             of, remedy = f" of dtype {own}, as the network's parameters,", f"; convert it by .to({own})"

@@ -70,7 +70,10 @@ def report(recording: Recording, dependence: Dependence) -> Report:
 
 
 def _staying(dependence: Dependence) -> Iterator[tuple[str, int, bool, bool]]:
-    """Each gate's units that stay in front of it or behind it, where it and those on the same units are closed."""
+    """Each gate's units that stay in front of it or behind it, where it and those on the same units are closed.
+
+    Behind one gate for a whole branch are no units of its own.
+    """
     formulas, units = dependence.formulas, dependence.maps.slots.units()
     starts = dict(zip(dependence.sizes, accumulate(dependence.sizes.values(), initial=0), strict=False))
     calls = {call.site: call for call in dependence.maps.gates}
@@ -82,7 +85,7 @@ def _staying(dependence: Dependence) -> Iterator[tuple[str, int, bool, bool]]:
         sides = zip(dependence.kept(call.front).tolist(), dependence.kept(call.behind).tolist(), strict=True)
         for unit, (front, behind) in enumerate(sides):
             closed = together[units[call.front.block][unit]]
-            stays = formulas.holds(front, closed), formulas.holds(behind, closed)
+            stays = formulas.holds(front, closed), not call.is_whole and formulas.holds(behind, closed)
             if any(stays):
                 yield site, unit, *stays
 

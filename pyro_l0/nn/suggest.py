@@ -14,7 +14,7 @@ from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Link, Read
-from pyro_l0.nn.engine.tape import Operation, Value
+from pyro_l0.nn.engine.tape import Operation, Recording, Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.insert import insert_gates
 from pyro_l0.nn.places import unit_dims
@@ -76,6 +76,8 @@ class Suggestions(Mapping[str, Gate]):
             rows.append((place.path, gate, *numbers, _few(place.parameters), _few(place.coupled)))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if not self.places:
+            lines = ["no module without a gate behind which one would cut something"]
         lines += [
             f"{path} reads {heads} heads: gate_heads(network, {{{path!r}: {heads}}})"
             for path, heads in self.heads.items()
@@ -128,13 +130,16 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
     refused: dict[str, str] = {}
     times = Counter(module for _, module in network.named_modules(remove_duplicate=False))
     outputs = {value for call in followed.maps.recording.calls for value in call.outputs}
+    read = _read_outside(followed.maps.recording)
     for path, module in network.named_modules():
-        calls = followed.calls.get(module, [])
-        if not path or isinstance(module, Gate) or not calls:
-            continue
+        calls = followed.of_one(module)
+        if not path or isinstance(module, Gate) or not calls or "parametrizations" in path.split("."):
+            continue  # the last compute weights
         value = calls[0].output
         if len(calls) > 1 or times[module] > 1:
             refused[path] = f"it is called {max(len(calls), times[module])} times"
+        elif path in read:
+            refused[path] = "code outside of it reads its parameters"
         elif value is None:
             refused[path] = "it does not return a tensor that operations use"
         elif value in outputs:
@@ -144,6 +149,24 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
             if dims:
                 found[path] = value, dims[-1]
     return _without_passed_on(followed.maps, found), refused
+
+
+def _read_outside(recording: Recording) -> set[str]:
+    """The modules of which operations of other modules read a parameter."""
+    found: set[str] = set()
+    for operation in recording.operations:
+        for value in operation.inputs:
+            owners = [_around(name.rpartition(".")[0]) for name in value.names]  # of every name of a tied one
+            inside = set(_around(operation.path))
+            if owners and not any(modules[0] in inside for modules in owners if modules):
+                found.update(path for modules in owners for path in modules if path not in inside)
+    return found
+
+
+def _around(path: str) -> list[str]:
+    """A module's path and those of the modules that contain it, the network apart."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names), 0, -1)]
 
 
 def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[str, tuple[Value, int]]:

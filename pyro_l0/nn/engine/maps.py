@@ -17,11 +17,12 @@ __all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
 
 @dataclass(frozen=True, eq=False)
 class GateCall:
-    """One call of a gate: the units in front of it and behind it."""
+    """One call of a gate: the units in front of it and behind it; and whether it is one for any number of units."""
 
     site: str
     front: Axis
     behind: Axis
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, Value
 from pyro_l0.nn.gate import Gate, check_units, gate_names
 
-__all__ = ["Example", "calls_of", "record"]
+__all__ = ["Example", "calls_of", "keep_buffers", "record"]
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
 _Function = Callable[..., object]
@@ -27,7 +28,7 @@ _Arguments = tuple[tuple[object, ...], dict[str, object]]
 _Signature = list[tuple[str, object]]
 
 
-def record(network: nn.Module, example: Example) -> Recording:
+def record(network: nn.Module, example: Example, with_training: bool = False) -> Recording:
     """Run a network in eval mode and write down the operations on tensors that it carries out.
 
     Gates are written down as one operation each, which multiplies by nothing. The network, its buffers, its training
@@ -37,6 +38,7 @@ def record(network: nn.Module, example: Example) -> Recording:
         network: any module.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
             such calls, where a network takes different ways for different inputs. A small batch is enough.
+        with_training: whether to make every call twice, the second time with the users' own modules in training mode.
 
     Raises:
         TypeError: the example is none of these.
@@ -49,10 +51,13 @@ def record(network: nn.Module, example: Example) -> Recording:
     """
     recorder = _Recorder(network)
     calls = []
+    own_modules = [x for x in network.modules() if not type(x).__module__.startswith("torch.nn.")]
     with ExitStack() as stack:
         for context in (_undisturbed(network), recorder.follow_modules(), recorder.replace_gates()):
             stack.enter_context(context)
-        for args, kwargs in calls_of(example):
+        for training, (args, kwargs) in product((False, True) if with_training else (False,), calls_of(example)):
+            for module in own_modules:
+                module.training = training
             args, kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
             inputs = [recorder.name_input(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             with recorder, _WholeCalls(recorder):
@@ -94,7 +99,7 @@ class _Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.named: dict[str, Value] = {}
         self.is_paused = False
-        self._gate: tuple[str, int] | None = None
+        self._gate: dict[str, object] | None = None
         self._paths: list[str] = [""]
         self._values: dict[int, Value] = {}
         self._in_memory: dict[int, dict[int, Tensor]] = {}  # by address, the tensors that were seen there
@@ -118,8 +123,7 @@ class _Recorder(TorchDispatchMode):
             arguments = _bind([(x.name, x.default_value) for x in schema.arguments], *given)
             self._write(schema.name, func, given, arguments, result)
         else:
-            site, dim = self._gate
-            self._write("gate", func, given, {"input": given[0][0], "site": site, "dim": dim}, result)
+            self._write("gate", func, given, {"input": given[0][0], **self._gate}, result)
         names = [x.name for x in schema.arguments]
         written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
         if written:
@@ -231,12 +235,12 @@ class _Recorder(TorchDispatchMode):
             check_units(x, gate.size, gate.dim, site)
             if x.shape[gate.dim] == gate.size:
                 return self._write_gate(x, site, gate.dim)
-            return self._write_gate(x.unsqueeze(-1), site, -1).squeeze(-1)  # one gate for all
+            return self._write_gate(x.unsqueeze(-1), site, -1, is_whole=True).squeeze(-1)
 
         return forward
 
-    def _write_gate(self, x: Tensor, site: str, dim: int) -> Tensor:
-        self._gate = site, dim
+    def _write_gate(self, x: Tensor, site: str, dim: int, is_whole: bool = False) -> Tensor:
+        self._gate = {"site": site, "dim": dim, "is_whole": is_whole}
         try:
             return x.clone()  # the recorder sees the clone, and writes down the gate
         finally:
@@ -332,21 +336,29 @@ def _tensors(result: object) -> list[Tensor]:
 def _undisturbed(network: nn.Module) -> Iterator[None]:
     """Eval mode with gradients; afterwards everything is as before."""
     modes = [(module, module.training) for module in network.modules()]
-    buffers = [
-        (m, name, x, None if x is None else x.clone()) for m in network.modules() for name, x in m._buffers.items()
-    ]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = {x.device for x in network.parameters() if x.device.type == "cuda"}
     try:
         for module, _ in modes:
             module.training = False
         torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer as one operation
-        with torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
+        with keep_buffers(network), torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, was_training in modes:
             module.training = was_training
+
+
+@contextmanager
+def keep_buffers(network: nn.Module) -> Iterator[None]:
+    """Afterwards buffers are the tensors that they were, and hold what they held."""
+    buffers = [
+        (m, name, x, None if x is None else x.clone()) for m in network.modules() for name, x in m._buffers.items()
+    ]
+    try:
+        yield
+    finally:
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer

@@ -38,4 +38,4 @@ def gate(maps: Maps, operation: Operation) -> None:
         if call.site == site:  # one module, so one size in front and one behind
             maps.tie(call.front, front)
             maps.tie(call.behind, behind)
-    maps.gates.append(GateCall(site, front, behind))
+    maps.gates.append(GateCall(site, front, behind, bool(operation.arguments["is_whole"])))

@@ -1,0 +1,212 @@
+"""Code that users write and no other test has: state that changes with every call, heads for training alone."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from pyro_l0.compaction import CompactionError, compact
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
+
+CLOSED = (torch.arange(6) % 2 == 0).double()
+
+
+def example(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Averaged(nn.Module):
+    """Subtracts an average over all calls, evaluation among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.gate, self.leave = nn.Linear(4, 6), Gate(6), nn.Linear(6, 2)
+        self.register_buffer("average", torch.full((6,), 0.3))
+
+    def forward(self, x):
+        h = self.gate(torch.relu(self.enter(x)))
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        return self.leave(torch.tanh(h) * self.average)
+
+
+class Overwritten(nn.Module):
+    """Changes in place what its gradients need, as code for inference may."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.inner, self.gate, self.leave = nn.Linear(4, 4), nn.Linear(4, 6), Gate(6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        h = self.enter(x)
+        h.mul_(self.leave(self.gate(torch.relu(self.inner(h)))))
+        return h
+
+
+def test_state_that_changes_with_every_call():
+    """The smaller network begins with the same state as the whole one, which is left as it was."""
+    torch.manual_seed(0)
+    network, x = Averaged().double(), example(3, 4)
+    small = compact(network, {"gate": CLOSED}, x).network
+    torch.testing.assert_close(network.average, torch.full((6,), 0.3).double())
+    torch.testing.assert_close(small.average, torch.full((3,), 0.3).double())
+    whole = fix_gates(network, {"gate": CLOSED}).eval()
+    for _ in range(3):
+        torch.testing.assert_close(small(x), whole(x), rtol=1e-12, atol=1e-12)
+
+
+def test_networks_without_gradients():
+    """Where the network that was given has no gradients, outputs alone are certified."""
+    torch.manual_seed(0)
+    network, x = Overwritten().double(), example(3, 4)
+    result = compact(network, {"gate": CLOSED}, x)
+    assert result.differences.gradients is None
+    assert result.differences.outputs < 1e-12
+    assert result.network.inner.out_features == 3
+
+
+def test_suggestions_beside_parametrisations():
+    """Modules that compute weights are no places for gates."""
+    torch.manual_seed(0)
+    network = nn.Sequential(weight_norm(nn.Conv1d(2, 6, 3)), nn.ReLU(), nn.Conv1d(6, 3, 2)).double()
+    found = suggest_gates(network, example(2, 2, 8))
+    assert list(found) == ["1"]
+    gated = insert_gates(network, found)
+    assert compact(gated, {"1.1": CLOSED}, example(2, 2, 8)).network[2].in_channels == 3
+
+
+class Auxiliary(nn.Module):
+    """A second head in training mode, which evaluation never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.gate, self.drop = nn.Linear(4, 6), Gate(6), nn.Dropout(0.5)
+        self.leave, self.second = nn.Linear(6, 2), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.drop(self.gate(torch.relu(self.enter(x))))
+        if self.training:
+            return self.leave(h), self.second(h)
+        return self.leave(h)
+
+
+def test_heads_for_training_alone():
+    """What only training calls is cut too."""
+    torch.manual_seed(0)
+    network, x = Auxiliary().double(), example(3, 4)
+    result = compact(network, {"gate": CLOSED}, x)
+    assert (result.network.leave.in_features, result.network.second.in_features) == (3, 3)
+    assert result.differences.training_outputs < 1e-12
+    whole, small = fix_gates(network, {"gate": CLOSED}), result.network.train()
+    for one in (whole, small):
+        one.drop.p = 0.0
+    for expected, found in zip(whole.train()(x), small(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Branch(nn.Module):
+    """A residual branch of 4 x 6 and 6 x 4 weights, units with gates inside and one gate on the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Gate(6), nn.Linear(6, 4))
+        self.whole, self.leave = Gate(1), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.leave(x + self.whole(self.body(x)))
+
+
+def test_price_of_a_whole_branch():
+    """It is charged with the weights that leave with it, and the report says that they do."""
+    cost = NetworkCost(Branch().double(), example(3, 4))
+    assert cost.group_sizes == {"body.2": 4.0, "whole": 48.0}
+    assert str(cost.report()) == "every unit leaves with its gate"
+
+
+class Branching(nn.Module):
+    """Goes on with one of two layers, as its units or its caller say."""
+
+    def __init__(self, asks_units=True):
+        super().__init__()
+        self.enter, self.gate, self.one, self.other = nn.Linear(4, 6), Gate(6), nn.Linear(6, 2), nn.Linear(6, 2)
+        self.asks_units = asks_units
+
+    def forward(self, x, other=False):
+        h = self.gate(torch.relu(self.enter(x)))
+        if self.asks_units:
+            other = bool(x.sum() < 0)
+        return self.other(h) if other else self.one(h)
+
+
+def test_ways_that_the_example_does_not_take():
+    """An example that leaves out a part of the network is told what to add; with it everything is cut."""
+    torch.manual_seed(0)
+    network, x = Branching().double(), example(3, 4).abs()
+    with pytest.raises(CompactionError, match=r"module 'other' .*No call of example_input uses 'other\.weight'"):
+        compact(network, {"gate": CLOSED}, x)
+    assert compact(network, {"gate": CLOSED}, [x, -x]).network.other.in_features == 3
+
+
+def test_parts_that_stay_whole_are_warned_of():
+    """A part that no call used and that could read units that left."""
+    torch.manual_seed(0)
+    network, x = Branching(asks_units=False).double(), example(3, 4)
+    with pytest.warns(UserWarning, match="no call of example_input uses 'other'"):
+        compact(network, {"gate": CLOSED}, x)
+    assert compact(network, {"gate": CLOSED}, [x, (x, True)]).network.other.in_features == 3
+
+
+def test_numbers_that_are_not_finite():
+    """They are named: parameters or the example."""
+    torch.manual_seed(0)
+    network, x = Branching(asks_units=False).double(), example(3, 4)
+    with pytest.raises(CompactionError, match="which holds some itself"):
+        compact(network, {"gate": CLOSED}, [(x * torch.nan, False), (x, True)])
+    with torch.no_grad():
+        network.one.weight[0, 0] = torch.nan
+    with pytest.raises(CompactionError, match=r"'one\.weight' holds some itself"):
+        compact(network, {"gate": CLOSED}, [x, (x, True)])
+
+
+def test_lists_of_calls():
+    """A module that every call of an example calls once is called at one place."""
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double(), example(3, 4)
+    ways = [x, {"input": x[:2]}]
+    assert list(suggest_gates(network, ways)) == ["1"]
+    insert_gates(network, {"1": Gate(6)}, ways)
+    nothing_left = str(suggest_gates(insert_gates(network, {"1": Gate(6)}), ways))
+    assert nothing_left.startswith("no module without a gate behind which one would cut something")
+    with pytest.raises(ValueError, match=r"output of '1', of shape \(3, 6\)"):
+        insert_gates(network, {"1": Gate(5)}, ways)
+
+
+@pytest.mark.parametrize("ask", [NetworkCost, suggest_gates])
+def test_examples_that_no_network_takes(ask):
+    """Each is refused in words."""
+    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    for wrong in (torch.ones(0, 4), [], (), (torch.ones(1, 4), 3), {"name": torch.ones(1, 4)}):
+        with pytest.raises(ValueError, match="Expected an example"):
+            ask(network, wrong)
+    with pytest.raises(TypeError, match=r"an nn\.Module, but got a NoneType"):
+        ask(None, torch.ones(1, 4))
+
+
+class Codebook(nn.Module):
+    """Replaces what it is given by the nearest of its vectors, whose distances it takes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.book, self.leave = nn.Linear(4, 6), nn.Embedding(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = torch.relu(self.enter(x))
+        near = self.book(torch.cdist(h.detach(), self.book.weight).argmin(1))
+        return self.leave(h + (near - h).detach())
+
+
+def test_no_suggestion_where_code_reads_the_weights():
+    """A gate behind such a module would not act on what is read."""
+    torch.manual_seed(0)
+    found = suggest_gates(Codebook().double(), example(3, 4))
+    assert found.refused["book"] == "code outside of it reads its parameters"
+    assert "book" not in found
