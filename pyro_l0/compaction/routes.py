@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.compaction.pieces import Expand, Select
 from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
 from pyro_l0.nn.engine.slots import ZERO
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, keep_being_called
-from pyro_l0.nn.pieces import Expand, Select
 
 __all__ = ["GateChange", "RoutedGate", "change_gate", "new_indices"]
 
@@ -149,7 +149,7 @@ def _put(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again
 
 
-_look_up = find_rule("aten::index_select")
+_look_up, _put_in = find_rule("aten::index_select"), find_rule("aten::index_copy")
 
 
 @rule("aten::index_select")
@@ -171,10 +171,12 @@ def select_units(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::index_copy")
 def expand_units(maps: Maps, operation: Operation) -> None:
-    """A unit that is put between zeros is one unit in front and behind."""
+    """A unit that is put between zeros is one unit in front and behind; what else is put in is another rule's."""
     module = maps.module()
     if not isinstance(module, Expand):
-        return maps.barrier()
+        assert _put_in is not None
+        _put_in(maps, operation)
+        return
     zeros, x, output = operation.value("self"), operation.value("source"), operation.output
     unit_dim = module.dim % x.rank
     for dim in range(x.rank):

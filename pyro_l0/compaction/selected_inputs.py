@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction.input_sizes import without_input_sizes
-from pyro_l0.nn.pieces import Select
+from pyro_l0.compaction.pieces import Select
 
 __all__ = ["SelectedInputs"]
 

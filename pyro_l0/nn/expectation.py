@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from pyro_l0.nn.engine.formulas import Formulas
 from pyro_l0.nn.per_device import PerDevice
 
-__all__ = ["Expectations", "product"]
+__all__ = ["Expectations"]
 
 
 class Expectations:
@@ -89,7 +89,7 @@ class _Sum:
     def __call__(self, active: Mapping[str, Tensor], values: Tensor | None) -> Tensor:
         if self.nodes is None:
             probs = active[self.site]
-            total = 1 - product(1 - probs) if self.is_any else probs.sum()
+            total = 1 - _product(1 - probs) if self.is_any else probs.sum()
         else:
             assert values is not None
             each = values.index_select(0, self.nodes.on(values.device))
@@ -164,13 +164,6 @@ class _Circuit:
         return self._nodes[is_all, given]
 
 
-def _product(factors: Tensor) -> Tensor:
-    """The product over the last dimension."""
-    if factors.shape[-1] <= 4:
-        return reduce(torch.mul, factors.unbind(-1))
-    return product(factors)
-
-
 class _Product(torch.autograd.Function):
     """Product over the last dimension; factors of 0 have their gradient without the host's counting them."""
 
@@ -188,7 +181,9 @@ class _Product(torch.autograd.Function):
         return grad.unsqueeze(-1) * before * behind
 
 
-def product(factors: Tensor) -> Tensor:
+def _product(factors: Tensor) -> Tensor:
     """The product over the last dimension."""
-    product: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
-    return product
+    if factors.shape[-1] <= 4:
+        return reduce(torch.mul, factors.unbind(-1))
+    total: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
+    return total

@@ -140,17 +140,29 @@ def test_coupled_units_leave_together():
 def test_nested_gates():
     """A layer's gate times its units' gates: both must be open."""
 
-    class Scalar(nn.Module):
-        def __init__(self, size):
-            super().__init__()
-            self.gate, self.size = Gate(1), size
-
-        def forward(self, x):
-            return x
-
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), Gate(4), nn.Linear(4, 2))
     gates = {"2": torch.tensor([1.0, 0.0, 0.5, 0.9]), "3": torch.tensor([1.0, 1.0, 0.0, 0.7])}
     assert check(net, gates, torch.randn(2, 3)).network.get_submodule("0").out_features == 2
+
+
+@pytest.mark.parametrize(("value", "inner"), [(1.0, 5), (0.5, 5), (0.0, 1)])
+def test_one_gate_for_a_whole_branch(value, inner):
+    """A closed branch keeps one unit of each of its layers, and hands on zeros."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.gate, self.last = nn.Linear(3, 5), nn.Linear(5, 3), Gate(1), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.last(x + self.gate(self.two(torch.relu(self.one(x)))))
+
+    net = Block()
+    small = check(net, {"gate": torch.tensor([value])}, torch.randn(2, 3)).network
+    assert small.one.out_features == inner
+    x = torch.randn(4, 3)
+    expected = net.last(x + value * net.two(torch.relu(net.one(x))))
+    torch.testing.assert_close(small(x), expected)
 
 
 def test_the_networks_are_left_alone():

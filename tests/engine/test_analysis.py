@@ -274,3 +274,19 @@ def test_a_rule_from_outside_takes_one_short_file():
     analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
     assert len(analysis.removed["gate"]) == 4
     assert not analysis.barriers
+
+
+def test_a_size_that_stays_in_a_modules_own_code_did_not_shrink_for_it():
+    """The softmax keeps eight units in the network's forward; only the module inside has half of them."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(6, 8), nn.Sequential(Gate(8), nn.Linear(8, 2))
+
+        def forward(self, x):
+            return self.inner(torch.softmax(self.first(x), -1))
+
+    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    assert analysis.shrunk["inner"] == {8: 4}
+    assert analysis.shrunk[""] == {}

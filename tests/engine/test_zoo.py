@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import fix_gates
+from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.engine import analyse, record
 from tests.engine.zoo import ZOO, call, sites
@@ -169,3 +169,12 @@ def test_closed_blocks_compute_next_to_nothing(name, branches):
         work.append(sum(sum(counts[path].values()) for path in paths if path in counts))
     assert_equal(call(small, example), call(fixed, example))
     assert work[1] <= 0.35 * work[0]
+
+
+def test_with_every_gate_open_the_price_is_that_of_the_whole_network(name):
+    if name == "style_network":
+        pytest.skip("its first image is a constant, whose convolution leaves whatever the gates say")
+    network = ZOO[name].network()
+    cost = NetworkCost(network, ZOO[name].example(2))
+    gates = {site: torch.ones(size, dtype=torch.float64) for site, size in cost.sizes.items()}
+    assert cost.macs(gates).item() == pytest.approx(cost.total_macs, rel=1e-12)

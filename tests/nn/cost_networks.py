@@ -171,6 +171,16 @@ IMAGE, VECTOR, TOKENS = (
     torch.randn(3, 4).double(),
     torch.tensor([[1, 5, 2]]),
 )
+
+
+def shuffled():
+    """Channels shuffled among groups, and maps that become pixels."""
+    return nn.Sequential(
+        nn.Conv2d(2, 12, 3, padding=1), nn.ReLU(), Gate(12, 1), nn.ChannelShuffle(3),
+        nn.Conv2d(12, 8, 1), nn.ReLU(), Gate(8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 3, 1),
+    )  # fmt: skip
+
+
 NETWORKS = {
     "mlp": (mlp, torch.randn(3, 7, dtype=torch.float64)),
     "attention": (Attention, TOKENS),
@@ -183,4 +193,5 @@ NETWORKS = {
     "depthwise": (Depthwise, IMAGE),
     "maps": (Maps, IMAGE),
     "group norm": (grouped_norm, IMAGE),
+    "shuffled": (shuffled, IMAGE),
 }

@@ -37,6 +37,19 @@ def sites(model, *args):
     return [name for name, site in nodes.items() if site["type"] == "sample" and name not in ("data", "y")]
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((2, 3), -1), ((2, 3, 4, 4), 1), ((2, 5, 3), -1), ((2, 1), -1)])
+def test_one_gate_multiplies_an_input_of_any_size(shape, dim):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    gate = Gate(1, dim)
+    name_gates(gate)
+    z = torch.tensor([0.3], requires_grad=True)
+    with poutine.condition(data={"gate": z}):
+        gated = gate(x)
+    torch.testing.assert_close(gated, 0.3 * x)
+    torch.testing.assert_close(torch.autograd.grad(gated.sum(), z)[0], x.sum()[None])
+    assert torch.equal(fix_gates(nn.Sequential(gate), {"gate": torch.tensor([0.5])})(x), 0.5 * x)
+
+
 def test_sites_are_named_after_module_paths():
     """From the outermost module that is called: a plain function adds nothing, losses do not count."""
     x = torch.ones(2, 4)

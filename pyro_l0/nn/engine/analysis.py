@@ -317,21 +317,23 @@ def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor
 
 
 def _shrunk(maps: Maps, solution: Solution) -> dict[str, dict[int, int]]:
-    """By module path, what sizes became, for the module and those that contain it."""
-    shrunk = defaultdict[str, dict[int, int]](dict)
+    """By module path, what sizes became.
+
+    What a module's own operations did counts before what those of modules inside did: a size that stayed in its own
+    code stayed for its attributes.
+    """
+    sizes = defaultdict[str, dict[int, int]](dict)
     for operation in maps.recording.operations:
-        changed = {
-            axis.size: solution.size(axis)
-            for value in [*operation.inputs, *operation.outputs]
-            if value is not None
-            for axis in maps.axes[value]
-            if solution.size(axis) < axis.size
-        }
-        names = operation.path.split(".") if changed and operation.path else []
-        for length in range(len(names), -1, -1) if changed else ():
-            for size, now in changed.items():
-                shrunk[".".join(names[:length])].setdefault(size, now)
-    return dict(shrunk)
+        values = [value for value in [*operation.inputs, *operation.outputs] if value is not None]
+        for axis in (axis for value in values for axis in maps.axes[value]):
+            own = sizes[operation.path]
+            own[axis.size] = min(own.get(axis.size, axis.size), solution.size(axis))
+    for path in sorted(sizes, key=lambda path: -path.count(".") - bool(path)):
+        parent = path.rpartition(".")[0]
+        if path:
+            for size, now in sizes[path].items():
+                sizes[parent].setdefault(size, now)
+    return {path: {size: now for size, now in each.items() if now < size} for path, each in sizes.items()}
 
 
 class _Indices:

@@ -83,6 +83,7 @@ class Maps:
         slots: the entries of all dimensions.
         axes: the dimensions of every value.
         boxes: dimensions that are products of others.
+        fixed_axes: dimensions of no tensor, whose entries stay.
         relations: what each operation reads.
         gates: the calls of gates.
         norms: the calls of norms that can be reduced.
@@ -101,6 +102,7 @@ class Maps:
     slots: Slots = field(default_factory=Slots)
     axes: dict[Value, list[Axis]] = field(default_factory=dict)
     boxes: list[Box] = field(default_factory=list)
+    fixed_axes: list[Axis] = field(default_factory=list)
     relations: dict[Operation, list[Link | Reshape | Read]] = field(default_factory=dict)
     gates: list[GateCall] = field(default_factory=list)
     norms: list[NormCall] = field(default_factory=list)
@@ -248,6 +250,7 @@ class Maps:
         axis = self.free(size)
         axis.needed[:] = True
         self.pin(axis.block)
+        self.fixed_axes.append(axis)
         return axis
 
     def barrier(self) -> None:

@@ -31,7 +31,7 @@ class _Finder:
         self, formulas: Formulas, gates: dict[str, Index], opened: Maps, closed: Maps, presence: Presence
     ) -> None:
         self.formulas, self.gates, self.opened, self.closed, self.presence = formulas, gates, opened, closed, presence
-        self._needed: dict[Axis, Index] = {}
+        self._needed = {axis: np.full(axis.size, TRUE) for axis in opened.fixed_axes}
         self._numbers: dict[Value, int] = {}
         self._to_bias = {id(layer.read) for layer in opened.constant_inputs}
 
@@ -53,7 +53,8 @@ class _Finder:
                 continue
             for value in operation.inputs:
                 self._numbers[value] = self.formulas.some((self._numbers.get(value, FALSE), runs))
-            for relation, other in zip(self.opened.relations[operation], self.closed.relations[operation], strict=True):
+            relations = zip(self.opened.relations[operation], self.closed.relations[operation], strict=True)
+            for relation, other in reversed(list(relations)):
                 if isinstance(relation, Link):
                     self._link(operation, relation, runs)
                 elif isinstance(relation, Reshape):

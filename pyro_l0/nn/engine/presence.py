@@ -94,6 +94,12 @@ class _Finder:
 
     def speak(self, operation: Operation) -> None:
         """Say the statements of an operation's outputs."""
+        own = {axis for x in operation.outputs if x is not None for axis in self.opened.axes[x]}
+        for relation in self.opened.relations[operation]:
+            if isinstance(relation, Reshape):
+                for axis in set(relation.targets) - own:  # of no tensor, between two reshapes
+                    self.known.nonzero[axis] = self._reshape(relation, axis, self.known.nonzero)
+                    self.known.varies[axis] = self._reshape(relation, axis, self.known.varies)
         for output in operation.outputs:
             if output is None:
                 continue

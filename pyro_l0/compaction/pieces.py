@@ -1,4 +1,4 @@
-"""Small modules that a network with fewer units may need between its layers."""
+"""A selection of units, and zeros between units: what may stand where a gate stood."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Constant", "Expand", "Select", "Shift", "Sized"]
+__all__ = ["Expand", "Select"]
 
 
 class Select(nn.Module):
@@ -67,60 +67,3 @@ class Expand(nn.Module):
         shape = list(x.shape)
         shape[self.dim] = self.size
         return x.new_zeros(shape).index_copy(self.dim, self.index, x)
-
-
-class _Valued(nn.Module):
-    value: Tensor
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("value", value.clone())
-
-
-class Shift(_Valued):
-    """Add a constant that is the same for every example.
-
-    Args:
-        value: broadcasts against one example's tensor with a batch dimension in front.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` plus the constant."""
-        return x + self.value
-
-
-class Constant(_Valued):
-    """A tensor that is the same for every example.
-
-    Args:
-        value: shape ``(1, ...)``; expanded to the batch of the network's input.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One copy per example of ``x``."""
-        return self.value.expand(x.shape[0], *self.value.shape[1:])
-
-
-class Sized(nn.Module):
-    """Hand on what has the size of the example that constants of a network were computed at, and refuse the rest.
-
-    Args:
-        size: shape of one example.
-
-    Raises:
-        ValueError: the input has another size.
-    """
-
-    def __init__(self, size: Sequence[int]) -> None:
-        super().__init__()
-        self.size = tuple(size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same."""
-        if tuple(x.shape[1:]) != self.size:
-            raise ValueError(
-                f"Expected inputs of size {self.size}, as those that this network was compacted with (constants of "
-                f"units that left depend on it), but got {tuple(x.shape[1:])}; compact the whole network with an "
-                "example_input of that size."
-            )
-        return x
