@@ -207,7 +207,7 @@ def _units_by_module(
     shapes: dict[nn.Module, list[tuple[int, int]]] = {}
     for module in modules:
         shapes[module] = []
-        for units in (call.input for call in found.calls.get(module, []) if call.input is not None):
+        for units in (call.input for call in found.of_one(module) if call.input is not None):
             dim = unit_dim(found.maps, units)
             if dim is None:
                 dim = 1 if isinstance(module, _MAPS) or units.rank > 3 else units.rank - 1
