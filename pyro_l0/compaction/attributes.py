@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from typing import NamedTuple
@@ -32,11 +32,13 @@ class Candidate(NamedTuple):
         path: of the module.
         name: of the attribute.
         value: what it would become.
+        is_sure: whether the module has no tensor of the old size any more.
     """
 
     path: str
     name: str
     value: Size
+    is_sure: bool = True
 
 
 # ------------------------------------------------------------ modules of torch
@@ -163,7 +165,9 @@ _TABLE: dict[type[nn.Module], Rule] = {
 # ------------------------------------------------------------ modules of users
 
 
-def candidates(network: nn.Module, shrunk: Mapping[str, Mapping[int, int]]) -> dict[tuple[str, str], list[Candidate]]:
+def candidates(
+    network: nn.Module, shrunk: Mapping[str, Mapping[int, int]], partly: Mapping[str, Collection[int]]
+) -> dict[tuple[str, str], list[Candidate]]:
     """Attributes of users' modules that are sizes which shrank while the module ran, by class and name.
 
     Attributes of one name in modules of one class change together or not at all.
@@ -171,6 +175,7 @@ def candidates(network: nn.Module, shrunk: Mapping[str, Mapping[int, int]]) -> d
     Args:
         network: the whole network.
         shrunk: by module path, old sizes and what became of them.
+        partly: by module path, those of them that the module has still, too.
     """
     found: dict[tuple[str, str], list[Candidate]] = {}
     for path, module in network.named_modules():
@@ -180,7 +185,9 @@ def candidates(network: nn.Module, shrunk: Mapping[str, Mapping[int, int]]) -> d
         for name, value in vars(module).items():
             new = None if name.startswith("_") else _shrink(value, sizes)
             if new is not None:
-                found.setdefault((type(module).__qualname__, name), []).append(Candidate(path, name, new))
+                sizes_here = {value} if isinstance(value, int) else set(value)
+                is_sure = sizes_here.isdisjoint(partly.get(path, ()))
+                found.setdefault((type(module).__qualname__, name), []).append(Candidate(path, name, new, is_sure))
     return found
 
 
@@ -195,14 +202,19 @@ def _shrink(value: object, sizes: Mapping[int, int]) -> Size | None:
 
 
 def choices(found: Mapping[tuple[str, str], list[Candidate]]) -> Iterator[Attributes]:
-    """Which candidates to change: none, one group, two groups, ...; of the first few groups."""
-    groups = list(found.values())[:_MOST_GROUPS]
-    for count in range(len(groups) + 1):
-        for chosen in itertools.combinations(groups, count):
-            attributes: Attributes = {}
-            for candidate in itertools.chain(*chosen):
-                attributes.setdefault(candidate.path, {})[candidate.name] = candidate.value
-            yield attributes
+    """Which candidates to change: none, one group, two groups, ...; of the first few groups.
+
+    First with all of a group, then with those alone of which one can be sure.
+    """
+    sure = {key: [candidate for candidate in group if candidate.is_sure] for key, group in found.items()}
+    for kept in (found, {key: group for key, group in sure.items() if group}) if sure != found else (found,):
+        groups = list(kept.values())[:_MOST_GROUPS]
+        for count in range(len(groups) + 1):
+            for chosen in itertools.combinations(groups, count):
+                attributes: Attributes = {}
+                for candidate in itertools.chain(*chosen):
+                    attributes.setdefault(candidate.path, {})[candidate.name] = candidate.value
+                yield attributes
 
 
 def set_attributes(network: nn.Module, attributes: Mapping[str, Mapping[str, Size]]) -> None:

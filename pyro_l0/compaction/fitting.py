@@ -193,7 +193,7 @@ class _Attempt:
         """The attributes of users' modules with which a smaller network runs, set in it."""
         expected = [run(reference, call) for call in self.calls]
         failure: Exception | None = None
-        for attributes in choices(candidates(self.network, analysis.shrunk)):
+        for attributes in choices(candidates(self.network, analysis.shrunk, analysis.partly_shrunk)):
             before: Attributes = {
                 path: {name: getattr(small.get_submodule(path), name) for name in values}
                 for path, values in attributes.items()

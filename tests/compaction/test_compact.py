@@ -145,6 +145,23 @@ def test_nested_gates():
     assert check(net, gates, torch.randn(2, 3)).network.get_submodule("0").out_features == 2
 
 
+def test_a_size_that_a_layer_has_twice():
+    """Of two layers that keep their outputs as a number, the second has as many inputs, which alone become fewer."""
+
+    class Own(nn.Module):
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.weight, self.outputs = nn.Parameter(torch.randn(inputs, outputs)), outputs
+
+        def forward(self, x):
+            return (x @ self.weight).view(*x.shape[:-1], self.outputs)
+
+    net = nn.Sequential(Own(3, 8), nn.ReLU(), Gate(8), Own(8, 8))
+    small = check(net, {"2": torch.tensor([1.0, 0.0] * 4)}, torch.randn(2, 3)).network
+    assert (small[0].outputs, small[3].outputs) == (4, 8)
+    assert small[3].weight.shape == (4, 8)
+
+
 @pytest.mark.parametrize(("value", "inner"), [(1.0, 5), (0.5, 5), (0.0, 1)])
 def test_one_gate_for_a_whole_branch(value, inner):
     """A closed branch keeps one unit of each of its layers, and hands on zeros."""

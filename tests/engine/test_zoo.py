@@ -17,10 +17,6 @@ from tests.engine.zoo import ZOO, call, sites
 # torch's counter has no entry for aten._trilinear: the bilinear layer's weights times its batch of three.
 UNCOUNTED = {"bilinear_pair": 3 * 4 * 5 * 5}
 
-NOT_YET = {
-    "gpt2": "the sizes of transformers' Conv1D are not found",
-}
-
 
 @pytest.fixture(params=ZOO)
 def name(request):
@@ -111,11 +107,9 @@ def test_closed_units_leave_on_one_side_of_their_gate_or_have_a_reason(name):
             assert len(analysis.reasons[site]) >= entry.stays[site][0]
 
 
-def test_compacts_to_an_equal_network_of_fewer_operations(name, request):
+def test_compacts_to_an_equal_network_of_fewer_operations(name):
     """Outputs and input gradients in both modes, at another batch; shapes written by hand; torch's count of work."""
     entry = ZOO[name]
-    if name in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason=NOT_YET[name], strict=True))
     network = without_dropout(entry.network())
     example, values = entry.example(4), entry.gates(network)
     settle(network, values, example)

@@ -101,6 +101,7 @@ class Analysis:
         reasons: by site, the closed units that stay behind the gate or in front of it, and why.
         barriers: operations without a rule that units would have to pass, and how often.
         shrunk: by module path, sizes of tensors that shrank while the module ran, and what they are now.
+        partly_shrunk: by module path, those of them that other tensors of the module still have.
         maps: what the rules said of the recording.
         solution: which units stay.
     """
@@ -114,6 +115,7 @@ class Analysis:
     reasons: dict[str, dict[int, str]]
     barriers: Counter[str]
     shrunk: dict[str, dict[int, int]]
+    partly_shrunk: dict[str, frozenset[int]]
     maps: Maps
     solution: Solution
 
@@ -271,7 +273,7 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
         removed,
         reasons,
         barriers,
-        _shrunk(maps, solution),
+        *_shrunk(maps, solution),
         maps,
         solution,
     )
@@ -316,24 +318,24 @@ def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor
     return list(found.values())
 
 
-def _shrunk(maps: Maps, solution: Solution) -> dict[str, dict[int, int]]:
-    """By module path, what sizes became.
+def _shrunk(maps: Maps, solution: Solution) -> tuple[dict[str, dict[int, int]], dict[str, frozenset[int]]]:
+    """By module path, what sizes became, and which of them other tensors still have.
 
     What a module's own operations did counts before what those of modules inside did: a size that stayed in its own
     code stayed for its attributes.
     """
-    sizes = defaultdict[str, dict[int, int]](dict)
+    sizes = defaultdict[str, dict[int, set[int]]](lambda: defaultdict(set))
     for operation in maps.recording.operations:
         values = [value for value in [*operation.inputs, *operation.outputs] if value is not None]
         for axis in (axis for value in values for axis in maps.axes[value]):
-            own = sizes[operation.path]
-            own[axis.size] = min(own.get(axis.size, axis.size), solution.size(axis))
+            sizes[operation.path][axis.size].add(solution.size(axis))
     for path in sorted(sizes, key=lambda path: -path.count(".") - bool(path)):
         parent = path.rpartition(".")[0]
-        if path:
-            for size, now in sizes[path].items():
-                sizes[parent].setdefault(size, now)
-    return {path: {size: now for size, now in each.items() if now < size} for path, each in sizes.items()}
+        for size, now in sizes[path].items() if path else ():
+            sizes[parent].setdefault(size, now)
+    shrunk = {path: {size: min(now) for size, now in each.items() if min(now) < size} for path, each in sizes.items()}
+    partly = {path: frozenset(size for size in each if size in sizes[path][size]) for path, each in shrunk.items()}
+    return shrunk, partly
 
 
 class _Indices:
