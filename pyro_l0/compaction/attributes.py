@@ -122,9 +122,8 @@ def _group_norm(module: nn.Module, shapes: Shapes, kept: Places, shrunk: Mapping
 
 def _layer_norm(module: nn.Module, shapes: Shapes, kept: Places, shrunk: Mapping[int, int]) -> dict[str, Size]:
     assert isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-    if "weight" in shapes:
-        return {"normalized_shape": shapes["weight"]}
-    return {"normalized_shape": tuple(shrunk.get(size, size) for size in module.normalized_shape)}
+    # Without a weight, the norms of the analysis say whether units left; another dimension may have had their size.
+    return {"normalized_shape": shapes["weight"]} if "weight" in shapes else {}
 
 
 def _embedding(module: nn.Module, shapes: Shapes, kept: Places, shrunk: Mapping[int, int]) -> dict[str, Size]:

@@ -162,6 +162,14 @@ def test_a_size_that_a_layer_has_twice():
     assert small[3].weight.shape == (4, 8)
 
 
+def test_a_norm_without_weights_over_as_many_units_as_there_are_rows():
+    """Rows leave, as their gates are closed; the norm's units do not."""
+    net = nn.Sequential(nn.Conv1d(2, 4, 1), nn.ReLU(), Gate(4, dim=1), nn.LayerNorm(4, elementwise_affine=False))
+    net = nn.Sequential(net, nn.Conv1d(4, 3, 1))
+    small = check(net, {"0.2": torch.tensor([1.0, 0.0, 0.5, 0.0])}, torch.randn(2, 2, 4)).network
+    assert (small[0][0].out_channels, small[0][3].normalized_shape) == (2, (4,))
+
+
 @pytest.mark.parametrize(("value", "inner"), [(1.0, 5), (0.5, 5), (0.0, 1)])
 def test_one_gate_for_a_whole_branch(value, inner):
     """A closed branch keeps one unit of each of its layers, and hands on zeros."""
