@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.factor import factor
 from pyro_l0.nn import fix_gates, gate_heads, gate_names
 from pyro_l0.nn.attention import PlainAttention
+from tests.nn.training import trained_gates
 
 
 class Attention(nn.Module):
@@ -144,16 +144,7 @@ def test_gates_on_heads_train():
     def model(x, y):
         factor("y", -0.5 * ((net(x)[:, :1] - y) ** 2).sum() / 0.5**2)
 
-    guide = AutoGate(model)
-    loss = L0_ELBO("l0", lam=20.0)(model, guide)
-    loss(x, y)
-    groups = [{"params": net.parameters(), "lr": 0.02}, {"params": guide.parameters(), "lr": 0.2}]
-    optimiser = torch.optim.Adam(groups)
-    for _ in range(150):
-        optimiser.zero_grad()
-        loss(x, y).backward()
-        optimiser.step()
-    gates = guide.test_gates()["0.gate"]
+    gates = trained_gates(net, model, x, y, lam=20.0, steps=150)["0.gate"]
     assert gates[0] > 0.5
     assert gates[1] == 0
 

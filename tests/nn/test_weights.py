@@ -19,6 +19,7 @@ from pyro_l0.nn import (
     pack_zeros,
     unpack_zeros,
 )
+from tests.nn.training import trained_gates
 
 LAYERS = {
     "dense": (lambda: nn.Linear(4, 3), lambda: torch.randn(2, 4)),
@@ -94,16 +95,8 @@ def test_superfluous_weights_close():
     def model(x, y):
         factor("y", -0.5 * (net(x)[:, 0] - y).square().sum() / 0.25)
 
-    guide = AutoGate(model)
-    loss = L0_ELBO("l0", lam=20.0)(model, guide)
-    loss(x, y)
-    groups = [{"params": net.parameters(), "lr": 0.02}, {"params": guide.parameters(), "lr": 0.2}]
-    optimiser = torch.optim.Adam(groups)
-    for _ in range(200):
-        optimiser.zero_grad()
-        loss(x, y).backward()
-        optimiser.step()
-    weight = fix_weights(net, guide.test_gates())[0].weight
+    gates = trained_gates(net, model, x, y, lam=20.0, steps=200)
+    weight = fix_weights(net, gates)[0].weight
     assert weight.squeeze().nonzero().flatten().tolist() == [1, 4]
 
 
