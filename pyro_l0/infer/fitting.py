@@ -63,7 +63,7 @@ def fit(
     model: Callable[..., object],
     guide: AutoSpikeSlab,
     *args: object,
-    steps: int = 800,
+    steps: int = 600,
     restarts: int = 1,
     num_particles: int = 128,
     learning_rate: float = 0.1,
