@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "infer": {"maths", "fast", "distributions"},
     "nn": {"fast", "distributions"},
     "compaction": {"nn"},
-    "diagnostics": {"maths", "fast", "distributions", "infer"},
+    "diagnostics": {"maths", "fast", "distributions", "infer", "nn"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
 }
 # Folders of selection, and which of its other parts they may import.

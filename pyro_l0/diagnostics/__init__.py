@@ -1,5 +1,7 @@
 """What training with gates does, and posteriors as arviz takes them: gradients, InferenceData, pictures."""
 
+from pyro_l0.diagnostics.doctor import diagnose
+from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
 from pyro_l0.diagnostics.gradients import (
     GradientReport,
     exact_gradient,
@@ -11,7 +13,11 @@ from pyro_l0.diagnostics.inference_data import to_arviz
 from pyro_l0.diagnostics.pictures import plot_calibration, plot_credible_sets, plot_inclusion
 
 __all__ = [
+    "Diagnosis",
+    "Finding",
     "GradientReport",
+    "Unchecked",
+    "diagnose",
     "exact_gradient",
     "measure_gradient",
     "pathwise_noise",

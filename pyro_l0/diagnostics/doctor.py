@@ -1,0 +1,117 @@
+"""The doctor: looks at a training with gates and names what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from pyro_l0.diagnostics.check_gates import check_closed, check_drift, check_undecided
+from pyro_l0.diagnostics.check_movement import check_decay, check_rate, check_rounding, check_trained
+from pyro_l0.diagnostics.check_network import Error, check_gap, check_statistics
+from pyro_l0.diagnostics.check_prices import (
+    Target,
+    check_balance,
+    check_multiplier,
+    check_price,
+    check_unused,
+    has_gate_kl,
+)
+from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
+from pyro_l0.diagnostics.gate_sites import GateSite, gate_sites
+from pyro_l0.diagnostics.holdings import AnyOptimiser
+from pyro_l0.diagnostics.pulls import Loss, Pulls, measure_pulls, objective_of
+from pyro_l0.diagnostics.untouched import first_batches, untouched
+from pyro_l0.infer.guide import GateGuide, check_guide
+
+__all__ = ["diagnose"]
+
+_BATCHES = 8
+_DRAWS = 8
+
+
+def diagnose(
+    guide: GateGuide,
+    optimiser: AnyOptimiser | Sequence[AnyOptimiser] | None = None,
+    *,
+    loss: Loss | None = None,
+    batches: Iterable[object] | None = None,
+    network: nn.Module | None = None,
+    error: Error | None = None,
+    target: Target | None = None,
+    steps_left: int | None = None,
+) -> Diagnosis:
+    """Look at a training with gates and name what is wrong with it; at any time, and as often as you like."""
+    check_guide(guide, "a diagnosis", "posterior", "test_gates", "locations")
+    optimisers = list(optimiser) if isinstance(optimiser, Sequence) else [] if optimiser is None else [optimiser]
+    if steps_left is None and target is not None:
+        steps_left = max(0, target.steps - target.step)
+    found: list[Finding | Unchecked] = []
+    sites = gate_sites(guide, optimisers, target is not None)
+    with untouched(guide, [site.location.device for site in sites]):
+        some = None if batches is None else first_batches(batches, _BATCHES)
+        pulls = None
+        if loss is not None and some:
+            pulls = measure_pulls(loss, some, {site.name: site.parameter for site in sites}, _DRAWS)
+        found += _movement(sites, optimisers, pulls, steps_left)
+        found += _prices(sites, loss, pulls, target, steps_left)
+        found += _gates(sites, loss, steps_left)
+        found += _network(guide, network, error, some)
+    return Diagnosis(
+        tuple(x for x in found if isinstance(x, Finding)), tuple(x for x in found if isinstance(x, Unchecked))
+    )
+
+
+def _movement(
+    sites: Sequence[GateSite], optimisers: Sequence[AnyOptimiser], pulls: Pulls | None, steps_left: int | None
+) -> Iterator[Finding | Unchecked]:
+    yield from check_trained(sites, len(optimisers))
+    yield from check_decay(sites, pulls)
+    yield from check_rounding(sites, pulls)
+    yield from check_rate(sites, pulls, steps_left)
+    if not optimisers:
+        yield Unchecked("whether the gates are trained, at what rate and with what decay", "the optimiser")
+    elif steps_left is None:
+        yield Unchecked("whether the rate is enough for the steps that are left", "steps_left or the target")
+
+
+def _prices(
+    sites: Sequence[GateSite], loss: Loss | None, pulls: Pulls | None, target: Target | None, steps_left: int | None
+) -> Iterator[Finding | Unchecked]:
+    elbo = objective_of(loss)
+    if target is not None:
+        yield from check_multiplier(target)
+    elif elbo is None:
+        yield Unchecked("the price of open gates", "loss=L0_ELBO(...)(model, guide), or the target")
+    else:
+        yield from check_price(sites, elbo)
+    if pulls is None:
+        yield Unchecked("what pulls at the gates, data or price", "loss and batches")
+        return
+    if elbo is not None or target is not None:
+        yield from check_unused(sites, pulls)
+    if elbo is not None and target is None:
+        yield from check_balance(sites, pulls, steps_left, is_price=not has_gate_kl(elbo))
+
+
+def _gates(sites: Sequence[GateSite], loss: Loss | None, steps_left: int | None) -> Iterator[Finding | Unchecked]:
+    elbo = objective_of(loss)
+    yield from check_closed(sites)
+    yield from check_drift(sites)
+    if steps_left is None:
+        yield Unchecked("whether gates are undecided at the end", "steps_left=0 at the end, or the target")
+    elif not steps_left and not (elbo is not None and has_gate_kl(elbo)):  # a posterior may be undecided
+        yield from check_undecided(sites)
+
+
+def _network(
+    guide: GateGuide, network: nn.Module | None, error: Error | None, batches: Sequence[object] | None
+) -> Iterator[Finding | Unchecked]:
+    if network is None or not batches:
+        yield Unchecked("the statistics of BatchNorm", "network and batches")
+    else:
+        yield from check_statistics(network, guide.test_gates(), batches)
+    if network is None or not batches or error is None:
+        yield Unchecked("the error with sampled and with deterministic gates", "network, batches and error")
+    else:
+        yield from check_gap(network, guide, error, batches)

@@ -1,0 +1,69 @@
+"""What a diagnosis found, what it could not look at, and how both read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Diagnosis", "Finding", "Unchecked"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault of a run with gates.
+
+    Attributes:
+        code: its name, such as ``"gates-not-trained"``; the names are listed at
+            :func:`~pyro_l0.diagnostics.diagnose` and stay.
+        sites: the gate sites (for BatchNorm the layers) concerned.
+        seen: what was seen, in numbers.
+        remedy: what to do.
+    """
+
+    code: str
+    sites: tuple[str, ...]
+    seen: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f" at {', '.join(map(repr, self.sites))}" if self.sites else ""
+        return f"{self.code}{where}: {self.seen}\n    {self.remedy}"
+
+
+class Unchecked(NamedTuple):
+    """Something that could not be looked at.
+
+    Attributes:
+        what: was not checked.
+        give: what it takes.
+    """
+
+    what: str
+    give: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: give {self.give}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of :func:`~pyro_l0.diagnostics.diagnose`; prints as text.
+
+    Attributes:
+        findings: the faults.
+        unchecked: what was not checked, and what to give for it.
+    """
+
+    findings: tuple[Finding, ...]
+    unchecked: tuple[Unchecked, ...] = ()
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The code of each finding, each once, in their order."""
+        return tuple(dict.fromkeys(finding.code for finding in self.findings))
+
+    def __str__(self) -> str:
+        lines = [str(finding) for finding in self.findings] or ["Nothing is wrong with what was checked."]
+        if self.unchecked:
+            lines += ["Not checked:", *(f"    {what}" for what in self.unchecked)]
+        return "\n".join(lines)

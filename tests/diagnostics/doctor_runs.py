@@ -1,0 +1,333 @@
+"""Small trainings with gates that a diagnosis looks at: healthy ones of many kinds, and what goes wrong in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pyro
+import pyro.distributions as dist
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from pyro_l0 import BernoulliGate, HardConcrete, HardKumaraswamy, RectifiedNormal
+from pyro_l0.diagnostics import Diagnosis, diagnose
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, name_gates, square_norms
+
+GATE_RATE = 0.05
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Run:
+    """A training that stops where it is asked to, and can be looked at there."""
+
+    loss: Callable[..., Tensor]
+    guide: AutoGate
+    optimiser: torch.optim.Optimizer
+    batches: Sequence[Batch]
+    steps: int
+    network: nn.Module | None = None
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    accumulate: int = 1
+    scale: float = 1.0
+    step: int = 0
+    given: dict[str, object] = field(default_factory=dict)
+
+    def to(self, share: float) -> Run:
+        """Train until some share of the steps is done."""
+        while self.step < round(share * self.steps):
+            self.optimiser.zero_grad()
+            for i in range(self.accumulate):
+                batch = self.batches[(self.step * self.accumulate + i) % len(self.batches)]
+                (self.scale * self.loss(*batch)).backward()
+            self.optimiser.step()
+            if self.schedule is not None:
+                self.schedule.step()
+            self.step += 1
+        return self
+
+    def diagnosis(self, **others: object) -> Diagnosis:
+        """Look at it with everything that is known."""
+        known: dict[str, object] = {
+            "optimiser": self.optimiser,
+            "loss": self.loss,
+            "batches": self.batches,
+            "network": self.network,
+            "error": None if self.network is None else wrong,
+            "steps_left": self.steps - self.step,
+        }
+        return diagnose(self.guide, **{**known, **self.given, **others})
+
+
+def wrong(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of the images that a network takes for something else."""
+    return float((network(images).argmax(-1) != labels).double().mean())
+
+
+def digits(shape: tuple[int, ...] = (64,), size: int = 100, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    """The digits in batches."""
+    data = load_digits()
+    x = torch.tensor(data.data / 16.0, dtype=dtype).view(-1, *shape)
+    y = torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return [(x[i], y[i]) for i in order[: len(x) // size * size].split(size)]
+
+
+def classifier(network: nn.Module, batches: Sequence[Batch]) -> Callable[[Tensor, Tensor], None]:
+    """The model of a network's classes, on the scale of the whole data set."""
+    number = sum(len(y) for _, y in batches)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        logits = network(x)
+        with pyro.plate("data", number, subsample_size=len(y)):
+            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    return model
+
+
+def mlp(inputs: bool = False, prior: HardConcrete | None = None) -> nn.Sequential:
+    """Two hidden layers with gates."""
+    first = [Gate(64)] if inputs else []
+    layers = [nn.Linear(64, 60), nn.ReLU(), Gate(60, prior=prior), nn.Linear(60, 40), nn.ReLU(), Gate(40, prior=prior)]
+    return nn.Sequential(*first, *layers, nn.Linear(40, 10))
+
+
+def cnn(dropout: float = 0.0) -> nn.Sequential:
+    """Two convolutions with BatchNorm and gates."""
+    return nn.Sequential(
+        nn.Conv2d(1, 12, 3, padding=1),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        Gate(12, dim=1),
+        nn.MaxPool2d(2),
+        nn.Dropout(dropout),
+        nn.Conv2d(12, 24, 3, padding=1),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        Gate(24, dim=1),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(96, 10),
+    )
+
+
+class Residual(nn.Module):
+    """A stream with two branches of which a gate each takes all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(64, 32)
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 48), nn.ReLU(), Gate(48), nn.Linear(48, 32), Gate(1))
+            for _ in range(2)
+        )
+        self.leave = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.leave(x)
+
+
+class Transformer(nn.Module):
+    """Rows of an image as tokens, one encoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        self.encoder = nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, batch_first=True, dropout=0.0)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(images)).mean(1))
+
+
+def transformer() -> nn.Module:
+    """With gates on its heads and hidden units."""
+    gated = gate_heads(Transformer(), {"encoder.self_attn.out_proj": 4})
+    return insert_gates(gated, {"encoder.linear1": Gate(64)})
+
+
+def train(
+    network: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    lam: float | Mapping[str, float] = 0.1,
+    steps: int = 300,
+    family: type = HardConcrete,
+    start: float = 0.9,
+    rate: float = 3e-3,
+    gate_rate: float = GATE_RATE,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    gate_options: Mapping[str, object] | None = None,
+    double: bool = False,
+    priced: bool = True,
+    **options: object,
+) -> Run:
+    """A network's training by Eq. 22, or by another objective, before its first step."""
+    if double:
+        network.double()
+    model = classifier(network, batches)
+    guide = AutoGate(model, family, init_active_prob=start)
+    sizes = NetworkCost(network, batches[0][0]).group_sizes if priced else None
+    elbo = L0_ELBO(**{"objective": "l0", "lam": lam, "group_size": sizes, **options})
+    loss = elbo(model, guide)
+    loss(*batches[0])
+    groups = [
+        {"params": list(network.parameters()), "lr": rate},
+        {"params": list(guide.parameters()), "lr": gate_rate, **(gate_options or {})},
+    ]
+    return Run(loss, guide, make(groups), batches, steps, network)
+
+
+def _with_accumulation() -> Run:
+    run = train(mlp(), digits(size=50), lam=0.1, steps=300)
+    run.accumulate, run.scale = 2, 0.5
+    return run
+
+
+def _with_cosine(network: nn.Module, batches: Sequence[Batch], **options: object) -> Run:
+    run = train(network, batches, **options)
+    run.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimiser, run.steps)
+    return run
+
+
+def _with_warm_up() -> Run:
+    run = train(mlp(), digits(), lam=0.1, steps=400)
+    rates = [group["lr"] for group in run.optimiser.param_groups]
+    run.schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimiser, rates, total_steps=run.steps)
+    return run
+
+
+def _mean_loss_sgd() -> Run:
+    batches = digits()
+    run = train(
+        mlp(),
+        batches,
+        lam=0.1,
+        steps=600,
+        rate=0.2,
+        gate_rate=20.0,
+        make=lambda groups: torch.optim.SGD(groups, momentum=0.9),
+    )
+    run.scale = 1 / sum(len(y) for _, y in batches)
+    return run
+
+
+def _with_norms() -> Run:
+    network, batches = mlp(), digits()
+    return train(network, batches, lam=0.1, steps=400, weight_decay=0.1, square_norm=square_norms(network, batches[0][0]))
+
+
+def _pretrained(network: nn.Module, batches: Sequence[Batch], **options: object) -> Run:
+    """The network is trained with open gates first."""
+    for layer in network.modules():
+        if isinstance(layer, Gate):
+            layer.is_reported = True
+    model = pyro.condition(
+        classifier(network, batches),
+        data={name: torch.ones(gate.size) for name, gate in name_gates(network).items()},
+    )
+    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
+    for i in range(200):
+        optimiser.zero_grad()
+        trace = pyro.poutine.trace(model).get_trace(*batches[i % len(batches)])
+        (-trace.nodes["y"]["fn"].log_prob(trace.nodes["y"]["value"]).mean()).backward()
+        optimiser.step()
+    return train(network, batches, **options)
+
+
+def regression(number: int = 200, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Twelve features, of which four matter."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, 12, generator=generator)
+    weights = torch.tensor([2.0, -1.5, 1.0, 0.7] + [0.0] * 8)
+    return x, x @ weights + 0.5 * torch.randn(number, generator=generator)
+
+
+def spike_and_slab(x: Tensor, y: Tensor) -> None:
+    """A regression in plain Pyro."""
+    with pyro.plate("features", x.shape[1]):
+        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
+        w = pyro.sample("w", dist.Normal(0.0, 2.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(x @ (z * w), 0.5), obs=y)
+
+
+def _slabs(family: type, **options: object) -> Run:
+    x, y = regression()
+    guide = AutoSpikeSlab(spike_and_slab, slab={"w": "z"}, family=family)
+    loss = L0_ELBO("spike_slab", slab={"w": "z"}, **options)(spike_and_slab, guide)
+    loss(x, y)
+    return Run(loss, guide, torch.optim.Adam(guide.parameters(), 0.03), [(x, y)], 600)
+
+
+def sparse_regression(x: Tensor, y: Tensor) -> None:
+    """Gates times weights that are parameters."""
+    weights = pyro.param("weights", lambda: torch.full((x.shape[1],), 0.5))
+    z = pyro.sample("z", HardConcrete.from_active_prob(torch.full((x.shape[1],), 0.3)).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(x @ (z * weights), 0.5), obs=y)
+
+
+def _by_svi(optimiser: pyro.optim.PyroOptim, **options: object) -> Run:
+    x, y = regression(seed=1)
+    guide = AutoGate(sparse_regression)
+    elbo = L0_ELBO(**options)
+    svi = pyro.infer.SVI(sparse_regression, guide, optimiser, loss=elbo)
+    return SVIRun(elbo(sparse_regression, guide), guide, optimiser, [(x, y)], 500, svi=svi)
+
+
+@dataclass
+class SVIRun(Run):
+    """The same by Pyro's SVI."""
+
+    svi: pyro.infer.SVI | None = None
+
+    def to(self, share: float) -> Run:
+        while self.step < round(share * self.steps):
+            self.svi.step(*self.batches[0])
+            self.step += 1
+        return self
+
+
+HEALTHY: dict[str, Callable[[], Run]] = {
+    "MLP": lambda: train(mlp(), digits(), steps=400),
+    "MLP with input gates": lambda: train(mlp(inputs=True), digits(), steps=500),
+    "MLP, cosine": lambda: _with_cosine(mlp(), digits(), lam=0.1, steps=400),
+    "MLP, one cycle": _with_warm_up,
+    "MLP, AdamW with groups": lambda: train(
+        mlp(), digits(), make=torch.optim.AdamW, gate_options={"weight_decay": 0.0}, steps=400
+    ),
+    "MLP, AdamW without groups": lambda: train(mlp(), digits(), make=torch.optim.AdamW, steps=400),
+    "MLP, SGD on the mean loss": _mean_loss_sgd,
+    "MLP, accumulated gradients": _with_accumulation,
+    "MLP in float64": lambda: train(mlp(), digits(dtype=torch.float64), double=True, steps=400),
+    "MLP, 60 quick steps": lambda: train(mlp(), digits(), steps=60, rate=0.01, gate_rate=0.3),
+    "MLP, 1500 slow steps": lambda: train(mlp(), digits(), steps=1500, gate_rate=0.01),
+    "MLP, weight decay of Eq. 17": _with_norms,
+    "MLP, free energy": lambda: train(
+        mlp(prior=HardConcrete.from_active_prob(0.2)), digits(), objective="free_energy", lam=0.0, priced=False
+    ),
+    "MLP, rectified normal": lambda: train(mlp(), digits(), family=RectifiedNormal, steps=400),
+    "MLP, Kumaraswamy": lambda: train(mlp(), digits(), family=HardKumaraswamy, steps=400),
+    "MLP, Bernoulli gates, ARM": lambda: train(mlp(), digits(), family=BernoulliGate, estimator="arm", steps=300),
+    "MLP, Bernoulli gates, straight through": lambda: train(
+        mlp(), digits(), family=BernoulliGate, estimator="straight_through", steps=400
+    ),
+    "CNN": lambda: train(cnn(), digits((1, 8, 8)), lam=0.2, steps=300),
+    "CNN, cosine, dropout": lambda: _with_cosine(cnn(0.2), digits((1, 8, 8)), lam=0.2, steps=400),
+    "CNN, pretrained": lambda: _pretrained(cnn(), digits((1, 8, 8)), lam=0.2, steps=300, start=0.98),
+    "residual network": lambda: train(Residual(), digits(), steps=400),
+    "transformer": lambda: train(transformer(), digits((8, 8)), lam=0.05, steps=300),
+    "spike and slab, hard concrete": lambda: _slabs(HardConcrete),
+    "spike and slab, Bernoulli": lambda: _slabs(BernoulliGate, estimator="leave_one_out", num_particles=4),
+    "regression by SVI, free energy": lambda: _by_svi(pyro.optim.Adam({"lr": 0.03}), objective="free_energy"),
+    "regression by SVI, Eq. 22": lambda: _by_svi(
+        pyro.optim.ClippedAdam({"lr": 0.03}), objective="l0", lam=3.0, num_particles=2
+    ),
+}
