@@ -25,8 +25,8 @@ def check_closed(sites: Sequence[GateSite]) -> Iterator[Finding]:
             tuple(site.name for site in closed),
             f"all {' and '.join(str(len(site.test_gate)) for site in closed)} gates are closed in the deterministic "
             f"network; P(z != 0) is at most {most:.2g}.",
-            "Go back to a checkpoint before it closed, and lower its price (lam, group_size) or the gates' learning rate, "
-            "or train the network first; unless the whole site is meant to go.",
+            "Go back to a checkpoint before it closed, and lower its price (lam, group_size) or the gates' learning "
+            "rate, or train the network first; unless the whole site is meant to go.",
         )
 
 
@@ -40,8 +40,8 @@ def check_undecided(sites: Sequence[GateSite]) -> Iterator[Finding]:
             "undecided-gates",
             tuple(name for name, number in between.items() if number),
             f"{sum(between.values())} of {total} test gates ({100 * share:.0f} %) are between 0 and 1 at the end.",
-            "Train the gates longer or at a larger learning rate, or give a target, which decides them; what is between is "
-            "folded into the weights and costs as much as an open gate.",
+            "Train the gates longer or at a larger learning rate, or give a target, which decides them; what is "
+            "between is folded into the weights and costs as much as an open gate.",
         )
 
 
@@ -57,6 +57,6 @@ def check_drift(sites: Sequence[GateSite]) -> Iterator[Finding]:
                 "gates-drift-together",
                 (site.name,),
                 f"all {len(moved)} gates have moved by {mean:.2g} (spread {spread:.2g}): the data tell none apart.",
-                "See that the network's output depends on these gates and that the likelihood is the sum over the data; "
-                "if they do, lower the price or the gates' learning rate.",
+                "See that the network's output depends on these gates and that the likelihood is the sum over the "
+                "data; if they do, lower the price or the gates' learning rate.",
             )

@@ -15,6 +15,7 @@ from pyro_l0.diagnostics.pulls import Pulls
 __all__ = ["check_decay", "check_rate", "check_rounding", "check_trained", "total_steps"]
 
 _PULL = 0.1  # of a step, or of the gradient; AdamW's default decay of 0.01 stays below
+_DECIDED = 2.0  # from 0, on the scale of log alpha, where gates are open or closed
 _SGD_MARGIN = 3.0  # gradients may grow
 
 
@@ -55,8 +56,8 @@ def total_steps(holding: Holding, steps_left: int | None) -> int | None:
 def check_rate(sites: Sequence[GateSite], pulls: Pulls | None, steps_left: int | None) -> Iterator[Finding]:
     """Find a rate that brings no gate to the point where it closes, in the whole of the training.
 
-    Where a site's start is known, the whole training counts. Otherwise it is asked in its first half alone: later a gate
-    that is far from closing may have gone there.
+    Where a site's start is known, the whole training counts. Otherwise it is asked in its first half alone: later a
+    gate that is far from closing may have gone there.
     """
     slow, words = [], []
     for site in sites:
@@ -81,8 +82,8 @@ def check_rate(sites: Sequence[GateSite], pulls: Pulls | None, steps_left: int |
             "rate-too-small",
             tuple(slow),
             f"no gate can close in this training: {words[0]}.",
-            "Give the gates a parameter group of their own with a larger learning rate, in Adam about 4 times the distance "
-            "over the steps; SGD needs one for its gradients' size.",
+            "Give the gates a parameter group of their own with a larger learning rate, in Adam about 4 times the "
+            "distance over the steps; SGD needs one for its gradients' size.",
         )
 
 
@@ -101,7 +102,7 @@ def check_decay(sites: Sequence[GateSite], pulls: Pulls | None) -> Iterator[Find
         holding = site.holding
         if holding is None or not holding.decay:
             continue
-        pull = holding.decay * float(site.location.abs().median())
+        pull = holding.decay * max(_DECIDED, float(site.location.abs().median()))
         if holding.decays_apart:
             if pull > _PULL:
                 found[site.name] = f"it takes {pull:.2g} of a full step"
@@ -144,5 +145,6 @@ def check_rounding(sites: Sequence[GateSite], pulls: Pulls | None) -> Iterator[F
             "step-below-rounding",
             tuple(swallowed),
             f"{words[0]}, so that rounding takes it back.",
-            "Keep the guide in float32 (guide.float() before making the optimiser); autocast for the network is enough.",
+            "Keep the guide in float32 (guide.float() before making the optimiser); autocast for the network is "
+            "enough.",
         )

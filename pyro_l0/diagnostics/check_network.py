@@ -19,10 +19,13 @@ from pyro_l0.nn.fixed import fix_gates
 __all__ = ["Error", "check_gap", "check_statistics"]
 
 Error = Callable[..., float | Tensor]
-_GAP = 0.1
-_DEVIATIONS = 4.0
-_MEAN_OFF = 1.0  # standard deviations
-_SCALE_OFF = math.log(4.0)
+_GAP_BEFORE = 0.3  # of the errors; in the first steps, healthy trainings show up to 0.25
+_GAP_AT_END = 0.1
+_DEVIATIONS = 3.0
+_MEAN_OFF = 0.5  # standard deviations; healthy trainings stay below 0.2
+_SCALE_OFF = math.log(3.0)  # and below log 1.8
+_ALIVE = 1e-3  # of a layer's largest variance; below, a channel says the same of every input
+_YOUNG = 50  # batches, in which running statistics get to where they belong
 
 
 class Gap(NamedTuple):
@@ -47,18 +50,20 @@ def measure_gap(network: nn.Module, guide: GateGuide, error: Error, batches: Seq
     return Gap(float(fixed.mean()), float(sampled.mean()), deviation)
 
 
-def check_gap(network: nn.Module, guide: GateGuide, error: Error, batches: Sequence[object]) -> Iterator[Finding]:
-    """Find errors of sampled and of deterministic gates that are far from each other."""
+def check_gap(
+    network: nn.Module, guide: GateGuide, error: Error, batches: Sequence[object], is_end: bool
+) -> Iterator[Finding]:
+    """Find errors of sampled and of deterministic gates that are far apart; at the end they may differ less."""
     gap = measure_gap(network, guide, error, batches, draws=8)
     apart = gap.sampled - gap.fixed
-    if abs(apart) > _GAP + _DEVIATIONS * gap.deviation:
+    if abs(apart) > (_GAP_AT_END if is_end else _GAP_BEFORE) + _DEVIATIONS * gap.deviation:
         more = "sampled" if apart > 0 else "deterministic"
         remedy = (
-            "Sampled gates wreck the network that training sees: start its gates further open (init_active_prob), or train "
-            "longer with them."
+            "Sampled gates wreck the network that training sees: start its gates further open (init_active_prob), or "
+            "train longer with them."
             if apart > 0
-            else "The network was trained with gates that pruning closes: train the gates longer or at a larger rate until "
-            "they are decided, and fine-tune the network with its gates fixed."
+            else "The network was trained with gates that pruning closes: train the gates longer or at a larger rate "
+            "until they are decided, and fine-tune the network with its gates fixed."
         )
         yield Finding(
             "sampled-gap",
@@ -74,6 +79,7 @@ class Statistics(NamedTuple):
 
     mean: float
     scale: float
+    batches: int
 
 
 @torch.no_grad()
@@ -83,41 +89,49 @@ def measure_statistics(
     """The running statistics of each BatchNorm layer beside those of batches in the deterministic network.
 
     Returns:
-        By layer: the distance of the means in standard deviations of the batches, and of the variances' logs.
+        By layer: the distance of the means in standard deviations of the batches, that of the variances' logs, and how
+        many batches the running statistics have seen.
     """
     fixed = fix_gates(network, gates).eval()
-    kept = {name: copy.deepcopy(x) for name, x in fixed.named_modules() if _is_tracking(x)}
-    for name, layer in fixed.named_modules():
-        if name in kept and isinstance(layer, _BatchNorm):
-            layer.reset_running_stats()
-            layer.momentum = None  # the mean over batches
-            layer.train()
+    layers = {name: layer for name, layer in fixed.named_modules() if isinstance(layer, _BatchNorm)}
+    kept = {name: copy.deepcopy(layer) for name, layer in layers.items() if layer.running_mean is not None}
+    for name in kept:
+        layers[name].reset_running_stats()
+        layers[name].momentum = None  # the mean over batches
+        layers[name].train()
     for batch in batches:
         inputs = arguments_of(batch)[0]
         fixed(*inputs) if isinstance(inputs, tuple | list) else fixed(inputs)
     found = {}
-    for name, layer in fixed.named_modules():
-        if name not in kept or not isinstance(layer, _BatchNorm) or not int(layer.num_batches_tracked or 0):
-            continue
-        mean, variance = layer.running_mean, layer.running_var
-        old_mean, old_variance = kept[name].running_mean, kept[name].running_var
-        assert mean is not None and variance is not None and old_mean is not None and old_variance is not None
-        alive = variance > 1e-3 * variance.max()
-        if bool(alive.any()):
-            off = (old_mean - mean).abs() / variance.sqrt()
-            ratio = torch.log(old_variance / variance).abs()
-            found[name] = Statistics(float(off[alive].mean()), float(ratio[alive].mean()))
+    for name, old in kept.items():
+        new = layers[name]
+        assert new.running_mean is not None
+        assert new.running_var is not None
+        alive = new.running_var > _ALIVE * new.running_var.max()
+        if int(torch.as_tensor(new.num_batches_tracked)) and bool(alive.any()):
+            off = (torch.as_tensor(old.running_mean) - new.running_mean).abs() / new.running_var.sqrt()
+            ratio = torch.log(torch.as_tensor(old.running_var) / new.running_var).abs()
+            seen = int(torch.as_tensor(old.num_batches_tracked))
+            found[name] = Statistics(float(off[alive].mean()), float(ratio[alive].mean()), seen)
     return found
 
 
-def _is_tracking(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+def check_statistics(
+    network: nn.Module, gates: Mapping[str, Tensor], batches: Sequence[object], steps: int | None
+) -> Iterator[Finding]:
+    """Find BatchNorm layers whose running statistics are not those of the deterministic network.
 
-
-def check_statistics(network: nn.Module, gates: Mapping[str, Tensor], batches: Sequence[object]) -> Iterator[Finding]:
-    """Find BatchNorm layers whose running statistics are not those of the deterministic network."""
-    found = measure_statistics(network, gates, batches)
-    off = {name: x for name, x in found.items() if x.mean > _MEAN_OFF or x.scale > _SCALE_OFF}
+    Args:
+        network: with gates.
+        gates: the deterministic ones.
+        batches: whose statistics count.
+        steps: of the training, where they are known: at its beginning young statistics are none of this network yet.
+    """
+    off = {
+        name: x
+        for name, x in measure_statistics(network, gates, batches).items()
+        if (x.mean > _MEAN_OFF or x.scale > _SCALE_OFF) and (steps is None or max(steps, x.batches) >= _YOUNG)
+    }
     if off:
         worst = max(off.values(), key=lambda x: max(x.mean / _MEAN_OFF, x.scale / _SCALE_OFF))
         yield Finding(

@@ -26,8 +26,10 @@ __all__ = [
 ]
 
 _DROWNS = 10.0  # root mean square of the price's gradient over that of the data's
-_NEVER = 1e-4  # the same, so small that no training is long enough
+_NEVER = 1e-3  # the same for each gate, so small that no training is long enough
+_MOST = 0.9  # of a site's gates; noise closes some without any price
 _ENOUGH = 20.0  # draws between 0 and 1, of which at least one has a gradient if the gates are used
+_MARGIN = 3.0  # noise helps a little
 _LEAST = 0.01  # of a site's data gradient, below which that of a gate is taken for not having been drawn
 
 
@@ -70,7 +72,8 @@ def check_price(sites: Sequence[GateSite], elbo: L0_ELBO) -> Iterator[Finding]:
             "no-price",
             tuple(site.name for site in free),
             f"open gates cost nothing: {cause}, there is no KL of gates and no target was given.",
-            "Give L0_ELBO a lam (and a group_size that is not 0), take objective='free_energy', or use a SparsityTarget.",
+            "Give L0_ELBO a lam (and a group_size that is not 0), take objective='free_energy', or use a "
+            "SparsityTarget.",
         )
 
 
@@ -89,9 +92,9 @@ def check_multiplier(target: Target) -> Iterator[Finding]:
 
 
 def interior_draws(site: GateSite, draws: int) -> float:
-    """How many draws of a site's gates are expected to have a gradient."""
+    """How many draws of a site's open gates are expected to have a gradient."""
     gate = site.gate
-    closed, opened = (torch.exp(x.detach()) for x in (gate.log_prob_zero, gate.log_prob_one))
+    closed, opened = (torch.exp(x.detach()).flatten()[site.is_open] for x in (gate.log_prob_zero, gate.log_prob_one))
     return draws * float((1 - torch.maximum(closed, opened)).sum())
 
 
@@ -121,6 +124,8 @@ def balance(site: GateSite, pulls: Pulls) -> tuple[float, Tensor] | None:
         return None
     here = site.is_open.cpu()
     data, price = pulls.data[site.name][:, here], pulls.price[site.name][here].abs()
+    if interior_draws(site, len(data)) < _ENOUGH:
+        return None
     typical = data.square().mean().sqrt()
     if not float(typical):
         return None
@@ -143,20 +148,20 @@ def check_balance(sites: Sequence[GateSite], pulls: Pulls, steps_left: int | Non
         yield Finding(
             "price-too-large",
             tuple(drowned),
-            f"the price's gradient is {max(drowned.values()):.3g} times the data's: the gates close whatever the data say.",
-            "Lower lam (it is in nats per weight on the loss summed over the data set; the paper's lam / N on a mean loss "
-            "is lam here), or see that the model's likelihood is scaled to the whole data set.",
+            f"the price's gradient is {max(drowned.values()):.3g} times the data's: the gates close whatever the data "
+            "say.",
+            "Lower lam (it is in nats per weight on the loss summed over the data set; the paper's lam / N on a mean "
+            "loss is lam here), or see that the model's likelihood is scaled to the whole data set.",
         )
-    # What has closed somewhere was worth its price.
-    if not is_price or not found or not all(bool(site.is_open.all()) for site in sites):
+    if not is_price or not found:
         return
     weak = {name: ratio for name, (site, (_, ratio)) in found.items() if _closes_nothing(site, ratio, steps_left)}
     if len(weak) == len(sites):
         yield Finding(
             "price-too-small",
             tuple(weak),
-            f"the price's gradient is at most {max(float(x.max()) for x in weak.values()):.2g} of the data's noise, and no "
-            "gate is closed: nothing will close on its account.",
+            f"the price's gradient is at most {max(float(x.max()) for x in weak.values()):.2g} of the data's noise: "
+            "nothing will close on its account.",
             "Raise lam (in nats per weight on the loss summed over the data set), or use a SparsityTarget, which finds "
             "the price.",
         )
@@ -167,9 +172,11 @@ def _closes_nothing(site: GateSite, ratio: Tensor, steps_left: int | None) -> bo
     most = float(ratio.max())
     if 0 < most < _NEVER:
         return True
+    if float(site.is_open.float().mean()) < _MOST:  # what has closed was worth its price
+        return False
     holding = site.holding
     total = None if holding is None else total_steps(holding, steps_left)
     if holding is None or not total or not holding.is_normalised:
         return False
     distance = site.distance[site.distance.isfinite()]
-    return most > 0 and bool(len(distance)) and holding.rate * total * most < float(distance.min())
+    return most > 0 and bool(len(distance)) and _MARGIN * holding.rate * total * most < float(distance.min())

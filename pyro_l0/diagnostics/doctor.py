@@ -19,7 +19,7 @@ from pyro_l0.diagnostics.check_prices import (
 )
 from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
 from pyro_l0.diagnostics.gate_sites import GateSite, gate_sites
-from pyro_l0.diagnostics.holdings import AnyOptimiser
+from pyro_l0.diagnostics.holdings import AnyOptimiser, steps_taken
 from pyro_l0.diagnostics.pulls import Loss, Pulls, measure_pulls, objective_of
 from pyro_l0.diagnostics.untouched import first_batches, untouched
 from pyro_l0.infer.guide import GateGuide, check_guide
@@ -48,15 +48,17 @@ def diagnose(
         steps_left = max(0, target.steps - target.step)
     found: list[Finding | Unchecked] = []
     sites = gate_sites(guide, optimisers, target is not None)
-    with untouched(guide, [site.location.device for site in sites]):
+    devices = {site.location.device for site in sites}
+    pulls = None
+    with untouched(guide, devices):
         some = None if batches is None else first_batches(batches, _BATCHES)
-        pulls = None
         if loss is not None and some:
             pulls = measure_pulls(loss, some, {site.name: site.parameter for site in sites}, _DRAWS)
-        found += _movement(sites, optimisers, pulls, steps_left)
-        found += _prices(sites, loss, pulls, target, steps_left)
-        found += _gates(sites, loss, steps_left)
-        found += _network(guide, network, error, some)
+    found += _movement(sites, optimisers, pulls, steps_left)
+    found += _prices(sites, loss, pulls, target, steps_left)
+    found += _gates(sites, loss, steps_left)
+    with untouched(guide, devices):
+        found += _network(guide, network, error, some, _steps(sites, loss), steps_left == 0)
     return Diagnosis(
         tuple(x for x in found if isinstance(x, Finding)), tuple(x for x in found if isinstance(x, Unchecked))
     )
@@ -105,13 +107,25 @@ def _gates(sites: Sequence[GateSite], loss: Loss | None, steps_left: int | None)
 
 
 def _network(
-    guide: GateGuide, network: nn.Module | None, error: Error | None, batches: Sequence[object] | None
+    guide: GateGuide,
+    network: nn.Module | None,
+    error: Error | None,
+    batches: Sequence[object] | None,
+    steps: int | None,
+    is_end: bool,
 ) -> Iterator[Finding | Unchecked]:
     if network is None or not batches:
         yield Unchecked("the statistics of BatchNorm", "network and batches")
     else:
-        yield from check_statistics(network, guide.test_gates(), batches)
+        yield from check_statistics(network, guide.test_gates(), batches, steps)
     if network is None or not batches or error is None:
         yield Unchecked("the error with sampled and with deterministic gates", "network, batches and error")
     else:
-        yield from check_gap(network, guide, error, batches)
+        yield from check_gap(network, guide, error, batches, is_end)
+
+
+def _steps(sites: Sequence[GateSite], loss: Loss | None) -> int | None:
+    """Steps taken, by what the optimiser or the objective counts."""
+    elbo = objective_of(loss)
+    counted = steps_taken([site.holding for site in sites])
+    return elbo.step if counted is None and elbo is not None else counted

@@ -82,9 +82,9 @@ def _closing(gate: GateDistribution, parameter: Tensor) -> Tensor:
     """Where the test gates become 0, by halving."""
     key, constraint = next(iter(gate.learned.items()))
     transform = transform_to(constraint)
-    others = {name: getattr(gate, name).detach() for name in gate.learned if name != key}
     current = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
-    if not torch.allclose(transform(current), getattr(gate, key), rtol=1e-2):
+    others = {name: getattr(gate, name).detach().to(current) for name in gate.learned if name != key}
+    if not torch.allclose(transform(current), getattr(gate, key).to(current), rtol=1e-2):
         return torch.full_like(current, -math.inf)
 
     def is_closed(x: Tensor) -> Tensor:

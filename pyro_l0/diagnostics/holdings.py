@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +118,8 @@ def _torch_optimisers(optimiser: AnyOptimiser, parameter: Tensor) -> list[Optimi
     arguments = optimiser.pt_optim_args
     if not parameter.requires_grad or not isinstance(arguments, dict):
         return []
-    return [optimiser.pt_optim_constructor([parameter], **arguments)]
+    make: Callable[..., Optimizer] = optimiser.pt_optim_constructor
+    return [make([parameter], **arguments)]
 
 
 def steps_taken(holdings: Sequence[Holding | None]) -> int | None:

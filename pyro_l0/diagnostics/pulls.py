@@ -68,7 +68,7 @@ def _price(probe: L0_ELBO, loss: ELBOModule, run: tuple[object, ...], asked: dic
     with Record() as record:
         loss.guide(*run)
     total = sum(probe.evaluate(loss.model, record, {}, run, {}).analytic, torch.zeros(()))
-    return {name: gradient for name, gradient in zip(asked, _gradients(total, asked), strict=True)}
+    return dict(zip(asked, _gradients(total, asked), strict=True))
 
 
 def _gradients(loss: Tensor, asked: dict[str, Tensor]) -> list[Tensor]:

@@ -40,10 +40,14 @@ def untouched(guide: object, devices: Iterable[torch.device]) -> Iterator[None]:
         if isinstance(guide, AutoGate):
             guide._watches = []  # what it tells of a training does not count these runs
         cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-        with torch.random.fork_rng(cuda), torch.inference_mode(False), torch.enable_grad():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
+        with (
+            torch.random.fork_rng(cuda),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
     finally:
         hook.remove()
         set_rng_state(state)
@@ -70,7 +74,7 @@ def probe_of(elbo: L0_ELBO) -> L0_ELBO:
 
 
 def first_batches(batches: Iterable[object], number: int) -> list[object]:
-    """The first of some batches; a loader's own generator is left as it was, the others' state is the caller's matter."""
+    """The first of some batches; a loader's own generator is left as it was."""
     holders = [batches, getattr(batches, "sampler", None)]
     found = (getattr(holder, "generator", None) for holder in holders)
     generators = [(x, x.get_state()) for x in found if isinstance(x, torch.Generator)]

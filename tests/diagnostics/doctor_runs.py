@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pyro
 import pyro.distributions as dist
@@ -184,20 +185,18 @@ def train(
     return Run(loss, guide, make(groups), batches, steps, network)
 
 
-def _with_accumulation() -> Run:
-    run = train(mlp(), digits(size=50), lam=0.1, steps=300)
+def _accumulated() -> Run:
+    run = train(mlp(), digits(size=50), steps=400)
     run.accumulate, run.scale = 2, 0.5
     return run
 
 
-def _with_cosine(network: nn.Module, batches: Sequence[Batch], **options: object) -> Run:
-    run = train(network, batches, **options)
+def _scheduled(run: Run) -> Run:
     run.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimiser, run.steps)
     return run
 
 
-def _with_warm_up() -> Run:
-    run = train(mlp(), digits(), lam=0.1, steps=400)
+def _one_cycle(run: Run) -> Run:
     rates = [group["lr"] for group in run.optimiser.param_groups]
     run.schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimiser, rates, total_steps=run.steps)
     return run
@@ -249,19 +248,24 @@ def regression(number: int = 200, seed: int = 0) -> tuple[Tensor, Tensor]:
     return x, x @ weights + 0.5 * torch.randn(number, generator=generator)
 
 
-def spike_and_slab(x: Tensor, y: Tensor) -> None:
+def spike_and_slab(prior: BernoulliGate | HardConcrete) -> Callable[[Tensor, Tensor], None]:
     """A regression in plain Pyro."""
-    with pyro.plate("features", x.shape[1]):
-        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
-        w = pyro.sample("w", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(x @ (z * w), 0.5), obs=y)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        with pyro.plate("features", x.shape[1]):
+            z = pyro.sample("z", prior)
+            w = pyro.sample("w", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal((z * w) @ x.T, 0.5), obs=y)
+
+    return model
 
 
-def _slabs(family: type, **options: object) -> Run:
+def _slabs(prior: BernoulliGate | HardConcrete, guide_options: Mapping[str, object], **options: object) -> Run:
     x, y = regression()
-    guide = AutoSpikeSlab(spike_and_slab, slab={"w": "z"}, family=family)
-    loss = L0_ELBO("spike_slab", slab={"w": "z"}, **options)(spike_and_slab, guide)
+    model = spike_and_slab(prior)
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, family=type(prior), **guide_options)
+    loss = L0_ELBO("spike_slab", slab={"w": "z"}, **options)(model, guide)
     loss(x, y)
     return Run(loss, guide, torch.optim.Adam(guide.parameters(), 0.03), [(x, y)], 600)
 
@@ -295,39 +299,186 @@ class SVIRun(Run):
         return self
 
 
+def _quick(network: nn.Module, batches: Sequence[Batch], **options: object) -> Run:
+    """With gates that have decided at the end of so few steps."""
+    return train(network, batches, **{"gate_rate": 0.1, "steps": 400, **options})
+
+
+_RARE = BernoulliGate(probs=torch.tensor(0.2))
 HEALTHY: dict[str, Callable[[], Run]] = {
     "MLP": lambda: train(mlp(), digits(), steps=400),
-    "MLP with input gates": lambda: train(mlp(inputs=True), digits(), steps=500),
-    "MLP, cosine": lambda: _with_cosine(mlp(), digits(), lam=0.1, steps=400),
-    "MLP, one cycle": _with_warm_up,
+    "MLP with input gates": lambda: train(mlp(inputs=True), digits(), steps=600),
+    "MLP, cosine": lambda: _scheduled(_quick(mlp(), digits())),
+    "MLP, one cycle": lambda: _one_cycle(_quick(mlp(), digits(), steps=300)),
     "MLP, AdamW with groups": lambda: train(
         mlp(), digits(), make=torch.optim.AdamW, gate_options={"weight_decay": 0.0}, steps=400
     ),
-    "MLP, AdamW without groups": lambda: train(mlp(), digits(), make=torch.optim.AdamW, steps=400),
+    "MLP, AdamW without groups": lambda: _quick(mlp(), digits(), make=torch.optim.AdamW),
     "MLP, SGD on the mean loss": _mean_loss_sgd,
-    "MLP, accumulated gradients": _with_accumulation,
-    "MLP in float64": lambda: train(mlp(), digits(dtype=torch.float64), double=True, steps=400),
-    "MLP, 60 quick steps": lambda: train(mlp(), digits(), steps=60, rate=0.01, gate_rate=0.3),
-    "MLP, 1500 slow steps": lambda: train(mlp(), digits(), steps=1500, gate_rate=0.01),
+    "MLP, accumulated gradients": _accumulated,
+    "MLP in float64": lambda: _quick(mlp(), digits(dtype=torch.float64), double=True),
+    "MLP, 60 steps": lambda: train(mlp(), digits(), steps=60, rate=0.01, gate_rate=0.3),
+    "MLP, 1500 steps": lambda: train(mlp(), digits(), steps=1500, gate_rate=0.03),
     "MLP, weight decay of Eq. 17": _with_norms,
     "MLP, free energy": lambda: train(
         mlp(prior=HardConcrete.from_active_prob(0.2)), digits(), objective="free_energy", lam=0.0, priced=False
     ),
-    "MLP, rectified normal": lambda: train(mlp(), digits(), family=RectifiedNormal, steps=400),
+    "MLP, rectified normal": lambda: _quick(mlp(), digits(), family=RectifiedNormal, steps=800),
     "MLP, Kumaraswamy": lambda: train(mlp(), digits(), family=HardKumaraswamy, steps=400),
-    "MLP, Bernoulli gates, ARM": lambda: train(mlp(), digits(), family=BernoulliGate, estimator="arm", steps=300),
-    "MLP, Bernoulli gates, straight through": lambda: train(
-        mlp(), digits(), family=BernoulliGate, estimator="straight_through", steps=400
+    "MLP, Bernoulli gates, ARM": lambda: _quick(mlp(), digits(), family=BernoulliGate, estimator="arm", lam=0.5),
+    "MLP, Bernoulli gates, straight through": lambda: _quick(
+        mlp(), digits(), family=BernoulliGate, estimator="straight_through"
     ),
+    "MLP, pretrained": lambda: _pretrained(mlp(), digits(), lam=1.0, steps=400, gate_rate=0.1, start=0.98),
     "CNN": lambda: train(cnn(), digits((1, 8, 8)), lam=0.2, steps=300),
-    "CNN, cosine, dropout": lambda: _with_cosine(cnn(0.2), digits((1, 8, 8)), lam=0.2, steps=400),
-    "CNN, pretrained": lambda: _pretrained(cnn(), digits((1, 8, 8)), lam=0.2, steps=300, start=0.98),
-    "residual network": lambda: train(Residual(), digits(), steps=400),
-    "transformer": lambda: train(transformer(), digits((8, 8)), lam=0.05, steps=300),
-    "spike and slab, hard concrete": lambda: _slabs(HardConcrete),
-    "spike and slab, Bernoulli": lambda: _slabs(BernoulliGate, estimator="leave_one_out", num_particles=4),
+    "CNN, cosine, dropout": lambda: _scheduled(_quick(cnn(0.2), digits((1, 8, 8)), lam=0.2, gate_rate=0.2)),
+    "CNN, pretrained": lambda: _pretrained(
+        cnn(), digits((1, 8, 8)), lam=0.2, steps=300, start=0.98, gate_rate=0.1
+    ),
+    "residual network": lambda: _quick(Residual(), digits(), gate_rate=0.2),
+    "transformer": lambda: _quick(transformer(), digits((8, 8)), lam=0.05, steps=300),
+    "spike and slab, hard concrete": lambda: _slabs(HardConcrete.from_active_prob(0.2), {}),
+    "spike and slab, Bernoulli": lambda: _slabs(_RARE, {}, estimator="leave_one_out", num_particles=4),
     "regression by SVI, free energy": lambda: _by_svi(pyro.optim.Adam({"lr": 0.03}), objective="free_energy"),
     "regression by SVI, Eq. 22": lambda: _by_svi(
         pyro.optim.ClippedAdam({"lr": 0.03}), objective="l0", lam=3.0, num_particles=2
     ),
 }
+
+
+class Fault(NamedTuple):
+    """A training with something wrong in it, the share of its steps after which it is looked at, and what to find."""
+
+    make: Callable[[], Run]
+    share: float
+    code: str
+
+
+def _left_out() -> Run:
+    run = train(mlp(), digits())
+    run.optimiser = torch.optim.Adam(run.network.parameters(), 3e-3)
+    return run
+
+
+def _stale() -> Run:
+    """The optimiser was made of an earlier guide."""
+    run, later = train(mlp(), digits()), train(mlp(), digits())
+    later.optimiser = torch.optim.Adam([*later.network.parameters(), *run.guide.parameters()], 0.02)
+    return later
+
+
+def _frozen() -> Run:
+    run = train(mlp(), digits())
+    run.guide.requires_grad_(False)
+    return run
+
+
+def _small_gradients() -> Run:
+    """SGD with a rate for weights, on the mean loss."""
+    batches = digits()
+    run = train(mlp(), batches, rate=0.1, gate_rate=0.1, make=lambda groups: torch.optim.SGD(groups, momentum=0.9))
+    run.scale = 1 / sum(len(y) for _, y in batches)
+    return run
+
+
+def _decayed() -> Run:
+    """Weight decay in Adam's gradient, on the mean loss."""
+    batches = digits()
+    run = train(mlp(), batches, make=lambda groups: torch.optim.Adam(groups, weight_decay=5e-3))
+    run.scale = 1 / sum(len(y) for _, y in batches)
+    return run
+
+
+def _halved(dtype: torch.dtype, rate: float) -> Run:
+    """The guide in half precision."""
+    run = train(mlp(), digits(), gate_rate=rate, steps=5000)
+    run.guide.to(dtype)
+    run.steps = 5000
+    return run
+
+
+def _wrong_statistics(spoil: Callable[[nn.Module], None]) -> Run:
+    """BatchNorm's statistics are spoilt after the training."""
+    run = train(cnn(), digits((1, 8, 8)), lam=0.2, steps=100, gate_rate=0.2).to(1.0)
+    for layer in run.network.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            spoil(layer)
+    return run
+
+
+@torch.no_grad()
+def _of_other_images(layer: nn.BatchNorm2d) -> None:
+    layer.running_mean.mul_(3.0)
+    layer.running_var.mul_(9.0)
+
+
+def _unused() -> Run:
+    """The network's gates are drawn, and the likelihood is that of a network without them."""
+    plain = mlp()
+    for i in (2, 5):
+        plain[i] = nn.Identity()
+    gated, batches = mlp(), digits()
+    number = sum(len(y) for _, y in batches)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        gated(x)
+        with pyro.plate("data", number, subsample_size=len(y)):
+            pyro.sample("y", dist.Categorical(logits=plain(x)), obs=y)
+
+    guide = AutoGate(model)
+    loss = L0_ELBO("l0", lam=0.1)(model, guide)
+    loss(*batches[0])
+    optimiser = torch.optim.Adam([*plain.parameters(), *guide.parameters()], 0.02)
+    return Run(loss, guide, optimiser, batches, 300)
+
+
+def _one_site_collapses() -> Run:
+    return train(mlp(), digits(), lam={"2": 6.0, "5": 0.1})
+
+
+def _wrecked() -> Run:
+    """A network that was trained without gates gets half-closed ones."""
+    return _pretrained(mlp(inputs=True), digits(), start=0.8)
+
+
+def _cut() -> Run:
+    """Gates that are open with a probability of a third have test gates of almost 0."""
+    return train(mlp(), digits(), start=0.35, gate_rate=1e-3, lam=1e-2)
+
+
+FAULTS: dict[str, Fault] = {
+    "gates not in the optimiser": Fault(_left_out, 0.1, "gates-not-trained"),
+    "parameters of another guide": Fault(_stale, 0.1, "gates-not-trained"),
+    "requires_grad is off": Fault(_frozen, 0.1, "gates-not-trained"),
+    "rate of 1e-3": Fault(lambda: train(mlp(), digits(), gate_rate=1e-3), 0.1, "rate-too-small"),
+    "SGD with small gradients": Fault(_small_gradients, 0.1, "rate-too-small"),
+    "AdamW, decay of 0.1": Fault(
+        lambda: train(mlp(), digits(), make=lambda groups: torch.optim.AdamW(groups, weight_decay=0.1)),
+        0.1,
+        "weight-decay-on-gates",
+    ),
+    "Adam, decay on the mean loss": Fault(_decayed, 0.1, "weight-decay-on-gates"),
+    "bfloat16 gates": Fault(lambda: _halved(torch.bfloat16, 2e-3), 0.01, "step-below-rounding"),
+    "float16 gates": Fault(lambda: _halved(torch.float16, 8e-4), 0.01, "step-below-rounding"),
+    "lam of 10": Fault(lambda: train(mlp(), digits(), lam=10.0), 0.05, "price-too-large"),
+    "lam of 1e-6": Fault(lambda: train(mlp(), digits(), lam=1e-6), 0.3, "price-too-small"),
+    "one site collapses": Fault(_one_site_collapses, 1.0, "site-collapsed"),
+    "undecided at the end": Fault(lambda: train(mlp(), digits(), gate_rate=0.02), 1.0, "undecided-gates"),
+    "sampled gates wreck": Fault(_wrecked, 0.0, "sampled-gap"),
+    "test gates cut": Fault(_cut, 1.0, "sampled-gap"),
+    "BatchNorm reset": Fault(
+        lambda: _wrong_statistics(lambda layer: layer.reset_running_stats()), 1.0, "batch-norm-of-another-network"
+    ),
+    "BatchNorm of other images": Fault(
+        lambda: _wrong_statistics(_of_other_images), 1.0, "batch-norm-of-another-network"
+    ),
+    "gates not used": Fault(_unused, 0.1, "gates-drift-together"),
+    "lam of 0": Fault(lambda: train(mlp(), digits(), lam=0.0), 0.1, "no-price"),
+}
+
+
+def start(make: Callable[[], Run], seed: int = 1) -> Run:
+    """A training from a seed."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    return make()
