@@ -29,6 +29,7 @@ _DROWNS = 10.0  # root mean square of the price's gradient over that of the data
 _NEVER = 1e-3  # the same for each gate, so small that no training is long enough
 _MOST = 0.9  # of a site's gates; noise closes some without any price
 _ENOUGH = 20.0  # draws between 0 and 1, of which at least one has a gradient if the gates are used
+_FIRST = 0.2  # of the training, in which the data's gradients are those of a bad fit and fall by orders
 _MARGIN = 3.0  # noise helps a little
 _LEAST = 0.01  # of a site's data gradient, below which that of a gate is taken for not having been drawn
 
@@ -99,7 +100,9 @@ def interior_draws(site: GateSite, draws: int) -> float:
 
 
 def check_unused(sites: Sequence[GateSite], pulls: Pulls) -> Iterator[Finding]:
-    """Find sites for whose gates the data have no gradient at all."""
+    """Find sites for whose gates the data have no gradient at all, while no other site is closed and shuts them off."""
+    if not all(bool(site.is_open.any()) for site in sites):
+        return
     unused = [
         site
         for site in sites
@@ -170,12 +173,14 @@ def check_balance(sites: Sequence[GateSite], pulls: Pulls, steps_left: int | Non
 def _closes_nothing(site: GateSite, ratio: Tensor, steps_left: int | None) -> bool:
     """Whether the price, among the data's noise, brings no gate of a site to where it closes."""
     most = float(ratio.max())
+    holding = site.holding
+    total = None if holding is None else total_steps(holding, steps_left)
+    if holding is not None and total and (holding.steps or 0) < _FIRST * total:
+        return False
     if 0 < most < _NEVER:
         return True
     if float(site.is_open.float().mean()) < _MOST:  # what has closed was worth its price
         return False
-    holding = site.holding
-    total = None if holding is None else total_steps(holding, steps_left)
     if holding is None or not total or not holding.is_normalised:
         return False
     distance = site.distance[site.distance.isfinite()]

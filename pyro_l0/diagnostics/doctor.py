@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_l0.diagnostics.check_gates import check_closed, check_drift, check_undecided
 from pyro_l0.diagnostics.check_movement import check_decay, check_rate, check_rounding, check_trained
@@ -41,8 +41,69 @@ def diagnose(
     target: Target | None = None,
     steps_left: int | None = None,
 ) -> Diagnosis:
-    """Look at a training with gates and name what is wrong with it; at any time, and as often as you like."""
+    """Look at a training with gates and name what is wrong with it; at any time, and as often as you like.
+
+    Everything but the guide may be left out: what can't be checked then is said in
+    :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.Diagnosis>`. Nothing is changed: random states, gradients,
+    optimisers, modes, BatchNorm's statistics and the objective's step are as before.
+
+    ===================================  =====================================================================
+    ``code`` of a finding                what was seen
+    ===================================  =====================================================================
+    ``"gates-not-trained"``              no optimiser holds the gates' parameters, or ``requires_grad`` is off
+    ``"rate-too-small"``                 the steps of this training bring no gate to where it closes
+    ``"weight-decay-on-gates"``          a weight decay pulls gates to where they are half open
+    ``"step-below-rounding"``            gates in half precision, whose rounding takes every step back
+    ``"no-price"``                       open gates cost nothing
+    ``"price-too-small"``                the price is nothing beside the data's noise, and closes nothing
+    ``"price-too-large"``                the price drowns the data, and closes everything
+    ``"multiplier-at-limit"``            a target's multiplier stands at its limit
+    ``"site-collapsed"``                 all gates of a site are closed
+    ``"gates-drift-together"``           all gates of a site move as one: the data tell none apart
+    ``"undecided-gates"``                at the end, more than 5 % of the test gates are between 0 and 1
+    ``"sampled-gap"``                    sampled and deterministic gates give very different errors
+    ``"batch-norm-of-another-network"``  running statistics are not those under the deterministic gates
+    ===================================  =====================================================================
+
+    The whole takes about as long as ten steps on a batch, and ``error`` on eight batches as long as nine evaluations.
+
+    Args:
+        guide: the gates' guide, after its first call; an AutoGate, or another
+            :class:`~pyro_l0.infer.GateGuide`.
+        optimiser: of the gates, one of torch's or of Pyro's, or a list of all optimisers.
+        loss: what is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` comes apart into data and price; of
+            others, the price can't be checked. Give it without a wrapper for data parallelism.
+        batches: of the loss, such as a loader, of which the first eight are used; a tuple or list holds the arguments.
+        network: with the gates; for its BatchNorm and its error. It is called with a batch's first entry, or with the
+            entries of that if it is a tuple or list.
+        error: called with a network whose gates are fixed and the entries of a batch, returns an error rate.
+        target: of the gates, in the place of a price.
+        steps_left: of the optimiser until the end of the training, 0 at the end; a target knows.
+
+    Raises:
+        TypeError: the guide is none over gates, or ``batches`` is a single batch.
+        ValueError: ``steps_left`` is negative; or the loss raises, which it does where it is not finite.
+
+    Example:
+        >>> import pyro, torch
+        >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer import AutoGate
+        >>> def model():
+        ...     pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
+        >>> guide = AutoGate(model)
+        >>> _ = guide()
+        >>> optimiser = torch.optim.Adam(guide.parameters(), lr=1e-3)
+        >>> diagnosis = diagnose(guide, optimiser, steps_left=500)
+        >>> diagnosis.codes
+        ('rate-too-small',)
+        >>> diagnosis.findings[0].seen
+        'no gate can close in this training: 500 steps of at most 0.001 for a distance of 3.'
+    """
     check_guide(guide, "a diagnosis", "posterior", "test_gates", "locations")
+    if isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(x, Tensor) for x in batches)):
+        raise TypeError("Expected batches to be an iterable of batches, but got a single one; put it in a list.")
+    if steps_left is not None and steps_left < 0:
+        raise ValueError(f"Expected steps_left of at least 0, but got {steps_left}.")
     optimisers = list(optimiser) if isinstance(optimiser, Sequence) else [] if optimiser is None else [optimiser]
     if steps_left is None and target is not None:
         steps_left = max(0, target.steps - target.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from pyro.optim import PyroOptim
@@ -118,7 +119,7 @@ def _torch_optimisers(optimiser: AnyOptimiser, parameter: Tensor) -> list[Optimi
     arguments = optimiser.pt_optim_args
     if not parameter.requires_grad or not isinstance(arguments, dict):
         return []
-    make: Callable[..., Optimizer] = optimiser.pt_optim_constructor
+    make = cast(Callable[..., Optimizer], optimiser.pt_optim_constructor)
     return [make([parameter], **arguments)]
 
 

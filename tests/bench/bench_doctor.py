@@ -2,8 +2,7 @@
 
 Trainings with a planted fault are looked at once, and their own finding is to be among what is found. Healthy ones are
 looked at at their start, after a twentieth, a fifth and a half of their steps, and at their end, and nothing is to be
-found. The thresholds were chosen on the runs without a star; those with a star were looked at afterwards. Ends with 1 if
-a fault is missed or a healthy training has a finding. Takes three minutes on one core.
+found. Ends with 1 if a fault is missed or a healthy training has a finding. Takes three minutes on one core.
 """
 
 from __future__ import annotations
