@@ -16,7 +16,12 @@ _FEWEST = 4  # gates of which can be said that they move together
 
 
 def check_closed(sites: Sequence[GateSite]) -> Iterator[Finding]:
-    """Find sites of several gates of which none is open."""
+    """Find sites of several gates of which none is open.
+
+    A closed gate that is alone at its site takes a whole branch, whose other gates may then close as well.
+    """
+    if any(len(site.test_gate) == 1 and not bool(site.is_open.any()) for site in sites):
+        return
     closed = [site for site in sites if len(site.test_gate) > 1 and not bool(site.is_open.any())]
     if closed:
         most = max(float(site.gate.active_prob.max()) for site in closed)

@@ -219,9 +219,7 @@ def _mean_loss_sgd() -> Run:
 
 def _with_norms() -> Run:
     network, batches = mlp(), digits()
-    return train(
-        network, batches, lam=0.1, steps=400, weight_decay=0.1, square_norm=square_norms(network, batches[0][0])
-    )
+    return _quick(network, batches, weight_decay=0.1, square_norm=square_norms(network, batches[0][0]))
 
 
 def _pretrained(network: nn.Module, batches: Sequence[Batch], **options: object) -> Run:
