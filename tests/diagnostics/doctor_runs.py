@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate, HardConcrete, HardKumaraswamy, RectifiedNormal
 from pyro_l0.diagnostics import Diagnosis, diagnose
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, name_gates, square_norms
 
 GATE_RATE = 0.05
@@ -306,6 +306,35 @@ def _quick(network: nn.Module, batches: Sequence[Batch], **options: object) -> R
 
 
 _RARE = BernoulliGate(probs=torch.tensor(0.2))
+@dataclass
+class TargetRun(Run):
+    """The same within a budget."""
+
+    target: SparsityTarget | None = None
+
+    def to(self, share: float) -> Run:
+        while self.step < round(share * self.steps):
+            self.optimiser.zero_grad()
+            self.loss(*self.batches[self.step % len(self.batches)]).backward()
+            self.target.add_gradient()
+            self.optimiser.step()
+            self.target.ascend()
+            self.step += 1
+        return self
+
+
+def within(budget: float, network: nn.Module, batches: Sequence[Batch], steps: int, pretrained: bool) -> Run:
+    """A network's training with a target of multiply-adds."""
+    make = _pretrained if pretrained else train
+    run = make(network, batches, lam=0.0, steps=steps, priced=False)
+    cost = NetworkCost(network, batches[0][0])
+    target = SparsityTarget(run.guide, budget, cost.macs, steps=steps, pretrained=pretrained)
+    groups = [{"params": list(network.parameters()), "lr": 2e-3}]
+    optimiser = torch.optim.Adam([*groups, {"params": list(run.guide.parameters()), **target.optimiser_options}])
+    given = {"target": target, "steps_left": None}
+    return TargetRun(run.loss, run.guide, optimiser, batches, steps, network, given=given, target=target)
+
+
 HEALTHY: dict[str, Callable[[], Run]] = {
     "MLP": lambda: train(mlp(), digits(), steps=400),
     "MLP with input gates": lambda: train(mlp(inputs=True), digits(), steps=600),
@@ -342,6 +371,11 @@ HEALTHY: dict[str, Callable[[], Run]] = {
     "regression by SVI, Eq. 22": lambda: _by_svi(
         pyro.optim.ClippedAdam({"lr": 0.03}), objective="l0", lam=3.0, num_particles=2
     ),
+    "MLP, pretrained, a target of .3": lambda: within(0.3, mlp(), digits(), 400, pretrained=True),
+    "MLP, pretrained, a target of .1": lambda: within(0.1, mlp(), digits(), 300, pretrained=True),
+    "CNN, pretrained, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 300, pretrained=True),
+    "CNN from scratch, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 400, pretrained=False),
+    "transformer, a target of .3": lambda: within(0.3, transformer(), digits((8, 8)), 400, pretrained=True),
 }
 
 
