@@ -73,6 +73,8 @@ def check_rate(sites: Sequence[GateSite], pulls: Pulls | None, steps_left: int |
             continue
         start = site.location if site.start is None else torch.full_like(site.closing, site.start)
         distance = float((start - site.closing)[site.closing.isfinite()].min())
+        if float((site.location - start).abs().max()) > distance / 2:  # with gradients that have become smaller since
+            continue
         reach = step * total * (1.0 if holding.is_normalised else _SGD_MARGIN)
         if reach < distance:
             slow.append(site.name)

@@ -30,6 +30,7 @@ _NEVER = 1e-3  # the same for each gate, so small that no training is long enoug
 _MOST = 0.9  # of a site's gates; noise closes some without any price
 _ENOUGH = 20.0  # draws between 0 and 1, of which at least one has a gradient if the gates are used
 _FIRST = 0.2  # of the training, in which the data's gradients are those of a bad fit and fall by orders
+_CALLS = 5  # steps after which a target has had its say
 _MARGIN = 3.0  # noise helps a little
 _LEAST = 0.01  # of a site's data gradient, below which that of a gate is taken for not having been drawn
 
@@ -44,6 +45,14 @@ class Target(Protocol):
     @property
     def steps(self) -> int:
         """Steps of the whole training."""
+
+    @property
+    def start(self) -> int:
+        """Steps before the gates begin to move."""
+
+    @property
+    def multiplier(self) -> Tensor:
+        """The multiplier of each constraint, shape ``(k,)``."""
 
     @property
     def saturated(self) -> Tensor:
@@ -78,8 +87,23 @@ def check_price(sites: Sequence[GateSite], elbo: L0_ELBO) -> Iterator[Finding]:
         )
 
 
-def check_multiplier(target: Target) -> Iterator[Finding]:
-    """Find multipliers of a target at their limit."""
+def check_multiplier(target: Target, steps: int | None) -> Iterator[Finding]:
+    """Find multipliers of a target at their limit, and a target that is not called.
+
+    Args:
+        target: the target.
+        steps: that the optimiser has taken with the gates, where they are known.
+    """
+    is_silent = target.step > target.start + _CALLS and not bool(target.multiplier.any())
+    is_still = target.step == 0 and steps is not None and steps > _CALLS
+    if is_silent or is_still:
+        yield Finding(
+            "no-price",
+            (),
+            f"the target has counted {target.step} steps, the optimiser {steps}, and the multiplier is 0.",
+            "Call target.add_gradient() between loss.backward() and optimiser.step(), and target.ascend() after it, in "
+            "every step.",
+        )
     saturated = torch.as_tensor(target.saturated)
     if bool(saturated.any()):
         yield Finding(

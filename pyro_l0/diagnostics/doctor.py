@@ -143,7 +143,7 @@ def _prices(
 ) -> Iterator[Finding | Unchecked]:
     elbo = objective_of(loss)
     if target is not None:
-        yield from check_multiplier(target)
+        yield from check_multiplier(target, steps_taken([site.holding for site in sites]))
     elif elbo is None:
         yield Unchecked("the price of open gates", "loss=L0_ELBO(...)(model, guide), or the target")
     else:

@@ -473,6 +473,26 @@ def _wrecked() -> Run:
     return _pretrained(mlp(inputs=True), digits(), start=0.8)
 
 
+def _without_gradient() -> Run:
+    run = within(0.3, mlp(), digits(), 300, pretrained=True)
+    run.target.add_gradient = lambda: None
+    return run
+
+
+def _without_ascent() -> Run:
+    run = within(0.3, mlp(), digits(), 300, pretrained=True)
+    run.target.ascend = run.target.add_gradient = lambda: None
+    return run
+
+
+def _saturated() -> Run:
+    """A target that has raised its multiplier for as long as it may."""
+    run = within(0.3, mlp(), digits(), 300, pretrained=True).to(0.3)
+    run.target.load_state_dict({**run.target.state_dict(), "integral": torch.tensor([6.0])})
+    run.steps, run.to = run.steps, lambda share: run
+    return run
+
+
 def _cut() -> Run:
     """Bernoulli gates that are open with a probability of 0.45 have test gates of 0."""
     options = {"family": BernoulliGate, "estimator": "straight_through"}
@@ -506,6 +526,9 @@ FAULTS: dict[str, Fault] = {
         lambda: _wrong_statistics(_of_other_images), 1.0, "batch-norm-of-another-network"
     ),
     "gates not used": Fault(_unused, 0.1, "gates-drift-together"),
+    "target without its gradient": Fault(_without_gradient, 0.2, "no-price"),
+    "target that does not ascend": Fault(_without_ascent, 0.2, "no-price"),
+    "multiplier at its limit": Fault(_saturated, 0.5, "multiplier-at-limit"),
     "lam of 0": Fault(lambda: train(mlp(), digits(), lam=0.0), 0.1, "no-price"),
 }
 

@@ -184,7 +184,9 @@ def test_how_it_reads():
 def test_a_multiplier_at_its_limit():
     """A target knows it, and how many steps are left."""
     _, guide = gates_alone()
-    target = SimpleNamespace(step=300, steps=1000, saturated=torch.tensor([False, True]))
+    target = SimpleNamespace(
+        step=300, steps=1000, start=20, multiplier=torch.ones(2), saturated=torch.tensor([False, True])
+    )
     optimiser = torch.optim.Adam(guide.parameters(), 0.1)
     diagnosis = diagnose(guide, optimiser, target=target)
     assert diagnosis.codes == ("multiplier-at-limit",)
@@ -193,6 +195,8 @@ def test_a_multiplier_at_its_limit():
     assert diagnose(guide, optimiser, target=target).findings == ()
     slow = torch.optim.Adam(guide.parameters(), 1e-4)
     assert diagnose(guide, slow, target=target).codes == ("rate-too-small",)
+    target.multiplier = torch.zeros(2)
+    assert diagnose(guide, optimiser, target=target).codes == ("no-price",)
 
 
 def test_optimisers_of_several_kinds():
