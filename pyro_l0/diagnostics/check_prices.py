@@ -31,6 +31,7 @@ _MOST = 0.9  # of a site's gates; noise closes some without any price
 _ENOUGH = 20.0  # draws between 0 and 1, of which at least one has a gradient if the gates are used
 _FIRST = 0.2  # of the training, in which the data's gradients are those of a bad fit and fall by orders
 _CALLS = 5  # steps after which a target has had its say
+_FIRST_STEPS = 20
 _MARGIN = 3.0  # noise helps a little
 _LEAST = 0.01  # of a site's data gradient, below which that of a gate is taken for not having been drawn
 
@@ -123,9 +124,17 @@ def interior_draws(site: GateSite, draws: int) -> float:
     return draws * float((1 - torch.maximum(closed, opened)).sum())
 
 
-def check_unused(sites: Sequence[GateSite], pulls: Pulls) -> Iterator[Finding]:
-    """Find sites for whose gates the data have no gradient at all, while no other site is closed and shuts them off."""
-    if not all(bool(site.is_open.any()) for site in sites):
+def check_unused(sites: Sequence[GateSite], pulls: Pulls, steps: int | None) -> Iterator[Finding]:
+    """Find sites for whose gates the data have no gradient at all.
+
+    Not while another site is closed, which may shut them off, and not in the first steps, where weights may be 0.
+
+    Args:
+        sites: all of them.
+        pulls: at the gates.
+        steps: of the training, where they are known.
+    """
+    if not all(bool(site.is_open.any()) for site in sites) or (steps is not None and steps < _FIRST_STEPS):
         return
     unused = [
         site

@@ -152,7 +152,7 @@ def _prices(
         yield Unchecked("what pulls at the gates, data or price", "loss and batches")
         return
     if elbo is not None or target is not None:
-        yield from check_unused(sites, pulls)
+        yield from check_unused(sites, pulls, _steps(sites, loss))
     if elbo is not None and target is None:
         yield from check_balance(sites, pulls, steps_left, is_price=not has_gate_kl(elbo))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate, HardConcrete, HardKumaraswamy, RectifiedNormal
@@ -132,6 +132,32 @@ class Residual(nn.Module):
         for branch in self.branches:
             x = x + branch(x)
         return self.leave(x)
+
+
+class ResidualCNN(nn.Module):
+    """Two blocks of convolutions with BatchNorm beside a stream of maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(12, 16, 3, padding=1),
+                nn.BatchNorm2d(16),
+                nn.ReLU(),
+                Gate(16, dim=1),
+                nn.Conv2d(16, 12, 3, padding=1),
+                nn.BatchNorm2d(12),
+            )
+            for _ in range(2)
+        )
+        self.leave = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return self.leave(x.mean((2, 3)))
 
 
 class Transformer(nn.Module):
@@ -300,12 +326,54 @@ class SVIRun(Run):
         return self
 
 
+def _logistic() -> Run:
+    """Thirty features of tumours; weights start at 0, so that the first gradients of the gates are 0."""
+    data = load_breast_cancer()
+    x, y = torch.tensor(data.data, dtype=torch.float32), torch.tensor(data.target, dtype=torch.float32)
+    x = (x - x.mean(0)) / x.std(0)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        weights = pyro.param("weights", lambda: torch.zeros(30))
+        z = pyro.sample("z", BernoulliGate(probs=torch.full((30,), 0.2)).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ (z * weights)), obs=y)
+
+    guide = AutoGate(model, BernoulliGate)
+    guide(x, y)
+    elbo, optimiser = L0_ELBO("free_energy", estimator="leave_one_out", num_particles=4), pyro.optim.Adam({"lr": 0.02})
+    svi = pyro.infer.SVI(model, guide, optimiser, loss=elbo)
+    return SVIRun(elbo(model, guide), guide, optimiser, [(x, y)], 400, svi=svi)
+
+
+def _beside_other_latents() -> Run:
+    """Gates in one guide of a list, weights and the noise's scale in another."""
+    x, y = regression(100, seed=3)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        noise = pyro.sample("noise", dist.HalfCauchy(1.0))
+        with pyro.plate("features", x.shape[1]):
+            z = pyro.sample("z", HardConcrete.from_active_prob(torch.tensor(0.3)))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal((z * w) @ x.T, noise), obs=y)
+
+    both = pyro.infer.autoguide.AutoGuideList(model)
+    guide = AutoGate(pyro.poutine.block(model, expose=["z"]))
+    both.append(guide)
+    both.append(pyro.infer.autoguide.AutoNormal(pyro.poutine.block(model, expose=["noise", "w"])))
+    loss = L0_ELBO("free_energy")(model, both)
+    loss(x, y)
+    return Run(loss, guide, torch.optim.Adam(both.parameters(), 0.03), [(x, y)], 400)
+
+
 def _quick(network: nn.Module, batches: Sequence[Batch], **options: object) -> Run:
     """With gates that have decided at the end of so few steps."""
     return train(network, batches, **{"gate_rate": 0.1, "steps": 400, **options})
 
 
 _RARE = BernoulliGate(probs=torch.tensor(0.2))
+
+
 @dataclass
 class TargetRun(Run):
     """The same within a budget."""
@@ -371,10 +439,16 @@ HEALTHY: dict[str, Callable[[], Run]] = {
     "regression by SVI, Eq. 22": lambda: _by_svi(
         pyro.optim.ClippedAdam({"lr": 0.03}), objective="l0", lam=3.0, num_particles=2
     ),
+    "logistic regression by SVI": _logistic,
+    "gates beside a guide of the other latents": _beside_other_latents,
+    "residual CNN": lambda: _quick(ResidualCNN(), digits((1, 8, 8)), lam=0.3, rate=0.01),
+    "MLP, all data in a batch": lambda: _quick(mlp(), digits(size=1797), steps=200),
+    "MLP, NAdam, 4 particles": lambda: _quick(mlp(), digits(), make=torch.optim.NAdam, num_particles=4, steps=300),
     "MLP, pretrained, a target of .3": lambda: within(0.3, mlp(), digits(), 400, pretrained=True),
     "MLP, pretrained, a target of .1": lambda: within(0.1, mlp(), digits(), 300, pretrained=True),
     "CNN, pretrained, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 300, pretrained=True),
     "CNN from scratch, a target of .3": lambda: within(0.3, cnn(), digits((1, 8, 8)), 400, pretrained=False),
+    "residual CNN, a target of .2": lambda: within(0.2, ResidualCNN(), digits((1, 8, 8)), 300, pretrained=True),
     "transformer, a target of .3": lambda: within(0.3, transformer(), digits((8, 8)), 400, pretrained=True),
 }
 
@@ -431,7 +505,7 @@ def _halved(dtype: torch.dtype, rate: float) -> Run:
 
 def _wrong_statistics(spoil: Callable[[nn.Module], None]) -> Run:
     """BatchNorm's statistics are spoilt after the training."""
-    run = train(cnn(), digits((1, 8, 8)), lam=0.2, steps=100, gate_rate=0.2).to(1.0)
+    run = train(cnn(), digits((1, 8, 8)), lam=0.2, steps=60, gate_rate=0.3).to(1.0)
     for layer in run.network.modules():
         if isinstance(layer, nn.BatchNorm2d):
             spoil(layer)
@@ -465,7 +539,7 @@ def _unused() -> Run:
 
 
 def _one_site_collapses() -> Run:
-    return train(mlp(), digits(), lam={"2": 6.0, "5": 0.1})
+    return train(mlp(), digits(), lam={"2": 6.0, "5": 0.1}, steps=150, gate_rate=0.1)
 
 
 def _wrecked() -> Run:
@@ -516,7 +590,7 @@ FAULTS: dict[str, Fault] = {
     "lam of 10": Fault(lambda: train(mlp(), digits(), lam=10.0), 0.05, "price-too-large"),
     "lam of 1e-6": Fault(lambda: train(mlp(), digits(), lam=1e-6), 0.3, "price-too-small"),
     "one site collapses": Fault(_one_site_collapses, 1.0, "site-collapsed"),
-    "undecided at the end": Fault(lambda: train(mlp(), digits(), gate_rate=0.02), 1.0, "undecided-gates"),
+    "undecided at the end": Fault(lambda: train(mlp(), digits(), gate_rate=0.03, steps=150), 1.0, "undecided-gates"),
     "sampled gates wreck": Fault(_wrecked, 0.0, "sampled-gap"),
     "test gates cut": Fault(_cut, 1.0, "sampled-gap"),
     "BatchNorm reset": Fault(
