@@ -39,7 +39,7 @@ def check_undecided(sites: Sequence[GateSite]) -> Iterator[Finding]:
     """At the end, find many gates between 0 and 1."""
     between = {site.name: int(((site.test_gate > 0) & (site.test_gate < 1)).sum()) for site in sites}
     total = sum(len(site.test_gate) for site in sites)
-    share = sum(between.values()) / total
+    share = sum(between.values()) / max(total, 1)
     if share > _UNDECIDED:
         yield Finding(
             "undecided-gates",

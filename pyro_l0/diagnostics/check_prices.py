@@ -14,6 +14,7 @@ from pyro_l0.diagnostics.gate_sites import GateSite
 from pyro_l0.diagnostics.pulls import Pulls
 from pyro_l0.infer.coefficients import by_site
 from pyro_l0.infer.elbo import L0_ELBO
+from pyro_l0.infer.terms import TERMS
 
 __all__ = [
     "Target",
@@ -68,6 +69,8 @@ def has_gate_kl(elbo: L0_ELBO) -> bool:
 def check_price(sites: Sequence[GateSite], elbo: L0_ELBO) -> Iterator[Finding]:
     """Find sites whose open gates cost nothing."""
     if has_gate_kl(elbo) and (callable(elbo.kl_scale) or float(elbo.kl_scale) != 0):
+        return
+    if any(term.kind == "gates" and term not in TERMS for term in elbo.objective_terms):  # the user's own
         return
 
     def is_free(name: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from pyro.optim import PyroOptim
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pyro_l0.diagnostics.check_gates import check_closed, check_drift, check_undecided
 from pyro_l0.diagnostics.check_movement import check_decay, check_rate, check_rounding, check_trained
@@ -81,8 +83,9 @@ def diagnose(
         steps_left: of the optimiser until the end of the training, 0 at the end; a target knows.
 
     Raises:
-        TypeError: the guide is none over gates, or ``batches`` is a single batch.
-        ValueError: ``steps_left`` is negative; or the loss raises, which it does where it is not finite.
+        TypeError: the guide is none over gates, an optimiser is something else, or ``batches`` is a single batch.
+        ValueError: the guide has not been called, ``steps_left`` is negative, or the loss raises, as it does where it
+            is not finite.
 
     Example:
         >>> import pyro, torch
@@ -105,6 +108,9 @@ def diagnose(
     if steps_left is not None and steps_left < 0:
         raise ValueError(f"Expected steps_left of at least 0, but got {steps_left}.")
     optimisers = list(optimiser) if isinstance(optimiser, Sequence) else [] if optimiser is None else [optimiser]
+    for each in optimisers:
+        if not isinstance(each, Optimizer | PyroOptim):
+            raise TypeError(f"Expected an optimiser of torch's or of Pyro's, but got a {type(each).__name__}.")
     if steps_left is None and target is not None:
         steps_left = max(0, target.steps - target.step)
     found: list[Finding | Unchecked] = []

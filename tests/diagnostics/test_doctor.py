@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,16 +15,16 @@ from torch.utils.data import DataLoader
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.diagnostics import Diagnosis, Finding, Unchecked, diagnose
 from pyro_l0.diagnostics.gate_sites import gate_sites
-from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer import L0_ELBO, AutoGate, Term
 from pyro_l0.nn import fix_gates
 from tests.diagnostics.doctor_runs import FAULTS, HEALTHY, cnn, digits, mlp, start, train
 
 QUICK = ("MLP, 60 steps", "MLP, one cycle", "MLP, Bernoulli gates, straight through", "regression by SVI, Eq. 22")
 
 
-def test_twelve_kinds_of_faults_are_planted():
-    """Each with a code of its own, but for a multiplier at its limit, which a target shows."""
-    assert len({fault.code for fault in FAULTS.values()}) == 12
+def test_every_finding_has_a_planted_fault():
+    """The codes that the docstring lists are those of the faults."""
+    assert {fault.code for fault in FAULTS.values()} == set(re.findall(r'``"([a-z-]+)"``', diagnose.__doc__))
 
 
 @pytest.mark.filterwarnings("ignore")  # trainings with faults are warned of as they go
@@ -236,6 +237,15 @@ def test_annealing_from_zero_is_a_price():
     assert diagnose(guide, **options).codes == ("no-price",)
 
 
+def test_a_term_of_ones_own_is_a_price():
+    """Only the objective's own coefficients are known to be 0."""
+    model, guide = gates_alone()
+    own = Term("own", lambda block, options: block.active_prob.sum())
+    loss = L0_ELBO("l0", extra_terms=[own])(model, guide)
+    assert diagnose(guide, loss=loss, batches=[()]).findings == ()
+    assert diagnose(guide, loss=L0_ELBO("l0")(model, guide), batches=[()]).codes == ("no-price",)
+
+
 def test_posteriors_may_be_undecided():
     """With a prior, half-open gates are an answer; with a price they are unfinished."""
     model, guide = gates_alone(init_active_prob=0.6)
@@ -276,6 +286,8 @@ def test_refusals():
         diagnose(guide, batches=(torch.zeros(3), torch.zeros(3)))
     with pytest.raises(ValueError, match="steps_left of at least 0"):
         diagnose(guide, steps_left=-1)
+    with pytest.raises(TypeError, match="got a LinearLR"):
+        diagnose(guide, torch.optim.lr_scheduler.LinearLR(torch.optim.Adam(guide.parameters())))
     with pytest.raises(TypeError, match="locations"):
         diagnose(lambda: None)
 
