@@ -74,11 +74,17 @@ class Checkpoint:
                 f"Expected a checkpoint of a pruning run at {str(self.path)!r}, but it can't be read; delete it to "
                 f"begin anew. {type(error).__name__}: {error}"
             ) from error
-        if content.get("format") != _FORMAT or described != self._described or len(randoms) != processes():
-            other = [key for key in self._described if described.get(key) != self._described[key]]
+        other = [key for key in self._described if described.get(key) != self._described[key]]
+        if content.get("format") != _FORMAT:
+            other.append("its format")
+        if len(randoms) != processes():
+            other.append("the number of processes")
+        elif len(randoms[0]["loader"]) != len(_generators(self._loader)):
+            other.append("loader's generators")
+        if other:
             raise ValueError(
-                f"Expected a checkpoint of this run at {str(self.path)!r}, but it differs in "
-                f"{', '.join(other) or 'its format or its number of processes'}; give the same arguments, or delete it."
+                f"Expected a checkpoint of this run at {str(self.path)!r}, but it differs in {', '.join(other)}; give "
+                "the same arguments, or delete it."
             )
         rank = distributed.get_rank() if processes() > 1 else 0
         _set_random_state(randoms[rank], self._loader, device)
