@@ -171,10 +171,8 @@ def _print_table(metrics: dict[str, Any], options: Options) -> None:
     ]
     if "target" in metrics:
         target = metrics["target"]
-        left = (
-            f"{target['fraction']:.4f} of the {options.target_of}, {100 * target['undecided']:.1f} % of gates undecided"
-        )
-        rows.insert(-2, (f"budget of {target['budget']:.4g}", left))
+        met = f"{target['fraction']:.4f} of the {options.target_of}, {target['undecided']:.1%} of the gates undecided"
+        rows.insert(-2, (f"budget of {target['budget']:.4g}", met))
     if "retrained_error_percent" in metrics:
         rows.insert(2, (f"{error}, compacted and retrained", f"{metrics['retrained_error_percent']:.2f} %"))
     for name, value in rows:
