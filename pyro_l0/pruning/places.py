@@ -115,9 +115,7 @@ def _alone(network: nn.Module, suggested: Suggestions) -> _Places:
     """The heads, and the places whose units leave alone."""
     heads = {path: number for path, number in {**suggested.heads, **_of_torch(network)}.items() if number > 1}
     gates: list[tuple[tuple[str, ...], Gate]] = [
-        ((place.path,), place.gate)
-        for place in suggested.places
-        if not place.coupled and not (heads and place.is_attention)
+        ((place.path,), place.gate) for place in suggested.places if not place.coupled and not place.is_composite
     ]
     return _Places(heads, gates)
 
