@@ -32,7 +32,8 @@ class Place:
         weights: weights that one unit's closing saves, on average over its units, with all other gates open.
         macs: multiply-adds per example that it saves, likewise.
         parameters: names of those that lose entries with a unit.
-        is_attention: whether its units are queries, keys or values of heads, which a gate per head switches as well.
+        is_composite: whether its units are parts of larger ones that can have gates, such as entries of a flattened
+            map or a head's queries, so that a gate there leaves a selection in front of the next layer.
         coupled: paths of other places on the same units, such as a residual stream's: what the units have in common
             leaves only where the gates of all of them are closed.
     """
@@ -43,7 +44,7 @@ class Place:
     macs: float
     parameters: tuple[str, ...]
     coupled: tuple[str, ...]
-    is_attention: bool
+    is_composite: bool
 
 
 class Suggestions(Mapping[str, Gate]):
@@ -116,12 +117,12 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         weights, macs = _saved(cost, "weights"), _saved(cost, "macs")
         why = _reasons(cost)
         couples, parameters = _couples(followed.maps, found), _parameters(followed.maps, found)
-        of_heads = _in_heads(followed.maps, found)
+        composites = _composites(followed.maps, found)
         for path, gate in gates.items():
             site = _site(path, gates)
             if weights[site] > 0 or macs[site] > 0:
                 places.append(
-                    Place(path, gate, weights[site], macs[site], parameters[path], couples[path], path in of_heads)
+                    Place(path, gate, weights[site], macs[site], parameters[path], couples[path], path in composites)
                 )
             else:
                 together = f"its units leave only together with those behind {_few(couples[path])}"
@@ -273,15 +274,16 @@ def _attended(maps: Maps) -> set[int]:
     }
 
 
-def _in_heads(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> set[str]:
-    """The places whose units are features of heads side by side."""
-    attended = _attended(maps)
+def _composites(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> set[str]:
+    """The places whose units are parts of others: of heads' features side by side, or of another place's units."""
+    roots = {path: maps.slots.root(maps.axes[value][dim].block) for path, (value, dim) in found.items()}
+    wholes = _attended(maps) | set(roots.values())
     flat = {
         maps.slots.root(box.flat)
         for box in maps.boxes
-        if not attended.isdisjoint(maps.slots.root(block) for block in box.factors)
+        if not wholes.isdisjoint(maps.slots.root(block) for block in box.factors)
     }
-    return {path for path, (value, dim) in found.items() if maps.slots.root(maps.axes[value][dim].block) in flat}
+    return {path for path, root in roots.items() if root in flat}
 
 
 def _heads(network: nn.Module, followed: Followed) -> dict[str, int]:
