@@ -108,7 +108,7 @@ class GatedPhase:
         self.gate_optimiser.zero_grad()
         total = torch.zeros(())
         for batch in group:
-            loss = self._loss(batch) / len(group)
+            loss = self._finite_loss(batch) / len(group)
             loss.backward()
             total = total.to(loss.device) + loss.detach()
         average_gradients([*self.network.parameters(), *self.guide.parameters()])
@@ -119,6 +119,18 @@ class GatedPhase:
             self.schedule.step()
         self.target.ascend()
         return total
+
+    def _finite_loss(self, batch: object) -> Tensor:
+        try:
+            loss: Tensor = self._loss(batch)
+        except ValueError as error:
+            if " at step " not in str(error):
+                raise
+            raise FloatingPointError(
+                f"Expected the training to stay finite; take a smaller learning rate. A checkpoint holds the epoch "
+                f"before. {error}"
+            ) from error
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""

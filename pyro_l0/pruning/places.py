@@ -13,6 +13,7 @@ from torch import nn
 from pyro_l0.compaction import CompactionError, compact
 from pyro_l0.nn import Gate, NetworkCost, gate_heads, gate_names, insert_gates, name_gates, suggest_gates
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.insert import Gated
 from pyro_l0.nn.suggest import Suggestions
 
 __all__ = ["GatedNetwork", "put_gates"]
@@ -48,7 +49,8 @@ def put_gates(
 
     A gate per head of attention, and one per unit behind modules whose units leave alone, such as activations and the
     norms of inner convolutions. If these do not suffice, a gate, too, for every unit of a residual stream, at all
-    places where the stream is written or read. A network that has gates already keeps them.
+    places where the stream is written or read, and for inputs of the network. A network that has gates already keeps
+    them.
 
     Args:
         network: it is not changed.
@@ -59,6 +61,10 @@ def put_gates(
     Raises:
         ValueError: there is no place for a gate, or units of the given gates can't be taken out.
     """
+    if gates is not None and not gates and not gate_names(network):
+        raise ValueError(
+            "Expected at least one gate by module path, but got none; leave gates out for those suggested."
+        )
     if gates is not None or gate_names(network):
         gated = _with_gates(network, _Places({}, [((path,), gate) for path, gate in (gates or {}).items()]))
         refusal = _refusal(gated, example)
@@ -66,17 +72,18 @@ def put_gates(
             raise ValueError(f"Expected gates whose units can be taken out of the network, but: {refusal}")
         return GatedNetwork(gated)
     suggested = suggest_gates(network, example)
-    alone = _alone(network, suggested)
+    alone, inputs = _without_inputs(network, example, _alone(network, suggested))
     skipped = {
         place.path: f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
         for place in suggested.places
         if place.coupled
     }
+    skipped |= {path: "its units are the network's inputs" for paths, _ in inputs for path in paths}
     in_the_way: dict[str, str] = {}
     places, found = _that_compact(network, example, alone, in_the_way)
     if found is None or not suffices(found):
         streams = _streams(network, example, suggested)
-        more, with_streams = _that_compact(network, example, places.and_more(streams), in_the_way)
+        more, with_streams = _that_compact(network, example, places.and_more(streams + inputs), in_the_way)
         if with_streams is not None:
             found = with_streams
             skipped = {path: why for path, why in skipped.items() if path not in more.paths()}
@@ -118,6 +125,21 @@ def _alone(network: nn.Module, suggested: Suggestions) -> _Places:
         ((place.path,), place.gate) for place in suggested.places if not place.coupled and not place.is_composite
     ]
     return _Places(heads, gates)
+
+
+def _without_inputs(
+    network: nn.Module, example: Example, places: _Places
+) -> tuple[_Places, list[tuple[tuple[str, ...], Gate]]]:
+    """The places whose units some layer computes, and gates for those of the network's inputs."""
+    gated = _with_gates(network, _Places({}, places.gates))
+    written = NetworkCost(gated, example).filter_sizes if places.gates else {}
+    given = {module.path for module in gated.modules() if isinstance(module, Gated) and not written[_site(module)]}
+    inner = [(paths, gate) for paths, gate in places.gates if paths[0] not in given]
+    return _Places(places.heads, inner), [one for one in places.gates if one not in inner]
+
+
+def _site(module: Gated) -> str:
+    return next(iter(gate_names(module)))
 
 
 def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> list[tuple[tuple[str, ...], Gate]]:

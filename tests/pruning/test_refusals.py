@@ -1,0 +1,252 @@
+"""What pruning refuses and what it warns of, each by name."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from pyro_l0 import prune
+from pyro_l0.nn import Gate
+from tests.pruning.networks import Mlp, digits
+
+X, Y = digits(320)
+BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
+
+
+def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], target=0.4, epochs=3, **options):
+    return prune(network or Mlp(), loss, data, example, target, epochs=epochs, **options)
+
+
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __iter__(self):
+        return iter(BATCHES)
+
+
+class Plain(nn.Module):
+    """One layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.only = nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.only(images.flatten(1))
+
+
+class Literal(nn.Module):
+    """The size of the first layer is written into the code; the second one may shrink."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 32), nn.Linear(32, 24), nn.Linear(24, 10)
+
+    def forward(self, images):
+        h = F.relu(self.first(images.flatten(1))).reshape(-1, 4, 8)
+        return self.last(F.relu(self.second(h.reshape(-1, 32))))
+
+
+REFUSED = {
+    "no network": (dict(network=F.relu), TypeError, "Expected a network"),
+    "no parameters": (dict(network=nn.ReLU()), ValueError, "network with parameters, but ReLU has none"),
+    "no place": (
+        dict(network=Plain()),
+        ValueError,
+        "a place behind which.*found none; write Gate.*only: it makes the network's output",
+    ),
+    "a stream": (dict(data=DataLoader(Stream(), None)), ValueError, "loader with a length.*make a list"),
+    "a generator": (dict(data=(batch for batch in BATCHES)), ValueError, "loader with a length.*generator"),
+    "no batch": (dict(data=[]), ValueError, r"at least one batch.*but got \[\]"),
+    "few steps": (dict(epochs=1), ValueError, "at least 10 steps with gates, but epochs=1 of 8 batches.*give 6"),
+    "no epochs": (dict(epochs=0), ValueError, "epochs of at least 1, but got 0"),
+    "half an epoch": (dict(epochs=1.5), ValueError, "epochs of at least 1, but got 1.5"),
+    "finetune": (dict(finetune=1), ValueError, "finetune from 0 to 0.9.*got 1"),
+    "accumulate": (dict(accumulate=0), ValueError, "accumulate of at least 1"),
+    "target of 1": (dict(target=1), ValueError, "target between 0 and 1.*got 1"),
+    "target in per cent": (dict(target=30), ValueError, "target between 0 and 1.*got 30"),
+    "target nan": (dict(target=float("nan")), ValueError, "target between 0 and 1.*got nan"),
+    "target text": (dict(target="0.3"), TypeError, "target of a number.*got '0.3'"),
+    "no targets": (dict(target=[]), ValueError, r"got \[\]"),
+    "rising targets": (dict(target=[0.2, 0.5]), ValueError, "targets that fall"),
+    "unknown cost": (dict(target={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
+    "unknown count": (dict(of="flops"), ValueError, "of to be one of macs.*'flops'"),
+    "below a unit": (dict(target=0.01), ValueError, "one open gate per site meets, which costs.*larger budget"),
+    "gates at no path": (dict(gates={"frist": Gate(32)}), ValueError, "'frist'; there are 'first'"),
+    "a gate of no size": (dict(gates={"first": Gate(31)}), ValueError, "Expected 31 units"),
+    "no gates": (dict(gates={}), ValueError, "at least one gate"),
+    "an optimiser made": (
+        dict(optimiser=torch.optim.SGD(Mlp().parameters(), 0.1)),
+        TypeError,
+        "optimiser to be a function, but got SGD",
+    ),
+    "one callback": (dict(callbacks=print), TypeError, "list of callbacks"),
+    "autocast": (dict(autocast=True), TypeError, "autocast to be a type of numbers"),
+    "no loss function": (dict(loss="cross_entropy"), TypeError, r"Expected loss_fn\(outputs, targets\)"),
+    "a loss per example": (
+        dict(loss=lambda o, y: F.cross_entropy(o, y, reduction="none")),
+        TypeError,
+        r"tensor of one number, but got a tensor of shape \(40,\)",
+    ),
+    "a loss that is no tensor": (
+        dict(loss=lambda o, y: F.cross_entropy(o, y).item()),
+        TypeError,
+        "tensor of one number, but got a float",
+    ),
+    "a loss without gradients": (
+        dict(loss=lambda o, y: F.cross_entropy(o.detach(), y)),
+        ValueError,
+        "depends on the network's outputs, but no gradient passes",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    """Before anything is trained."""
+    options, error, message = REFUSED[name]
+    with pytest.raises(error, match=re.compile(message, re.DOTALL)):
+        pruned(**options)
+
+
+def test_an_optimiser_of_the_network_that_was_given():
+    """Its parameters are not those that are trained."""
+    network = Mlp()
+    with pytest.raises(ValueError, match=r"optimiser of the parameters that it is given.*copy of the network"):
+        pruned(network, optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
+
+
+def test_all_frozen():
+    with pytest.raises(ValueError, match="none requires gradients"):
+        pruned(Mlp().requires_grad_(False))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("epoch", [2, 5])
+def test_a_loss_that_is_not_finite(tmp_path, epoch):
+    """The run ends in that epoch, and the file holds the one before, with finite weights."""
+    calls, path = [], tmp_path / "run.pt"
+
+    def loss(outputs, targets):
+        bad = len(outputs) == 40 and torch.is_grad_enabled() and len(calls) >= 8 * (epoch - 1) + 3
+        if torch.is_grad_enabled():
+            calls.append(1)
+        return F.cross_entropy(outputs, targets) * (float("nan") if bad else 1.0)
+
+    with pytest.raises(FloatingPointError, match="smaller learning rate"):
+        pruned(loss=loss, epochs=5, finetune=0.4, checkpoint=path)
+    state = torch.load(path, weights_only=True)["state"]
+    assert state["epoch"] == epoch - 1
+    values = state["phase"]["network"].values() if epoch == 2 else state["tuning"]["network"].values()
+    assert all(value.isfinite().all() for value in values)
+    resumed = pruned(epochs=5, finetune=0.4, checkpoint=path, resume=True) if epoch == 2 else None
+    assert resumed is None or resumed.history[-1]["step"] == 40
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_that_are_not_finite():
+    """After the very last step, where all losses were finite."""
+
+    class Spoiling(torch.optim.SGD):
+        def step(self):
+            super().step()
+            self.taken = getattr(self, "taken", 0) + 1
+            if self.taken == 6:  # as many as there are after the cut
+                self.param_groups[0]["params"][-1].data[0] = torch.inf
+
+    with pytest.raises(FloatingPointError, match="weights are not after epoch"):
+        pruned(optimiser=lambda parameters: Spoiling(parameters, 0.01), finetune=0.25)
+
+
+def trained(network, steps=150):
+    """A network that has learned the digits somewhat."""
+    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        F.cross_entropy(network(X), Y).backward()
+        optimiser.step()
+    return network
+
+
+def error(network):
+    return float((network(X).argmax(1) != Y).float().mean())
+
+
+def test_few_steps_are_told():
+    with pytest.warns(UserWarning, match="24 steps are few.*300") as caught:
+        result = pruned(trained(Mlp()))
+    assert {str(warning.message) for warning in caught} <= set(result.report.notes)
+    assert caught[0].filename == __file__
+    assert "24 steps are few" in str(result.report)
+
+
+@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+def test_a_network_that_looks_untrained():
+    """Unless it is said to be; a trained one does not look so."""
+    with pytest.warns(UserWarning, match="looks untrained.*pretrained=False"):
+        pruned()
+    assert not any("untrained" in note for note in pruned(pretrained=False).report.notes)
+    assert not any("untrained" in note for note in pruned(trained(Mlp())).report.notes)
+
+
+@pytest.mark.filterwarnings("ignore:24 steps are few")
+def test_coarse_units():
+    """A fraction below .95 of the budget, with the share of the largest unit."""
+    network = trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 10)))
+    with pytest.warns(UserWarning, match=r"83\.3% of the budget is used; the largest unit takes 83\.3%"):
+        result = pruned(network, target=0.4)
+    assert result.network[1].out_features == 1
+
+
+def test_undecided_gates_and_floors():
+    """From what a target says of itself; a floor is noted and not warned of."""
+    from pyro_l0.infer import TargetReport
+    from pyro_l0.pruning.notes import notes_on
+
+    reached = TargetReport(
+        step=400,
+        steps=400,
+        fraction={"cost": 0.1},
+        budget={"cost": 0.1},
+        undecided=0.06,
+        multiplier={"cost": 1.0},
+        at_floor=("first.1",),
+        open={"first.1": (3, 32)},
+    )
+    notes = notes_on(reached, 0.07, 400, False, (0.02, 0.5), {"stem": "its size is written into code"})
+    texts = {note.text: note.is_warning for note in notes}
+    found = {
+        word: [is_warning for text, is_warning in texts.items() if word in text]
+        for word in (
+            "6.0% of the gates are neither",
+            "largest unit takes 7.0%",
+            "first.1",
+            "was 0.02 and is 0.5",
+            "'stem'",
+        )
+    }
+    assert list(found.values()) == [[True], [False], [False], [True], [True]]
+    healthy = notes_on(reached, 0.01, 400, False, (-0.98, -0.97), {})
+    assert len(healthy) == 2  # an error below 0 has no multiple to compare with
+
+
+@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+def test_an_error_far_above_that_of_the_given_network():
+    """A tenth of the units in 24 steps lose most of what the network knew."""
+    with pytest.warns(UserWarning, match=r"error was [\d.]+ and is [\d.]+ as cut; more epochs"):
+        result = pruned(trained(Mlp(), 300), target=0.06, evaluate=error)
+    assert result.report.cut > 3 * result.report.dense
+
+
+@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+def test_sizes_that_are_written_into_code():
+    """Their layers keep all units, which is told by name, and the others are pruned."""
+    with pytest.warns(UserWarning, match="no gate behind 'first'"):
+        result = pruned(trained(Literal()), target=0.9)
+    assert result.network.first.out_features == 32
+    assert result.network.second.out_features < 24
+    assert "first" in result.report.skipped
