@@ -25,8 +25,9 @@ from run import Run
 
 torch.set_num_threads(1)
 with process_group("cpu") as first:
-    run = Run(load_digits(), Options(gate_learning_rate=0.03, lam=(0.1,), shrink=True, seed=1))
-    for _ in range(30):
+    options = Options(**json.loads(sys.argv[1]))
+    run = Run(load_digits(), options)
+    for _ in range(options.epochs):
         run.train_epoch()
     own = torch.cat([p.detach().flatten() for p in [*run.trained.parameters(), *run.averaged.parameters()]])
     both = [torch.empty_like(own) for _ in range(2)]
@@ -37,7 +38,7 @@ with process_group("cpu") as first:
         print(json.dumps({
             "equal": torch.equal(*both),
             "same_noise": torch.equal(*draws),
-            "left": len(own),
+            "fraction": None if run.target is None else float(run.target.fraction()),
             **run.measure(),
         }))
 """
@@ -79,20 +80,26 @@ def test_a_failure_shows_what_both_processes_printed(tmp_path):
     assert "error of" in caught.value.msg
 
 
-def test_two_processes_agree(tmp_path):
+PRICED = {"gate_learning_rate": 0.03, "lam": (0.1,), "shrink": True, "seed": 1, "epochs": 30}
+
+
+@pytest.mark.parametrize("options", [PRICED, {"target": 0.2, "shrink": True, "seed": 1, "epochs": 15}])
+def test_two_processes_agree(options, tmp_path):
     """Parameters and averages equal to the last bit, across shrinkings; accuracy as that of one process."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    printed = torchrun("script.py", cwd=tmp_path)
+    printed = torchrun("script.py", json.dumps(options), cwd=tmp_path)
     out = json.loads(printed.strip().splitlines()[-1])
     assert out["equal"], printed
     assert not out["same_noise"], printed
-    single = mnist.Run(load_digits(), Options(gate_learning_rate=0.03, lam=(0.1,), shrink=True, seed=1))
-    for _ in range(30):
+    single = mnist.Run(load_digits(), Options(**options))
+    for _ in range(options["epochs"]):
         single.train_epoch()
     one = single.measure()
     # 360 images at an error near 4 %: three standard deviations of the difference are 4.4 points.
     assert abs(out["test_error_percent"] - one["test_error_percent"]) < 4.4
     assert sum(out["architecture"]) == pytest.approx(sum(one["architecture"]), rel=0.15)
+    if "target" in options:
+        assert 0.19 < out["fraction"] <= 0.2
 
 
 def test_the_example_under_torchrun(tmp_path):
