@@ -3,7 +3,7 @@
 Each score says what a unit is worth; units of the least worth close, round by round, until the multiply-adds are
 within the budget of the round, and a closed unit stays closed. The budget falls to its final value by a cubic in 30
 rounds over 2 % to 75 % of the steps; then BatchNorm's statistics are renewed and the rest of the steps trains what is
-left. A site keeps at least one unit. Units and their costs come from the library, so that residual sums count.
+left. Units and their costs come from the library, so that residual sums count.
 
 - l1: the absolute weights that write and read a unit, each over their layer's mean, as Torch-Pruning normalises them;
   the same fraction of every site closes.
@@ -12,6 +12,9 @@ left. A site keeps at least one unit. Units and their costs come from the librar
   arXiv:1906.10771, eq. 8), over the multiply-adds that leave with the unit.
 - fisher: mean over examples of the squared derivative of an example's loss by the gate (Theis et al. 2018,
   arXiv:1801.05787, eq. 5 and 9), over the multiply-adds likewise.
+
+A site keeps at least one unit; with ``taylor_floor`` and ``fisher_floor`` three quarters of what the same fraction of
+every site would leave, as with gates.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ from pyro_l0.nn.engine.readers import Use, find_readers, find_writers
 
 __all__ = ["SCORES", "Batches", "Outcome", "ScoreName", "Units", "derivatives", "prune_by_importance", "train"]
 
-ScoreName = Literal["l1", "l1_global", "taylor", "fisher"]
+ScoreName = Literal["l1", "l1_global", "taylor", "taylor_floor", "fisher", "fisher_floor"]
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets; a mean over the examples
 Batches = Iterable[tuple[Tensor, Tensor]]  # one pass over the data, each time it is iterated over
 
 LEARNING_RATE = 1e-3
 ROUNDS = 30
+GRID = 1000  # of fractions
+FLOOR = 0.75
 START, CUT = 0.02, 0.75  # of the steps
 SCORE_BATCHES, RENEWAL_BATCHES = 10, 20
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -121,24 +126,25 @@ class Units:
     def _is_closed(self, use: Use) -> Any:
         return self.gates[use.site].numpy()[use.units] == 0
 
-    def close(self, scores: Mapping[str, Tensor], budget: float) -> None:
+    def close(self, scores: Mapping[str, Tensor], budget: float, least: Mapping[str, int]) -> None:
         """Close open units of the least score until the multiply-adds are within a budget.
 
-        The best unit of every site stays. Units that a later one made needless reopen, the best first.
+        Units that a later one made needless reopen, the best first.
 
         Args:
             scores: by site, what each unit is worth, shape ``(size,)``; those of closed units do not matter.
             budget: largest fraction of the full network's multiply-adds.
+            least: by site, how many units stay in any case.
 
         Raises:
-            ValueError: one unit per site costs more than the budget.
+            ValueError: the units that stay in any case cost more than the budget.
         """
         places: list[tuple[float, int, str]] = []
         start = 0
         for site, gate in self.gates.items():
             is_open = gate.nonzero().flatten()
             ranked = is_open[scores[site][is_open].argsort(descending=True, stable=True)]
-            places += [(float(scores[site][unit]), start + unit, site) for unit in ranked[1:].tolist()]
+            places += [(float(scores[site][unit]), start + unit, site) for unit in ranked[least[site] :].tolist()]
             start += len(gate)
         places.sort()
         order = torch.tensor([place for _, place, _ in places], dtype=torch.long)
@@ -149,8 +155,8 @@ class Units:
 
         number = bisect.bisect_left(range(len(places) + 1), True, key=lambda n: self._fits(closed(n), budget))
         if number > len(places):
-            least = self.fraction(self._apart(closed(len(places))))
-            raise ValueError(f"Expected a budget of at least {least:.3g}, one unit per site, but got {budget}.")
+            smallest = self.fraction(self._apart(closed(len(places))))
+            raise ValueError(f"Expected a budget of at least {smallest:.3g}, that of {dict(least)}, but got {budget}.")
         gates, full = closed(number), set[str]()
         for _, place, site in reversed(places[:number]):
             if site not in full:
@@ -160,6 +166,19 @@ class Units:
                     full.add(site)
         for site, gate in self._apart(gates).items():
             self.gates[site].copy_(gate)
+
+    def least(self, budget: float, floor: float) -> dict[str, int]:
+        """By site, a part of the number of units that the same fraction of every site leaves within a budget."""
+
+        def number(kept: int, size: int) -> int:
+            return max(1, round(kept / GRID * size))
+
+        def exceeds(kept: int) -> bool:
+            first = {site: torch.arange(len(gate)) < number(kept, len(gate)) for site, gate in self.gates.items()}
+            return self.fraction({site: gate.float() for site, gate in first.items()}) > budget
+
+        kept = max(0, bisect.bisect_left(range(GRID + 1), True, key=exceeds) - 1)
+        return {site: max(1, round(floor * number(kept, len(gate)))) for site, gate in self.gates.items()}
 
     def _fits(self, gates: Tensor, budget: float) -> bool:
         return self.fraction(self._apart(gates)) <= budget
@@ -239,7 +258,9 @@ SCORES: dict[ScoreName, Callable[[Units, Batches, Loss], dict[str, Tensor]]] = {
     "l1": _l1,
     "l1_global": _l1_global,
     "taylor": _taylor,
+    "taylor_floor": _taylor,
     "fisher": _fisher,
+    "fisher_floor": _fisher,
 }
 
 
@@ -266,9 +287,10 @@ def prune_by_importance(
         measure: what is to be known of the network when it is pruned and at the end, such as its error.
 
     Raises:
-        ValueError: one unit per site costs more than the budget.
+        ValueError: the units that stay in any case cost more than the budget.
     """
     units = Units(gated, example)
+    least = units.least(budget, FLOOR if score.endswith("_floor") else 0.0)
     first, last = START * steps, CUT * steps
     rounds = {int(first + (last - first) * number / ROUNDS): number / ROUNDS for number in range(1, ROUNDS + 1)}
     cut = math.nan
@@ -277,7 +299,7 @@ def prune_by_importance(
         nonlocal cut
         if step in rounds:
             so_far = budget + (1 - budget) * (1 - rounds[step]) ** 3
-            units.close(SCORES[score](units, batches, loss_fn), so_far)
+            units.close(SCORES[score](units, batches, loss_fn), so_far, least)
             if rounds[step] == 1:
                 renew_statistics(units.network, batches)
                 cut = measure(units.network)

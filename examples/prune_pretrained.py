@@ -3,8 +3,9 @@
 A small residual network learns scikit-learn's digits, or an MLP 784-300-100 learns MNIST (``--data mnist``). Then each
 method prunes a copy of it to every budget in the same number of steps, training on meanwhile: gates by
 ``pyro_l0.prune``, and the scores of ``importance.py``: L1 norms of the weights, Taylor and Fisher. L1 is run twice,
-with the same fraction of each layer and ranked over all layers, and the table has the one of the smaller test error at
-the end.
+with the same fraction of each layer and ranked over all layers; Taylor and Fisher keep a floor of units per layer, and
+``--methods`` has them without it. Where there are several ways of one score, the table has the one of the smallest test
+error at the end, which favours the scores.
 
 The table has the test error in percent when the last unit had closed and at the end, mean and standard deviation over
 the seeds, and the part of the budget that the network uses. Writes a JSON file per run, ``pruned.md`` and
@@ -29,12 +30,14 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import pyro
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkpoint
 import command
+import pyro_l0
 import ranges
 from data import load_images
 from importance import prune_by_importance, train
@@ -42,13 +45,15 @@ from pyro_l0.nn import Gate, insert_gates, suggest_gates
 
 __all__ = ["MethodName", "Options", "Problem", "ResidualNetwork", "Shuffled", "main", "pretrain", "prune", "table"]
 
-MethodName = Literal["gates", "l1", "l1_global", "taylor", "fisher"]
-TITLES: dict[str, str] = {
+MethodName = Literal["gates", "l1", "l1_global", "taylor", "taylor_floor", "fisher", "fisher_floor"]
+TITLES: dict[MethodName, str] = {
     "gates": "gates (pyro_l0.prune)",
     "l1": "L1, the same fraction of each layer",
     "l1_global": "L1, over all layers",
     "taylor": "Taylor per multiply-add",
+    "taylor_floor": "Taylor per multiply-add, with a floor",
     "fisher": "Fisher per multiply-add",
+    "fisher_floor": "Fisher per multiply-add, with a floor",
 }
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
 DENSE_EPOCHS, EPOCHS = {"digits": 15, "mnist": 5}, {"digits": 15, "mnist": 2}
@@ -73,7 +78,7 @@ class Options:
 
     data: Literal["digits", "mnist"] = "digits"
     data_dir: Path | None = None
-    methods: tuple[MethodName, ...] = METHODS
+    methods: tuple[MethodName, ...] = ("gates", "l1", "l1_global", "taylor_floor", "fisher_floor")
     budgets: tuple[float, ...] = (0.5, 0.3, 0.1, 0.05)
     epochs: int | None = None
     seeds: tuple[int, ...] = (1,)
@@ -248,17 +253,22 @@ def prune(problem: Problem, network: nn.Module, method: MethodName, budget: floa
         seed: of what the method draws.
     """
     torch.manual_seed(seed)
+    pyro.set_rng_seed(seed)
+    gated = insert_gates(network, places(network, problem.example))
     row: Row = {"method": method, "budget": budget, "seed": seed, "dense": problem.error(network)}
-    gates = places(network, problem.example)
-    if method == "gates":
-        raise NotImplementedError
-    steps = problem.epochs * len(problem.batches)
-    gated = insert_gates(network, gates)
-    found = prune_by_importance(
-        gated, method, budget, problem.batches, steps, F.cross_entropy, problem.example, problem.error
+    if method != "gates":
+        steps = problem.epochs * len(problem.batches)
+        found = prune_by_importance(
+            gated, method, budget, problem.batches, steps, F.cross_entropy, problem.example, problem.error
+        )
+        units = {site: int(gate.sum()) for site, gate in found.gates.items()}
+        return {**row, "cut": found.cut, "end": found.end, "used": found.fraction / budget, "units": units}
+    pruned = pyro_l0.prune(
+        gated, F.cross_entropy, problem.batches, problem.example, budget, epochs=problem.epochs, evaluate=problem.error
     )
-    units = {site: f"{int(gate.sum())} of {len(gate)}" for site, gate in found.gates.items()}
-    return {**row, "cut": found.cut, "end": found.end, "used": found.fraction / budget, "units": units}
+    left, full = pruned.report.left["macs"]
+    units = {site: sum(value > 0 for value in gate) for site, gate in pruned.plan.gates.items()}
+    return {**row, "cut": pruned.report.cut, "end": pruned.report.end, "used": left / full / budget, "units": units}
 
 
 def main(options: Options) -> list[Row]:
@@ -318,15 +328,21 @@ def _run(task: Task) -> None:
     checkpoint.write_json(_result(task), {**row, "options": _described(options)})
 
 
-def summaries(rows: Sequence[Row]) -> dict[float, dict[str, list[Row]]]:
-    """Rows by budget and method; of the two ways of L1, the one of the smaller mean error at the end."""
-    found: dict[float, dict[str, list[Row]]] = {}
+def summaries(rows: Sequence[Row]) -> dict[float, dict[MethodName, list[Row]]]:
+    """Rows by budget and method; of several ways of one score, the one of the smallest mean error at the end."""
+    found: dict[float, dict[MethodName, list[Row]]] = {}
     for row in rows:
         found.setdefault(row["budget"], {}).setdefault(row["method"], []).append(row)
-    for methods in found.values():
-        if "l1" in methods and "l1_global" in methods:
-            del methods[max("l1", "l1_global", key=lambda name: _mean(methods[name], "end"))]
-    return found
+    best: dict[float, dict[MethodName, list[Row]]] = {}
+    for budget, methods in found.items():
+        ways = itertools.groupby(sorted(methods, key=METHODS.index), _family)
+        names = [min(names, key=lambda name, methods=methods: _mean(methods[name], "end")) for _, names in ways]
+        best[budget] = {name: methods[name] for name in names}
+    return best
+
+
+def _family(method: MethodName) -> str:
+    return method.partition("_")[0]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -362,8 +378,9 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for budget, methods in summaries(rows).items():
         for method, found in methods.items():
-            name = "L1, the better of two" if method.startswith("l1") else TITLES[method]
-            lines.setdefault(name, []).append((budget * _mean(found, "used"), _mean(found, "end")))
+            lines.setdefault(TITLES[method].partition(",")[0], []).append(
+                (budget * _mean(found, "used"), _mean(found, "end"))
+            )
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     axes.axhline(_mean(rows, "dense"), color="0.5", lw=0.8, label="dense")

@@ -122,7 +122,7 @@ def test_closing_meets_the_budget(budget):
     units = Units(gated, example)
     torch.manual_seed(3)
     scores = {site: torch.rand(len(gate)) for site, gate in units.gates.items()}
-    units.close(scores, budget)
+    units.close(scores, budget, dict.fromkeys(scores, 1))
     assert units.fraction(units.gates) <= budget
     for site, gate in units.gates.items():
         assert gate[scores[site].argmax()] == 1
@@ -132,7 +132,7 @@ def test_closing_meets_the_budget(budget):
             is_next = scores[site][unit] == scores[site][gate == 0].max()
             assert not is_next or units.fraction(other) > budget
     before = {site: gate.clone() for site, gate in units.gates.items()}
-    units.close({site: -score for site, score in scores.items()}, 0.9 * budget)
+    units.close({site: -score for site, score in scores.items()}, 0.9 * budget, dict.fromkeys(scores, 1))
     assert all((gate <= before[site]).all() for site, gate in units.gates.items())
 
 
@@ -140,8 +140,10 @@ def test_budget_below_one_unit_per_site():
     _, gated, example = residual()
     units = Units(gated, example)
     scores = {site: torch.arange(len(gate)).float() for site, gate in units.gates.items()}
-    with pytest.raises(ValueError, match=r"Expected a budget of at least 0\.0\d+, one unit per site, but got 0\.001"):
-        units.close(scores, 0.001)
+    with pytest.raises(
+        ValueError, match=r"Expected a budget of at least 0\.0\d+, that of .*'stem.2.1': 1.*, but got 0\.001"
+    ):
+        units.close(scores, 0.001, dict.fromkeys(scores, 1))
 
 
 def test_same_fraction_of_each_site():
@@ -149,11 +151,23 @@ def test_same_fraction_of_each_site():
     units = Units(network, torch.ones(1, 20))
     with torch.no_grad():
         units.network[4].weight.mul_(100)
-    units.close(SCORES["l1"](units, [], F.mse_loss), 0.3)
+    units.close(SCORES["l1"](units, [], F.mse_loss), 0.3, {"0": 1, "3": 1})
     assert int(units.gates["0"].sum()) / 20 == pytest.approx(int(units.gates["3"].sum()) / 10, abs=0.1)
 
 
-@pytest.mark.parametrize("score", SCORES)
+def test_floor():
+    """The same fraction of an MLP 20-10-2 leaves 8 and 4 units: 8 * 4 + 4 * 2 of 220 multiply-adds."""
+    units = Units(nn.Sequential(Gate(20), nn.Linear(20, 10), nn.ReLU(), Gate(10), nn.Linear(10, 2)), torch.ones(1, 20))
+    assert units.least(40.5 / 220, 1.0) == {"0": 8, "3": 4}
+    assert units.least(40.5 / 220, 0.75) == {"0": 6, "3": 3}
+    assert units.least(40.5 / 220, 0.0) == {"0": 1, "3": 1}
+    scores = {"0": torch.arange(20.0), "3": 100 + torch.arange(10.0)}
+    units.close(scores, 40.5 / 220, {"0": 6, "3": 3})
+    assert {site: int(gate.sum()) for site, gate in units.gates.items()} == {"0": 6, "3": 5}
+    assert units.gates["0"][-6:].all()
+
+
+@pytest.mark.parametrize("score", ["l1", "l1_global", "taylor", "fisher_floor"])
 def test_each_score_on_a_residual_network(score):
     """Within the budget; compacted, it does the multiply-adds that were counted; no gate changes after the cut."""
     network, gated, example = residual()
@@ -165,7 +179,7 @@ def test_each_score_on_a_residual_network(score):
         opened.append({site: pruned.get_submodule(site).value.clone() for site in Units(gated, example).gates})
         return float(len(opened))
 
-    found = prune_by_importance(gated, score, 0.2, batches, 40, F.cross_entropy, example, measure)
+    found = prune_by_importance(gated, score, 0.2, batches, 20, F.cross_entropy, example, measure)
     assert (found.cut, found.end) == (1.0, 2.0)
     assert all(torch.equal(value, opened[1][site]) for site, value in opened[0].items())
     assert 0.1 < found.fraction <= 0.2
@@ -177,7 +191,7 @@ def test_each_score_on_a_residual_network(score):
 def test_budgets_and_steps_of_the_schedule(monkeypatch):
     """Cubic from 2 % to 75 % of the steps in 30 rounds; Adam's rate falls over the last quarter."""
     budgets, steps = [], itertools.count()
-    monkeypatch.setattr(Units, "close", lambda self, scores, budget: budgets.append((taken[-1], budget)))
+    monkeypatch.setattr(Units, "close", lambda self, scores, budget, least: budgets.append((taken[-1], budget)))
     taken = [0]
     real = torch.optim.Adam.step
 
@@ -232,6 +246,11 @@ def test_the_better_of_both_ways_of_l1():
     text = prune_pretrained.table(rows)
     assert text.splitlines()[-1] == "| 0.3 | L1, over all layers | 5.00 ± 0.00 | 3.50 ± 0.71 | 0.990 | 2 |"
     assert "same fraction" not in text
+    rows += [other | {"method": "gates", "end": 9.0} for other in rows]
+    assert [line.split(" | ")[1] for line in prune_pretrained.table(rows).splitlines()[-2:]] == [
+        "gates (pyro_l0.prune)",
+        "L1, over all layers",
+    ]
 
 
 def test_the_command(tmp_path, capsys):
