@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from pyro_l0 import fast as fast
     from pyro_l0 import infer as infer
     from pyro_l0 import nn as nn
+    from pyro_l0 import pruning as pruning
     from pyro_l0 import selection as selection
+    from pyro_l0.pruning import prune as prune
 
 __version__ = "0.1.0"
 
@@ -37,14 +39,18 @@ __all__ = [
 
 # Parts that are imported when they are first used, so that ``import pyro_l0`` stays quick. They are not in ``__all__``,
 # because a star would put this ``nn`` in the place of torch's.
-_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "selection")
+_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "pruning", "selection")
+# Functions at the top that bring such a part along.
+_FUNCTIONS = {"prune": "pruning"}
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in _PARTS:
             return importlib.import_module(f"{__name__}.{name}")
+        if name in _FUNCTIONS:
+            return getattr(importlib.import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_PARTS})
+        return sorted({*globals(), *_PARTS, *_FUNCTIONS})

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "nn": {"fast", "distributions"},
     "compaction": {"nn"},
     "diagnostics": {"maths", "fast", "distributions", "infer"},
+    "pruning": {"infer", "nn", "compaction", "diagnostics"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
 }
 # Folders of selection, and which of its other parts they may import.

@@ -105,6 +105,12 @@ class BernoulliGate(GateDistribution):
     log_active_prob = log_prob_one
 
     @property
+    def active_slope(self) -> Tensor:
+        """Derivative of P(z != 0), a logistic function of the location, by it; shape ``batch_shape``, no gradient."""
+        active = self.active_prob.detach()
+        return active * (1 - active)
+
+    @property
     def median(self) -> Tensor:
         """1 where the gate is open more often than not, shape ``batch_shape``."""
         return (self.logits > 0).to(self.logits.dtype)

@@ -155,6 +155,16 @@ class GateDistribution(TorchDistribution):
         return torch.exp(self.log_active_prob)
 
     @property
+    def active_slope(self) -> Tensor:
+        """Derivative of P(z != 0) by the location, the first learned parameter; shape ``batch_shape``, no gradient."""
+        name = next(iter(self.learned))
+        with torch.enable_grad():
+            location = getattr(self, name).detach().requires_grad_()
+            probs = self.with_learned(**{key: getattr(self, key).detach() for key in self.learned} | {name: location})
+            slope: Tensor = torch.autograd.grad(probs.active_prob.sum(), location)[0]
+        return slope
+
+    @property
     def least_active_prob(self) -> Tensor:
         """The smallest P(z != 0) to which learned parameters can bring this gate, shape ``batch_shape``."""
         return torch.zeros_like(self.log_active_prob)

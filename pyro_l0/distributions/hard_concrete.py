@@ -143,6 +143,12 @@ class HardConcrete(StretchedGate):
         return hard_concrete.transform(torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch)
 
     @property
+    def active_slope(self) -> Tensor:
+        """Derivative of P(z != 0), a logistic function of the location, by it; shape ``batch_shape``, no gradient."""
+        active = self.active_prob.detach()
+        return active * (1 - active)
+
+    @property
     def median(self) -> Tensor:
         """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``."""
         noise = torch.zeros_like(self.log_alpha)

@@ -15,6 +15,7 @@ from pyro_l0.infer.refine import RefinedPosterior
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.infer.sparsity_target import SparsityTarget
 from pyro_l0.infer.summaries import Summary
+from pyro_l0.infer.target_report import TargetReport
 from pyro_l0.infer.terms import OBJECTIVES, Term
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "RefinedPosterior",
     "SparsityTarget",
     "Summary",
+    "TargetReport",
     "Term",
     "check_fit",
     "complete_samples",

@@ -1,313 +1,349 @@
-"""Sparsity as a constraint: a budget that the deterministic network meets at the end."""
+"""Sparsity as a constraint: budgets that the deterministic network keeps to, without a setting to tune."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from pyro_l0.distributions.gate import GateDistribution, concatenate
-from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.infer.budget import Budget, Cost
+from pyro_l0.infer.budget_schedule import BudgetSchedule
+from pyro_l0.infer.budgets_given import falling, named
+from pyro_l0.infer.gate_positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
 from pyro_l0.infer.guide import GateGuide, check_guide
+from pyro_l0.infer.target_report import TargetReport
 
-Cost = Callable[[Mapping[str, Tensor]], Tensor]
-_FAR = 1.25  # times the budget
-# Of the budget; a unit has no price where the network without it would cost less. In a LeNet-5 of a tenth of its
-# multiply-adds the first maps, a sixth of the budget, lose theirs, and the second ones, a twentieth, always keep it.
-_OVERSHOOT = 0.92
-_WASTE = 0.95  # of the budget; a gate that would leave less than this closes after all others
-_PATIENCE = 50  # updates of a multiplier that grows without effect, before a warning
+__all__ = ["SparsityTarget", "TargetState"]
+
+OnBudget = Callable[[float, dict[str, Tensor]], None]
+_START = 0.999  # P(z != 0) at the start, or all but one gate in expectation where that is more
+_BETAS, _EPS = (0.9, 0.99), 1e-15
+_MEMORY = 0.98  # of the moving averages of squared gradients
+_GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
+_HARDENING = 6.0
 
 
 class TargetState(TypedDict):
     """What a resumed run needs of a target."""
 
-    multiplier: Tensor
     step: int
+    integral: Tensor
+    of_loss: Tensor
+    of_penalty: Tensor
     prices: Tensor | None
-    rest: Tensor
-    last: Tensor
-    stuck: int
 
 
 class SparsityTarget:
-    r"""At most a given fraction of the weights, the multiply-adds or the open units, by dual ascent.
+    r"""Keeps a network within a budget of multiply-adds, weights, parameters or another cost while it trains.
 
-    Instead of a price of an open weight, the budget is given, and the price is found: to the loss in nats comes
-    :meth:`penalty`, :math:`\mu \log (E[c(z)] / c(1))`, and after every step of the optimiser :meth:`ascend` raises the
-    multiplier :math:`\mu` while the *deterministic* network (test gates) costs more than the budget and sets it to 0
-    when it does not (a dual restart), so that a network within its budget is not pruned further. The gradient goes
-    through the expected cost, the multiplier follows the actual one: expected counts do not tell what pruning leaves,
-    since a hard concrete gate may be open with probability 0.3 while its test gate is 0.
+    Everything is set by the number of steps, the number of gates and the budget. All gates start open. In every step
+    :meth:`add_gradient` adds to the gates' gradients that of a penalty,
 
-    Costs are compared by their logs, so that the last halving of a network counts as much as the first. The budget that
-    counts falls from 1 to its final value over ``warm_up`` steps, by the same factor in each, so that every halving
-    gets as many of them; a network is not cut down before it has learned, nor in the last steps. A map of an early
-    layer may be a sixth of what a budget allows: near the budget the units without which less than 92 % of it would be
-    used have no price, and smaller ones leave. :meth:`project` makes up for the last units at the end.
+    .. math:: \mu \sum_j p_j P(z_j \neq 0), \qquad
+        p_j = \frac{\partial \log E[c(z)]}{\partial P(z_j \neq 0)}, \qquad
+        \mu = e^I \frac{\operatorname{rms}(\nabla_a \text{loss})}
+            {\operatorname{rms}(\nabla_a \sum_j p_j P(z_j \neq 0))},
+
+    where a are the gates' locations. So the multiplier μ has the scale of the loss, whatever that is, and
+    its logarithm's integral part I rises while the *deterministic* network (test gates) costs more than the
+    budget of the moment, and falls while it costs less. That budget falls from 1 to its final value by a cubic curve. A
+    hundred times on the way :meth:`ascend` looks at the deterministic network and puts it onto the curve: the open
+    gates of lowest location close, just below the point where test gates close, or closed ones of highest location
+    open, just above it. In the last steps all gates move away from that point, so that few test gates are
+    neither 0 nor 1.
+
+    A site keeps as many gates as three quarters of those that an equal rate of open gates at every site would leave,
+    and at least one of several, until all other sites have no more to close.
 
     Args:
-        guide: the gates' guide, after its first call; an AutoGate, or another :class:`~pyro_l0.infer.GateGuide`.
-        budget: largest fraction of the cost of the full network, in (0, 1); or by site, the largest fraction of open
-            units.
-        cost: cost of given gates by site (P(z != 0) or 0 and 1), a tensor of shape ``()``, such as
-            :meth:`NetworkCost.macs <pyro_l0.nn.NetworkCost.macs>`; not with a budget by site.
-        total: cost of the full network, shape ``(k,)``; of the guide's gates, all open, if not given.
-        dual_rate: growth of the multiplier, in nats per step and unit of violation, the log of the cost over the
-            budget. The default suits batches of 100: per epoch the multiplier then grows by 0.3 nats per example and
-            unit of violation.
-        warm_up: steps until the final budget holds.
-        every: steps between two looks at the deterministic network.
+        guide: the gates' guide, after its first call; an AutoGate, or another :class:`~pyro_l0.infer.GateGuide`. Its
+            gates are opened. To resume, make the target first and load the guide's state afterwards.
+        budget: largest fraction of the cost of the full network, in (0, 1). Several falling ones are met one after
+            the other in one run, and each is handed to ``on_budget``. A dict gives one by name of several costs, or,
+            without a cost, by gate site the largest fraction of open gates.
+        cost: differentiable cost of given gates by site (P(z != 0) or 0 and 1), of shape ``()``, such as
+            :meth:`NetworkCost.macs <pyro_l0.nn.NetworkCost.macs>`; a dict of several for budgets by their names.
+        steps: steps of the optimiser in which there are gates, at least 10; some hundreds are needed for a network
+            that is as good as it can be. Further steps leave the gates as they are.
+        pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
+        on_budget: is called with a budget and the deterministic gates by site, when this budget is met: the last
+            one at the last step, the others on the way, at once after the gates have changed.
 
     Attributes:
-        multiplier: :math:`\mu` in nats, shape ``(k,)`` for k constraints.
-        total: cost of the full network, shape ``(k,)``.
+        steps: as given.
+        start: steps before the gates begin to move.
+        settled: steps until the final budget holds.
+        step: steps taken.
+        budget: final budgets, shape ``(k,)`` for k constraints.
+        total: costs of the full network, shape ``(k,)``.
+        multiplier: :math:`\mu` in nats, shape ``(k,)``.
+        gate_learning_rate: of the gates under Adam; with it a gate could close four times while the budget falls.
 
     Raises:
-        ValueError: a budget is outside (0, 1), names an unknown site, or comes with a cost where there should be none.
+        TypeError: the guide lacks a method.
+        ValueError: a budget is outside (0, 1) or below the cost of one open gate per site, does not go with the costs,
+            or names an unknown site; budgets do not fall; there are fewer than ten steps.
 
     Example:
         >>> import pyro
         >>> from pyro_l0 import HardConcrete
-        >>> from pyro_l0.infer import AutoGate
+        >>> from pyro_l0.infer import L0_ELBO, AutoGate, factor
+        >>> pyro.set_rng_seed(0)
         >>> def model():
-        ...     pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
+        ...     z = pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
+        ...     factor("data", (z * torch.arange(10.0)).sum())  # the later ones matter more
         >>> guide = AutoGate(model)
         >>> _ = guide()
-        >>> target = SparsityTarget(guide, {"z": 0.3}, warm_up=0)
-        >>> target.fraction()
-        tensor([1.])
-        >>> target.project()
-        >>> target.fraction()
-        tensor([0.3000])
+        >>> target = SparsityTarget(guide, {"z": 0.3}, steps=100)
+        >>> optimiser = torch.optim.Adam(guide.parameters(), **target.optimiser_options)
+        >>> loss = L0_ELBO("l0")(model, guide)
+        >>> for _ in range(100):
+        ...     optimiser.zero_grad()
+        ...     loss().backward()
+        ...     target.add_gradient()
+        ...     optimiser.step()
+        ...     target.ascend()
+        >>> guide.test_gates()["z"]
+        tensor([0., 0., 0., 0., 0., 0., 0., 1., 1., 1.])
 
     References:
         Gallego-Posada et al. (2022), Controlled Sparsity via Constrained Optimization, arXiv:2208.04425; Cotter et al.
-        (2019), arXiv:1804.06500 (a proxy for the gradient, the true constraint for the multiplier).
+        (2019), arXiv:1804.06500 (a proxy for the gradient, the true constraint for the multiplier); Zhu, Gupta (2017),
+        arXiv:1710.01878 (the cubic curve).
     """
 
     def __init__(
         self,
         guide: GateGuide,
-        budget: float | Mapping[str, float],
-        cost: Cost | None = None,
+        budget: float | Sequence[float] | Mapping[str, float],
+        cost: Cost | Mapping[str, Cost] | None = None,
         *,
-        total: Tensor | None = None,
-        dual_rate: float = 30.0,
-        warm_up: int = 0,
-        every: int = 10,
+        steps: int,
+        pretrained: bool = False,
+        on_budget: OnBudget | None = None,
     ) -> None:
-        check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "close")
-        gates = guide.test_gates()
-        by_site = isinstance(budget, Mapping)
-        budgets = dict(budget) if isinstance(budget, Mapping) else {"budget": budget}
-        for name, value in budgets.items():
-            if by_site and name not in gates:
-                raise ValueError(f"Expected a budget by gate site, one of {sorted(gates)}, but got {name!r}.")
-            check_rate(f"budget[{name!r}]" if by_site else "budget", value, "a target")
-        if by_site == (cost is not None):
-            raise ValueError("Expected a cost with one budget for the network, and none with budgets by site.")
-        for option, number, least in (("dual_rate", dual_rate, 0.0), ("warm_up", warm_up, 0), ("every", every, 1)):
-            if not number >= least:
-                raise ValueError(f"Expected {option} of at least {least}, but got {number}.")
+        check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "locations")
         self.guide = guide
-        self.dual_rate = dual_rate
-        self.warm_up = warm_up
-        self.every = every
+        gates = guide.test_gates()
+        budgets, costs = named(budget, cost, gates)
+        self._on_the_way = falling(budget)[:-1]
+        self._schedule = BudgetSchedule.of(steps, pretrained)
+        self._budget = Budget(costs, budgets, gates)
+        self._positions = GatePositions(guide)
+        self._on_budget = on_budget
+        number = sum(gate.numel() for gate in gates.values())
+        distance = self._positions.open_all(max(_START, 1 - 1 / number))
+        self.gate_learning_rate = self._schedule.rate(distance)
         self.step = 0
-        like = next(iter(gates.values()))
-        self.budget = torch.tensor(list(budgets.values()), dtype=like.dtype, device=like.device)
-        self.multiplier = torch.zeros_like(self.budget)
-        self._sites = list(budgets) if by_site else []
-        self._cost = cost
-        whole = {name: torch.ones_like(gate) for name, gate in gates.items()}
-        self.total = self._raw(whole) if total is None else total
+        self._integral = torch.zeros_like(self._budget.final)
+        self._of_loss = torch.zeros_like(self._integral)
+        self._of_penalty = torch.zeros_like(self._integral)
         self._prices: Tensor | None = None
-        self._rest = torch.zeros_like(self.multiplier[0])
-        self._last = torch.zeros_like(self.budget)
-        self._stuck = 0
+        self._shares = torch.zeros(0)
 
-    def _raw(self, gates: Mapping[str, Tensor]) -> Tensor:
-        if self._cost is not None:
-            return self._cost(gates).reshape(1)
-        return torch.stack([gates[site].sum() for site in self._sites])
+    # ------------------------------------------------------------ what a run asks
 
-    def penalty(self) -> Tensor:
-        r"""What to add to the loss, in nats; shape ``()``.
+    @property
+    def steps(self) -> int:
+        """Steps of the optimiser in which there are gates."""
+        return self._schedule.steps
 
-        To first order in P(z != 0) from where the gates stood at the first call after a look at the network, which
-        takes the prices of the units: :math:`\mu` times the derivative of the log of the expected cost, and 0 for those
-        that would overshoot the budget.
-        """
-        gates = self.guide.posterior()
-        if not gates:  # all have left
-            return torch.zeros_like(self.multiplier[0])
-        joint = concatenate(list(gates.values()))
-        active = (
-            torch.cat([gate.active_prob.flatten() for gate in gates.values()]) if joint is None else joint.active_prob
-        )
-        self._follow(active.device)
-        if self._prices is None or len(self._prices) != len(active):  # units may have left since
-            self._prices, self._rest = self._linearise(gates, active)
-        return torch.dot(self._prices.to(active), active) + self._rest.to(active)
+    @property
+    def start(self) -> int:
+        """Steps before the gates begin to move."""
+        return self._schedule.start
 
-    def _linearise(self, gates: Mapping[str, GateDistribution], active: Tensor) -> tuple[Tensor, Tensor]:
-        """The penalty's gradient with respect to P(z != 0), and its value without the product of both."""
-        shapes = {name: gate.batch_shape for name, gate in gates.items()}
-        with torch.inference_mode(False), torch.enable_grad():
-            active = active.detach().clone().requires_grad_()
-            value = (self.multiplier * torch.log(self._raw(_apart(active, shapes)) / self.total)).sum()
-            (prices,) = torch.autograd.grad(value, active)
-            if self._cost is not None:  # the gates of one site cost the same
-                is_open = torch.cat([gate.test_gate.flatten() != 0 for gate in gates.values()])
-                z = is_open.to(active).requires_grad_()
-                used = self._raw(_apart(z, shapes)) / self.total / self.budget
-                (saved,) = torch.autograd.grad(used.sum(), z)
-                large = is_open & (used.detach() - saved < _OVERSHOOT)
-                others = is_open & ~large & (saved > 0)
-                prices = torch.where(large & others.any(), 0.0, prices)
-        return prices, value.detach() - torch.dot(prices, active.detach())
+    @property
+    def settled(self) -> int:
+        """Steps until the final budget holds."""
+        return self._schedule.settled
+
+    @property
+    def budget(self) -> Tensor:
+        """Final budgets, shape ``(k,)``."""
+        return self._budget.final
+
+    @property
+    def total(self) -> Tensor:
+        """Costs of the full network, shape ``(k,)``."""
+        return self._budget.total
+
+    @property
+    def optimiser_options(self) -> dict[str, float | tuple[float, float]]:
+        """Keywords for the guide's parameter group in Adam; the step does not depend on the loss's scale."""
+        return {"lr": self.gate_learning_rate, "betas": _BETAS, "eps": _EPS, "weight_decay": 0.0}
+
+    @property
+    def multiplier(self) -> Tensor:
+        """The multiplier of each constraint in nats, shape ``(k,)``."""
+        # Where no gate has a price yet, both averages are 0.
+        return torch.sqrt(self._of_loss / self._of_penalty.clamp(min=1e-30)) * torch.exp(self._integral)
+
+    @property
+    def saturated(self) -> Tensor:
+        """Whether a multiplier has gone as far from the loss's scale as it may, shape ``(k,)``."""
+        return self._integral.abs() >= _MOST
 
     @torch.no_grad()
     def fraction(self) -> Tensor:
         """Cost of the deterministic network as a fraction of the full one's, shape ``(k,)``."""
-        gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
-        for gate in gates.values():
-            self._follow(gate.device)
-        return self._fraction(gates)
+        self._follow()
+        return self._budget.fraction({site: is_open.float() for site, is_open in self._open().items()})
 
-    def _fraction(self, gates: Mapping[str, Tensor]) -> Tensor:
-        return self._raw(gates) / self.total
+    @torch.no_grad()
+    def report(self) -> TargetReport:
+        """What has been reached so far."""
+        tests, names = self.guide.test_gates(), self._budget.names
+        fraction = self.fraction()
+        values = torch.cat([gate.flatten() for gate in tests.values()]) if tests else torch.ones(1)
+        opened = {site: (int((gate != 0).sum()), gate.numel()) for site, gate in tests.items()}
+        expected = self._budget.fraction({site: gate.active_prob for site, gate in self.guide.posterior().items()})
+        per_unit = self.multiplier / (expected * self.total)
+        return TargetReport(
+            step=self.step,
+            steps=self.steps,
+            fraction=dict(zip(names, fraction.tolist(), strict=True)),
+            budget=dict(zip(names, self.budget.tolist(), strict=True)),
+            undecided=float(((values > 0) & (values < 1)).float().mean()),
+            multiplier=dict(zip(names, per_unit.tolist(), strict=True)),
+            at_floor=tuple(site for site, (n, _) in opened.items() if n <= self._budget.floors[site]),
+            open=opened,
+        )
 
-    def _follow(self, device: torch.device) -> None:
-        """Move this target's tensors to where the guide's gates have moved."""
-        if self.multiplier.device == device:
+    # ------------------------------------------------------------ what a step asks
+
+    @torch.no_grad()
+    def add_gradient(self) -> None:
+        """Add the penalty's gradient to that of the gates' locations; between ``loss.backward()`` and the step.
+
+        Before the gates move and after the last step with gates their gradients are set to None, so that the
+        optimiser passes them over. Nothing is read back from the device.
+
+        Raises:
+            ValueError: no location has a gradient, as where the loss does not depend on the gates.
+        """
+        locations = self.guide.locations()
+        if not self.start <= self.step < self.steps:
+            for location in locations:
+                location.grad = None
             return
-        for name in ("budget", "multiplier", "total", "_rest", "_last"):
-            setattr(self, name, getattr(self, name).to(device))
-        self._prices = None if self._prices is None else self._prices.to(device)
+        if locations and all(location.grad is None for location in locations):
+            raise ValueError(
+                "Expected gradients of the gates' locations, but none has one; call add_gradient after "
+                "loss.backward(), with a loss that draws the gates from this target's guide."
+            )
+        self._follow()
+        if not locations:
+            return
+        grad = torch.cat([_grad(location).flatten() for location in locations]).float()
+        prices = self._prices_of(len(grad))
+        slopes = prices * self._positions.slopes()
+        self._of_loss.lerp_(self._shares @ grad.nan_to_num(0.0, 0.0, 0.0).square(), 1 - _MEMORY)
+        self._of_penalty.lerp_((slopes.square() * self._shares).sum(1), 1 - _MEMORY)
+        start, added = 0, self.multiplier @ slopes
+        for location in locations:
+            end = start + location.numel()
+            location.grad = _grad(location) + added[start:end].view(location.shape).to(location)
+            start = end
 
     @torch.no_grad()
     def ascend(self) -> None:
-        """Update the multiplier; after every step of the optimiser. Nothing is read back from the device."""
+        """Go on by a step, after that of the optimiser: look at the deterministic network, and harden decided gates."""
         self.step += 1
-        if self.step % self.every:
+        if not self.start <= self.step <= self.steps or not self.guide.locations():
             return
-        done = min(1.0, self.step / self.warm_up) if self.warm_up else 1.0
-        violation = torch.log(self.fraction() / self.budget**done)
-        raised = self.multiplier + self.dual_rate * self.every * violation
-        self.multiplier = torch.where(violation > 0, raised, 0.0)
-        self._prices = None
+        if self._schedule.is_look(self.step):
+            self._look()
+        if self.settled <= self.step < self.steps:
+            positions = self._positions.read()
+            harder = positions * (1 + _HARDENING / (self.steps - self.settled))
+            self._positions.write(harder.clamp(LOWEST, HIGHEST), torch.ones_like(positions, dtype=torch.bool))
+        if self.step == self.steps and self._on_budget is not None:
+            self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
 
-    @torch.no_grad()
-    def check(self) -> None:
-        """Warn if the target is stuck; once per epoch, since it reads the device.
-
-        Warns:
-            UserWarning: the multiplier keeps growing while the cost does not fall, or a site has no open gate left.
-        """
-        fraction = self.fraction()
-        falls = bool((fraction < self._last - 1e-3).any())
-        grows = self.step >= self.warm_up and bool((self.multiplier > 0).any())
-        self._stuck = self._stuck + 1 if grows and not falls else 0
-        self._last = fraction
-        if self._stuck == _PATIENCE:
-            warnings.warn(
-                f"The multiplier has grown to {self.multiplier.max().item():.3g} nats over {_PATIENCE} checks while "
-                f"the cost stays at {fraction.tolist()} of the full network's: the gates hardly move. Raise their "
-                "learning rate.",
-                stacklevel=2,
-            )
-        for name, gate in self.guide.test_gates().items():
-            if not bool((gate != 0).any()):
-                warnings.warn(
-                    f"No gate of site {name!r} is open in the deterministic network: the layer is dead. Lower the dual "
-                    "rate, lengthen the warm-up or set budgets by site.",
-                    stacklevel=2,
-                )
+    def _look(self) -> None:
+        """Put the deterministic network onto the curve, and let the multiplier follow."""
+        self._follow()
+        schedule = self._schedule
+        budget = schedule.budget(self.step, self.budget)
+        violation = torch.log(self.fraction() / budget)
+        if self.step > self.start:
+            faster = _GAIN * (violation / _FAR).clamp(-1, 1) * schedule.look / (self.settled - self.start)
+            self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
+        before = float(schedule.budget(self.step - schedule.look, self.budget)[0])
+        for on_the_way in self._on_the_way:
+            if float(budget[0]) <= on_the_way < before:
+                self._correct(torch.full_like(self.budget, on_the_way))
+                if self._on_budget is not None:
+                    self._on_budget(on_the_way, dict(self.guide.test_gates()))
+        self._correct(budget)
+        self._take_prices()
 
     @torch.no_grad()
     def project(self) -> None:
-        """Close the least valuable open gates until the deterministic network is within its budget.
+        """Put the deterministic network onto the final budget now, as a run that ends early needs it.
 
-        At the end of training. Gates are closed one by one, by their P(z != 0) from below, by setting the guide's
-        parameters far down; one whose closing would leave less than 95 % of the budget waits until no other is left.
-        Those that a later one made needless, such as units that were closed before a map, stay open. A site keeps its
-        last gate. With averaged weights, the averaged guide's target is what counts.
-
-        Warns:
-            UserWarning: after training, the network is further than a quarter above its budget.
-
-        Raises:
-            ValueError: no network with an open gate per site is within the budget.
+        The open gates of lowest location close, or closed ones of highest location open.
         """
-        fraction = self.fraction()
-        if self.step and bool((fraction > _FAR * self.budget).any()):
-            has, allowed = ([round(x, 4) for x in values.tolist()] for values in (fraction, self.budget))
-            warnings.warn(
-                f"The network still has {has} of the cost where {allowed} are allowed. Closing the rest at once costs "
-                "accuracy; train longer after the warm-up, or raise the gates' learning rate or the dual rate.",
-                stacklevel=2,
-            )
-        open_gates = {name: (gate != 0).to(gate) for name, gate in self.guide.test_gates().items()}
-        closed = self._close(open_gates)
-        if bool((self._fraction(open_gates) > self.budget).any()):
-            raise ValueError(f"Expected a budget that one open gate per site meets, but got {self.budget.tolist()}.")
-        leaving: dict[str, list[int]] = {}
-        for name, i in reversed(closed):  # those that a later one made needless stay open
-            gate = open_gates[name].view(-1)
-            gate[i] = 1.0
-            if bool((self._fraction(open_gates) > self.budget).any()):
-                gate[i] = 0.0
-                leaving.setdefault(name, []).append(i)
-        for name, places in leaving.items():
-            self.guide.close(name, torch.tensor(places))
+        self._follow()
+        self._correct(self.budget)
 
-    def _close(self, open_gates: dict[str, Tensor]) -> list[tuple[str, int]]:
-        """Close gates, the least probable first, until the budget holds or each site has but one.
+    def _correct(self, budget: Tensor) -> None:
+        positions, is_open = self._positions.read(), self._open()
+        shapes = {site: gate.shape for site, gate in is_open.items()}
+        now = torch.cat([gate.flatten() for gate in is_open.values()])
+        prices = self._prices_of(len(now))
+        wanted = self._budget.keep_within(budget, _apart(positions, shapes), is_open, prices)
+        moved = torch.where(wanted & ~now, OPENED, torch.where(now & ~wanted, CLOSED, positions))
+        self._positions.write(moved.clamp(LOWEST, HIGHEST), torch.ones_like(now))
 
-        Args:
-            open_gates: 1 for gates that are open, 0 for others; changed to what is left.
+    # ------------------------------------------------------------ the guide
 
-        Returns:
-            Site and place in the flattened site of those that were closed, in their order.
-        """
-        order = sorted(
-            (prob, name, i)
-            for name, gate in self.guide.posterior().items()
-            for i, prob in enumerate(gate.active_prob.flatten().tolist())
-            if open_gates[name].view(-1)[i]
-        )
-        closed: list[tuple[str, int]] = []
-        # First without the gates that would waste the budget, such as the map of an early layer; then with them.
-        for least in (_WASTE * self.budget, 0.0 * self.budget):
-            for _, name, i in order:
-                over = self._fraction(open_gates) > self.budget
-                if not bool(over.any()):
-                    break
-                site = open_gates[name].view(-1)
-                concerned = not self._sites or (name in self._sites and bool(over[self._sites.index(name)]))
-                if not site[i] or site.sum() <= 1 or not concerned:
-                    continue
-                site[i] = 0.0
-                if bool((over & (self._fraction(open_gates) < least)).any()):
-                    site[i] = 1.0
-                else:
-                    closed.append((name, i))
-        return closed
+    def _open(self) -> dict[str, Tensor]:
+        return {site: gate != 0 for site, gate in self.guide.test_gates().items()}
+
+    def _active(self) -> dict[str, Tensor]:
+        return {site: gate.active_prob.detach().float() for site, gate in self.guide.posterior().items()}
+
+    def _prices_of(self, number: int) -> Tensor:
+        """The prices of the last look at so many gates; anew if units have left since."""
+        if self._prices is None or self._prices.shape[1] != number:
+            return self._take_prices()
+        return self._prices
+
+    def _take_prices(self) -> Tensor:
+        """Take the prices of units where the gates are now."""
+        return self._put_prices(self._budget.prices(self._active()))
+
+    def _put_prices(self, prices: Tensor) -> Tensor:
+        """Keep prices, and the share of each gate in a mean over those that have one."""
+        priced = (prices != 0).float()
+        self._shares = priced / priced.sum(1, keepdim=True).clamp(min=1)
+        self._prices = prices
+        return prices
+
+    def _follow(self) -> None:
+        """Move this target's tensors to where the guide's gates have moved."""
+        like = next(iter(self.guide.locations()), None)
+        if like is None or like.device == self.budget.device:
+            return
+        self._budget.to(like.device)
+        for name in ("_integral", "_of_loss", "_of_penalty"):
+            setattr(self, name, getattr(self, name).to(like.device))
+        self._prices = None
+
+    # ------------------------------------------------------------ resuming
 
     def state_dict(self) -> TargetState:
-        """What a resumed run needs."""
+        """What a resumed run needs, beside the guide's state."""
         return {
-            "multiplier": self.multiplier.clone(),
             "step": self.step,
+            "integral": self._integral.clone(),
+            "of_loss": self._of_loss.clone(),
+            "of_penalty": self._of_penalty.clone(),
             "prices": self._prices,
-            "rest": self._rest,
-            "last": self._last,
-            "stuck": self._stuck,
         }
 
     def load_state_dict(self, state: TargetState) -> None:
@@ -316,18 +352,24 @@ class SparsityTarget:
         Raises:
             ValueError: the state is of another number of constraints.
         """
-        if state["multiplier"].shape != self.multiplier.shape:
+        if state["integral"].shape != self._integral.shape:
             raise ValueError(
-                f"Expected the state of {len(self.multiplier)} constraints, but got {len(state['multiplier'])}."
+                f"Expected the state of {len(self._integral)} constraints, but got {len(state['integral'])}."
             )
-        self.multiplier = state["multiplier"].to(self.multiplier).clone()
-        self.step, self._stuck = state["step"], state["stuck"]
-        self._prices = None if state["prices"] is None else state["prices"].to(self.multiplier.device)
-        self._rest = state["rest"].to(self.multiplier.device)
-        self._last = state["last"].to(self.multiplier).clone()
+        self.step = state["step"]
+        self._integral = state["integral"].to(self._integral).clone()
+        self._of_loss = state["of_loss"].to(self._integral).clone()
+        self._of_penalty = state["of_penalty"].to(self._integral).clone()
+        self._prices = None
+        if state["prices"] is not None:
+            self._put_prices(state["prices"].to(self._integral))
+
+
+def _grad(location: Tensor) -> Tensor:
+    return torch.zeros_like(location) if location.grad is None else location.grad
 
 
 def _apart(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """The entries of each site in its shape."""
     pieces = flat.split([shape.numel() for shape in shapes.values()])
-    return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+    return {site: piece.view(shape) for (site, shape), piece in zip(shapes.items(), pieces, strict=True)}

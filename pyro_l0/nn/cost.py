@@ -44,6 +44,7 @@ class NetworkCost:
         filter_sizes: by gate site, the number of weights that write one of its units: a convolution's filter, the
             group that the L0 paper prices for feature maps; 0 for gates of the network's inputs.
         total_weights: weights with every gate open.
+        total_parameters: parameters with every gate open, biases and those of norms included.
         total_macs: multiply-adds per example with every gate open: of matrix products and convolutions, attention's
             included.
 
@@ -72,7 +73,12 @@ class NetworkCost:
         self._weights = _Count(self._dependence, [maps.axes[weight] for weight in weights], 1)
         batch = self._recording.calls[0].inputs[0].shape[:1] if self._recording.calls[0].inputs else ()
         self._macs = _Count(self._dependence, [product.axes for product in maps.products], math.prod(batch))
+        named = dict(network.named_parameters())
+        used = dict.fromkeys(maps.recording.named[name] for name in named if name in maps.recording.named)
+        unused = sum(p.numel() for name, p in named.items() if name not in maps.recording.named)
+        self._parameters = _Count(self._dependence, [maps.axes[value] for value in used], 1, unused)
         self.total_weights = self._weights.total
+        self.total_parameters = self._parameters.total
         self.total_macs = self._macs.total
         self._group_sizes = self._per_unit(find_readers(maps))
         for call in maps.gates:
@@ -112,6 +118,14 @@ class NetworkCost:
         """Multiply-adds left per example, shape ``()``; arguments as in :meth:`weights`."""
         self._check(active)
         return self._macs(active)
+
+    def parameters(self, active: Mapping[str, Tensor]) -> Tensor:
+        """Parameters left, shape ``()``; arguments as in :meth:`weights`.
+
+        With biases and what norms learn, but without biases that compaction adds for constants.
+        """
+        self._check(active)
+        return self._parameters(active)
 
     def report(self) -> Report:
         """The units that stay whatever their gates say, and why; it prints as text.
@@ -157,13 +171,15 @@ class _Count:
         dependence: what entries depend on.
         products: the dimensions of each product.
         per: what the sum is divided by.
+        more: what comes to the sum whatever leaves.
     """
 
-    def __init__(self, dependence: Dependence, products: Iterable[Iterable[Axis]], per: int) -> None:
+    def __init__(self, dependence: Dependence, products: Iterable[Iterable[Axis]], per: int, more: int = 0) -> None:
         self._dependence = dependence
         self._products = [list(axes) for axes in products]
         self._per = per
-        total = sum(math.prod(axis.size for axis in axes) for axes in self._products)
+        self._more = more
+        total = more + sum(math.prod(axis.size for axis in axes) for axes in self._products)
         self.total = total // per if total % per == 0 else total / per
         self._histograms: dict[int, tuple[dict[int, int], tuple[Clause, ...]]] = {}
 
@@ -187,7 +203,7 @@ class _Count:
         for axes in self._products:
             count, sums = self._term(axes, expectations)
             times[sums] = times.get(sums, 0.0) + count / self._per
-        constant = times.pop((), 0.0)
+        constant = times.pop((), 0.0) + self._more
         return expectations, [_Term(count, sums) for sums, count in times.items()], constant
 
     def _term(self, axes: list[Axis], expectations: Expectations) -> tuple[int, tuple[int, ...]]:

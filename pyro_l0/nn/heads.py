@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.gate import Gate
 
-__all__ = ["gate_heads"]
+__all__ = ["HeadGated", "gate_heads"]
 
 
 def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
@@ -55,7 +55,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
         name = path.rpartition(".")[2]
         projection = getattr(parent, name)
         _check_projection(new, path, projection, number)
-        setattr(parent, name, _HeadGated(projection, number))
+        setattr(parent, name, HeadGated(projection, number))
     for module in new.modules():
         # It would hand packed sequences to layers that take plain ones.
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PlainAttention) for m in module.modules()):
@@ -63,7 +63,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     return new
 
 
-class _HeadGated(nn.Module):
+class HeadGated(nn.Module):
     """A projection behind a gate per head."""
 
     def __init__(self, projection: nn.Module, heads: int) -> None:
@@ -119,7 +119,7 @@ def _check_number(path: str, heads: object) -> None:
 
 def _check_projection(network: nn.Module, path: str, projection: nn.Module, heads: int) -> None:
     """Refuse what does not read heads side by side, and layers that are used elsewhere too."""
-    if isinstance(projection, _HeadGated):
+    if isinstance(projection, HeadGated):
         raise ValueError(f"Expected an output projection without head gates, but {path!r} has them already.")
     if not _is_dense(projection):
         raise TypeError(

@@ -15,7 +15,7 @@ from pyro_l0.nn.engine.tape import Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.places import unit_dim
 
-__all__ = ["gate_dropout", "insert_gates"]
+__all__ = ["Gated", "gate_dropout", "insert_gates"]
 
 _MAPS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
@@ -56,10 +56,10 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
     # Inner modules first: a module that has moved into a Sequential is no longer at its path.
     for path in sorted(gates, key=lambda path: -path.count(".")):
         parent, _, name = path.rpartition(".")
-        setattr(new.get_submodule(parent), name, _Gated(path, new.get_submodule(path), gates[path]))
+        setattr(new.get_submodule(parent), name, Gated(path, new.get_submodule(path), gates[path]))
     for module in new.modules():
         # Whether to pack a padded batch it asks of the weights of its first layer, which has none behind a gate.
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(inner, _Gated) for inner in module.modules()):
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(inner, Gated) for inner in module.modules()):
             module.use_nested_tensor = False
     return new
 
@@ -82,7 +82,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
             _check_size(path, gate, followed.of_one(modules[path])[0].output)
 
 
-class _Gated(nn.Sequential):
+class Gated(nn.Sequential):
     """A module and the gate behind it, which describes itself as the module does; its weights are not to be had."""
 
     def __init__(self, path: str, module: nn.Module, gate: Gate) -> None:

@@ -32,6 +32,7 @@ class Place:
         weights: weights that one unit's closing saves, on average over its units, with all other gates open.
         macs: multiply-adds per example that it saves, likewise.
         parameters: names of those that lose entries with a unit.
+        is_attention: whether its units are queries, keys or values of heads, which a gate per head switches as well.
         coupled: paths of other places on the same units, such as a residual stream's: what the units have in common
             leaves only where the gates of all of them are closed.
     """
@@ -42,6 +43,7 @@ class Place:
     macs: float
     parameters: tuple[str, ...]
     coupled: tuple[str, ...]
+    is_attention: bool
 
 
 class Suggestions(Mapping[str, Gate]):
@@ -114,10 +116,13 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         weights, macs = _saved(cost, "weights"), _saved(cost, "macs")
         why = _reasons(cost)
         couples, parameters = _couples(followed.maps, found), _parameters(followed.maps, found)
+        of_heads = _in_heads(followed.maps, found)
         for path, gate in gates.items():
             site = _site(path, gates)
             if weights[site] > 0 or macs[site] > 0:
-                places.append(Place(path, gate, weights[site], macs[site], parameters[path], couples[path]))
+                places.append(
+                    Place(path, gate, weights[site], macs[site], parameters[path], couples[path], path in of_heads)
+                )
             else:
                 together = f"its units leave only together with those behind {_few(couples[path])}"
                 refused[path] = why.get(site) or (together if couples[path] else "nothing leaves with its units")
@@ -258,15 +263,31 @@ def _parameters(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> dict[str,
     }
 
 
-def _heads(network: nn.Module, followed: Followed) -> dict[str, int]:
-    """By path of a dense layer, the number of heads whose features, side by side, it reads."""
-    maps, found = followed.maps, dict[str, int]()
-    attended = {
+def _attended(maps: Maps) -> set[int]:
+    """The dimensions of products of activations, such as the heads of attention."""
+    return {
         maps.slots.root(axis.block)
         for product in maps.products
         if product.is_attention or not any(value.names for value in product.operation.inputs)
         for axis in product.axes
     }
+
+
+def _in_heads(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> set[str]:
+    """The places whose units are features of heads side by side."""
+    attended = _attended(maps)
+    flat = {
+        maps.slots.root(box.flat)
+        for box in maps.boxes
+        if not attended.isdisjoint(maps.slots.root(block) for block in box.factors)
+    }
+    return {path for path, (value, dim) in found.items() if maps.slots.root(maps.axes[value][dim].block) in flat}
+
+
+def _heads(network: nn.Module, followed: Followed) -> dict[str, int]:
+    """By path of a dense layer, the number of heads whose features, side by side, it reads."""
+    maps, found = followed.maps, dict[str, int]()
+    attended = _attended(maps)
     for path, module in network.named_modules():
         value = next((call.input for call in followed.calls.get(module, [])), None)
         if isinstance(module, nn.Linear) and value is not None:

@@ -1,0 +1,63 @@
+"""When a budget falls, and how fast gates may move, from the number of steps alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["BudgetSchedule"]
+
+_LEAST_STEPS = 10
+_LOOKS = 100
+_DISTANCES = 4.0  # that a gate could go while the budget falls, if all of its gradients had one sign
+# Of the steps with gates: what passes before the first gate moves, and of the rest, what passes until the budget holds.
+_WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
+
+
+@dataclass(frozen=True)
+class BudgetSchedule:
+    """Phases of a training with gates: they wait, the budget falls, it holds.
+
+    Attributes:
+        steps: steps of the optimiser in which there are gates.
+        start: the first of them that moves gates.
+        settled: the one from which on the final budget holds.
+        look: steps between two looks at the deterministic network.
+    """
+
+    steps: int
+    start: int
+    settled: int
+    look: int
+
+    @classmethod
+    def of(cls, steps: int, pretrained: bool) -> BudgetSchedule:
+        """The phases of so many steps.
+
+        Args:
+            steps: at least 10.
+            pretrained: whether the network was trained before; one from scratch learns for a while first.
+
+        Raises:
+            ValueError: there are too few steps, or no whole number of them.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < _LEAST_STEPS:
+            raise ValueError(f"Expected steps to be an integer of at least {_LEAST_STEPS}, but got {steps!r}.")
+        wait = int((_WARM_UP_PRETRAINED if pretrained else _WARM_UP) * steps)
+        start = max(wait, min(20, int(steps / 7.5)))
+        rest = steps - start
+        return cls(steps, start, start + int(_FALL * rest), max(1, round(rest / _LOOKS)))
+
+    def rate(self, distance: float) -> float:
+        """The gates' step size under Adam, for a distance from where they start to where they close."""
+        return _DISTANCES * distance / (self.settled - self.start)
+
+    def is_look(self, step: int) -> bool:
+        """Whether the deterministic network is looked at after so many steps."""
+        return step == self.steps or (self.start <= step < self.steps and (step - self.start) % self.look == 0)
+
+    def budget(self, step: int, final: Tensor) -> Tensor:
+        """What holds until the look after the one at a step: from 1 to the final budget, by a cubic curve."""
+        done = min(1.0, max(0.0, (step + self.look - self.start) / (self.settled - self.start)))
+        return final + (1 - final) * (1 - done) ** 3

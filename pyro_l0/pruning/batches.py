@@ -1,0 +1,142 @@
+"""Batches of any loader: what of them goes into the network, what into the loss, on which device, in which process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DistributedSampler
+
+__all__ = [
+    "BatchLoss",
+    "Loader",
+    "LossFunction",
+    "average_buffers",
+    "average_gradients",
+    "groups",
+    "processes",
+    "share",
+]
+
+LossFunction = Callable[..., Tensor]
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """What gives batches, again and again; a :class:`torch.utils.data.DataLoader` is one."""
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+
+    def __iter__(self) -> Iterator[object]:
+        """The batches of an epoch."""
+
+
+class BatchLoss:
+    """The loss of a network on a batch.
+
+    A tuple or a list is inputs and, last, targets; of anything else all is input, and the targets are the batch itself.
+    Inputs are a tensor, several in a tuple, or keywords in a dict, as in an example of the network's.
+
+    Args:
+        function: takes the network's outputs and the targets; the mean over the batch, or the sum, of shape ``()``.
+        device: where batches are moved.
+        autocast: type of numbers for :class:`torch.autocast`, None for none.
+    """
+
+    def __init__(self, function: LossFunction, device: torch.device, autocast: torch.dtype | None) -> None:
+        self.function, self.device, self._autocast = function, device, autocast
+
+    def __call__(self, network: nn.Module, batch: object) -> Tensor:
+        """The loss, shape ``()``.
+
+        Raises:
+            TypeError: the loss is no tensor of one number.
+        """
+        inputs, targets = self.split(batch)
+        with self._context():
+            loss = self.function(self.outputs(network, inputs), targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(f"Expected loss_fn(outputs, targets) to return a tensor of one number, but got {got}.")
+        return loss.reshape(())
+
+    def outputs(self, network: nn.Module, inputs: object) -> object:
+        """What the network returns."""
+        if isinstance(inputs, Mapping):
+            return network(**inputs)
+        return network(*inputs) if isinstance(inputs, tuple) else network(inputs)
+
+    def split(self, batch: object) -> tuple[object, object]:
+        """Inputs and targets, on the device."""
+        batch = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
+        if isinstance(batch, (tuple, list)) and len(batch) > 1:
+            *inputs, targets = batch
+            return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+        return (batch[0] if isinstance(batch, (tuple, list)) else batch), batch
+
+    def _context(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
+
+
+def groups(loader: Loader, size: int, epoch: int) -> Iterator[list[object]]:
+    """The batches of an epoch, so many for each step; what is left over at the end makes a smaller group."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        sampler.set_epoch(epoch)
+    group: list[object] = []
+    for batch in loader:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def processes() -> int:
+    """How many processes train together."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give all processes the mean of their gradients; what has none counts as 0."""
+    if processes() == 1:
+        return
+    trained = [p for p in parameters if p.requires_grad]
+    _average([p.grad if p.grad is not None else torch.zeros_like(p) for p in trained], trained)
+
+
+@torch.no_grad()
+def average_buffers(network: nn.Module) -> None:
+    """Give all processes the mean of their buffers, such as statistics of BatchNorm."""
+    if processes() > 1:
+        found = [buffer for buffer in network.buffers() if buffer.is_floating_point()]
+        _average(found, None)
+
+
+@torch.no_grad()
+def share(network: nn.Module) -> None:
+    """Give all processes the tensors of the first."""
+    if processes() > 1:
+        for value in network.state_dict().values():
+            distributed.broadcast(value, 0)
+
+
+def _average(values: list[Tensor], parameters: list[nn.Parameter] | None) -> None:
+    """Average tensors over processes, into themselves or into the gradients of parameters."""
+    if not values:
+        return
+    flat = torch.cat([value.flatten().float() for value in values])
+    distributed.all_reduce(flat)
+    flat /= processes()
+    for i, (value, piece) in enumerate(zip(values, flat.split([value.numel() for value in values]), strict=True)):
+        if parameters is None:
+            value.copy_(piece.view(value.shape))
+        else:
+            parameters[i].grad = piece.view(value.shape).to(value)

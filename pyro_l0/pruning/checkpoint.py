@@ -1,0 +1,119 @@
+"""A pruning run in a file, so that a killed one goes on bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, distributed, nn
+
+from pyro_l0.pruning.batches import Loader, processes
+
+__all__ = ["Checkpoint", "checksum"]
+
+_FORMAT = 1
+
+
+class Checkpoint:
+    """A file that is replaced whole after every epoch; of several processes the first one writes.
+
+    Args:
+        path: the file.
+        described: what a run and the file that it goes on from must agree in.
+        loader: whose random numbers are kept, too.
+        resume: whether the run goes on from the file.
+
+    Raises:
+        FileExistsError: there is a file, and the run is not to go on from it.
+    """
+
+    def __init__(self, path: str | Path, described: Mapping[str, Any], loader: Loader, resume: bool) -> None:
+        self.path, self._described, self._loader = Path(path), dict(described), loader
+        if self.path.exists() and not resume:
+            raise FileExistsError(
+                f"Expected no file at {str(self.path)!r}, which would be overwritten; give resume=True to go on from "
+                "it, or delete it."
+            )
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write a run's state and the random numbers' of every process."""
+        randoms = [_random_state(self._loader)]
+        if processes() > 1:
+            gathered: list[Any] = [None] * processes()
+            distributed.all_gather_object(gathered, randoms[0])
+            randoms = gathered
+            if distributed.get_rank():
+                return
+        content = {"format": _FORMAT, "described": self._described, "random": randoms, "state": dict(state)}
+        temporary = self.path.with_name(f"{self.path.name}.tmp")
+        torch.save(content, temporary)
+        os.replace(temporary, self.path)
+
+    def load(self, device: torch.device) -> dict[str, Any] | None:
+        """The state to go on from, after the random numbers were set; None if there is no file yet.
+
+        Raises:
+            ValueError: the file is of another run.
+        """
+        if not self.path.exists():
+            return None
+        try:
+            content = torch.load(self.path, map_location="cpu", weights_only=True)
+            described, randoms, state = content["described"], content["random"], content["state"]
+        except Exception as error:
+            raise ValueError(f"Expected a checkpoint at {str(self.path)!r}, but it can't be read: {error}") from error
+        if content.get("format") != _FORMAT or described != self._described or len(randoms) != processes():
+            other = [key for key in self._described if described.get(key) != self._described[key]]
+            raise ValueError(
+                f"Expected a checkpoint of this run at {str(self.path)!r}, but it differs in "
+                f"{', '.join(other) or 'its format or its number of processes'}; give the same arguments, or delete it."
+            )
+        rank = distributed.get_rank() if processes() > 1 else 0
+        _set_random_state(randoms[rank], self._loader, device)
+        found: dict[str, Any] = state
+        return found
+
+
+def checksum(network: nn.Module) -> str:
+    """A number that tells networks apart, by all their tensors."""
+    digest = hashlib.sha256()
+    for name, value in network.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _generators(loader: Loader) -> list[Generator]:
+    """The loader's own generators."""
+    holders = [loader, getattr(loader, "sampler", None)]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return [generator for generator in found if isinstance(generator, Generator)]
+
+
+def _random_state(loader: Loader) -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002  # what augmentations may use
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "loader": [generator.get_state() for generator in _generators(loader)],
+    }
+
+
+def _set_random_state(state: Mapping[str, Any], loader: Loader, device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    for generator, own in zip(_generators(loader), state["loader"], strict=True):
+        generator.set_state(own)

@@ -1,0 +1,104 @@
+"""What may have gone better in a pruning run, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.infer import SparsityTarget, TargetReport
+from pyro_l0.infer.budget import Cost
+from pyro_l0.pruning.batches import BatchLoss
+
+__all__ = ["largest_unit", "looks_untrained", "notes_on"]
+
+FEW_STEPS = 300
+_LARGE = 0.05  # of a budget, for a unit
+_USED = 0.95  # of a budget
+_UNDECIDED = 0.05
+_FAR = 3.0  # times the error of the network as it was given
+_UNTRAINED = 0.95  # of the loss with shuffled targets
+
+
+@torch.no_grad()
+def looks_untrained(network: nn.Module, loss: BatchLoss, batch: object) -> bool:
+    """Whether a network's outputs say no more of a batch's targets than of others; False where that can't be told."""
+    training = network.training
+    network.eval()
+    try:
+        inputs, targets = loss.split(batch)
+        outputs = loss.outputs(network, inputs)
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or not outputs.dim() or len(outputs) < 8:
+            return False
+        if targets.shape[:1] != outputs.shape[:1]:
+            return False
+        order = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0)).to(outputs.device)
+        own, others = (float(loss.function(x, targets)) for x in (outputs, outputs[order]))
+    finally:
+        network.train(training)
+    return not own < _UNTRAINED * others
+
+
+@torch.no_grad()
+def largest_unit(target: SparsityTarget, costs: Mapping[str, Cost], gates: Mapping[str, Tensor]) -> float:
+    """The largest share of a budget that an open unit takes."""
+    is_open = {site: (gate != 0).float() for site, gate in gates.items()}
+    largest = 0.0
+    for cost, budget, total in zip(costs.values(), target.budget.tolist(), target.total.tolist(), strict=True):
+        whole = float(cost(is_open))
+        for site, gate in is_open.items():
+            if bool(gate.any()):
+                without = gate.clone()
+                without[int(gate.argmax())] = 0.0
+                largest = max(largest, (whole - float(cost({**is_open, site: without}))) / (budget * total))
+    return largest
+
+
+def notes_on(
+    report: TargetReport,
+    largest: float,
+    steps: int,
+    untrained: bool,
+    errors: tuple[float | None, float | None],
+) -> list[str]:
+    """What to tell of a run, each as a sentence.
+
+    Args:
+        report: of the target, when the gates were done.
+        largest: from :func:`largest_unit`.
+        steps: of the whole run.
+        untrained: from :func:`looks_untrained`, of a network that was to be trained.
+        errors: what the user's function said of the network as it was given, and of the compacted one.
+    """
+    notes: list[str] = []
+    if untrained:
+        notes.append(
+            "The network looks untrained: its loss is about that with shuffled targets. Give pretrained=False, or load "
+            "its weights before."
+        )
+    if steps < FEW_STEPS:
+        notes.append(f"{steps} steps are few; give epochs for {FEW_STEPS} or more.")
+    used = report.of_budget
+    if used < _USED:
+        notes.append(
+            f"{used:.1%} of the budget is used; the largest unit takes {largest:.1%} of it. A larger target, or "
+            "finer gates, would use more."
+        )
+    elif largest > _LARGE:
+        notes.append(f"The largest unit takes {largest:.1%} of the budget, so that it can be met no more exactly.")
+    if report.undecided > _UNDECIDED:
+        notes.append(
+            f"{report.undecided:.1%} of the gates are neither 0 nor 1 and went into weights; more epochs decide more."
+        )
+    if report.at_floor:
+        notes.append(
+            f"Sites at their floor, which other sites kept open: {', '.join(report.at_floor)}. The target is small "
+            "for these layers."
+        )
+    dense, cut = errors
+    if dense is not None and cut is not None and cut > _FAR * dense:
+        notes.append(
+            f"The error was {dense:.4g} and is {cut:.4g} as cut; more epochs, or a larger target, keep more of it."
+        )
+    return notes

@@ -1,0 +1,69 @@
+"""What pruning returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from pyro_l0.compaction import Plan
+from pyro_l0.infer import TargetReport
+
+__all__ = ["Pruned", "PruningReport"]
+
+
+@dataclass(frozen=True)
+class PruningReport:
+    """How a network was pruned; it prints as text.
+
+    Attributes:
+        target: the budgets and what the deterministic network used of them when the gates were done, before anything
+            was taken out.
+        left: by ``"macs"``, ``"weights"`` and ``"parameters"``, what is left of the network, and of how much.
+        dense: what ``evaluate`` said of the network as it was given; None without it.
+        cut: of the compacted network, before it was trained further.
+        end: of the network that is returned.
+        largest_unit: the largest share of a budget that a single unit takes.
+        skipped: by module path, why there is no gate.
+        notes: what may have gone better, and what to do.
+    """
+
+    target: TargetReport
+    left: Mapping[str, tuple[float, float]]
+    dense: float | None
+    cut: float | None
+    end: float | None
+    largest_unit: float
+    skipped: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {n:,.0f} of {of:,.0f} ({n / of:.1%})" for name, (n, of) in self.left.items() if of]
+        numbers = {"as given": self.dense, "as cut": self.cut, "at the end": self.end}
+        lines += [f"{when}: {value:.4g}" for when, value in numbers.items() if value is not None]
+        lines.append(str(self.target))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A smaller network and how it came about.
+
+    Attributes:
+        network: of the class that was given, in evaluation mode, trained further after its units were taken out.
+        report: what was reached, and notes.
+        certificate: largest relative difference between the compacted network and the one with fixed gates that it
+            was made from; see :class:`~pyro_l0.compaction.Compacted`.
+        history: an entry for every epoch, with its number, the steps taken, the mean loss, what the network costs of
+            the full one, and what ``evaluate`` said.
+        plan: what stayed of every tensor, by the names of the network with gates.
+        on_the_way: the networks of the larger budgets, if several were given, in their order.
+    """
+
+    network: nn.Module
+    report: PruningReport
+    certificate: float
+    history: tuple[Mapping[str, float], ...]
+    plan: Plan
+    on_the_way: tuple[Pruned, ...] = field(default=())
