@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
+import command
 import importance
 import prune_pretrained
 from importance import SCORES, Units, derivatives, prune_by_importance
@@ -179,13 +180,30 @@ def test_each_score_on_a_residual_network(score):
         opened.append({site: pruned.get_submodule(site).value.clone() for site in Units(gated, example).gates})
         return float(len(opened))
 
-    found = prune_by_importance(gated, score, 0.2, batches, 20, F.cross_entropy, example, measure)
+    found = prune_by_importance(gated, score, 0.2, batches, 10, F.cross_entropy, example, measure)
     assert (found.cut, found.end) == (1.0, 2.0)
     assert all(torch.equal(value, opened[1][site]) for site, value in opened[0].items())
     assert 0.1 < found.fraction <= 0.2
     total = counted(network, example)
     left = counted(compact(gated.eval(), found.gates, example).network, example)
     assert found.fraction == pytest.approx(left / total, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of few steps, and of a network that was not trained
+def test_rows_of_gates_and_scores():
+    """Both count against the same network; one gate acts on the units of a residual stream, wherever it stands."""
+    torch.manual_seed(6)
+    x, y = torch.rand(40, 1, 8, 8), torch.randint(10, (40,))
+    problem = Problem(lambda: ResidualNetwork(1, (4, 6)), Shuffled(x, y, 10), x, y, 1, 10)
+    network = problem.make()
+    rows = [prune_pretrained.prune(problem, network, method, 0.3, 1) for method in ("gates", "l1")]
+    for row in rows:
+        assert row["units"].keys() == {"stem.2.1", "blocks.0.relu1.1", "blocks.1.relu1.1", "head.1.1"}
+        assert 0.5 < row["used"] <= 1
+        assert row["dense"] == problem.error(network)
+        assert 0 <= row["cut"] <= 100
+    shared = insert_gates(network, prune_pretrained.places(network, x[:1]))
+    assert shared.get_submodule("stem.2.1") is shared.get_submodule("blocks.0.relu2.1")
 
 
 def test_budgets_and_steps_of_the_schedule(monkeypatch):
@@ -253,8 +271,9 @@ def test_the_better_of_both_ways_of_l1():
     ]
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     """A table and a plot; runs that are there are not repeated, and those of other options are refused."""
+    monkeypatch.setattr(command, "side_by_side", lambda function, tasks, jobs: [function(task) for task in tasks])
     torch.manual_seed(5)
     state = prune_pretrained.ResidualNetwork(1, (16, 32)).state_dict()
     fingerprint = {"seed": 1, "epochs": 15, "batches": 22}
