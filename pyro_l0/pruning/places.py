@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from pyro_l0.compaction import CompactionError, compact
-from pyro_l0.nn import Gate, gate_heads, gate_names, insert_gates, name_gates, suggest_gates
+from pyro_l0.nn import Gate, NetworkCost, gate_heads, gate_names, insert_gates, name_gates, suggest_gates
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.suggest import Suggestions
 
 __all__ = ["GatedNetwork", "put_gates"]
 
-_Value = TypeVar("_Value")
+# A gate that is shared makes a plainer network: units leave the stream, with no zeros in their places.
+_AS_SMALL = 1.5
 # What compaction may raise of a network that holds sizes which can't be changed.
 _REFUSALS = (CompactionError, ValueError, TypeError)
 
@@ -34,54 +36,128 @@ class GatedNetwork:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def put_gates(network: nn.Module, example: Example, gates: Mapping[str, Gate] | None) -> GatedNetwork:
+def put_gates(
+    network: nn.Module,
+    example: Example,
+    gates: Mapping[str, Gate] | None,
+    suffices: Callable[[nn.Module], bool],
+) -> GatedNetwork:
     """Put gates to where closing one of them makes a network smaller, and its units can be taken out.
 
     A gate per head of attention, and one per unit behind modules whose units leave alone, such as activations and the
-    norms of inner convolutions. A network that has gates already keeps them.
+    norms of inner convolutions. If these do not suffice, a gate, too, for every unit of a residual stream, at all
+    places where the stream is written or read. A network that has gates already keeps them.
 
     Args:
         network: it is not changed.
         example: what it is called with.
         gates: by module path, the gates to put in, if it is not the places above.
+        suffices: whether a network with gates can become as small as is wanted.
 
     Raises:
         ValueError: there is no place for a gate, or units of the given gates can't be taken out.
     """
     if gates is not None or gate_names(network):
-        gated = _with_gates(network, {}, gates or {})
+        gated = _with_gates(network, _Places({}, [((path,), gate) for path, gate in (gates or {}).items()]))
         refusal = _refusal(gated, example)
         if refusal is not None:
             raise ValueError(f"Expected gates whose units can be taken out of the network, but: {refusal}")
         return GatedNetwork(gated)
     suggested = suggest_gates(network, example)
-    heads = {**suggested.heads, **_of_torch(network)}
-    skipped: dict[str, str] = {}
-    for place in suggested.places:
-        if place.coupled:
-            skipped[place.path] = f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
-    places = {place.path: place.gate for place in suggested.places if not place.coupled}
-    of_heads = {place.path for place in suggested.places if place.is_attention} if heads else set[str]()
-    places = {path: gate for path, gate in places.items() if path not in of_heads}
-    heads = {path: number for path, number in heads.items() if number > 1}
-    together = None
-    if heads or places:
-        together, why = _tried(network, example, heads, places)
-        if together is None:  # one of them is in the way
-            for path in (*heads, *places):
-                alone, why = _tried(network, example, _only(heads, path), _only(places, path))
-                if alone is None:
-                    skipped[path] = why
-            heads, places = _without(heads, skipped), _without(places, skipped)
-            if heads or places:
-                together, why = _tried(network, example, heads, places)
-    if together is None:
+    alone = _alone(network, suggested)
+    skipped = {
+        place.path: f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
+        for place in suggested.places
+        if place.coupled
+    }
+    places, found = _that_compact(network, example, alone, skipped)
+    if found is None or not suffices(found):
+        streams = _streams(network, example, suggested)
+        more, with_streams = _that_compact(network, example, places.and_more(streams), skipped)
+        if with_streams is not None:
+            found = with_streams
+            skipped = {path: why for path, why in skipped.items() if path not in more.paths()}
+    if found is None:
         reasons = "; ".join(f"{path}: {why}" for path, why in {**suggested.refused, **skipped}.items())
         raise ValueError(
             "Expected a network with a place behind which a closed gate makes it smaller, but found none; write Gate "
             f"layers into it, or give gates by module path. {reasons}"
         )
-    return GatedNetwork(together, skipped)
+    return GatedNetwork(found, skipped)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Heads by path, and gates, each with the paths behind which it acts."""
+
+    heads: dict[str, int]
+    gates: list[tuple[tuple[str, ...], Gate]]
+
+    def and_more(self, gates: list[tuple[tuple[str, ...], Gate]]) -> _Places:
+        """With further gates."""
+        return _Places(self.heads, [*self.gates, *gates])
+
+    def apart(self) -> list[_Places]:
+        """One by one."""
+        heads = [_Places({path: number}, []) for path, number in self.heads.items()]
+        return [*heads, *(_Places({}, [one]) for one in self.gates)]
+
+    def paths(self) -> set[str]:
+        """The paths behind which there is a gate."""
+        return {*self.heads, *(path for paths, _ in self.gates for path in paths)}
+
+
+def _alone(network: nn.Module, suggested: Suggestions) -> _Places:
+    """The heads, and the places whose units leave alone."""
+    heads = {path: number for path, number in {**suggested.heads, **_of_torch(network)}.items() if number > 1}
+    gates: list[tuple[tuple[str, ...], Gate]] = [
+        ((place.path,), place.gate)
+        for place in suggested.places
+        if not place.coupled and not (heads and place.is_attention)
+    ]
+    return _Places(heads, gates)
+
+
+def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> list[tuple[tuple[str, ...], Gate]]:
+    """Gates for places that are coupled: one for all that can share it, or, if that takes less out, one for each."""
+    left = {place.path: place for place in suggested.places if place.coupled}
+    found: list[tuple[tuple[str, ...], Gate]] = []
+    while left:
+        first = next(iter(left))
+        group = [left.pop(path) for path in (first, *left[first].coupled) if path in left]
+        inner = [x for x in group if not any(y.path.startswith(f"{x.path}.") for y in group)]
+        ((size, dim), _), *_ = Counter((place.gate.size, place.gate.dim) for place in inner).most_common(1)
+        shared = tuple(x.path for x in inner if (x.gate.size, x.gate.dim) == (size, dim))
+        together: list[tuple[tuple[str, ...], Gate]] = [(shared, Gate(size, dim))]
+        apart: list[tuple[tuple[str, ...], Gate]] = [((x.path,), x.gate) for x in inner]
+        least, otherwise = (_least(_with_gates(network, _Places({}, x)), example) for x in (together, apart))
+        found += together if least <= _AS_SMALL * otherwise else apart
+    return found
+
+
+def _least(gated: nn.Module, example: Example) -> float:
+    """The multiply-adds of a network with one open gate per site."""
+    counts = NetworkCost(gated, example)
+    return float(counts.macs({site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}))
+
+
+def _that_compact(
+    network: nn.Module, example: Example, places: _Places, skipped: dict[str, str]
+) -> tuple[_Places, nn.Module | None]:
+    """The places whose units can be taken out, and the network with their gates; why others can't is written down."""
+    if not places.paths():
+        return places, None
+    gated, _ = _tried(network, example, places)
+    if gated is not None:
+        return places, gated
+    good = _Places({}, [])
+    for one in places.apart():  # one of them is in the way
+        alone, why = _tried(network, example, one)
+        if alone is None:
+            skipped.update(dict.fromkeys(one.paths(), why))
+        else:
+            good = _Places({**good.heads, **one.heads}, [*good.gates, *one.gates])
+    return good, _tried(network, example, good)[0] if good.paths() else None
 
 
 def _of_torch(network: nn.Module) -> dict[str, int]:
@@ -93,21 +169,22 @@ def _of_torch(network: nn.Module) -> dict[str, int]:
     }
 
 
-def _tried(
-    network: nn.Module, example: Example, heads: Mapping[str, int], places: Mapping[str, Gate]
-) -> tuple[nn.Module | None, str]:
+def _tried(network: nn.Module, example: Example, places: _Places) -> tuple[nn.Module | None, str]:
     """The network with these gates, or None and why their units can't be taken out."""
     try:
-        gated = _with_gates(network, heads, places)
+        gated = _with_gates(network, places)
     except (ValueError, TypeError) as error:
         return None, str(error)
     refusal = _refusal(gated, example)
     return (gated, "") if refusal is None else (None, refusal)
 
 
-def _with_gates(network: nn.Module, heads: Mapping[str, int], places: Mapping[str, Gate]) -> nn.Module:
-    fresh = {path: Gate(gate.size, gate.dim, gate.prior.expand((gate.size,))) for path, gate in places.items()}
-    gated = insert_gates(gate_heads(network, heads), fresh)
+def _with_gates(network: nn.Module, places: _Places) -> nn.Module:
+    """A copy with gates of its own; one that acts behind several modules is one gate."""
+    gates: dict[str, Gate] = {}
+    for paths, gate in places.gates:
+        gates.update(dict.fromkeys(paths, Gate(gate.size, gate.dim, gate.prior)))
+    gated = insert_gates(gate_heads(network, places.heads), gates)
     name_gates(gated)
     return gated
 
@@ -127,11 +204,3 @@ def _refusal(gated: nn.Module, example: Example) -> str | None:
         except _REFUSALS as error:
             return str(error)
     return None
-
-
-def _only(given: Mapping[str, _Value], path: str) -> dict[str, _Value]:
-    return {path: given[path]} if path in given else {}
-
-
-def _without(given: Mapping[str, _Value], paths: Iterable[str]) -> dict[str, _Value]:
-    return {path: value for path, value in given.items() if path not in set(paths)}

@@ -26,6 +26,7 @@ from pyro_l0.pruning.run import Callback, Cut, Evaluate, Run, Settings
 
 __all__ = ["prune"]
 
+_ROOM = 0.5  # of a budget, which the least network may take
 Counted = Literal["macs", "weights", "parameters"]
 
 
@@ -122,7 +123,7 @@ def prune(
     device = next(network.parameters()).device if device is None else torch.device(device)
     example = tree_map_only(Tensor, lambda x: x.to(device), example)
     given = copy.deepcopy(network).to(device)
-    placed = put_gates(given, example, gates)
+    placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), target, of))
     loss = BatchLoss(loss_fn, device, autocast)
     further = round(finetune * steps)
     settings = Settings(steps - further, further, accumulate, optimiser, schedule, evaluate, callbacks, progress)
@@ -169,6 +170,23 @@ def _check(loader: Loader, epochs: int, finetune: float, accumulate: int) -> int
     if not 0 <= finetune <= 0.9:
         raise ValueError(f"Expected finetune from 0 to 0.9, the part of the epochs after the cut, but got {finetune}.")
     return epochs * -(-len(loader) // accumulate)
+
+
+def _suffices(
+    counts: NetworkCost, target: float | Sequence[float] | Mapping[str, float], of: str | Cost | Mapping[str, Cost]
+) -> bool:
+    """Whether a network with one open gate per site is well within its budget."""
+    if callable(of):
+        return True
+    budgets = (
+        target if isinstance(target, Mapping) else {"cost": min(target) if isinstance(target, Sequence) else target}
+    )
+    costs = _costs(counts, target, of)
+    least = {site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}
+    full = {site: torch.ones(size) for site, size in counts.sizes.items()}
+    return all(
+        float(costs[name](least)) <= _ROOM * budget * float(costs[name](full)) for name, budget in budgets.items()
+    )
 
 
 def _costs(

@@ -1,0 +1,177 @@
+"""Whether budgets are met with nothing tuned: python tests/bench/bench_target.py --data-dir FOLDER
+
+FOLDER has MNIST's four files. ``prune`` takes an MLP with gates on its inputs, a convolutional network with BatchNorm
+and a small vision transformer to .5, .3, .1 and .05 of their multiply-adds, in 300, 1,000 and 3,000 steps, pretrained
+and from scratch, for three seeds. A row per run: what the network used of its budget when the gates were done, before
+anything was taken out, the largest share of the budget that one unit takes, gates that are neither open nor closed,
+and the test error as cut and at the end. A row that is outside of its limits is marked: .95 to 1 of the budget, or .85
+to 1 where a unit takes more than a twentieth of it, and a twentieth of the gates undecided. Then the
+command ends with 1. ``--network``, ``--target``, ``--steps``, ``--seed`` and ``--pretrained`` choose runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from itertools import product
+from pathlib import Path
+
+import pyro
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from data import load_images
+from pyro_l0 import prune
+from pyro_l0.nn import Gate
+
+TRAINING_IMAGES, TEST_IMAGES, BATCH = 20_000, 5_000, 32
+PRETRAINING_STEPS = 1_000
+
+
+class Attention(nn.Module):
+    """Self-attention over tokens."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The tokens, mixed."""
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(mixed.reshape(*x.shape[:2], self.heads * self.size))
+
+
+class Block(nn.Module):
+    """A transformer's layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(width), nn.LayerNorm(width), Attention(width, heads)
+        self.units = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention and units, each beside what comes in."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.units(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    """Patches of 14 x 14 pixels, two layers, the mean over tokens."""
+
+    def __init__(self, width: int = 48, heads: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(1, width, 14, stride=14)
+        self.places = nn.Parameter(0.02 * torch.randn(1, 4, width))
+        self.blocks = nn.Sequential(Block(width, heads), Block(width, heads))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        tokens = self.embed(images.unflatten(-1, (1, 28, 28))).flatten(2).transpose(1, 2) + self.places
+        return self.head(self.norm(self.blocks(tokens)).mean(1))
+
+
+def mlp() -> nn.Module:
+    """With gates on the pixels, too."""
+    dense = (nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10))
+    return nn.Sequential(Gate(784), dense[0], nn.ReLU(), Gate(300), dense[1], nn.ReLU(), Gate(100), dense[2])
+
+
+def cnn() -> nn.Module:
+    """Three convolutions with BatchNorm."""
+    layers: list[nn.Module] = [nn.Unflatten(-1, (1, 28, 28))]
+    for before, after, size in ((1, 16, 5), (16, 32, 3), (32, 64, 3)):
+        layers += [nn.Conv2d(before, after, size, 2, size // 2), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+
+
+NETWORKS = {"mlp": mlp, "cnn": cnn, "vit": VisionTransformer}
+
+
+def pretrain(network: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> None:
+    """Train with all gates open."""
+    gates = [module for module in network.modules() if isinstance(module, Gate)]
+    plain = {id(gate): nn.Identity() for gate in gates}
+    layers = [plain.get(id(module), module) for module in network] if isinstance(network, nn.Sequential) else []
+    trained = nn.Sequential(*layers) if gates else network
+    optimiser = torch.optim.Adam(trained.parameters(), 1e-3, fused=True)
+    step = 0
+    while step < PRETRAINING_STEPS:
+        for x, y in loader:
+            optimiser.zero_grad()
+            F.cross_entropy(trained(x), y).backward()
+            optimiser.step()
+            step += 1
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--target", nargs="+", type=float, default=[0.5, 0.3, 0.1, 0.05])
+    parser.add_argument("--steps", nargs="+", type=int, default=[300, 1000, 3000])
+    parser.add_argument("--seed", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--pretrained", nargs="+", type=int, choices=(0, 1), default=[1, 0])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)
+    images = load_images("mnist", options.data_dir, 0)
+    x, y = images.train_x[:TRAINING_IMAGES], images.train_y[:TRAINING_IMAGES]
+    test_x, test_y = images.test_x[:TEST_IMAGES], images.test_y[:TEST_IMAGES]
+
+    def error(network: nn.Module) -> float:
+        return 100 * float((network(test_x).argmax(1) != test_y).float().mean())
+
+    print("| network | steps | pretrained | target | seed | of budget | largest unit | undecided | cut % | end % | s |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    missed = 0
+    for seed, name, pretrained in product(options.seed, options.network, options.pretrained):
+        pyro.set_rng_seed(seed)
+        network = NETWORKS[name]()
+        loader = DataLoader(TensorDataset(x, y), BATCH, shuffle=True, drop_last=True)
+        if pretrained:
+            pretrain(network, loader)
+        for steps, target in product(options.steps, options.target):
+            pyro.set_rng_seed(seed)
+            start = time.process_time()
+            few = TensorDataset(x[: BATCH * 100], y[: BATCH * 100]) if steps < len(loader) else loader.dataset
+            batches = DataLoader(few, BATCH, shuffle=True, drop_last=True)
+            result = prune(
+                network,
+                F.cross_entropy,
+                batches,
+                x[:2],
+                target,
+                epochs=max(1, round(steps / len(batches))),
+                pretrained=bool(pretrained),
+                evaluate=error,
+            )
+            report = result.report
+            used, undecided = report.target.of_budget, report.target.undecided
+            least = 0.95 if report.largest_unit <= 0.05 else 0.85
+            bad = not (least <= used <= 1 + 1e-6 and undecided <= 0.05)
+            missed += bad
+            print(
+                f"| {name} | {steps} | {pretrained} | {target} | {seed} | {used:.3f} | {report.largest_unit:.3f} | "
+                f"{undecided:.3f} | {report.cut:.2f} | {report.end:.2f} | {time.process_time() - start:.0f} |"
+                f"{' !' if bad else ''}",
+                flush=True,
+            )
+    print(f"{missed} outside of their limits")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
