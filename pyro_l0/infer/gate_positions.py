@@ -36,7 +36,7 @@ class GatePositions:
 
     def __init__(self, guide: GateGuide) -> None:
         self._guide = guide
-        self._kept: dict[str, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # one number for a site, or one for each gate
         for (site, gate), location in zip(guide.posterior().items(), guide.locations(), strict=True):
             name, constraint = next(iter(gate.learned.items()))
             now = location.detach()
@@ -56,6 +56,10 @@ class GatePositions:
             for location, (closing, slope) in zip(self._guide.locations(), scales.values(), strict=True)
         ]
         return torch.cat(found) if found else torch.zeros(0)
+
+    def follow(self) -> None:
+        """Look anew at where gates close whose further parameters may have changed."""
+        self._kept = {site: kept for site, kept in self._kept.items() if not kept[0].dim()}
 
     @torch.no_grad()
     def slopes(self) -> Tensor:
@@ -105,13 +109,14 @@ class GatePositions:
     def _scales(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """By site, the locations at which gates close, and the slope of the logit of P(z != 0) there."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        for site, gate in self._guide.posterior().items():
+        for (site, gate), location in zip(self._guide.posterior().items(), self._guide.locations(), strict=True):
             kept = self._kept.get(site)
-            if kept is None or kept[0].device != gate.active_prob.device:
+            is_one = len(gate.learned) == 1 and not any(isinstance(x, Tensor) for x in gate.fixed_options.values())
+            if kept is None or kept[0].device != location.device or kept[0].shape not in ((), location.shape):
                 kept = _scale(gate)
-                # One number for the site, and for good, if nothing but the location differs from gate to gate.
-                if len(gate.learned) == 1 and not any(isinstance(x, Tensor) for x in gate.fixed_options.values()):
-                    kept = self._kept[site] = (kept[0].flatten()[0], kept[1].flatten()[0])
+                if is_one:  # nothing but the location differs from gate to gate
+                    kept = (kept[0].flatten()[0], kept[1].flatten()[0])
+                self._kept[site] = kept
             found[site] = kept
         return found
 

@@ -97,7 +97,7 @@ class SparsityTarget:
         >>> guide = AutoGate(model)
         >>> _ = guide()
         >>> target = SparsityTarget(guide, {"z": 0.3}, steps=100)
-        >>> optimiser = torch.optim.Adam(guide.parameters(), **target.optimiser_options)
+        >>> optimiser = torch.optim.Adam(guide.locations(), **target.optimiser_options)
         >>> loss = L0_ELBO("l0")(model, guide)
         >>> for _ in range(100):
         ...     optimiser.zero_grad()
@@ -172,7 +172,11 @@ class SparsityTarget:
 
     @property
     def optimiser_options(self) -> dict[str, float | tuple[float, float]]:
-        """Keywords for the guide's parameter group in Adam; the step does not depend on the loss's scale."""
+        """Keywords for the parameter group of ``guide.locations()`` in Adam; the loss's scale does not change its step.
+
+        Of an AutoGate over hard concretes, locations are all parameters. Of families with further ones leave these as
+        they are: at this rate they would go far from where gates close.
+        """
         return {"lr": self.gate_learning_rate, "betas": _BETAS, "eps": _EPS, "weight_decay": 0.0}
 
     @property
@@ -266,6 +270,7 @@ class SparsityTarget:
     def _look(self) -> None:
         """Put the deterministic network onto the curve, and let the multiplier follow."""
         self._follow()
+        self._positions.follow()
         schedule = self._schedule
         budget = schedule.budget(self.step, self.budget)
         violation = torch.log(self.fraction() / budget)

@@ -98,7 +98,7 @@ class GatedPhase:
             on_budget=options.on_budget,
         )
         self.optimiser = _optimiser(network, make_optimiser)
-        self.gate_optimiser = torch.optim.Adam(self.guide.parameters(), **_options(self.target))
+        self.gate_optimiser = torch.optim.Adam(self.guide.locations(), **_options(self.target))
         self.schedule = None if make_schedule is None else make_schedule(self.optimiser, options.steps)
 
     def step(self, group: Sequence[object]) -> Tensor:
