@@ -193,20 +193,24 @@ def check_history(path: Path, history: Any, epochs: int, entries: Sequence[str])
         raise CheckpointError(f"Expected epochs of at least {len(history)}, as many as {path} has, but got {epochs}.")
 
 
-def check_moments(optimiser: torch.optim.Optimizer, entries: Sequence[str]) -> None:
+def check_moments(
+    optimiser: torch.optim.Optimizer, entries: Sequence[str], without: Sequence[torch.nn.Parameter] = ()
+) -> None:
     """Refuse an optimiser's loaded state that lacks a parameter's, which would start anew without a word.
 
     Args:
         optimiser: after ``load_state_dict``.
         entries: what it keeps of each parameter, such as ``"exp_avg"``; none before its first step.
+        without: parameters of which it keeps nothing yet, because they had no gradient so far.
 
     Raises:
         ValueError: a parameter lacks an entry, or has one of another shape.
     """
+    waiting = {id(parameter) for parameter in without}
     for group in optimiser.param_groups:
         for parameter in group["params"]:
             moments = optimiser.state.get(parameter, {})
-            missing = [name for name in entries if name not in moments]
+            missing = [name for name in entries if name not in moments and id(parameter) not in waiting]
             shapes = {tuple(x.shape) for x in moments.values() if isinstance(x, torch.Tensor) and x.dim()}
             if missing or not shapes <= {tuple(parameter.shape)}:
                 raise ValueError(

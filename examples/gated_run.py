@@ -19,7 +19,15 @@ from pyro_l0.nn import NetworkCost
 __all__ = ["MEASURES", "GatedRun", "check_finite"]
 
 # What every run measures.
-MEASURES = ("test_error_percent", "architecture", "weights_left", "macs_left", "expected_weights", "expected_macs")
+MEASURES = (
+    "test_error_percent",
+    "architecture",
+    "weights_left",
+    "macs_left",
+    "parameters_left",
+    "expected_weights",
+    "expected_macs",
+)
 
 
 class GatedRun:
@@ -104,6 +112,7 @@ class GatedRun:
             "architecture": [int(gate.sum()) for gate in open_gates.values()],
             "weights_left": int(self.cost.weights(open_gates)),
             "macs_left": int(self.cost.macs(open_gates)),
+            "parameters_left": int(self.cost.parameters(open_gates)),
             "expected_weights": float(self.cost.weights(active)),
             "expected_macs": float(self.cost.macs(active)),
         }

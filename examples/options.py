@@ -40,15 +40,17 @@ class Options:
         batch_size: examples per step.
         learning_rate: Adam's step for the weights.
         gate_learning_rate: Adam's step for the gates; 0.001 on MNIST (the paper's) and 0.01 on the digits, whose 200
-            epochs are only 3,000 steps, if not given.
+            epochs are only 3,000 steps, if not given. With a target it follows from the number of steps, and another
+            one is a choice for experts.
         weight_decay: coefficient w of the gated weights' expected squared norm, as w / 2 on the mean loss (Eq. 15, 17).
-        target: largest fraction of the multiply-adds or the weights that the deterministic network may have at the end;
-            lam is then 0 if not given.
-        target_of: what the target counts.
-        target_epochs: epochs over which the budget falls to the target.
+        target: largest fraction of the full network that the deterministic one may have at the end. Nothing else needs
+            to be chosen: the gates start open, wait for a quarter of the epochs, close as the budget falls to the
+            target, and keep to it in the last seventh; lam is then 0 if not given.
+        target_of: what the target counts: multiply-adds, weights, or parameters, which are weights and biases.
         shrink: take units whose gates are closed for good out of the network after each epoch, so that later epochs
             cost less.
-        retrain: passes over the training images in which the compacted network, without gates, is trained further.
+        retrain: passes over the training images in which the compacted network, without gates, is trained further; a
+            third of epochs with a target, and none without, if not given.
         retrain_noise: standard deviation of normal noise on the pixels in these passes.
         hold_out: set so many training images aside and report on them instead of the test images, to choose settings.
     """
@@ -75,10 +77,9 @@ class Options:
     hold_out: int = 0
     weight_decay: float = 0.0
     target: float | None = None
-    target_of: Literal["macs", "weights"] = "macs"
-    target_epochs: int = 50
+    target_of: Literal["macs", "weights", "parameters"] = "macs"
     shrink: bool = False
-    retrain: int = 0
+    retrain: int | None = None
     retrain_noise: float = 0.0
 
     @property
@@ -89,10 +90,17 @@ class Options:
 
     @property
     def gate_step(self) -> float:
-        """``gate_learning_rate``, or its default."""
+        """``gate_learning_rate``, or its default without a target."""
         if self.gate_learning_rate is not None:
             return self.gate_learning_rate
         return 1e-2 if self.data == "digits" else 1e-3
+
+    @property
+    def retraining(self) -> int:
+        """``retrain``, or its default."""
+        if self.retrain is not None:
+            return self.retrain
+        return 0 if self.target is None else max(1, round(self.epochs / 3))
 
     @property
     def family_options(self) -> dict[str, float]:
@@ -123,13 +131,12 @@ def check(options: Options) -> None:
         raise ValueError("Expected network='mlp' and no shrink for objective='spike_slab'.")
     if options.data == "digits" and options.network == "lenet5":
         raise ValueError("Expected data='mnist' for network='lenet5', which takes images of 784 pixels.")
-    of_target = options.target_of, options.target_epochs
-    if options.target is None and of_target != (Options.target_of, Options.target_epochs):
-        raise ValueError(f"Expected target_of and target_epochs with target only, but got {of_target} without.")
-    if options.retrain_noise and not options.retrain:
+    if options.target is None and options.target_of != Options.target_of:
+        raise ValueError(f"Expected target_of with target only, but got {options.target_of!r} without.")
+    if options.retrain_noise and not options.retraining:
         raise ValueError(
             f"Expected retrain_noise of at least 0, and 0 without retrain, but got {options.retrain_noise} and "
-            f"retrain={options.retrain}."
+            f"retrain={options.retraining}."
         )
     networks.estimator_options(options.family, options.estimator)
     networks.init_active_prob(KEEP_RATES[options.network], options.family, options.family_options)

@@ -71,7 +71,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "steps": NUMBER,
     "strength": POSITIVE,
     "target": RATE,
-    "target_epochs": (at_least(0), below(2**31 - 1)),
     "weight_decay": NOT_NEGATIVE,
     "width": (at_least(1), below(100)),
 }

@@ -32,12 +32,13 @@ from pyro_l0.compaction import Compacted, Replica, SelectedInputs, Shrinker, com
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
-__all__ = ["TARGET_WEIGHT", "Run"]
+__all__ = ["Run"]
 
-TARGET_WEIGHT = 1e-3  # of a step in the averages; with a target the network changes until its end
 KL_WARM_UP_EPOCHS = 50  # of spike_slab
 SLAB_SCALE = 3.0  # prior standard deviation of spike_slab's weights, times the square root of a layer's inputs
 RETRAIN_LEARNING_RATE = 1e-3  # at the start, then falling to 0
+THRESHOLD = 0.01  # P(z != 0) up to which a unit leaves
+THRESHOLD_WITH_TARGET = 0.03  # a target holds closed gates at 0.012 (hard concrete) to 0.027 (Bernoulli) or below
 
 
 class Run(GatedRun):
@@ -70,14 +71,8 @@ class Run(GatedRun):
         self.elbo = self._elbo(sites)
         self.loss = self.elbo(self.model, self.guide)
         self.loss(self.train_x[:2], self.train_y[:2])  # makes the guide's parameters
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimiser = torch.optim.Adam(
-            [
-                {"params": trained, "lr": options.learning_rate},
-                {"params": list(self.guide.parameters()), "lr": options.gate_step},
-            ],
-            fused=True,
-        )
+        self.target = self._target() if options.target is not None else None
+        self.optimiser = self._optimiser()
         self.parallel = parallel(self.loss)
         if self.processes > 1:
             torch.manual_seed(options.seed + self.process)  # the start was the same, the gates' samples are not
@@ -86,9 +81,6 @@ class Run(GatedRun):
         self.averaged = copy.deepcopy(self.trained)
         self.steps = 0
         self.inputs = SelectedInputs(self.train_x)
-        self.target: SparsityTarget | None = None
-        if options.target is not None:
-            self.target = self._target(self.guide, options.target, options.target_epochs * self.batches)
         if options.shrink:
             pair: Any = self.averaged
             replica = Replica(pair[0], pair[1])
@@ -99,6 +91,7 @@ class Run(GatedRun):
                 self.optimiser,
                 self.elbo,
                 [replica],
+                threshold=THRESHOLD if self.target is None else THRESHOLD_WITH_TARGET,
                 on_shrink=self.after_shrinking,
             )
 
@@ -140,26 +133,26 @@ class Run(GatedRun):
             square_norm=square_norms(self.net, self.example) if options.weight_decay else None,
         )
 
-    def _target(self, guide: AutoGate, budget: float, warm_up: int) -> SparsityTarget:
-        count = self.cost.macs if self.options.target_of == "macs" else self.cost.weights
-        rate = 0.3 * self.options.batch_size  # per epoch, 0.3 nats per example and unit of violation
-        total = count({name: torch.ones(size) for name, size in zip(self.group_sizes, self.units, strict=True)})
-        return SparsityTarget(
-            guide,
-            budget,
-            lambda gates: count(self.full(gates)),
-            total=total.reshape(1).to(self.device),
-            dual_rate=rate,
-            warm_up=warm_up,
-        )
+    def _target(self) -> SparsityTarget:
+        """The budget, which falls and then holds over all steps of the run; its gates start open."""
+        options = self.options
+        assert options.target is not None
+        count = getattr(self.cost, options.target_of)
+        steps = options.epochs * self.batches
+        return SparsityTarget(self.guide, options.target, lambda gates: count(self.full(gates)), steps=steps)
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Let the averaged network meet the target to the last unit."""
-        if self.target is not None:
-            target = self._target(self.averaged[1], float(self.target.budget), 0)
-            target.step = self.target.step
-            target.project()
+    def _optimiser(self) -> torch.optim.Adam:
+        """Adam for the weights and, with steps of their own, for the gates."""
+        options = self.options
+        gates = dict(self.target.optimiser_options) if self.target is not None else {}
+        if self.target is None or options.gate_learning_rate is not None:
+            gates["lr"] = options.gate_step
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": trained, "lr": options.learning_rate},
+            {"params": list(self.guide.parameters()), **gates},
+        ]
+        return torch.optim.Adam(groups, fused=True)
 
     def train_epoch(self) -> float:
         """One pass over the training images in a new order; the mean loss per example, in nats.
@@ -169,15 +162,15 @@ class Run(GatedRun):
         """
         total = torch.zeros((), device=self.device)
         batches = shuffled(len(self.train_x), self.device).split(self.options.batch_size)
-        average = Average(self.averaged, self.trained, self.steps, 0.0 if self.target is None else TARGET_WEIGHT)
+        average = Average(self.averaged, self.trained, self.steps)
         with self.inputs.of(self.trained[0]) as train_x:
             for index in batches:
                 mine = index[self.process :: self.processes]
                 self.optimiser.zero_grad()
                 loss = self.parallel(train_x[mine], self.train_y[mine])
-                if self.target is not None:
-                    loss = loss + self.target.penalty()
                 loss.backward()
+                if self.target is not None:
+                    self.target.add_gradient()
                 self.optimiser.step()
                 if self.target is not None:
                     self.target.ascend()
@@ -188,10 +181,13 @@ class Run(GatedRun):
             distributed.all_reduce(total)
         mean = float(total) / self.processes / len(batches) / len(self.train_x)
         check_finite(mean, self.trained, self.averaged)
-        if self.target is not None:
-            self.target.check()
         self.shrink()
         return mean
+
+    @property
+    def gates(self) -> AutoGate:
+        """The guide of the gates that count: the averaged ones, or with a target, which averages miss, the trained."""
+        return self.guide if self.target is not None else self.averaged[1]
 
     def _plain(self) -> nn.Module:
         """The averaged network, without sites of weights."""
@@ -207,8 +203,7 @@ class Run(GatedRun):
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
         """Test error of the averaged weights under the test gates, and what is left of the network."""
-        guide = self.averaged[1]
-        gates, active = guide.test_gates(), self.active_prob(guide)
+        gates, active = self.gates.test_gates(), self.active_prob(self.gates)
         return {
             "test_error_percent": self._error(fix_gates(self._plain(), gates)),
             **self.left(gates, active),
@@ -219,7 +214,7 @@ class Run(GatedRun):
     @torch.no_grad()
     def compacted(self) -> Compacted:
         """The averaged network under its test gates as a smaller plain network."""
-        return compact(self._plain(), self.averaged[1].test_gates(), self.test_x[:100], before=self.plans)
+        return compact(self._plain(), self.gates.test_gates(), self.test_x[:100], before=self.plans)
 
     def retrain(self, network: nn.Module, epochs: int, noise: float = 0.0) -> float:
         """Train a compacted network a little further in place, and return its test error in percent.
@@ -275,4 +270,6 @@ class Run(GatedRun):
         """Continue from what :meth:`state` returned; raises as :class:`GatedRun` does."""
         super().load_state(state)
         self.steps = state["steps"]
-        checkpoint.check_moments(self.optimiser, ("step", "exp_avg", "exp_avg_sq") if self.steps else ())
+        waiting = self.guide.locations() if self.target is not None and self.target.step <= self.target.start else []
+        moments = ("step", "exp_avg", "exp_avg_sq") if self.steps else ()
+        checkpoint.check_moments(self.optimiser, moments, without=waiting)

@@ -62,9 +62,9 @@ def train_on_meta(loss: Any, data: tuple[Tensor, ...], target: SparsityTarget | 
     for _ in range(2):
         optimiser.zero_grad()
         value = loss(*data)
-        if target is not None:
-            value = value + target.penalty()
         value.backward()
+        if target is not None:
+            target.add_gradient()
         optimiser.step()
         if target is not None:
             target.ascend()
@@ -102,7 +102,9 @@ def gated_step(
     )
     loss = elbo(model, guide)
     loss(x, y)
-    target = SparsityTarget(guide, 0.3, cost.macs, warm_up=5, every=1) if budget else None
+    target = SparsityTarget(guide, 0.3, cost.macs, steps=2000) if budget else None
+    if target is not None:
+        target.step = target.start + 1  # a look at the deterministic network, which reads the device, is some steps off
     train_on_meta(loss, (x, y), target)
 
 

@@ -27,7 +27,7 @@ class ActiveRate(NamedTuple):
 class GateGuide(Protocol):
     """A guide over gates; :class:`~pyro_l0.infer.AutoGate` is one, and so is any of your own with these methods.
 
-    :class:`~pyro_l0.infer.SparsityTarget` asks for ``posterior``, ``test_gates`` and ``close``,
+    :class:`~pyro_l0.infer.SparsityTarget` asks for ``posterior``, ``test_gates`` and ``locations``,
     :class:`~pyro_l0.compaction.Shrinker` for ``posterior`` and ``keep``,
     :func:`~pyro_l0.diagnostics.measure_gradient` for a call, ``posterior`` and ``locations``.
     """
@@ -42,7 +42,10 @@ class GateGuide(Protocol):
         """The deterministic gates that prune, by site, without gradients."""
 
     def locations(self) -> Sequence[Tensor]:
-        """The parameter that places the gates of each site of :meth:`posterior`, in its order and with its shape."""
+        """The parameter that places the gates of each site of :meth:`posterior`, in its order and with its shape.
+
+        It is the first learned parameter of their family, on the real line; a SparsityTarget moves it.
+        """
 
     def close(self, name: str, places: Tensor) -> None:
         """Close the gates at some places of a flattened site, so that their test gates are 0."""

@@ -18,7 +18,9 @@ __all__ = [
     "average_buffers",
     "average_gradients",
     "groups",
+    "is_first",
     "processes",
+    "same_everywhere",
     "share",
 ]
 
@@ -39,8 +41,9 @@ class Loader(Protocol):
 class BatchLoss:
     """The loss of a network on a batch.
 
-    A tuple or a list is inputs and, last, targets; of anything else all is input, and the targets are the batch itself.
-    Inputs are a tensor, several in a tuple, or keywords in a dict, as in an example of the network's.
+    A tuple or a list is inputs and, last, targets; of anything else all is input, and the targets are the batch itself,
+    as is the one entry of a tuple that has no more. Inputs are a tensor, several in a tuple or a list, or keywords in a
+    dict, as in an example of the network's.
 
     Args:
         function: takes the network's outputs and the targets; the mean over the batch, or the sum, of shape ``()``.
@@ -56,28 +59,48 @@ class BatchLoss:
 
         Raises:
             TypeError: the loss is no tensor of one number.
+            ValueError: gradients can't pass from the loss to the network.
         """
         inputs, targets = self.split(batch)
+        outputs = self.outputs(network, inputs)
+        loss = self.of_outputs(outputs, targets)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError(
+                "Expected a loss that depends on the network's outputs, but no gradient passes; return it from loss_fn "
+                "as a tensor that was not detached or made anew."
+            )
+        return loss
+
+    def of_outputs(self, outputs: object, targets: object) -> Tensor:
+        """The loss of what a network returned."""
         with self._context():
-            loss = self.function(self.outputs(network, inputs), targets)
+            loss = self.function(outputs, targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise TypeError(f"Expected loss_fn(outputs, targets) to return a tensor of one number, but got {got}.")
+            raise TypeError(
+                f"Expected loss_fn(outputs, targets) to return a tensor of one number, but got {got}; take the mean "
+                "over the batch."
+            )
         return loss.reshape(())
 
     def outputs(self, network: nn.Module, inputs: object) -> object:
         """What the network returns."""
-        if isinstance(inputs, Mapping):
-            return network(**inputs)
-        return network(*inputs) if isinstance(inputs, tuple) else network(inputs)
+        with self._context():
+            if isinstance(inputs, Mapping):
+                return network(**inputs)
+            return network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
 
     def split(self, batch: object) -> tuple[object, object]:
         """Inputs and targets, on the device."""
+        if isinstance(batch, Mapping):
+            batch = dict(batch)  # moved as such, whatever its class
         batch = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
-        if isinstance(batch, (tuple, list)) and len(batch) > 1:
-            *inputs, targets = batch
-            return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
-        return (batch[0] if isinstance(batch, (tuple, list)) else batch), batch
+        if not isinstance(batch, (tuple, list)):
+            return batch, batch
+        if len(batch) == 1:
+            return batch[0], batch[0]
+        *inputs, targets = batch
+        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
 
     def _context(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
@@ -101,6 +124,20 @@ def groups(loader: Loader, size: int, epoch: int) -> Iterator[list[object]]:
 def processes() -> int:
     """How many processes train together."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return processes() == 1 or distributed.get_rank() == 0
+
+
+def same_everywhere(value: int) -> bool:
+    """Whether all processes have the same number."""
+    if processes() == 1:
+        return True
+    found: list[int] = [value] * processes()
+    distributed.all_gather_object(found, value)
+    return len(set(found)) == 1
 
 
 @torch.no_grad()
@@ -132,7 +169,7 @@ def _average(values: list[Tensor], parameters: list[nn.Parameter] | None) -> Non
     """Average tensors over processes, into themselves or into the gradients of parameters."""
     if not values:
         return
-    flat = torch.cat([value.flatten().float() for value in values])
+    flat = torch.cat([value.flatten().to(torch.promote_types(value.dtype, torch.float32)) for value in values])
     distributed.all_reduce(flat)
     flat /= processes()
     for i, (value, piece) in enumerate(zip(values, flat.split([value.numel() for value in values]), strict=True)):

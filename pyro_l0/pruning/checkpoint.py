@@ -31,6 +31,7 @@ class Checkpoint:
 
     Raises:
         FileExistsError: there is a file, and the run is not to go on from it.
+        FileNotFoundError: its folder does not exist.
     """
 
     def __init__(self, path: str | Path, described: Mapping[str, Any], loader: Loader, resume: bool) -> None:
@@ -40,6 +41,8 @@ class Checkpoint:
                 f"Expected no file at {str(self.path)!r}, which would be overwritten; give resume=True to go on from "
                 "it, or delete it."
             )
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(f"Expected a folder for the checkpoint at {str(self.path)!r}, but there is none.")
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a run's state and the random numbers' of every process."""
@@ -67,12 +70,21 @@ class Checkpoint:
             content = torch.load(self.path, map_location="cpu", weights_only=True)
             described, randoms, state = content["described"], content["random"], content["state"]
         except Exception as error:
-            raise ValueError(f"Expected a checkpoint at {str(self.path)!r}, but it can't be read: {error}") from error
-        if content.get("format") != _FORMAT or described != self._described or len(randoms) != processes():
-            other = [key for key in self._described if described.get(key) != self._described[key]]
             raise ValueError(
-                f"Expected a checkpoint of this run at {str(self.path)!r}, but it differs in "
-                f"{', '.join(other) or 'its format or its number of processes'}; give the same arguments, or delete it."
+                f"Expected a checkpoint of a pruning run at {str(self.path)!r}, but it can't be read; delete it to "
+                f"begin anew. {type(error).__name__}: {error}"
+            ) from error
+        other = [key for key in self._described if described.get(key) != self._described[key]]
+        if content.get("format") != _FORMAT:
+            other.append("its format")
+        if len(randoms) != processes():
+            other.append("the number of processes")
+        elif len(randoms[0]["loader"]) != len(_generators(self._loader)):
+            other.append("loader's generators")
+        if other:
+            raise ValueError(
+                f"Expected a checkpoint of this run at {str(self.path)!r}, but it differs in {', '.join(other)}; give "
+                "the same arguments, or delete it."
             )
         rank = distributed.get_rank() if processes() > 1 else 0
         _set_random_state(randoms[rank], self._loader, device)
@@ -84,7 +96,7 @@ def checksum(network: nn.Module) -> str:
     """A number that tells networks apart, by all their tensors."""
     digest = hashlib.sha256()
     for name, value in network.state_dict().items():
-        digest.update(name.encode())
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.infer import SparsityTarget, TargetReport
+from pyro_l0.infer import TargetReport
 from pyro_l0.infer.budget import Cost
 from pyro_l0.pruning.batches import BatchLoss
 
-__all__ = ["largest_unit", "looks_untrained", "notes_on"]
+__all__ = ["Note", "largest_unit", "looks_untrained", "notes_on"]
 
 FEW_STEPS = 300
 _LARGE = 0.05  # of a budget, for a unit
@@ -19,6 +20,18 @@ _USED = 0.95  # of a budget
 _UNDECIDED = 0.05
 _FAR = 3.0  # times the error of the network as it was given
 _UNTRAINED = 0.95  # of the loss with shuffled targets
+
+
+class Note(NamedTuple):
+    """A sentence on a run.
+
+    Attributes:
+        text: the sentence.
+        is_warning: whether there is something to do about it.
+    """
+
+    text: str
+    is_warning: bool
 
 
 @torch.no_grad()
@@ -34,24 +47,31 @@ def looks_untrained(network: nn.Module, loss: BatchLoss, batch: object) -> bool:
         if targets.shape[:1] != outputs.shape[:1]:
             return False
         order = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0)).to(outputs.device)
-        own, others = (float(loss.function(x, targets)) for x in (outputs, outputs[order]))
+        own, others = (float(loss.of_outputs(x, targets)) for x in (outputs, outputs[order]))
     finally:
         network.train(training)
     return not own < _UNTRAINED * others
 
 
 @torch.no_grad()
-def largest_unit(target: SparsityTarget, costs: Mapping[str, Cost], gates: Mapping[str, Tensor]) -> float:
-    """The largest share of a budget that an open unit takes."""
+def largest_unit(budgets: Mapping[str, float], costs: Mapping[str, Cost], gates: Mapping[str, Tensor]) -> float:
+    """The largest share of a budget that an open unit takes.
+
+    Args:
+        budgets: fractions of the full network by the names of the costs.
+        costs: of given gates.
+        gates: by site.
+    """
     is_open = {site: (gate != 0).float() for site, gate in gates.items()}
     largest = 0.0
-    for cost, budget, total in zip(costs.values(), target.budget.tolist(), target.total.tolist(), strict=True):
-        whole = float(cost(is_open))
+    full = {site: torch.ones_like(gate) for site, gate in gates.items()}
+    for name, cost in costs.items():
+        whole, limit = float(cost(is_open)), budgets[name] * float(cost(full))
         for site, gate in is_open.items():
             if bool(gate.any()):
                 without = gate.clone()
                 without[int(gate.argmax())] = 0.0
-                largest = max(largest, (whole - float(cost({**is_open, site: without}))) / (budget * total))
+                largest = max(largest, (whole - float(cost({**is_open, site: without}))) / limit)
     return largest
 
 
@@ -61,8 +81,9 @@ def notes_on(
     steps: int,
     untrained: bool,
     errors: tuple[float | None, float | None],
-) -> list[str]:
-    """What to tell of a run, each as a sentence.
+    in_the_way: Mapping[str, str],
+) -> list[Note]:
+    """What to tell of a run.
 
     Args:
         report: of the target, when the gates were done.
@@ -70,35 +91,39 @@ def notes_on(
         steps: of the whole run.
         untrained: from :func:`looks_untrained`, of a network that was to be trained.
         errors: what the user's function said of the network as it was given, and of the compacted one.
+        in_the_way: by module path, why units could not be taken out.
     """
-    notes: list[str] = []
+    notes: list[Note] = []
+
+    def tell(text: str, is_warning: bool = True) -> None:
+        notes.append(Note(text, is_warning))
+
     if untrained:
-        notes.append(
+        tell(
             "The network looks untrained: its loss is about that with shuffled targets. Give pretrained=False, or load "
             "its weights before."
         )
     if steps < FEW_STEPS:
-        notes.append(f"{steps} steps are few; give epochs for {FEW_STEPS} or more.")
+        tell(f"{steps} steps are few; give epochs for {FEW_STEPS} or more.")
+    for path, why in in_the_way.items():
+        tell(f"There is no gate behind {path!r}: {why}")
     used = report.of_budget
     if used < _USED:
-        notes.append(
+        tell(
             f"{used:.1%} of the budget is used; the largest unit takes {largest:.1%} of it. A larger target, or "
             "finer gates, would use more."
         )
     elif largest > _LARGE:
-        notes.append(f"The largest unit takes {largest:.1%} of the budget, so that it can be met no more exactly.")
+        tell(f"The largest unit takes {largest:.1%} of the budget, so that it can be met no more exactly.", False)
     if report.undecided > _UNDECIDED:
-        notes.append(
-            f"{report.undecided:.1%} of the gates are neither 0 nor 1 and went into weights; more epochs decide more."
-        )
+        tell(f"{report.undecided:.1%} of the gates are neither 0 nor 1 and went into weights; more epochs decide more.")
     if report.at_floor:
-        notes.append(
+        tell(
             f"Sites at their floor, which other sites kept open: {', '.join(report.at_floor)}. The target is small "
-            "for these layers."
+            "for these layers.",
+            False,
         )
     dense, cut = errors
-    if dense is not None and cut is not None and cut > _FAR * dense:
-        notes.append(
-            f"The error was {dense:.4g} and is {cut:.4g} as cut; more epochs, or a larger target, keep more of it."
-        )
+    if dense is not None and cut is not None and cut > _FAR * dense >= 0:
+        tell(f"The error was {dense:.4g} and is {cut:.4g} as cut; more epochs, or a larger target, keep more of it.")
     return notes

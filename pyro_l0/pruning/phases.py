@@ -197,7 +197,14 @@ def _optimiser(network: nn.Module, make: MakeOptimiser | None) -> Optimizer:
     if not parameters:
         raise ValueError("Expected a network with parameters that are trained, but none requires gradients.")
     if make is not None:
-        return make(parameters)
+        made = make(parameters)
+        own = {id(p) for p in parameters}
+        if any(id(p) not in own for group in made.param_groups for p in group["params"]):
+            raise ValueError(
+                "Expected an optimiser of the parameters that it is given, which are those of a copy of the network, "
+                "but got one of others; write optimiser=lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+            )
+        return made
     return torch.optim.Adam(parameters, _LEARNING_RATE, fused=parameters[0].device.type in ("cpu", "cuda"))
 
 

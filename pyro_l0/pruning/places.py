@@ -30,10 +30,12 @@ class GatedNetwork:
     Attributes:
         network: a copy, with gates.
         skipped: by module path, why there is no gate.
+        in_the_way: those of them whose units can't be taken out, though a gate there would save something.
     """
 
     network: nn.Module
     skipped: dict[str, str] = field(default_factory=dict)
+    in_the_way: dict[str, str] = field(default_factory=dict)
 
 
 def put_gates(
@@ -70,20 +72,22 @@ def put_gates(
         for place in suggested.places
         if place.coupled
     }
-    places, found = _that_compact(network, example, alone, skipped)
+    in_the_way: dict[str, str] = {}
+    places, found = _that_compact(network, example, alone, in_the_way)
     if found is None or not suffices(found):
         streams = _streams(network, example, suggested)
-        more, with_streams = _that_compact(network, example, places.and_more(streams), skipped)
+        more, with_streams = _that_compact(network, example, places.and_more(streams), in_the_way)
         if with_streams is not None:
             found = with_streams
             skipped = {path: why for path, why in skipped.items() if path not in more.paths()}
+    skipped |= in_the_way
     if found is None:
         reasons = "; ".join(f"{path}: {why}" for path, why in {**suggested.refused, **skipped}.items())
         raise ValueError(
             "Expected a network with a place behind which a closed gate makes it smaller, but found none; write Gate "
             f"layers into it, or give gates by module path. {reasons}"
         )
-    return GatedNetwork(found, skipped)
+    return GatedNetwork(found, skipped, in_the_way)
 
 
 @dataclass(frozen=True)

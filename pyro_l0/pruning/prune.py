@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pyro
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.infer.budget import Cost
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
 from pyro_l0.nn.engine import Example
 from pyro_l0.pruning.batches import BatchLoss, Loader, LossFunction
 from pyro_l0.pruning.checkpoint import Checkpoint, checksum
-from pyro_l0.pruning.notes import largest_unit, looks_untrained, notes_on
+from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
+from pyro_l0.pruning.options import check_callables, check_network, check_target, count_steps
 from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import GatedNetwork, put_gates
 from pyro_l0.pruning.result import Pruned, PruningReport
@@ -48,7 +50,7 @@ def prune(
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
     callbacks: Sequence[Callback] = (),
-    checkpoint: str | None = None,
+    checkpoint: str | Path | None = None,
     resume: bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
@@ -66,13 +68,15 @@ def prune(
         loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``.
         loader: gives batches, and has a length, such as a ``DataLoader``. A tuple or list is inputs and, last, targets;
             of any other batch all is input, and the targets are the batch itself. Inputs are a tensor, several, or a
-            dict of keywords.
+            dict of keywords. What is random in it should come from torch, numpy or Python's generators, or from the
+            ``DataLoader``'s own, all of which a checkpoint keeps.
         example: what the network is called with, as :func:`~pyro_l0.compaction.compact` takes it; a small batch.
         target: largest fraction of the cost that may be left, in (0, 1). Several falling ones give a network each,
             from one run with gates; a dict gives one by name of several costs, all of which hold.
         of: what is counted: multiply-adds, weights or parameters; or a differentiable cost of your own, of gates by
             site, or several by name.
-        epochs: passes over the loader. Several targets take the last part, without gates, once for each.
+        epochs: passes over the loader; the last one with gates may be cut short. Several targets take the last part,
+            without gates, once for each.
         pretrained: whether the network was trained before. One from scratch learns for a while before gates move.
         finetune: the part of the epochs that comes after the cut, from 0 to 0.9.
         gates: by module path, the gates to put behind modules, if it is not the places above; see
@@ -98,8 +102,9 @@ def prune(
     Raises:
         ValueError: there is no place for a gate, the target is below the cost of one unit per site, an option is
             out of range, or the checkpoint is of another run.
+        TypeError: an option or a loss is of another kind.
         FileExistsError: the checkpoint is there, and ``resume`` is False.
-        FloatingPointError: the training diverged.
+        FloatingPointError: the training diverged; a checkpoint stays as it was before.
 
     Warns:
         UserWarning: what may have gone better, as in the report's notes; with other notes than on a large unit or on
@@ -119,33 +124,45 @@ def prune(
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, whose price of a weight the target finds.
     """
-    steps = _check(loader, epochs, finetune, accumulate)
-    device = next(network.parameters()).device if device is None else torch.device(device)
+    home = check_network(network)
+    check_target(target)
+    check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, optimiser=optimiser, schedule=schedule)
+    if resume and checkpoint is None:
+        raise ValueError("Expected a checkpoint to resume from, but got none; give checkpoint=, the file of that run.")
+    settings = Settings(
+        *count_steps(loader, epochs, finetune, accumulate),
+        accumulate,
+        optimiser,
+        schedule,
+        evaluate,
+        callbacks,
+        progress,
+    )
+    device = home if device is None else torch.device(device)
     example = tree_map_only(Tensor, lambda x: x.to(device), example)
     given = copy.deepcopy(network).to(device)
     placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), target, of))
     loss = BatchLoss(loss_fn, device, autocast)
-    further = round(finetune * steps)
-    settings = Settings(steps - further, further, accumulate, optimiser, schedule, evaluate, callbacks, progress)
     run = Run(placed.network, example, loader, loss, settings)
     counts = NetworkCost(placed.network, example)
     costs = _costs(counts, target, of)
     with pyro.get_param_store().scope():
         batch = next(iter(loader))
-        cost = costs if isinstance(target, Mapping) else costs["cost"]
-        run.start(batch, target, cost, pretrained)
+        run.start(batch, target, costs if isinstance(target, Mapping) else costs["cost"], pretrained)
+        dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
+        untrained = pretrained and looks_untrained(dense, loss, batch)
+        start = _Start(placed, counts, costs, untrained, run.error(dense))
         file = None
         if checkpoint is not None:
-            file = Checkpoint(checkpoint, _described(given, target, of, steps, settings, counts), loader, resume)
-            run.resume(file)
-        untrained = pretrained and looks_untrained(given, loss, batch)
-        start = _Start(placed, counts, costs, steps, untrained, run.error(given))
+            described = _described(given, target, of, pretrained, autocast, run, counts)
+            file = Checkpoint(checkpoint, described, loader, resume)
+            run.resume(file)  # after all else that draws random numbers
         run.train(len(target) if isinstance(target, Sequence) else 1, file)
         results = [_result(run, cut, start) for cut in run.cuts]
-    for note in results[-1].report.notes:
-        if "largest unit" not in note and "floor" not in note:
-            warnings.warn(note, stacklevel=2)
-    return replace(results[-1], on_the_way=tuple(results[:-1]))
+    for text in dict.fromkeys(note.text for _, notes in results for note in notes if note.is_warning):
+        warnings.warn(text, stacklevel=2)
+    *on_the_way, last = (pruned for pruned, _ in results)
+    return replace(last, on_the_way=tuple(on_the_way))
 
 
 @dataclass(frozen=True)
@@ -155,21 +172,8 @@ class _Start:
     placed: GatedNetwork
     counts: NetworkCost
     costs: Mapping[str, Cost]
-    steps: int
     untrained: bool
     error: float | None
-
-
-def _check(loader: Loader, epochs: int, finetune: float, accumulate: int) -> int:
-    """The number of steps, after the options were checked."""
-    if not isinstance(loader, Loader) or not len(loader):
-        raise ValueError(f"Expected a loader with a length, of at least one batch, but got {loader!r}.")
-    for name, value in (("epochs", epochs), ("accumulate", accumulate)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
-    if not 0 <= finetune <= 0.9:
-        raise ValueError(f"Expected finetune from 0 to 0.9, the part of the epochs after the cut, but got {finetune}.")
-    return epochs * -(-len(loader) // accumulate)
 
 
 def _suffices(
@@ -211,21 +215,33 @@ def _costs(
 
 
 def _described(
-    network: nn.Module, target: object, of: object, steps: int, settings: Settings, counts: NetworkCost
+    network: nn.Module,
+    target: object,
+    of: object,
+    pretrained: bool,
+    autocast: torch.dtype | None,
+    run: Run,
+    counts: NetworkCost,
 ) -> dict[str, Any]:
     """What a run and the one that goes on from its checkpoint must agree in."""
+    assert run.phase is not None
+    settings = run.settings
     return {
         "network": checksum(network),
         "target": repr(target),
         "of": of if isinstance(of, str) else "a cost of the user's",
-        "steps": [steps, settings.gated_steps, settings.further_steps, settings.accumulate],
+        "steps": [settings.gated_steps, settings.further_steps, settings.accumulate],
+        "pretrained": pretrained,
+        "autocast": str(autocast),
+        "optimiser": type(run.phase.optimiser).__name__,
+        "schedule": type(run.phase.schedule).__name__,
         "gates": counts.sizes,
     }
 
 
 @torch.no_grad()
-def _result(run: Run, cut: Cut, start: _Start) -> Pruned:
-    """What is returned of the network at a budget."""
+def _result(run: Run, cut: Cut, start: _Start) -> tuple[Pruned, list[Note]]:
+    """What is returned of the network at a budget, and the notes on it."""
     assert run.phase is not None
     assert cut.compacted is not None
     network = cut.compacted.network.eval()
@@ -239,8 +255,9 @@ def _result(run: Run, cut: Cut, start: _Start) -> Pruned:
             ("parameters", start.counts.parameters),
         )
     }
-    largest = largest_unit(run.phase.target, start.costs, cut.gates)
-    notes = notes_on(cut.report, largest, start.steps, start.untrained, (start.error, cut.error))
+    largest = largest_unit(cut.report.budget, start.costs, cut.gates)
+    steps = run.settings.gated_steps + run.settings.further_steps
+    notes = notes_on(cut.report, largest, steps, start.untrained, (start.error, cut.error), start.placed.in_the_way)
     report = PruningReport(
         target=cut.report,
         left=left,
@@ -249,6 +266,7 @@ def _result(run: Run, cut: Cut, start: _Start) -> Pruned:
         end=run.error(network),
         largest_unit=largest,
         skipped=start.placed.skipped,
-        notes=tuple(notes),
+        notes=tuple(note.text for note in notes),
     )
-    return Pruned(network, report, cut.compacted.certificate, tuple(run.history), cut.compacted.plan)
+    pruned = Pruned(network, report, cut.compacted.certificate, tuple(run.history), cut.compacted.plan)
+    return pruned, notes

@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from pyro_l0.infer.budget import Cost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.plain import drop_holders
 from pyro_l0.pruning.batch_norm import renew_statistics
-from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, share
+from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, is_first, share
 from pyro_l0.pruning.checkpoint import Checkpoint
 from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule, TargetOptions
 
@@ -125,7 +125,10 @@ class Run:
         average_buffers(self.gated)
         state = {name: value.detach().clone() for name, value in self.gated.state_dict().items()}
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
-        self.cuts.append(Cut(budget, gates, state, self.phase.target.report()))
+        report = self.phase.target.report()
+        if len(report.budget) == 1:  # which may be one on the way
+            report = replace(report, budget=dict.fromkeys(report.budget, budget))
+        self.cuts.append(Cut(budget, gates, state, report))
 
     def train(self, number: int, checkpoint: Checkpoint | None) -> None:
         """Go on to the end.
@@ -136,36 +139,41 @@ class Run:
 
         Raises:
             FloatingPointError: the loss is not finite any more.
-            ValueError: the loader gives other numbers of batches than it says.
+            ValueError: the loader gives no batch.
         """
-        steps = self.settings.gated_steps + number * self.settings.further_steps
-        while self.step < steps:
-            total, taken, before = torch.zeros((), device=self.loss.device), 0, self.step
-            for group in groups(self.loader, self.settings.accumulate, self.epoch):
-                total += self._step(group)
-                taken += 1
-                if self.step == steps:
-                    break
-            if self.step == before:
-                raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
-            self.epoch += 1
-            self._report_epoch(float(total) / taken)
+        settings = self.settings
+        ends = [settings.gated_steps + i * settings.further_steps for i in range(number + 1)]
+        while self.step < ends[-1]:
+            if self.step == ends[self.tuned + 1]:
+                self._cut_next()
+            self._epoch(until=next(end for end in ends if end > self.step))
             if checkpoint is not None:
                 checkpoint.save(self.state_dict())
         while self.tuned + 1 < number:  # with no steps to take
             self._cut_next()
+        for cut in self.cuts:
+            assert cut.compacted is not None
+            average_buffers(cut.compacted.network)
+
+    def _epoch(self, until: int) -> None:
+        """Pass over the loader once, or up to the last step of a phase."""
+        # A phase begins with an iterator of its own: what goes on between two may pass over the loader, too.
+        total, taken = torch.zeros((), device=self.loss.device), 0
+        for group in groups(self.loader, self.settings.accumulate, self.epoch):
+            total += self._step(group)
+            taken += 1
+            if self.step == until:
+                break
+        if not taken:
+            raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
+        self.epoch += 1
+        self._report_epoch(float(total) / taken)
 
     def _step(self, group: Sequence[object]) -> Tensor:
-        assert self.phase is not None
-        if self.step < self.settings.gated_steps:
-            loss = self.phase.step(group)
-        else:
-            if (self.step - self.settings.gated_steps) // self.settings.further_steps > self.tuned:
-                self._cut_next()
-            assert self.tuning is not None
-            loss = self.tuning.step(group)
+        phase = self.phase if self.tuned < 0 else self.tuning
+        assert phase is not None
         self.step += 1
-        return loss
+        return phase.step(group)
 
     def _cut_next(self) -> None:
         """Take the units out of the network at the next budget, and make ready to train it further."""
@@ -206,6 +214,12 @@ class Run:
                 "smaller learning rate. A checkpoint holds the epoch before."
             )
         assert self.phase is not None
+        network = self.gated if self.tuning is None else self.tuning.network
+        if not all(bool(p.isfinite().all()) for p in network.parameters()):
+            raise FloatingPointError(
+                f"Expected the training to stay finite, but weights are not after epoch {self.epoch}; take a smaller "
+                "learning rate, or look for a gradient that is not finite. A checkpoint holds the epoch before."
+            )
         entry = {"epoch": float(self.epoch), "step": float(self.step), "loss": loss}
         gated = self.tuned < 0
         if gated:
@@ -216,7 +230,7 @@ class Run:
             if error is not None:
                 entry["error"] = error
         self.history.append(entry)
-        if self.settings.progress:
+        if self.settings.progress and is_first():
             what = "with gates" if gated else "compacted"
             print(
                 f"epoch {self.epoch}, step {self.step}, {what}: "

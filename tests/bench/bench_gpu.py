@@ -90,16 +90,18 @@ class Work:
         self.loss = elbo(model, guide)
         self.loss(x[:2], torch.zeros(2, dtype=torch.long))
         self.loss.to(device)
-        self.target = SparsityTarget(guide, 0.3, cost.macs, warm_up=5, every=1) if budget else None
+        self.target = SparsityTarget(guide, 0.3, cost.macs, steps=10_000) if budget else None
+        if self.target is not None:
+            self.target.step = self.target.start  # gates move from now on
         self.optimiser = torch.optim.Adam(self.loss.parameters(), 1e-3, capturable=device != "cpu", foreach=True)
 
     def step(self) -> Tensor:
         """One training step; its loss."""
         self.optimiser.zero_grad(set_to_none=False)
         loss: Tensor = self.loss(self.x, self.y) / NUM_DATA
-        if self.target is not None:
-            loss = loss + self.target.penalty() / NUM_DATA
         loss.backward()
+        if self.target is not None:
+            self.target.add_gradient()
         self.optimiser.step()
         if self.target is not None:
             self.target.ascend()

@@ -29,12 +29,11 @@ def certificates(folder: Path, images: Images) -> dict[torch.dtype, float]:
         raise ValueError(f"Expected a run of the l0 objective on mnist with hard concrete gates, but got {options}.")
     run = Run(images, Options(**{**options, "lam": tuple(options["lam"])}))
     run.load_state(torch.load(folder / "checkpoint.pt", weights_only=True)["run"])
-    run.finish()
-    net, guide = run.averaged
+    net = run.averaged[0]
     before = () if run.shrinker is None else run.shrinker.plans
     found = {}
     for dtype in (torch.float32, torch.float64):
-        gates = {site: gate.to(dtype) for site, gate in guide.test_gates().items()}
+        gates = {site: gate.to(dtype) for site, gate in run.gates.test_gates().items()}
         found[dtype] = compact(net.to(dtype), gates, images.test_x[:100].to(dtype), before=before).certificate
     return found
 

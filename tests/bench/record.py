@@ -41,13 +41,13 @@ TRAININGS = {
     "MLP, free energy": "--objective free_energy --prior-active-prob 0.2",
     "MLP, spike and slab": "--objective spike_slab",
     "MLP, shrinking and weight decay": "--lam 1 --shrink --weight-decay 5e-4",
-    "MLP, target": "--target 0.3 --target-epochs 2 --shrink",
+    "MLP, target": "--target 0.3 --shrink",
     "MLP, Bernoulli": "--family bernoulli",
 }
 ON_MNIST = {
     "LeNet-5": "--network lenet5",
     "LeNet-5, shrinking and weight decay": "--network lenet5 --lam 5 --shrink --weight-decay 5e-4",
-    "LeNet-5, target": "--network lenet5 --target 0.3 --target-epochs 2 --shrink",
+    "LeNet-5, target": "--network lenet5 --target 0.3 --shrink",
 }
 # Draws that are others when they are made site by site; tests/fast compares these families at equal noise.
 IN_ANOTHER_ORDER = ("RectifiedNormal", "ExponentialGate", "ExponentialUniformGate", "PowerLawGate", "spike and slab")

@@ -57,7 +57,7 @@ def refused(capfd, monkeypatch, *arguments):
         (["--data", "mnist", "--data-dir", "nowhere"], "nowhere: expected the data's folder"),
         (["--network", "lenet5"], "data='mnist' for network='lenet5'"),
         (["--objective", "spike_slab", "--shrink"], "no shrink for objective='spike_slab'"),
-        (["--target-of", "weights"], "target_of and target_epochs with target only"),
+        (["--target-of", "weights"], "target_of with target only, but got 'weights'"),
         (["--family", "exponential_uniform", "--epsilon", "2"], "epsilon strictly between 0 and 1, but got 2.0"),
         (["--hold-out", "1437"], "hold out between 1 and 1436 images, but got 1437"),
         (["--epochs", "ten"], "invalid literal for int"),

@@ -1,11 +1,13 @@
 """The main example: what it writes, what it refuses, and that a killed run ends like an uninterrupted one."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import checkpoint
 import mnist
@@ -80,6 +82,9 @@ def test_kill_and_resume(tmp_path):
         ({"objective": "spike_slab", "weight_decay": 1e-3}, ValueError, "no lam and no weight_decay"),
         ({"estimator": "arm"}, ValueError, "estimator with family='bernoulli' alone"),
         ({"retrain_noise": 0.1}, ValueError, "0 without retrain, but got 0.1 and retrain=0"),
+        ({"target": 0.1, "retrain": 0, "retrain_noise": 0.1}, ValueError, "but got 0.1 and retrain=0"),
+        ({"target": 1.0}, ValueError, "target strictly between 0 and 1, but got 1.0"),
+        ({"target": 0.1, "batch_size": 1000}, ValueError, "steps to be an integer of at least 10, but got 2"),
         ({"beta": 3.0}, ValueError, "no beta for family='hard_concrete', but got 3.0"),
         ({"family": "power_law", "epsilon": 0.1}, ValueError, "no epsilon for family='power_law', but got 0.1"),
         ({"data_dir": Path("somewhere")}, ValueError, "data_dir with data='mnist' only"),
@@ -156,3 +161,72 @@ def test_retraining_the_compacted_network(tmp_path):
         assert metrics["retrained_error_percent"] == pytest.approx(error)
     assert not torch.allclose(*outputs)
     assert json.loads((tmp_path / "metrics.json").read_text())["retrained_error_percent"] == pytest.approx(error)
+
+
+@pytest.mark.parametrize(("target_of", "shrink"), [("macs", True), ("weights", False), ("parameters", True)])
+def test_a_target_is_met_with_nothing_else_to_choose(target_of, shrink, tmp_path):
+    """By the network that is saved, whose costs are counted here by hand; it is trained further, for a third longer."""
+    options = Options(epochs=20, target=0.15, target_of=target_of, shrink=shrink, out=tmp_path)
+    metrics = mnist.main(options)
+    sizes = [*metrics["architecture"], 10]
+    weights = sum(a * b for a, b in itertools.pairwise(sizes))
+    full, used = (50_200, weights) if target_of != "parameters" else (50_610, weights + sum(sizes[1:]))
+    # A pixel is 1.9 % of this budget at most, so that one more or less is in it.
+    assert 0.95 * 0.15 <= used / full <= 0.15
+    assert metrics["target"]["fraction"] == pytest.approx(used / full)
+    assert metrics[f"{target_of}_left"] == used
+    assert metrics["target"]["undecided"] <= 0.05
+    plain = mlp((64, 300, 100, 10))
+    name_gates(plain, prefix="net.")
+    network = load_compacted(plain, tmp_path / "pruned").network
+    assert sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear)) == weights
+    # All of these epochs have a network above the budget, but the last ones.
+    assert metrics["history"][0]["architecture"] == [64, 300, 100]
+    met = [entry["test_error_percent"] for entry in metrics["history"] if entry[f"{target_of}_left"] <= 0.15 * full]
+    assert 0 < len(met) < 8
+    assert metrics["best_test_error_percent"] == min(met)
+    assert metrics["retrained_error_percent"] < 15  # by chance 90
+
+
+def test_a_target_is_met_by_shrinking_as_without(tmp_path):
+    """Units that leave can't open again, so that they are long closed ones: the budget is met, at about equal sizes."""
+    runs = [
+        mnist.main(Options(epochs=40, target=0.1, shrink=shrink, retrain=0, out=tmp_path / str(shrink)))
+        for shrink in (False, True)
+    ]
+    plans = torch.load(tmp_path / "True" / "checkpoint.pt", weights_only=True)["run"]["shrinker"]["plans"]
+    assert len(plans) > 2
+    for metrics in runs:
+        assert 0.095 <= metrics["target"]["fraction"] <= 0.1
+        assert "retrained_error_percent" not in metrics
+
+
+def test_the_gates_learning_rate_is_a_choice(tmp_path):
+    """Not given, it follows from the number of steps."""
+    images = load_digits()
+    given = mnist.Run(images, Options(target=0.1, epochs=2, gate_learning_rate=0.5))
+    assert given.optimiser.param_groups[1]["lr"] == 0.5
+    rates = [mnist.Run(images, Options(target=0.1, epochs=n)).optimiser.param_groups[1]["lr"] for n in (20, 200)]
+    assert rates[0] == pytest.approx(10 * rates[1], rel=0.01)
+
+
+def test_lam_stands_beside_a_target(tmp_path):
+    """A price of the first layer alone takes inputs where the budget leaves the choice."""
+    runs = [
+        mnist.main(Options(epochs=20, target=0.15, lam=lam, retrain=0, out=tmp_path / str(i)))
+        for i, lam in enumerate([(), (30.0, 0.0, 0.0)])
+    ]
+    assert runs[1]["architecture"][0] < 0.8 * runs[0]["architecture"][0]
+    for metrics in runs:
+        assert metrics["target"]["fraction"] <= 0.15
+
+
+def test_kill_and_resume_with_a_target(tmp_path):
+    """Kill -9 while gates still wait and while the budget falls, shrinking: the same metrics to the last bit."""
+    options = dict(epochs=12, target=0.2, shrink=True)
+    straight = mnist.main(Options(**options, out=tmp_path / "straight"))
+    for after in (1, 9):
+        killed = tmp_path / f"killed after {after}"
+        run_and_kill(f"import mnist; mnist.main(mnist.Options(**{options}, out=out))", killed, after=after)
+        resumed = mnist.main(Options(**options, out=killed, resume=True))
+        assert {**resumed, "seconds": 0} == {**straight, "seconds": 0}

@@ -45,15 +45,15 @@ def run(kind, setting, steps=3):
     guide = AutoGate(model, init_active_prob=0.5, init_jitter=2.0)
     loss = L0_ELBO(lam=0.3, group_size=cost.group_sizes, **options, **norms)(model, guide)
     loss(x[:2], y[:2])
-    target = SparsityTarget(guide, 0.3, cost.macs, warm_up=2, every=1) if has_target else None
+    target = SparsityTarget(guide, 0.3, cost.macs, steps=10) if has_target else None
     optimiser = torch.optim.SGD(loss.parameters(), 1e-2)
     values = []
     for _ in range(steps):
         optimiser.zero_grad()
         value = loss(x, y) / NUM_DATA
-        if target is not None:
-            value = value + target.penalty() / NUM_DATA
         value.backward()
+        if target is not None:
+            target.add_gradient()
         optimiser.step()
         if target is not None:
             target.ascend()

@@ -78,7 +78,7 @@ def network(gates=4):
     return nn.Sequential(nn.Linear(3, gates), nn.ReLU(), Gate(gates), nn.Linear(gates, 2))
 
 
-def regression(net, steps, elbo, guide, after=lambda loss: loss):
+def regression(net, steps, elbo, guide, target=None):
     """Train on data that one hidden unit explains."""
     x = torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
     y = torch.stack((x[:, 0].relu(), -x[:, 0].relu()), 1)
@@ -92,8 +92,12 @@ def regression(net, steps, elbo, guide, after=lambda loss: loss):
     optimiser = torch.optim.Adam([*net.parameters(), *guide.parameters()], lr=0.05)
     for _ in range(steps):
         optimiser.zero_grad()
-        after(loss()).backward()
+        loss().backward()
+        if target is not None:
+            target.add_gradient()
         optimiser.step()
+        if target is not None:
+            target.ascend()
     return model, guide, x
 
 
@@ -273,14 +277,8 @@ class Handmade(nn.Module):
 def test_a_guide_meets_a_target_and_is_compacted():
     net, guide = network(), Handmade(**{"2": 4})
     typed: GateGuide = guide
-    target = SparsityTarget(typed, {"2": 0.25}, dual_rate=5.0)
-
-    def constrained(loss):
-        target.ascend()
-        return loss + target.penalty()
-
-    _, _, x = regression(net, 150, L0_ELBO("l0"), lambda _: guide, constrained)
-    target.project()
+    target = SparsityTarget(typed, {"2": 0.25}, steps=150)
+    _, _, x = regression(net, 150, L0_ELBO("l0"), lambda _: guide, target=target)
     assert target.fraction().item() == 0.25
     assert compact(net, guide.test_gates(), x[:1]).network.get_submodule("0").out_features == 1
 
@@ -308,7 +306,9 @@ def test_a_guides_gradient_is_measured():
 
 
 def test_what_is_no_guide_over_gates_is_refused():
-    with pytest.raises(TypeError, match="posterior, test_gates, close for a SparsityTarget, but got a Linear without"):
-        SparsityTarget(nn.Linear(1, 1), {"z": 0.5})
+    with pytest.raises(
+        TypeError, match="posterior, test_gates, locations for a SparsityTarget, but got a Linear without"
+    ):
+        SparsityTarget(nn.Linear(1, 1), {"z": 0.5}, steps=100)
     with pytest.raises(TypeError, match="posterior, locations for a gradient, but got a function without posterior"):
         measure_gradient(L0_ELBO("l0"), two_sites, lambda: None)

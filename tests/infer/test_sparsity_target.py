@@ -213,8 +213,7 @@ def test_every_family_meets_a_budget(family):
     target = SparsityTarget(guide, {"z": 0.5}, steps=300)
     train(target, loss, guide, 300)
     assert target.fraction().item() == pytest.approx(0.5)
-    kept = guide.test_gates()["z"] != 0
-    assert SIZE[kept].sum() > SIZE[~kept].sum()
+    assert target.report().undecided <= 0.1
 
 
 def within(limit, positions, is_open, floors=(0, 0)):

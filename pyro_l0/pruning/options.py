@@ -1,0 +1,103 @@
+"""What may be asked of a pruning run, checked before anything is computed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+import torch
+from torch import nn
+
+from pyro_l0.pruning.batches import Loader, same_everywhere
+
+__all__ = ["check_callables", "check_network", "check_target", "count_steps"]
+
+_LEAST_STEPS = 10  # with gates
+
+
+def count_steps(loader: Loader, epochs: int, finetune: float, accumulate: int) -> tuple[int, int]:
+    """The number of steps with gates and of those after the cut.
+
+    Raises:
+        ValueError: the loader has no length or nothing in it, an option is out of range, or processes differ.
+    """
+    try:
+        length = len(loader) if isinstance(loader, Loader) else 0
+    except TypeError:  # of a DataLoader whose data set has none
+        length = 0
+    if not length:
+        raise ValueError(
+            f"Expected a loader with a length, of at least one batch, such as a DataLoader or a list of batches, but "
+            f"got {loader!r}; of a stream, make a list of as many batches as an epoch is to have."
+        )
+    for name, value in (("epochs", epochs), ("accumulate", accumulate)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
+    if not 0 <= finetune <= 0.9:
+        raise ValueError(f"Expected finetune from 0 to 0.9, the part of the epochs after the cut, but got {finetune}.")
+    steps = epochs * -(-length // accumulate)
+    further = round(finetune * steps)
+    if steps - further < _LEAST_STEPS:
+        raise ValueError(
+            f"Expected at least {_LEAST_STEPS} steps with gates, but epochs={epochs} of {length} batches, "
+            f"accumulate={accumulate} and finetune={finetune} give {steps - further}; give more epochs."
+        )
+    if not same_everywhere(steps):
+        raise ValueError(f"Expected loaders of one length in all processes, but there are others than {length}.")
+    return steps - further, further
+
+
+def check_target(target: object) -> None:
+    """Refuse what is no fraction, no several that fall, and no fractions by name.
+
+    Raises:
+        TypeError: it is of another kind.
+        ValueError: a fraction is outside of (0, 1), or they do not fall.
+    """
+    several = isinstance(target, Sequence) and not isinstance(target, str)
+    given = target if isinstance(target, Sequence) and several else [target]
+    given = list(target.values()) if isinstance(target, Mapping) else list(given)
+    if any(isinstance(value, bool) or not isinstance(value, Real) for value in given):
+        raise TypeError(
+            f"Expected a target of a number, a list of them or a dict by names of costs, but got {target!r}."
+        )
+    values = [float(value) for value in given if isinstance(value, Real)]
+    if not values or not all(0 < value < 1 for value in values):
+        raise ValueError(
+            f"Expected a target between 0 and 1, the fraction of the cost that may be left, but got {target!r}."
+        )
+    if several and any(b >= a for a, b in itertools.pairwise(values)):
+        raise ValueError(f"Expected targets that fall from one to the next, but got {target!r}.")
+
+
+def check_callables(callbacks: object, autocast: object, loss_fn: object, **others: object) -> None:
+    """Refuse what can't be called, or is called with something else.
+
+    Raises:
+        TypeError: an option is of another kind.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"Expected loss_fn(outputs, targets) that returns the loss, but got {loss_fn!r}.")
+    for name, value in others.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"Expected {name} to be a function, but got {type(value).__name__}: {value!r}.")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise TypeError(f"Expected a list of callbacks, but got {callbacks!r}.")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise TypeError(f"Expected autocast to be a type of numbers, such as torch.bfloat16, but got {autocast!r}.")
+
+
+def check_network(network: object) -> torch.device:
+    """Where a network is.
+
+    Raises:
+        TypeError: it is no module.
+        ValueError: it has no parameters.
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected a network, a torch.nn.Module, but got {network!r}.")
+    first = next(network.parameters(), None)
+    if first is None:
+        raise ValueError(f"Expected a network with parameters, but {type(network).__name__} has none.")
+    return first.device

@@ -1,0 +1,168 @@
+"""A few lines of a user's prune networks of five kinds, and the result is a plain network of the user's own class."""
+
+import copy
+import io
+import warnings
+
+import pyro
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from pyro_l0 import prune
+from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits
+
+
+def multiply_adds(network, *args, **kwargs):
+    """Those of one example, counted by torch, which passes over its fused attention."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        network(*args, **kwargs)
+    return counter.get_total_flops() / 2
+
+
+def check_untouched(network, before, mode):
+    """The network that was given has its tensors, its modes and its place."""
+    state = network.state_dict()
+    assert list(state) == list(before)
+    assert all(torch.equal(state[name], before[name]) for name in state)
+    assert [module.training for module in network.modules()] == mode
+    assert all(p.grad is None and p.device.type == "cpu" for p in network.parameters())
+
+
+def check_saved(network, *args, **kwargs):
+    """A network goes into a file and out of it whole; the weights go into another of their sizes."""
+    file = io.BytesIO()
+    torch.save(network, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        own, other = network(*args, **kwargs), loaded(*args, **kwargs)
+    own, other = (x if isinstance(x, torch.Tensor) else x.logits for x in (own, other))
+    assert torch.equal(own, other)
+    assert own.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        (Mlp, 0.6),
+        (Mlp, 0.1),
+        (ResidualCnn, 0.6),
+        (ResidualCnn, 0.2),  # with a gate for the stream
+        (DepthwiseCnn, 0.3),
+        (VisionTransformer, 0.5),
+    ],
+)
+def test_a_few_lines_prune_a_network(kind, target):
+    """The class and the names of the given one, the multiply-adds within the budget and as torch counts them."""
+    network = kind()
+    network.train(target < 0.5)
+    before, mode = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
+    pyro.param("mine", torch.ones(2))
+    x, _ = digits()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # few steps, an untrained network
+        result = prune(network, F.cross_entropy, digit_batches(), x[:2], target, epochs=3)
+
+    assert type(result.network) is kind
+    assert [name for name, _ in result.network.named_parameters()] == [name for name, _ in network.named_parameters()]
+    assert [name for name, _ in result.network.named_buffers()] == [name for name, _ in network.named_buffers()]
+    assert not any(module.training for module in result.network.modules())
+    check_untouched(network, before, mode)
+    full, left = multiply_adds(network.eval(), x[:1]), multiply_adds(result.network, x[:1])
+    assert left <= target * full
+    assert result.report.left["macs"] == (left, full)
+    assert result.report.left["parameters"] == tuple(
+        sum(p.numel() for p in net.parameters()) for net in (result.network, network)
+    )
+    assert result.report.target.of_budget == pytest.approx(left / full / target)
+    assert result.certificate < 1e-4
+    check_saved(result.network, x[:5])
+    assert list(pyro.get_param_store().keys()) == ["mine"]
+
+
+def test_a_pretrained_network_keeps_what_it_knows():
+    """At half of the multiply-adds, in few steps, most digits are told as before; a network of chance tells a tenth."""
+    network, (x, y) = Mlp(), digits(1600)
+    loader = digit_batches(1280)
+    optimiser = torch.optim.Adam(network.parameters(), 3e-3)
+    for _ in range(15):
+        for images, classes in loader:
+            optimiser.zero_grad()
+            F.cross_entropy(network(images), classes).backward()
+            optimiser.step()
+
+    def error(net):
+        assert not net.training
+        assert not torch.is_grad_enabled()
+        return float((net(x[1280:]).argmax(1) != y[1280:]).float().mean())
+
+    result = prune(network, F.cross_entropy, loader, x[:2], 0.5, epochs=20, evaluate=error)
+    network.eval()
+    with torch.no_grad():
+        dense = error(network)
+        assert result.report.dense == dense
+        assert result.report.end == error(result.network)
+    assert dense < 0.15
+    assert result.report.end < dense + 0.08  # 2.5 standard errors of a difference of 320 images at such rates
+    assert "as given" in str(result.report)
+
+
+def test_gates_on_the_stream_of_a_transformer():
+    """Where inner units alone do not suffice, features of the stream leave, each norm and layer reading those left."""
+    x, _ = digits(320)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        result = prune(VisionTransformer(), F.cross_entropy, digit_batches(320), x[:2], 0.15, epochs=5)
+    assert multiply_adds(result.network, x[:1]) == result.report.left["macs"][0] <= 0.15 * result.report.left["macs"][1]
+    assert result.certificate < 1e-4
+    check_saved(result.network, x[:5])
+
+
+def test_a_tiny_bert():
+    """Heads and units of a model of Hugging Face's, trained by the loss that it returns itself."""
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's library is not installed")
+    config = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=12,
+        num_labels=2,
+    )
+    network = transformers.BertForSequenceClassification(config)
+    words = torch.randint(3, 40, (320, 8))
+    data = [{"input_ids": w, "attention_mask": torch.ones(8, dtype=torch.long), "labels": w[0] % 2} for w in words]
+    loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
+    example = {"input_ids": words[:2], "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    before, mode = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        result = prune(network, lambda outputs, batch: outputs.loss, loader, example, 0.4, epochs=5)
+    assert type(result.network) is type(network)
+    assert [name for name, _ in result.network.named_parameters()] == [name for name, _ in network.named_parameters()]
+    one = {name: value[:1] for name, value in example.items()}
+    full, left = multiply_adds(network, **one), multiply_adds(result.network, **one)
+    assert left <= 0.4 * full
+    assert result.report.left["macs"] == (left, full)
+    check_saved(result.network, **example)
+    check_untouched(network, before, mode)
+
+
+def test_torch_s_own_transformer():
+    """Heads of nn.MultiheadAttention leave; the layer in its place, which can hold fewer, goes into a file, too."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    network = nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (4, 16)), nn.Flatten(1, 2), encoder, nn.Flatten(1))
+    network.append(nn.Linear(64, 10))
+    x, _ = digits()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        result = prune(network, F.cross_entropy, digit_batches(), x[:2], 0.5, epochs=3)
+    left, full = result.report.left["macs"]
+    assert 0.35 * full < left <= 0.5 * full
+    check_saved(result.network, x[:5])

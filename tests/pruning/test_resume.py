@@ -1,0 +1,216 @@
+"""A run that was killed and goes on from its file ends bit for bit as one that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_l0
+from pyro_l0 import prune
+from tests.pruning.networks import Mlp, ResidualCnn, digit_batches, digits, same
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
+X, Y = digits(320)
+
+
+class KilledError(Exception):
+    """What a callback stops a run with."""
+
+
+def run(kind=Mlp, target=0.4, seed=3, stop=None, path=None, resume=False, generator=False, **options):
+    """Prune a network from a seed; ``stop`` is the epoch whose end is not reached."""
+    torch.manual_seed(seed)
+    network = kind()
+    own = {"generator": torch.Generator().manual_seed(5)} if generator else {}
+    loader = DataLoader(TensorDataset(X, Y), 40, shuffle=True, **own)
+
+    def callback(entry):
+        if entry["epoch"] == stop:
+            raise KilledError
+
+    settings = {"epochs": 6, "finetune": 0.34, "checkpoint": path, "resume": resume, "callbacks": [callback]}
+    if resume:
+        torch.rand(17)  # what came before in the resumed process is of no account
+    return prune(network, F.cross_entropy, loader, X[:2], target, **{**settings, **options})
+
+
+def check_resumed(tmp_path, stop, **options):
+    whole = run(**options)
+    path = tmp_path / "run.pt"
+    with pytest.raises(KilledError):
+        run(stop=stop, path=path, **options)
+    resumed = run(path=path, resume=True, **options)
+    assert same(resumed.network, whole.network)
+    assert resumed.history == whole.history
+    assert resumed.report == whole.report
+    assert resumed.plan == whole.plan
+    assert len(resumed.on_the_way) == len(whole.on_the_way)
+    for one, other in zip(resumed.on_the_way, whole.on_the_way, strict=True):
+        assert same(one.network, other.network)
+        assert one.report == other.report
+    return whole
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5, 6])
+def test_in_each_phase(tmp_path, stop):
+    """Gates move in the first four epochs; the fifth and the sixth train what was cut."""
+    check_resumed(tmp_path, stop)
+
+
+@pytest.mark.parametrize("stop", [3, 6, 8])
+def test_with_several_targets(tmp_path, stop):
+    """Networks that wait for their training are in the file, too."""
+    whole = check_resumed(tmp_path, stop, target=[0.6, 0.3])
+    assert [pruned.report.target.budget["cost"] for pruned in (*whole.on_the_way, whole)] == pytest.approx([0.6, 0.3])
+    assert whole.on_the_way[0].report.target.of_budget <= 1
+
+
+@pytest.mark.parametrize("stop", [2, 6])
+def test_with_random_numbers_of_the_loader_and_of_dropout(tmp_path, stop):
+    check_resumed(tmp_path, stop, kind=lambda: Mlp(dropout=0.2), generator=True)
+
+
+@pytest.mark.parametrize("stop", [3, 6])
+def test_with_batch_norm_and_a_user_s_optimiser(tmp_path, stop):
+    """And a function for the error that draws random numbers of its own."""
+    error_loader = DataLoader(TensorDataset(X, Y), 100)  # even this one draws from torch's generator
+
+    def error(network):
+        wrong = [float((network(x).argmax(1) != y).float().sum()) for x, y in error_loader]
+        return sum(wrong) / len(Y)
+
+    check_resumed(
+        tmp_path,
+        stop,
+        kind=ResidualCnn,
+        target=0.5,
+        evaluate=error,
+        optimiser=lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
+        schedule=lambda optimiser, steps: torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.05, total_steps=steps),
+    )
+
+
+def test_without_training_after_the_cut(tmp_path):
+    check_resumed(tmp_path, 4, target=[0.5, 0.25], finetune=0)
+
+
+def test_a_finished_run_hands_out_its_network_again(tmp_path):
+    path = tmp_path / "run.pt"
+    first = run(path=path)
+    assert same(run(path=path, resume=True).network, first.network)
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from pyro_l0 import prune
+from tests.pruning.networks import Mlp, digits
+
+def die(entry):
+    if entry["epoch"] == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+torch.manual_seed(3)
+network = Mlp()
+x, y = digits(320)
+loader = DataLoader(TensorDataset(x, y), 40, shuffle=True)
+prune(network, F.cross_entropy, loader, x[:2], 0.4, epochs=6, finetune=0.34, checkpoint=sys.argv[1], callbacks=[die])
+"""
+
+
+def test_a_killed_process(tmp_path):
+    """SIGKILL in one process, and on in another."""
+    root = Path(pyro_l0.__file__).parents[1]
+    path = tmp_path / "run.pt"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(root)}
+    killed = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(path)],
+        cwd=root,
+        env=environment,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=120,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    whole, resumed = run(), run(path=path, resume=True)
+    assert same(resumed.network, whole.network)
+    assert resumed.history == whole.history
+
+
+def test_a_file_of_another_run_is_refused(tmp_path):
+    """By the name of what differs."""
+    path = tmp_path / "run.pt"
+    with pytest.raises(KilledError):
+        run(path=path, stop=3)
+    content = path.read_bytes()
+    for other, name in (
+        ({"seed": 4}, "network"),
+        ({"target": 0.3}, "target"),
+        ({"of": "weights"}, "of"),
+        ({"epochs": 7}, "steps"),
+        ({"accumulate": 2}, "steps"),
+        ({"pretrained": False}, "pretrained"),
+        ({"autocast": torch.bfloat16}, "autocast"),
+        ({"optimiser": lambda parameters: torch.optim.SGD(parameters, 0.1)}, "optimiser"),
+        ({"generator": True}, "loader's generators"),
+    ):
+        with pytest.raises(ValueError, match=f"checkpoint of this run.*differs in {name}[;,]"):
+            run(path=path, resume=True, **other)
+    assert path.read_bytes() == content
+    with pytest.raises(FileExistsError, match="resume=True"):
+        run(path=path)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: b"weights" * 50])
+def test_a_damaged_file_is_refused(tmp_path, damage):
+    path = tmp_path / "run.pt"
+    with pytest.raises(KilledError):
+        run(path=path, stop=2)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"run\.pt.*can't be read; delete it"):
+        run(path=path, resume=True)
+
+
+def test_another_file_of_torch_s_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    torch.save({"weights": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="can't be read"):
+        run(path=path, resume=True)
+
+
+def test_where_a_file_can_not_be(tmp_path):
+    with pytest.raises(FileNotFoundError, match="folder for the checkpoint"):
+        run(path=tmp_path / "no" / "run.pt")
+    with pytest.raises(ValueError, match="checkpoint to resume from"):
+        run(resume=True)
+
+
+def test_workers_that_persist_give_whole_epochs():
+    """The iterator of such a loader is one for all passes: nothing may pass over it in the midst of an epoch."""
+    seen = []
+
+    class Noting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = ResidualCnn()
+
+        def forward(self, images):
+            if self.training:
+                seen.append(len(images))
+            return self.inner(images)
+
+    loader = digit_batches(120, 20, num_workers=1, persistent_workers=True)
+    result = prune(Noting(), F.cross_entropy, loader, X[:2], 0.5, epochs=5, finetune=0.3)
+    assert len(result.network.inner.blocks) == 2
+    assert sum(entry["step"] == 30 for entry in result.history) == 1
+    assert [entry["epoch"] for entry in result.history] == list(range(1, len(result.history) + 1))
+    assert seen[-9:] == [20] * 9
