@@ -50,6 +50,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "batch": (at_least(1),),
     "batch_size": NUMBER,
     "beta": POSITIVE,
+    "budgets": RATE,
     "depth": (at_least(10), below(1000)),
     "draws": (at_least(2), below(2**31 - 1)),
     "epochs": NUMBER,
@@ -73,7 +74,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "weight_decay": NOT_NEGATIVE,
     "width": (at_least(1), below(100)),
 }
-SWEPT = ("families", "lams", "methods", "seeds", "strength")  # each value is a run
+SWEPT = ("budgets", "families", "lams", "methods", "seeds", "strength")  # each value is a run
 
 
 def check(options: Any) -> None:

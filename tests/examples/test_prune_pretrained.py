@@ -1,0 +1,303 @@
+"""examples/importance.py against values by hand, and the command of examples/prune_pretrained.py."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import checkpoint
+import command
+import importance
+import prune_pretrained
+from importance import SCORES, Units, derivatives, prune_by_importance
+from prune_pretrained import Options, Problem, ResidualNetwork, Shuffled
+from pyro_l0.compaction import compact
+from pyro_l0.nn import Gate, insert_gates
+
+
+def small(seed=0):
+    """A dense network of 3 inputs, 4 units and 2 outputs, with gates for the first two."""
+    torch.manual_seed(seed)
+    return nn.Sequential(Gate(3), nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+
+
+def residual():
+    torch.manual_seed(1)
+    network = ResidualNetwork(1, (4, 6))
+    example = torch.rand(1, 1, 8, 8)
+    return network, insert_gates(network, prune_pretrained.places(network, example)), example
+
+
+def counted(network, example):
+    """Multiply-adds of convolutions and dense layers, from the sizes of what they are called with."""
+    total = 0
+
+    def count(layer, inputs, output):
+        nonlocal total
+        total += output[0].numel() * math.prod(layer.weight.shape[1:])
+
+    for layer in network.modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            layer.register_forward_hook(count)
+    network(example)
+    return total
+
+
+def test_norms_by_hand():
+    """What reads and writes a unit, over the mean of each layer, without closed units on either side."""
+    units = Units(small(), torch.ones(1, 3))
+    first, last = units.network[1].weight.detach().abs(), units.network[4].weight.detach().abs()
+    units.gates["0"][2] = 0.0
+    units.gates["3"][1] = 0.0
+    reads = first[[0, 2, 3], :2].sum(0)
+    writes, read = first[:, :2].sum(1)[[0, 2, 3]], last.sum(0)[[0, 2, 3]]
+    found = units.norms()
+    torch.testing.assert_close(found["0"][:2], reads / reads.mean())
+    torch.testing.assert_close(found["3"][[0, 2, 3]], (writes / writes.mean() + read / read.mean()) / 2)
+
+
+def test_norms_behind_a_flattening():
+    """A map is read by all the features that it becomes."""
+    torch.manual_seed(2)
+    network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), nn.Linear(12, 2))
+    units = Units(network, torch.ones(1, 1, 4, 4))
+    writes = network[0].weight.detach().abs().sum((1, 2, 3))
+    reads = network[4].weight.detach().abs().view(2, 3, 4).sum((0, 2))
+    torch.testing.assert_close(units.norms()["2"], (writes / writes.mean() + reads / reads.mean()) / 2)
+
+
+def test_derivatives_agree_with_differences():
+    """Of each example's loss by each gate, in a network with BatchNorm and a shortcut."""
+    _, gated, example = residual()
+    units = Units(gated, example)
+    units.network.double()
+    units.gates = {site: layer.value for site, layer in units.layers.items()}
+    x, y = torch.rand(3, 1, 8, 8, dtype=torch.float64), torch.tensor([1, 5, 0])
+    found = derivatives(units, x, y, F.cross_entropy)
+    assert not any(len(layer._forward_pre_hooks) > 1 for layer in units.layers.values())
+    for site, gate in units.gates.items():
+        for unit in range(len(gate)):
+            losses = []
+            for value in (1 - 1e-6, 1 + 1e-6):
+                gate[unit] = value
+                losses.append(F.cross_entropy(units.network(x), y, reduction="none").detach())
+            gate[unit] = 1.0
+            torch.testing.assert_close(
+                found[site][:, unit].double(), (losses[1] - losses[0]) / 2e-6, atol=1e-5, rtol=1e-4
+            )
+
+
+def test_taylor_and_fisher_by_hand():
+    """A linear network's: the square of the mean and the mean of the squares, per multiply-add."""
+    network = nn.Sequential(Gate(2), nn.Linear(2, 1, bias=False))
+    units = Units(network, torch.ones(1, 2))
+    weight = units.network[1].weight.detach()
+    x, y = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[0.5], [-2.0]])
+    slopes = 2 * (x @ weight.T - y) * x * weight
+    assert units.prices()["0"].tolist() == [0.5, 0.5]
+    taylor, fisher = (SCORES[name](units, [(x, y)], F.mse_loss)["0"] for name in ("taylor", "fisher"))
+    torch.testing.assert_close(taylor, 2 * slopes.mean(0).square())
+    torch.testing.assert_close(fisher, 2 * slopes.square().mean(0))
+
+
+def test_prices_are_what_leaves():
+    """With every gate open, a unit's price is what the compacted network without it saves."""
+    network, gated, example = residual()
+    units = Units(gated, example)
+    prices, total = units.prices(), counted(network, example)
+    for site, gate in units.gates.items():
+        closed = {name: torch.ones_like(other) for name, other in units.gates.items()}
+        closed[site] = (torch.arange(len(gate)) != 1).float()
+        left = counted(compact(gated.eval(), closed, example).network, example)
+        assert prices[site][1].item() == pytest.approx(1 - left / total, abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [0.6, 0.3, 0.1])
+def test_closing_meets_the_budget(budget):
+    """The least units are closed, none that still fits, and every site keeps its best."""
+    _, gated, example = residual()
+    units = Units(gated, example)
+    torch.manual_seed(3)
+    scores = {site: torch.rand(len(gate)) for site, gate in units.gates.items()}
+    units.close(scores, budget, dict.fromkeys(scores, 1))
+    assert units.fraction(units.gates) <= budget
+    for site, gate in units.gates.items():
+        assert gate[scores[site].argmax()] == 1
+        for unit in (gate == 0).nonzero().flatten().tolist():
+            other = {name: value.clone() for name, value in units.gates.items()}
+            other[site][unit] = 1.0
+            is_next = scores[site][unit] == scores[site][gate == 0].max()
+            assert not is_next or units.fraction(other) > budget
+    before = {site: gate.clone() for site, gate in units.gates.items()}
+    units.close({site: -score for site, score in scores.items()}, 0.9 * budget, dict.fromkeys(scores, 1))
+    assert all((gate <= before[site]).all() for site, gate in units.gates.items())
+
+
+def test_budget_below_one_unit_per_site():
+    _, gated, example = residual()
+    units = Units(gated, example)
+    scores = {site: torch.arange(len(gate)).float() for site, gate in units.gates.items()}
+    with pytest.raises(
+        ValueError, match=r"Expected a budget of at least 0\.0\d+, that of .*'stem.2.1': 1.*, but got 0\.001"
+    ):
+        units.close(scores, 0.001, dict.fromkeys(scores, 1))
+
+
+def test_same_fraction_of_each_site():
+    network = nn.Sequential(Gate(20), nn.Linear(20, 10), nn.ReLU(), Gate(10), nn.Linear(10, 2))
+    units = Units(network, torch.ones(1, 20))
+    with torch.no_grad():
+        units.network[4].weight.mul_(100)
+    units.close(SCORES["l1"](units, [], F.mse_loss), 0.3, {"0": 1, "3": 1})
+    assert int(units.gates["0"].sum()) / 20 == pytest.approx(int(units.gates["3"].sum()) / 10, abs=0.1)
+
+
+def test_floor():
+    """The same fraction of an MLP 20-10-2 leaves 8 and 4 units: 8 * 4 + 4 * 2 of 220 multiply-adds."""
+    units = Units(nn.Sequential(Gate(20), nn.Linear(20, 10), nn.ReLU(), Gate(10), nn.Linear(10, 2)), torch.ones(1, 20))
+    assert units.least(40.5 / 220, 1.0) == {"0": 8, "3": 4}
+    assert units.least(40.5 / 220, 0.75) == {"0": 6, "3": 3}
+    assert units.least(40.5 / 220, 0.0) == {"0": 1, "3": 1}
+    scores = {"0": torch.arange(20.0), "3": 100 + torch.arange(10.0)}
+    units.close(scores, 40.5 / 220, {"0": 6, "3": 3})
+    assert {site: int(gate.sum()) for site, gate in units.gates.items()} == {"0": 6, "3": 5}
+    assert units.gates["0"][-6:].all()
+
+
+@pytest.mark.parametrize("score", ["l1", "l1_global", "taylor", "fisher_floor"])
+def test_each_score_on_a_residual_network(score):
+    """Within the budget; compacted, it does the multiply-adds that were counted; no gate changes after the cut."""
+    network, gated, example = residual()
+    torch.manual_seed(4)
+    batches = Shuffled(torch.rand(40, 1, 8, 8), torch.randint(10, (40,)), 10)
+    opened = []
+
+    def measure(pruned):
+        opened.append({site: pruned.get_submodule(site).value.clone() for site in Units(gated, example).gates})
+        return float(len(opened))
+
+    found = prune_by_importance(gated, score, 0.2, batches, 10, F.cross_entropy, example, measure)
+    assert (found.cut, found.end) == (1.0, 2.0)
+    assert all(torch.equal(value, opened[1][site]) for site, value in opened[0].items())
+    assert 0.1 < found.fraction <= 0.2
+    total = counted(network, example)
+    left = counted(compact(gated.eval(), found.gates, example).network, example)
+    assert found.fraction == pytest.approx(left / total, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of few steps, and of a network that was not trained
+def test_rows_of_gates_and_scores():
+    """Both count against the same network; one gate acts on the units of a residual stream, wherever it stands."""
+    torch.manual_seed(6)
+    x, y = torch.rand(40, 1, 8, 8), torch.randint(10, (40,))
+    problem = Problem(lambda: ResidualNetwork(1, (4, 6)), Shuffled(x, y, 10), x, y, 1, 10)
+    network = problem.make()
+    rows = [prune_pretrained.prune(problem, network, method, 0.3, 1) for method in ("gates", "l1")]
+    for row in rows:
+        assert row["units"].keys() == {"stem.2.1", "blocks.0.relu1.1", "blocks.1.relu1.1", "head.1.1"}
+        assert 0.5 < row["used"] <= 1
+        assert row["dense"] == problem.error(network)
+        assert 0 <= row["cut"] <= 100
+    shared = insert_gates(network, prune_pretrained.places(network, x[:1]))
+    assert shared.get_submodule("stem.2.1") is shared.get_submodule("blocks.0.relu2.1")
+
+
+def test_budgets_and_steps_of_the_schedule(monkeypatch):
+    """Cubic from 2 % to 75 % of the steps in 30 rounds; Adam's rate falls over the last quarter."""
+    budgets, steps = [], itertools.count()
+    monkeypatch.setattr(Units, "close", lambda self, scores, budget, least: budgets.append((taken[-1], budget)))
+    taken = [0]
+    real = torch.optim.Adam.step
+
+    def step(self, *args):
+        taken.append(next(steps) + 1)
+        rates.append(self.param_groups[0]["lr"])
+        return real(self, *args)
+
+    rates = []
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    batches = [(torch.rand(5, 3), torch.rand(5, 2))]
+    prune_by_importance(small(), "l1", 0.1, batches, 400, F.mse_loss, torch.ones(1, 3), lambda network: 0.0)
+    assert [at for at, _ in budgets] == [int(8 + 292 * k / 30) for k in range(1, 31)]
+    assert [budget for _, budget in budgets] == pytest.approx([0.1 + 0.9 * (1 - k / 30) ** 3 for k in range(1, 31)])
+    assert rates[:300] == [1e-3] * 300
+    assert rates[350] == pytest.approx(5e-4)
+    assert 0 < rates[399] < 1e-6
+
+
+def test_renewed_statistics():
+    """BatchNorm's running mean becomes that of the batches, and its momentum is as it was."""
+    network = nn.Sequential(nn.BatchNorm1d(2))
+    batches = [(torch.full((4, 2), float(k)) + torch.tensor([0.0, 10.0]), None) for k in (1, 3)]
+    importance.renew_statistics(network, batches)
+    torch.testing.assert_close(network[0].running_mean, torch.tensor([2.0, 12.0]))
+    assert network[0].momentum == 0.1
+
+
+def test_shuffled_passes():
+    """Whole batches of rows that belong together, each row once in a pass."""
+    batches = Shuffled(torch.arange(10.0), torch.arange(10), 3)
+    assert len(batches) == 3
+    passed = list(batches)
+    assert [len(x) for x, _ in passed] == [3, 3, 3]
+    assert all(torch.equal(x, y.float()) for x, y in passed)
+    assert len({int(y) for _, labels in passed for y in labels}) == 9
+    assert len(list(Shuffled(torch.arange(10.0), torch.arange(10), 3, 2))) == 2
+
+
+def test_error_counts_every_example():
+    """More examples than one batch of the evaluation holds."""
+    x = torch.eye(2).repeat(351, 1)
+    labels = torch.zeros(702, dtype=torch.long)
+    problem = Problem(nn.Identity, Shuffled(x, labels, 10), x, labels, 1, 1)
+    assert problem.error(nn.Identity()) == pytest.approx(50.0)
+
+
+def test_the_better_of_both_ways_of_l1():
+    row = {"budget": 0.3, "seed": 1, "dense": 2.0, "cut": 5.0, "used": 0.99}
+    rows = [row | {"method": "l1", "end": 4.0}, row | {"method": "l1_global", "end": 3.0}]
+    rows += [other | {"seed": 2, "end": other["end"] + 1} for other in rows]
+    text = prune_pretrained.table(rows)
+    assert text.splitlines()[-1] == "| 0.3 | L1, over all layers | 5.00 ± 0.00 | 3.50 ± 0.71 | 0.990 | 2 |"
+    assert "same fraction" not in text
+    rows += [other | {"method": "gates", "end": 9.0} for other in rows]
+    assert [line.split(" | ")[1] for line in prune_pretrained.table(rows).splitlines()[-2:]] == [
+        "gates (pyro_l0.prune)",
+        "L1, over all layers",
+    ]
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """A table and a plot; runs that are there are not repeated, and those of other options are refused."""
+    monkeypatch.setattr(command, "side_by_side", lambda function, tasks, jobs: [function(task) for task in tasks])
+    torch.manual_seed(5)
+    state = prune_pretrained.ResidualNetwork(1, (16, 32)).state_dict()
+    fingerprint = {"seed": 1, "epochs": 15, "batches": 22}
+    checkpoint.save(tmp_path / "dense-1.pt", {"fingerprint": fingerprint, "network": state})
+    options = Options(methods=("l1", "l1_global"), budgets=(0.3,), epochs=1, out=tmp_path)
+    rows = prune_pretrained.main(options)
+    assert [row["method"] for row in rows] == ["l1", "l1_global"]
+    assert all(0.9 < row["used"] <= 1 and row["dense"] > 50 for row in rows)
+    assert (tmp_path / "pruned.png").stat().st_size > 0
+    assert (tmp_path / "pruned.md").read_text().strip() in capsys.readouterr().out
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    assert prune_pretrained.main(options) == rows
+    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    assert json.loads((tmp_path / "l1-0.3-1.json").read_text())["options"] == {"data": "digits", "epochs": 1}
+    with pytest.raises(ValueError, match="another run: epochs: expected 2, got 1"):
+        prune_pretrained.main(Options(methods=("l1",), budgets=(0.3,), epochs=2, out=tmp_path))
+
+
+def test_refused(tmp_path):
+    with pytest.raises(ValueError, match="budgets strictly between 0 and 1"):
+        prune_pretrained.main(Options(budgets=(0.3, 1.0), out=tmp_path))
+    with pytest.raises(ValueError, match="epochs"):
+        prune_pretrained.main(Options(epochs=0, out=tmp_path))
+    with pytest.raises(ValueError, match="budgets with at least one value and none of them twice"):
+        prune_pretrained.main(Options(budgets=(0.3, 0.3), out=tmp_path))
+    with pytest.raises(ValueError, match="data_dir"):
+        prune_pretrained.main(Options(data_dir=tmp_path, out=tmp_path))
