@@ -74,6 +74,7 @@ def in_two(folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow  # starts two processes
 def test_they_return_one_network(tmp_path):
     """Bit for bit, statistics of BatchNorm included, though their data, noise and first weights differ.
 
