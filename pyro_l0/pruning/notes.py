@@ -106,7 +106,7 @@ def notes_on(
     if steps < FEW_STEPS:
         tell(f"{steps} steps are few; give epochs for {FEW_STEPS} or more.")
     for path, why in in_the_way.items():
-        tell(f"There is no gate behind {path!r}: {why}")
+        tell(f"There is no gate behind {path!r}, as its units can't be taken out: {why}")
     used = report.of_budget
     if used < _USED:
         tell(
@@ -116,7 +116,9 @@ def notes_on(
     elif largest > _LARGE:
         tell(f"The largest unit takes {largest:.1%} of the budget, so that it can be met no more exactly.", False)
     if report.undecided > _UNDECIDED:
-        tell(f"{report.undecided:.1%} of the gates are neither 0 nor 1 and went into weights; more epochs decide more.")
+        tell(
+            f"{report.undecided:.1%} of the gates are neither 0 nor 1, which the cut decides; more epochs decide more."
+        )
     if report.at_floor:
         tell(
             f"Sites at their floor, which other sites kept open: {', '.join(report.at_floor)}. The target is small "

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.infer.budget import Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
 from pyro_l0.nn.engine import Example
-from pyro_l0.pruning.batches import BatchLoss, Loader, LossFunction
+from pyro_l0.pruning.batches import BatchLoss, Loader, LossFunction, share
 from pyro_l0.pruning.checkpoint import Checkpoint, checksum
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
 from pyro_l0.pruning.options import check_callables, check_network, check_target, count_steps
@@ -141,6 +141,7 @@ def prune(
     device = home if device is None else torch.device(device)
     example = tree_map_only(Tensor, lambda x: x.to(device), example)
     given = copy.deepcopy(network).to(device)
+    share(given)
     placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), target, of))
     loss = BatchLoss(loss_fn, device, autocast)
     run = Run(placed.network, example, loader, loss, settings)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pyro_l0.compaction import Compacted, compact
 from pyro_l0.infer import TargetReport
 from pyro_l0.infer.budget import Cost
+from pyro_l0.nn import FixedGate, Gate
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.plain import drop_holders
 from pyro_l0.pruning.batch_norm import renew_statistics
-from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, is_first, share
+from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, is_first
 from pyro_l0.pruning.checkpoint import Checkpoint
 from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule, TargetOptions
 
@@ -114,7 +115,6 @@ class Run:
             cost: of the target.
             pretrained: whether the network was trained before.
         """
-        share(self.gated)
         settings = self.settings
         options = TargetOptions(budget, cost, settings.gated_steps, pretrained, self.on_budget)
         self.phase = GatedPhase(self.gated, self.loss, batch, options, settings.make_optimiser, settings.make_schedule)
@@ -151,9 +151,6 @@ class Run:
                 checkpoint.save(self.state_dict())
         while self.tuned + 1 < number:  # with no steps to take
             self._cut_next()
-        for cut in self.cuts:
-            assert cut.compacted is not None
-            average_buffers(cut.compacted.network)
 
     def _epoch(self, until: int) -> None:
         """Pass over the loader once, or up to the last step of a phase."""
@@ -167,7 +164,13 @@ class Run:
         if not taken:
             raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
         self.epoch += 1
+        average_buffers(self._network)  # of which a file keeps those of one process
         self._report_epoch(float(total) / taken)
+
+    @property
+    def _network(self) -> nn.Module:
+        """What is being trained."""
+        return self.gated if self.tuning is None else self.tuning.network
 
     def _step(self, group: Sequence[object]) -> Tensor:
         phase = self.phase if self.tuned < 0 else self.tuning
@@ -194,6 +197,10 @@ class Run:
         network = copy.deepcopy(self.gated)
         network.load_state_dict(cut.state)
         cut.compacted = compact(network, cut.gates, self.example)
+        left = _sites_left(network, cut.compacted.network)
+        if left:  # gates between 0 and 1 that no weights could take; training goes on with all of the unit
+            gates = {site: (gate != 0).to(gate) if site in left else gate for site, gate in cut.gates.items()}
+            cut.compacted = compact(network, gates, self.example)
         drop_holders(cut.compacted.network)
 
     @torch.no_grad()
@@ -214,8 +221,7 @@ class Run:
                 "smaller learning rate. A checkpoint holds the epoch before."
             )
         assert self.phase is not None
-        network = self.gated if self.tuning is None else self.tuning.network
-        if not all(bool(p.isfinite().all()) for p in network.parameters()):
+        if not all(bool(p.isfinite().all()) for p in self._network.parameters()):
             raise FloatingPointError(
                 f"Expected the training to stay finite, but weights are not after epoch {self.epoch}; take a smaller "
                 "learning rate, or look for a gradient that is not finite. A checkpoint holds the epoch before."
@@ -295,3 +301,14 @@ class Run:
                 compacted.network, self.loss, settings.further_steps, settings.make_optimiser, settings.make_schedule
             )
             self.tuning.load_state_dict(state["tuning"])
+
+
+def _sites_left(gated: nn.Module, compacted: nn.Module) -> set[str]:
+    """The sites whose gates a compacted network still has."""
+    sites = {
+        path: module.site_name or path
+        for path, module in gated.named_modules(remove_duplicate=False)
+        if isinstance(module, Gate)
+    }
+    left = [path for path, module in compacted.named_modules() if isinstance(module, FixedGate)]
+    return {site for path, site in sites.items() if any(x == path or x.startswith(f"{path}.") for x in left)}

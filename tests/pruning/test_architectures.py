@@ -111,6 +111,7 @@ def test_a_pretrained_network_keeps_what_it_knows():
     assert "as given" in str(result.report)
 
 
+@pytest.mark.slow  # fourteen gates
 def test_gates_on_the_stream_of_a_transformer():
     """Where inner units alone do not suffice, features of the stream leave, each norm and layer reading those left."""
     x, _ = digits(320)
@@ -142,7 +143,7 @@ def test_a_tiny_bert():
     before, mode = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        result = prune(network, lambda outputs, batch: outputs.loss, loader, example, 0.4, epochs=5)
+        result = prune(network, lambda outputs, batch: outputs.loss, loader, example, 0.4, epochs=3)
     assert type(result.network) is type(network)
     assert [name for name, _ in result.network.named_parameters()] == [name for name, _ in network.named_parameters()]
     one = {name: value[:1] for name, value in example.items()}

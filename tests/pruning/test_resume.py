@@ -57,13 +57,13 @@ def check_resumed(tmp_path, stop, **options):
     return whole
 
 
-@pytest.mark.parametrize("stop", [2, 4, 5, 6])
+@pytest.mark.parametrize("stop", [2, 4, 6])
 def test_in_each_phase(tmp_path, stop):
     """Gates move in the first four epochs; the fifth and the sixth train what was cut."""
     check_resumed(tmp_path, stop)
 
 
-@pytest.mark.parametrize("stop", [3, 6, 8])
+@pytest.mark.parametrize("stop", [3, 8])
 def test_with_several_targets(tmp_path, stop):
     """Networks that wait for their training are in the file, too."""
     whole = check_resumed(tmp_path, stop, target=[0.6, 0.3])
@@ -76,7 +76,7 @@ def test_with_random_numbers_of_the_loader_and_of_dropout(tmp_path, stop):
     check_resumed(tmp_path, stop, kind=lambda: Mlp(dropout=0.2), generator=True)
 
 
-@pytest.mark.parametrize("stop", [3, 6])
+@pytest.mark.parametrize("stop", [6])
 def test_with_batch_norm_and_a_user_s_optimiser(tmp_path, stop):
     """And a function for the error that draws random numbers of its own."""
     error_loader = DataLoader(TensorDataset(X, Y), 100)  # even this one draws from torch's generator
@@ -88,7 +88,7 @@ def test_with_batch_norm_and_a_user_s_optimiser(tmp_path, stop):
     check_resumed(
         tmp_path,
         stop,
-        kind=ResidualCnn,
+        kind=lambda: ResidualCnn(4),
         target=0.5,
         evaluate=error,
         optimiser=lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
@@ -127,6 +127,7 @@ prune(network, F.cross_entropy, loader, x[:2], 0.4, epochs=6, finetune=0.34, che
 """
 
 
+@pytest.mark.slow  # starts a process
 def test_a_killed_process(tmp_path):
     """SIGKILL in one process, and on in another."""
     root = Path(pyro_l0.__file__).parents[1]
@@ -201,7 +202,7 @@ def test_workers_that_persist_give_whole_epochs():
     class Noting(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = ResidualCnn()
+            self.inner = Mlp()
 
         def forward(self, images):
             if self.training:
@@ -210,7 +211,7 @@ def test_workers_that_persist_give_whole_epochs():
 
     loader = digit_batches(120, 20, num_workers=1, persistent_workers=True)
     result = prune(Noting(), F.cross_entropy, loader, X[:2], 0.5, epochs=5, finetune=0.3)
-    assert len(result.network.inner.blocks) == 2
+    assert type(result.network.inner) is Mlp
     assert sum(entry["step"] == 30 for entry in result.history) == 1
     assert [entry["epoch"] for entry in result.history] == list(range(1, len(result.history) + 1))
     assert seen[-9:] == [20] * 9
