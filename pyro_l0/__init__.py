@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pyro_l0 import nn as nn
     from pyro_l0 import pruning as pruning
     from pyro_l0 import selection as selection
+    from pyro_l0.diagnostics import diagnose as diagnose
     from pyro_l0.pruning import prune as prune
 
 __version__ = "0.1.0"
@@ -41,7 +42,7 @@ __all__ = [
 # because a star would put this ``nn`` in the place of torch's.
 _PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "pruning", "selection")
 # Functions at the top that bring such a part along.
-_FUNCTIONS = {"prune": "pruning"}
+_FUNCTIONS = {"diagnose": "diagnostics", "prune": "pruning"}
 
 if not TYPE_CHECKING:
 

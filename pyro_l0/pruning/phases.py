@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from pyro_l0.diagnostics import Diagnosis, diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
 from pyro_l0.infer.budget import Cost
 from pyro_l0.infer.sparsity_target import OnBudget
@@ -131,6 +132,12 @@ class GatedPhase:
                 f"before. {error}"
             ) from error
         return loss
+
+    def diagnose(self, loader: Iterable[object]) -> Diagnosis:
+        """What is wrong with the gates; nothing is changed, random numbers included."""
+        optimisers = [self.optimiser, self.gate_optimiser]
+        batches = ([batch] for batch in loader)
+        return diagnose(self.guide, optimisers, loss=self._loss, batches=batches, target=self.target)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""

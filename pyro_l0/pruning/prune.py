@@ -259,6 +259,7 @@ def _result(run: Run, cut: Cut, start: _Start) -> tuple[Pruned, list[Note]]:
     largest = largest_unit(cut.report.budget, start.costs, cut.gates)
     steps = run.settings.gated_steps + run.settings.further_steps
     notes = notes_on(cut.report, largest, steps, start.untrained, (start.error, cut.error), start.placed.in_the_way)
+    notes += [Note(finding, True) for finding in run.findings]
     report = PruningReport(
         target=cut.report,
         left=left,

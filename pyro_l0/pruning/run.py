@@ -25,6 +25,8 @@ from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSc
 
 __all__ = ["Cut", "Run", "Settings"]
 
+# By a note on the gates; and a branch may close.
+_TOLD_OTHERWISE = ("undecided-gates", "site-collapsed")
 Evaluate = Callable[[nn.Module], float]
 Callback = Callable[[Mapping[str, float]], None]
 
@@ -99,6 +101,7 @@ class Run:
     tuned: int = -1  # which cut is being trained further
     phase: GatedPhase | None = None
     tuning: FineTuning | None = None
+    findings: list[str] = field(default_factory=list)  # on the gates, when they were done
 
     def start(
         self,
@@ -180,6 +183,10 @@ class Run:
 
     def _cut_next(self) -> None:
         """Take the units out of the network at the next budget, and make ready to train it further."""
+        if self.tuned < 0:
+            assert self.phase is not None
+            found = self.phase.diagnose(self.loader).findings
+            self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code not in _TOLD_OTHERWISE]
         self.tuned += 1
         cut = self.cuts[self.tuned]
         self._compact(cut)
@@ -273,6 +280,7 @@ class Run:
             "step": self.step,
             "epoch": self.epoch,
             "tuned": self.tuned,
+            "findings": self.findings,
             "history": self.history,
             "phase": self.phase.state_dict(),
             "tuning": None if self.tuning is None else self.tuning.state_dict(),
@@ -283,7 +291,7 @@ class Run:
         """Go on from :meth:`state_dict`."""
         assert self.phase is not None
         self.step, self.epoch, self.tuned = state["step"], state["epoch"], state["tuned"]
-        self.history = list(state["history"])
+        self.history, self.findings = list(state["history"]), list(state["findings"])
         self.phase.load_state_dict(state["phase"])
         settings, device = self.settings, self.loss.device
         self.cuts = []
