@@ -7,6 +7,10 @@ with the same fraction of each layer and ranked over all layers; Taylor and Fish
 ``--methods`` has them without it. Where there are several ways of one score, the table has the one of the smallest test
 error at the end, which favours the scores.
 
+``python examples/prune_pretrained.py`` takes two to three minutes on one core. With seed 1 the dense network has an
+error of 1.1 %. Expect all methods between 0.5 and 2 % with half or 30 % of the multiply-adds, and differences at 5 %:
+8 % by gates, 13 % by L1 and 28 % by Taylor and Fisher. The test images are 360, so that 1 % is less than four of them.
+
 The table has the test error in percent when the last unit had closed and at the end, mean and standard deviation over
 the seeds, and the part of the budget that the network uses. Writes a JSON file per run, ``pruned.md`` and
 ``pruned.png`` to ``--out``. Runs that are already there are not repeated; runs of other options are refused.
