@@ -206,13 +206,19 @@ def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[
 
 
 def _has_other(network: nn.Module, path: str, followed: Followed, value: Value) -> bool:
-    """Whether a module inside returns the same tensor, or one behind hands it on as it is or changed in place."""
-    inner = set(network.get_submodule(path).modules()) - {network.get_submodule(path)}
-    returned = [(module, calls[0].input) for module, calls in followed.calls.items() if calls[0].output is value]
-    return any(module in inner for module, _ in returned) or any(
-        before is value and module is not network.get_submodule(path) and len(returned) > 1
-        for module, before in returned
-    )
+    """Whether a module inside returns the same tensor, one in front made it, or one behind changes it in place.
+
+    A module that only hands it on, such as the Identity of a shortcut, may stand on one of several ways from there.
+    """
+    own = network.get_submodule(path)
+    inner = set(own.modules()) - {own}
+    returned = {module: calls[0].input for module, calls in followed.calls.items() if calls[0].output is value}
+    paths = {module: name for name, module in network.named_modules()}
+    busy = {part for operation in followed.maps.recording.operations for part in _around(operation.path)}
+    makers = {module for module, before in returned.items() if before is not value or paths[module] in busy}
+    if not inner.isdisjoint(returned) or (own not in makers and makers):
+        return True
+    return any(before is value and module is not own and module in makers for module, before in returned.items())
 
 
 def _site(path: str, gates: Mapping[str, Gate]) -> str:
