@@ -66,7 +66,10 @@ def put_gates(
             "Expected at least one gate by module path, but got none; leave gates out for those suggested."
         )
     if gates is not None or gate_names(network):
-        gated = _with_gates(network, _Places({}, [((path,), gate) for path, gate in (gates or {}).items()]))
+        given = gates or {}
+        together = {id(gate): [path for path in given if given[path] is gate] for gate in given.values()}
+        acting = [(tuple(paths), given[paths[0]]) for paths in together.values()]  # one gate may act at several places
+        gated = _with_gates(network, _Places({}, acting))
         refusal = _refusal(gated, example)
         if refusal is not None:
             raise ValueError(f"Expected gates whose units can be taken out of the network, but: {refusal}")

@@ -80,7 +80,7 @@ def prune(
         pretrained: whether the network was trained before. One from scratch learns for a while before gates move.
         finetune: the part of the epochs that comes after the cut, from 0 to 0.9.
         gates: by module path, the gates to put behind modules, if it is not the places above; see
-            :func:`~pyro_l0.nn.suggest_gates`.
+            :func:`~pyro_l0.nn.suggest_gates`. One gate at several paths acts alike there, as on a residual stream.
         evaluate: takes a network in evaluation mode and returns its error, of which smaller is better; for the report.
         optimiser: makes the optimiser of some parameters; Adam with a rate of 1e-3 if not given. Gates have their own.
         schedule: makes a scheduler of an optimiser and a number of steps, for the phase with gates and for the one

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0 import prune
+from pyro_l0.nn import Gate
 from tests.pruning.networks import DepthwiseCnn, Mlp, ResidualCnn, VisionTransformer, digit_batches, digits
 
 
@@ -167,3 +168,28 @@ def test_torch_s_own_transformer():
     left, full = result.report.left["macs"]
     assert 0.35 * full < left <= 0.5 * full
     check_saved(result.network, x[:5])
+
+
+def test_a_gate_given_at_several_places_is_one():
+    """As the residual stream's has to be, whose units leave only together."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    loader = [(x[i : i + 16], x[i : i + 16, :2]) for i in range(0, 64, 16)]
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(x + self.inner(x).relu())
+
+    shared = Gate(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # steps are few, and units large
+        result = prune(
+            Residual(), nn.functional.mse_loss, loader, x[:2], 0.4, epochs=20, gates={"first": shared, "inner": shared}
+        )
+    assert len(result.report.target.open) == 1
+    assert result.network.first.out_features == result.network.inner.in_features == result.network.last.in_features < 8
