@@ -92,11 +92,19 @@ def check_network(network: object) -> torch.device:
     """Where a network is.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: it is no module, or one around another that is to be pruned.
         ValueError: it has no parameters.
+        RuntimeError: gradients are switched off.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected a network, a torch.nn.Module, but got {network!r}.")
+    inner = "_orig_mod" if hasattr(network, "_orig_mod") else "module"  # of torch.compile and of data parallelism
+    if inner == "_orig_mod" or isinstance(network, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"Expected the network itself, but got a {type(network).__name__} around it; give network.{inner}."
+        )
+    if not torch.is_grad_enabled():
+        raise RuntimeError("Expected gradients to be switched on, but got a call inside of torch.no_grad().")
     first = next(network.parameters(), None)
     if first is None:
         raise ValueError(f"Expected a network with parameters, but {type(network).__name__} has none.")

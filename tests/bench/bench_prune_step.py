@@ -84,7 +84,7 @@ def measure(make: Callable[[], nn.Module], size: int, steps: int) -> tuple[float
     x, y = torch.rand(size, 784), torch.randint(10, (size,))
     gated = put_gates(make(), x[:2], None, lambda _: True).network
     cost = NetworkCost(gated, x[:2]).macs
-    options = TargetOptions(0.1, cost, steps, True, lambda *_: None)
+    options = TargetOptions(0.3, cost, steps, True, lambda *_: None)
     phase = GatedPhase(gated, BatchLoss(F.cross_entropy, torch.device("cpu"), None), (x, y), options, None, None)
     target, spent = phase.target, [0.0]
 

@@ -155,6 +155,7 @@ def test_a_tiny_bert():
     check_untouched(network, before, mode)
 
 
+@pytest.mark.slow  # a layer of torch is replaced
 def test_torch_s_own_transformer():
     """Heads of nn.MultiheadAttention leave; the layer in its place, which can hold fewer, goes into a file, too."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)

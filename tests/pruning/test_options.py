@@ -117,6 +117,7 @@ def test_several_targets_from_one_run():
     assert largest == sorted(largest)  # of a smaller budget a unit takes more
 
 
+@pytest.mark.slow  # gates of a stream, tried twice
 def test_several_costs_at_once():
     result = pruned(ResidualCnn(4), target={"macs": 0.5, "parameters": 0.3})
     left = {name: n / of for name, (n, of) in result.report.left.items()}

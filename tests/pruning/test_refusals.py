@@ -17,7 +17,7 @@ BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 
 def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], target=0.4, epochs=3, **options):
-    return prune(network or Mlp(), loss, data, example, target, epochs=epochs, **options)
+    return prune(Mlp() if network is None else network, loss, data, example, target, epochs=epochs, **options)
 
 
 class Stream(IterableDataset):
@@ -118,6 +118,16 @@ def test_an_optimiser_of_the_network_that_was_given():
     network = Mlp()
     with pytest.raises(ValueError, match=r"optimiser of the parameters that it is given.*copy of the network"):
         pruned(network, optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
+
+
+def test_wrapped_networks_and_no_gradients():
+    """The network itself is asked for."""
+    with pytest.raises(TypeError, match=r"got a OptimizedModule around it; give network\._orig_mod"):
+        pruned(torch.compile(Mlp()))
+    with pytest.raises(TypeError, match=r"got a DataParallel around it; give network\.module"):
+        pruned(nn.DataParallel(Mlp()))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"inside of torch\.no_grad"):
+        pruned()
 
 
 def test_all_frozen():
