@@ -13,7 +13,7 @@ __all__ = ["Budget", "Cost"]
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _FLOOR = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
 _ROUNDING = 1e-6
-_SURELY = 0.5  # of what a gate costs by its price; one that would not fit even so is not tried
+_SURELY = 0.8  # of what a gate costs by its price; one that would not fit even so is not tried
 _HALVINGS = 25
 _FIRST = 1e6  # added to the position of a gate that closes after all others
 
@@ -191,8 +191,9 @@ class _Choice:
         self._open = self._changed(closed[:number], 1.0)
         if number:
             room = (self._limits - self._fraction(self._open)).unsqueeze(1)
-        hopeful, full = (_SURELY * self._saved <= room).all(0).tolist(), set[str]()
-        for j in closed[number:]:
+        hopeful = (_SURELY * self._saved <= room).all(0).tolist()
+        full = {self._sites[j] for j in closed[number : number + 1]}  # the first that does not fit with those before it
+        for j in closed[number + 1 :]:
             if self._sites[j] not in full:
                 if hopeful[j] and fits([j]):
                     self._open = self._changed([j], 1.0)
