@@ -13,7 +13,7 @@ __all__ = ["Budget", "Cost"]
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _FLOOR = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
 _ROUNDING = 1e-6
-_SURELY = 0.8  # of what a gate costs by its price; one that would not fit even so is not tried
+_SURELY = 0.5  # of what a gate costs by its price; one that would not fit even so is not tried
 _HALVINGS = 25
 _FIRST = 1e6  # added to the position of a gate that closes after all others
 
