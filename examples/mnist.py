@@ -89,6 +89,7 @@ def _run(options: Options, first: bool) -> dict[str, Any]:
         metrics["target"] = _target(run.target.report())
     if not first:
         return metrics
+    metrics["findings"] = [str(finding) for finding in run.diagnose().findings]
     if options.retraining:
         metrics["retrained_error_percent"] = run.retrain(small.network, options.retraining, options.retrain_noise)
     small.save(options.out / "pruned")
@@ -177,6 +178,8 @@ def _print_table(metrics: dict[str, Any], options: Options) -> None:
         rows.insert(2, (f"{error}, compacted and retrained", f"{metrics['retrained_error_percent']:.2f} %"))
     for name, value in rows:
         print(f"{name:46s}{value}")
+    for finding in metrics["findings"]:
+        print(finding)
     print(f"files in {options.out}: {', '.join(sorted(path.name for path in options.out.glob('[!.]*')))}")
 
 

@@ -29,6 +29,7 @@ from options import Options
 from processes import parallel, shuffled
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Replica, SelectedInputs, Shrinker, compact
+from pyro_l0.diagnostics import Diagnosis, diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 
@@ -215,6 +216,20 @@ class Run(GatedRun):
     def compacted(self) -> Compacted:
         """The averaged network under its test gates as a smaller plain network."""
         return compact(self._plain(), self.gates.test_gates(), self.test_x[:100], before=self.plans)
+
+    def diagnose(self) -> Diagnosis:
+        """What is wrong with this training, if anything is; asked at its end."""
+        few = torch.arange(min(len(self.train_x), 8 * self.options.batch_size), device=self.device)
+        return diagnose(
+            self.guide,
+            self.optimiser,
+            loss=self.loss,
+            batches=[(self.train_x[index], self.train_y[index]) for index in few.split(self.options.batch_size)],
+            network=self.net if self.options.objective != "spike_slab" else None,
+            error=lambda network, x, y: (network(x).argmax(-1) != y).float().mean(),
+            target=self.target,
+            steps_left=0,
+        )
 
     def retrain(self, network: nn.Module, epochs: int, noise: float = 0.0) -> float:
         """Train a compacted network a little further in place, and return its test error in percent.

@@ -44,7 +44,10 @@ def test_every_objective_writes_its_files(objective, tmp_path, capsys):
     assert [entry["epoch"] for entry in metrics["history"]] == [1, 2]
     assert metrics["test_error_percent"] == metrics["history"][-1]["test_error_percent"]
     assert {"training.png", "inputs.png", "checkpoint.pt"} <= {path.name for path in tmp_path.iterdir()}
-    assert "weights left" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "weights left" in printed
+    assert metrics["findings"][0].startswith("rate-too-small at 'net.0', 'net.3', 'net.6'")  # 30 steps
+    assert metrics["findings"][0] in printed
 
 
 def test_longer_training_goes_on_from_a_shorter_one(tmp_path):
