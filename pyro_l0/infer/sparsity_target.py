@@ -301,7 +301,9 @@ class SparsityTarget:
         now = torch.cat([gate.flatten() for gate in is_open.values()])
         prices = self._prices_of(len(now))
         wanted = self._budget.keep_within(budget, _apart(positions, shapes), is_open, prices)
-        moved = torch.where(wanted & ~now, OPENED, torch.where(now & ~wanted, CLOSED, positions))
+        # Until the end a gate can go back; those of the last look are decided.
+        opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
+        moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))
         self._positions.write(moved.clamp(LOWEST, HIGHEST), torch.ones_like(now))
 
     # ------------------------------------------------------------ the guide
