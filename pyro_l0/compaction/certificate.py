@@ -36,6 +36,8 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 _SEED = 0
 _ROWS = 4  # of random inputs
+_TIE = 1e-10  # a difference of gradients that is looked at beside the example, too
+_NOISE = 1e-2  # of the example's largest number
 _RANDOM = 1e-6  # a difference that rounding does not make
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -140,6 +142,8 @@ class _Comparison:
             differences.append(apart)
             if is_example:
                 found = self._gradient_difference(call)
+                if found is not None and not found <= _TIE:
+                    found = self._off_ties(call, found)
                 gradients = None if found is None or gradients is None else _worst(gradients, found)
         outputs = _relative(differences, scales)
         if training and not _worst(outputs, gradients or 0.0) <= _RANDOM and self._draws(examples):
@@ -149,6 +153,18 @@ class _Comparison:
     def _draws(self, calls: Sequence[Arguments]) -> bool:
         """Whether the first network draws random numbers itself, whose shapes may be those of units that left."""
         return any(difference(run(self.reference, call), run(self.reference, call, _SEED + 1))[0] for call in calls)
+
+    def _off_ties(self, call: Arguments, found: float) -> float:
+        """The difference of gradients beside an example, where that is smaller.
+
+        Where entries of a pooling window are equal, as behind an example of zeros, rounding chooses which of them the
+        gradient goes to; a little noise on the example tells them apart.
+        """
+        try:
+            beside = self._gradient_difference(_with_noise(call))
+        except Exception:  # the network takes no such numbers
+            return found
+        return found if beside is None or not beside < found else beside
 
     def _gradient_difference(self, call: Arguments) -> float | None:
         """Relative to the largest gradient; None if the network that was given has none, as code for inference may."""
@@ -213,6 +229,19 @@ def random_calls(call: Arguments) -> list[Arguments]:
         return cast(Arguments, tree_map_only(Tensor, draw, call))
 
     return [noise(1.0), noise(3.0)]
+
+
+def _with_noise(call: Arguments) -> Arguments:
+    """A call whose floating-point numbers are each a little different."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def shift(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        scale = _NOISE * (_largest(x) or 1.0)
+        return x + scale * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+
+    return cast(Arguments, tree_map_only(Tensor, shift, call))
 
 
 def another_size(call: Arguments) -> Arguments | None:

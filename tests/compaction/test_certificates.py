@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import CompactionError, compact
+from pyro_l0.compaction.certificate import certify
 from pyro_l0.nn import Gate, fix_gates, gate_names
 from pyro_l0.nn.engine import rule
 from tests.compaction.networks import Net
@@ -259,3 +260,22 @@ def test_code_of_training_stays():
         outputs.append(network(x))
     torch.testing.assert_close(*outputs)
     assert not torch.allclose(outputs[0], small.eval()(x))
+
+
+class Pool(nn.Module):
+    """The largest of four numbers, one of which is larger by what rounding may make."""
+
+    def __init__(self, place, apart=1e-16):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, 2, 2))
+        self.register_buffer("rounding", torch.zeros(4, dtype=torch.float64).index_fill(0, torch.tensor(place), apart))
+
+    def forward(self, x):
+        return nn.functional.max_pool2d(x * self.weight + self.rounding.view(2, 2).to(x), 2)
+
+
+def test_entries_that_are_equal_but_for_rounding():
+    """The gradient may go to either; where they differ by more, that is a difference."""
+    zeros = [((torch.zeros(1, 1, 2, 2),), {})]
+    assert certify(Pool(0), Pool(2), zeros, {}, {}).largest < 1e-10
+    assert certify(Pool(0, 1.0), Pool(2, 1.0), zeros, {}, {}).gradients > 0.1
