@@ -16,7 +16,7 @@ others.
 ``--target 0.1`` leaves a tenth of the multiply-adds (``--target-of weights`` or ``parameters``: of these) and needs no
 other option: the gates' learning rate, their prices and the fall of the budget follow from the number of steps. The
 network that counts has the test gates of the last step, and is trained further after its units were taken out:
-``python examples/mnist.py --target 0.1 --shrink`` ends near 3 % with a tenth of the digits' weights.
+``python examples/mnist.py --target 0.1 --shrink`` ends near 2 % with a tenth of the digits' weights.
 """
 
 from __future__ import annotations
