@@ -46,6 +46,16 @@ def prunes_half_of_the_weights(printed: str) -> None:
     assert certificate < 1e-5
 
 
+def prunes_to_a_tenth(printed: str) -> None:
+    left = re.match(r"macs: [\d,]+ of 408,680 \(([\d.]+)%\)\n", printed)
+    error = re.search(r"^at the end: ([\d.]+)$", printed, re.MULTILINE)
+    assert left is not None, printed
+    assert error is not None, printed
+    assert 8.5 < float(left[1]) <= 10
+    assert float(error[1]) < 4  # of the test images
+    assert "Gate" not in printed.split("Sequential(")[1]
+
+
 def is_as_shown(printed: str) -> None:
     # The rest of a row are quantiles of draws, as are the probabilities of credible sets.
     def exact(text: str) -> list[list[str]]:
@@ -54,8 +64,13 @@ def is_as_shown(printed: str) -> None:
     assert exact(printed) == exact(SHOWN[1]), printed
 
 
-CHECKS: tuple[Callable[[str], None], ...] = (is_the_exact_posterior, prunes_half_of_the_weights, is_as_shown)
-IDS = ["regression", "network", "estimator"]
+CHECKS: tuple[Callable[[str], None], ...] = (
+    is_the_exact_posterior,
+    prunes_to_a_tenth,
+    prunes_half_of_the_weights,
+    is_as_shown,
+)
+IDS = ["regression", "one call", "network", "estimator"]
 
 
 def test_every_program_has_its_check() -> None:

@@ -24,7 +24,7 @@ def check_closed(sites: Sequence[GateSite]) -> Iterator[Finding]:
         return
     closed = [site for site in sites if len(site.test_gate) > 1 and not bool(site.is_open.any())]
     if closed:
-        most = max(float(site.gate.active_prob.max()) for site in closed)
+        most = max(float(site.gate.active_prob.detach().max()) for site in closed)
         yield Finding(
             "site-collapsed",
             tuple(site.name for site in closed),

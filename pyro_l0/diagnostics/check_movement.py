@@ -104,7 +104,7 @@ def check_decay(sites: Sequence[GateSite], pulls: Pulls | None) -> Iterator[Find
         holding = site.holding
         if holding is None or not holding.decay:
             continue
-        pull = holding.decay * max(_DECIDED, float(site.location.abs().median()))
+        pull = holding.decay * max(_DECIDED, float(site.location.detach().abs().median()))
         if holding.decays_apart:
             if pull > _PULL:
                 found[site.name] = f"it takes {pull:.2g} of a full step"

@@ -51,9 +51,9 @@ class SparsityTarget:
     budget of the moment, and falls while it costs less. That budget falls from 1 to its final value by a cubic curve. A
     hundred times on the way :meth:`ascend` looks at the deterministic network and puts it onto the curve: the open
     gates of lowest location close, just below the point where test gates close, or closed ones of highest location
-    open, just above it; but none open where I has fallen to its limit, since the loss itself, by a price or a weight
-    decay of its own, then wants fewer than the budget allows. In the last steps all gates move away from that point, so
-    that few test gates are neither 0 nor 1.
+    open, just above it. In the last steps all gates move away from that point, so that few test gates are neither 0
+    nor 1. Leave prices and expected weight decay of gates out of the loss: what closes more gates than the budget asks
+    would work against a target that opens them again.
 
     A site keeps as many gates as three quarters of those that an equal rate of open gates at every site would leave,
     and at least one of several, until all other sites have no more to close.
@@ -188,8 +188,8 @@ class SparsityTarget:
 
     @property
     def saturated(self) -> Tensor:
-        """Whether a multiplier has gone as far from the loss's scale as it may, shape ``(k,)``."""
-        return self._integral.abs() >= _MOST
+        """Whether a multiplier has risen as far above the loss's scale as it may, shape ``(k,)``."""
+        return self._integral >= _MOST
 
     @torch.no_grad()
     def fraction(self) -> Tensor:
@@ -302,8 +302,6 @@ class SparsityTarget:
         now = torch.cat([gate.flatten() for gate in is_open.values()])
         prices = self._prices_of(len(now))
         wanted = self._budget.keep_within(budget, _apart(positions, shapes), is_open, prices)
-        if bool((self._integral <= -_MOST).all()):
-            wanted &= now  # without any pressure of the target's the loss itself closes more than the budget asks
         # Until the end a gate can go back; those of the last look are decided.
         opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
         moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))

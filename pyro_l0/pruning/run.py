@@ -21,6 +21,7 @@ from pyro_l0.nn.plain import drop_holders
 from pyro_l0.pruning.batch_norm import renew_statistics
 from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, is_first
 from pyro_l0.pruning.checkpoint import Checkpoint
+from pyro_l0.pruning.notes import FEW_STEPS
 from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule, TargetOptions
 
 __all__ = ["Cut", "Run", "Settings"]
@@ -183,7 +184,7 @@ class Run:
 
     def _cut_next(self) -> None:
         """Take the units out of the network at the next budget, and make ready to train it further."""
-        if self.tuned < 0:
+        if self.tuned < 0 and self.settings.gated_steps + self.settings.further_steps >= FEW_STEPS:
             assert self.phase is not None
             found = self.phase.diagnose(self.loader).findings
             self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code not in _TOLD_OTHERWISE]
