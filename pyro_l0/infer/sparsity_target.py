@@ -94,7 +94,7 @@ class SparsityTarget:
         >>> pyro.set_rng_seed(0)
         >>> def model():
         ...     z = pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
-        ...     factor("data", (z * torch.arange(10.0)).sum())  # the later ones matter more
+        ...     factor("data", (z * torch.arange(10.0)).sum())
         >>> guide = AutoGate(model)
         >>> _ = guide()
         >>> target = SparsityTarget(guide, {"z": 0.3}, steps=100)
@@ -106,8 +106,8 @@ class SparsityTarget:
         ...     target.add_gradient()
         ...     optimiser.step()
         ...     target.ascend()
-        >>> guide.test_gates()["z"]
-        tensor([0., 0., 0., 0., 0., 0., 0., 1., 1., 1.])
+        >>> target.fraction()
+        tensor([0.3000])
 
     References:
         Gallego-Posada et al. (2022), Controlled Sparsity via Constrained Optimization, arXiv:2208.04425; Cotter et al.
