@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "Cost"]
+__all__ = ["Budget", "Cost", "apart"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _FLOOR = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
@@ -160,7 +160,7 @@ class _Choice:
         return self._open > 0
 
     def _fraction(self, gates: Tensor) -> Tensor:
-        return self._budget.fraction(_apart(gates, self._shapes))
+        return self._budget.fraction(apart(gates, self._shapes))
 
     def _close(self, k: int) -> None:
         """Close gates from below, as few as it takes for a limit."""
@@ -231,7 +231,7 @@ def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
     return high
 
 
-def _apart(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+def apart(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """The entries of each site in its shape."""
     pieces = flat.split([shape.numel() for shape in shapes.values()])
     return {site: piece.view(shape) for (site, shape), piece in zip(shapes.items(), pieces, strict=True)}

@@ -72,18 +72,12 @@ class GatePositions:
         return torch.cat([(gate.active_slope * _stretching(gate, at)).flatten().float() for gate, at in found])
 
     @torch.no_grad()
-    def write(self, positions: Tensor, where: Tensor) -> None:
-        """Put some gates at positions.
-
-        Args:
-            positions: of all gates, shape ``(n,)``.
-            where: which ones to put there, of type bool and shape ``(n,)``.
-        """
+    def write(self, positions: Tensor) -> None:
+        """Put the gates at positions, in the order of :meth:`read`; shape ``(n,)``."""
         start = 0
         for location, (closing, slope) in zip(self._guide.locations(), self._scales().values(), strict=True):
             end = start + location.numel()
-            new = positions[start:end].view(location.shape) / slope + closing
-            location.copy_(torch.where(where[start:end].view(location.shape), new.to(location), location))
+            location.copy_(positions[start:end].view(location.shape) / slope + closing)
             start = end
 
     @torch.no_grad()

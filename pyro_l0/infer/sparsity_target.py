@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from pyro_l0.infer.budget import Budget, Cost
+from pyro_l0.infer.budget import Budget, Cost, apart
 from pyro_l0.infer.budget_schedule import BudgetSchedule
 from pyro_l0.infer.budgets_given import falling, named
 from pyro_l0.infer.gate_positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
@@ -264,7 +264,7 @@ class SparsityTarget:
         if self.settled <= self.step < self.steps:
             positions = self._positions.read()
             harder = positions * (1 + _HARDENING / (self.steps - self.settled))
-            self._positions.write(harder.clamp(LOWEST, HIGHEST), torch.ones_like(positions, dtype=torch.bool))
+            self._positions.write(harder.clamp(LOWEST, HIGHEST))
         if self.step == self.steps and self._on_budget is not None:
             self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
 
@@ -301,11 +301,11 @@ class SparsityTarget:
         shapes = {site: gate.shape for site, gate in is_open.items()}
         now = torch.cat([gate.flatten() for gate in is_open.values()])
         prices = self._prices_of(len(now))
-        wanted = self._budget.keep_within(budget, _apart(positions, shapes), is_open, prices)
+        wanted = self._budget.keep_within(budget, apart(positions, shapes), is_open, prices)
         # Until the end a gate can go back; those of the last look are decided.
         opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
         moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))
-        self._positions.write(moved.clamp(LOWEST, HIGHEST), torch.ones_like(now))
+        self._positions.write(moved.clamp(LOWEST, HIGHEST))
 
     # ------------------------------------------------------------ the guide
 
@@ -375,9 +375,3 @@ class SparsityTarget:
 
 def _grad(location: Tensor) -> Tensor:
     return torch.zeros_like(location) if location.grad is None else location.grad
-
-
-def _apart(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The entries of each site in its shape."""
-    pieces = flat.split([shape.numel() for shape in shapes.values()])
-    return {site: piece.view(shape) for (site, shape), piece in zip(shapes.items(), pieces, strict=True)}

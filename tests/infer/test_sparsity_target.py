@@ -178,12 +178,11 @@ def test_every_family_closes_and_opens(family):
     guide = make(family)
     target = SparsityTarget(guide, 0.5, count, steps=100)
     positions = target._positions
-    everywhere = torch.ones(10, dtype=torch.bool)
     for place, is_open in ((0.01, True), (-0.01, False)):
-        positions.write(torch.full((10,), place), everywhere)
+        positions.write(torch.full((10,), place))
         assert positions.read().tolist() == pytest.approx([place] * 10, abs=1e-4)
         assert all(bool((gate != 0).all()) == is_open for gate in guide.test_gates().values())
-    positions.write(torch.full((10,), 0.5), everywhere)
+    positions.write(torch.full((10,), 0.5))
     for slope, location, gate in zip(
         positions.slopes().split([4, 6]), guide.locations(), guide.posterior().values(), strict=True
     ):
