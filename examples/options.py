@@ -42,7 +42,8 @@ class Options:
         gate_learning_rate: Adam's step for the gates; 0.001 on MNIST (the paper's) and 0.01 on the digits, whose 200
             epochs are only 3,000 steps, if not given. With a target it follows from the number of steps, and another
             one is a choice for experts.
-        weight_decay: coefficient w of the gated weights' expected squared norm, as w / 2 on the mean loss (Eq. 15, 17).
+        weight_decay: coefficient w of the gated weights' expected squared norm, as w / 2 on the mean loss (Eq. 15, 17);
+            with a target, of the squares of all weights and biases as they are.
         target: largest fraction of the full network that the deterministic one may have at the end. Nothing else needs
             to be chosen: the gates start open, wait for a quarter of the epochs, close as the budget falls to the
             target, and keep to it in the last seventh; lam is then 0 if not given.

@@ -125,13 +125,14 @@ class Run(GatedRun):
                 **gradient,
             )
         prices = options.prices * len(sites) if len(options.prices) == 1 else options.prices
+        expected = 0.0 if options.target is not None else options.weight_decay
         return L0_ELBO(
             options.objective,
             lam=dict(zip(sites, prices, strict=True)),
             group_size=self.group_sizes,
             **gradient,
-            weight_decay=options.weight_decay * len(self.train_x),
-            square_norm=square_norms(self.net, self.example) if options.weight_decay else None,
+            weight_decay=expected * len(self.train_x),
+            square_norm=square_norms(self.net, self.example) if expected else None,
         )
 
     def _target(self) -> SparsityTarget:
@@ -149,8 +150,10 @@ class Run(GatedRun):
         if self.target is None or options.gate_learning_rate is not None:
             gates["lr"] = options.gate_step
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        # Expected weight decay closes gates by itself, and against it a target would open them again.
+        decay = options.weight_decay * len(self.train_x) if self.target is not None else 0.0
         groups: list[dict[str, Any]] = [
-            {"params": trained, "lr": options.learning_rate},
+            {"params": trained, "lr": options.learning_rate, "weight_decay": decay},
             {"params": list(self.guide.parameters()), **gates},
         ]
         return torch.optim.Adam(groups, fused=True)

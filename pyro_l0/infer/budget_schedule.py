@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,9 @@ __all__ = ["BudgetSchedule"]
 
 _LEAST_STEPS = 10
 _LOOKS = 100
-_DISTANCES = 4.0  # that a gate could go while the budget falls, if all of its gradients had one sign
+# How far a gate may go while the budget falls, in distances from where it starts to where it closes: so far at least if
+# all of its gradients have one sign, and so far if they have none, when Adam's steps add up like a random walk's.
+_DISTANCES, _WALK = 4.0, 1 / 6
 # Of the steps with gates: what passes before the first gate moves, and of the rest, what passes until the budget holds.
 _WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
 
@@ -49,9 +52,18 @@ class BudgetSchedule:
         rest = steps - start
         return cls(steps, start, start + int(_FALL * rest), max(1, round(rest / _LOOKS)))
 
+    @property
+    def reach(self) -> float:
+        """Distances that a gate can go while the budget falls; the more steps, the weaker a force that closes it.
+
+        In proportion to the root of the number of steps, gates go by the mean of their gradients, and what is noise
+        moves them equally far in runs of any length.
+        """
+        return max(_DISTANCES, _WALK * math.sqrt(self.settled - self.start))
+
     def rate(self, distance: float) -> float:
         """The gates' step size under Adam, for a distance from where they start to where they close."""
-        return _DISTANCES * distance / (self.settled - self.start)
+        return self.reach * distance / (self.settled - self.start)
 
     def is_look(self, step: int) -> bool:
         """Whether the deterministic network is looked at after so many steps."""

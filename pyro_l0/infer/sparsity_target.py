@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
@@ -22,6 +23,7 @@ _START = 0.999  # P(z != 0) at the start, or all but one gate in expectation whe
 _BETAS, _EPS = (0.9, 0.99), 1e-15
 _MEMORY = 0.98  # of the moving averages of squared gradients
 _GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
+_REACH = 4.0  # of the schedule, for which the multiplier starts at the loss's scale
 _HARDENING = 6.0
 
 
@@ -80,7 +82,8 @@ class SparsityTarget:
         budget: final budgets, shape ``(k,)`` for k constraints.
         total: costs of the full network, shape ``(k,)``.
         multiplier: :math:`\mu` in nats, shape ``(k,)``.
-        gate_learning_rate: of the gates under Adam; with it a gate could close four times while the budget falls.
+        gate_learning_rate: of the gates under Adam. With it a gate could close four times while the budget falls, and
+            more often in runs of more than about a thousand steps.
 
     Raises:
         TypeError: the guide lacks a method.
@@ -138,7 +141,8 @@ class SparsityTarget:
         distance = self._positions.open_all(max(_START, 1 - 1 / number))
         self.gate_learning_rate = self._schedule.rate(distance)
         self.step = 0
-        self._integral = torch.zeros_like(self._budget.final)
+        # The further gates can go, the weaker a penalty closes them in time.
+        self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.reach / _REACH))
         self._of_loss = torch.zeros_like(self._integral)
         self._of_penalty = torch.zeros_like(self._integral)
         self._prices: Tensor | None = None
@@ -272,20 +276,25 @@ class SparsityTarget:
         """Put the deterministic network onto the curve, and let the multiplier follow."""
         self._follow()
         self._positions.follow()
+        if self.step > self.start:  # where no gate has moved yet, none is better than another
+            self._keep_to_curve()
+        self._take_prices()
+
+    def _keep_to_curve(self) -> None:
         schedule = self._schedule
         budget = schedule.budget(self.step, self.budget)
         violation = torch.log(self.fraction() / budget)
-        if self.step > self.start:
-            faster = _GAIN * (violation / _FAR).clamp(-1, 1) * schedule.look / (self.settled - self.start)
-            self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
-        before = float(schedule.budget(self.step - schedule.look, self.budget)[0])
+        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * schedule.look / (self.settled - self.start)
+        self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
+        before = 1.0
+        if self.step > self.start + schedule.look:
+            before = float(schedule.budget(self.step - schedule.look, self.budget)[0])
         for on_the_way in self._on_the_way:
             if float(budget[0]) <= on_the_way < before:
                 self._correct(torch.full_like(self.budget, on_the_way))
                 if self._on_budget is not None:
                     self._on_budget(on_the_way, dict(self.guide.test_gates()))
         self._correct(budget)
-        self._take_prices()
 
     @torch.no_grad()
     def project(self) -> None:

@@ -21,7 +21,7 @@ __all__ = ["FineTuning", "GatedPhase", "MakeOptimiser", "MakeSchedule", "Phase",
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[[Optimizer, int], LRScheduler]
-_LEARNING_RATE = 1e-3
+_LEARNING_RATE, _EPS = 1e-3, 1e-15  # of Adam; with so small an eps a loss of another scale takes the same steps
 
 
 class Phase(Protocol):
@@ -224,7 +224,8 @@ def _optimiser(network: nn.Module, make: MakeOptimiser | None) -> Optimizer:
                 "but got one of others; write optimiser=lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
             )
         return made
-    return torch.optim.Adam(parameters, _LEARNING_RATE, fused=parameters[0].device.type in ("cpu", "cuda"))
+    is_fused = parameters[0].device.type in ("cpu", "cuda")
+    return torch.optim.Adam(parameters, _LEARNING_RATE, eps=_EPS, fused=is_fused)
 
 
 def _options(target: SparsityTarget) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def prune(
     of: Counted | Cost | Mapping[str, Cost] = "macs",
     epochs: int,
     pretrained: bool = True,
-    finetune: float = 0.25,
+    finetune: float = 0.5,
     gates: Mapping[str, Gate] | None = None,
     evaluate: Evaluate | None = None,
     optimiser: MakeOptimiser | None = None,
