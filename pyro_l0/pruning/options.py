@@ -14,9 +14,10 @@ from pyro_l0.pruning.batches import Loader, same_everywhere
 __all__ = ["check_callables", "check_network", "check_target", "count_steps"]
 
 _LEAST_STEPS = 10  # with gates
+_FEW_STEPS = 300  # with gates; with fewer, a smaller part of all steps comes after the cut, from half to a quarter
 
 
-def count_steps(loader: Loader, epochs: int, finetune: float, accumulate: int) -> tuple[int, int]:
+def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate: int) -> tuple[int, int]:
     """The number of steps with gates and of those after the cut.
 
     Raises:
@@ -34,9 +35,11 @@ def count_steps(loader: Loader, epochs: int, finetune: float, accumulate: int) -
     for name, value in (("epochs", epochs), ("accumulate", accumulate)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
+    steps = epochs * -(-length // accumulate)
+    if finetune is None:
+        finetune = min(0.5, max(0.25, 1 - _FEW_STEPS / steps))
     if not 0 <= finetune <= 0.9:
         raise ValueError(f"Expected finetune from 0 to 0.9, the part of the epochs after the cut, but got {finetune}.")
-    steps = epochs * -(-length // accumulate)
     further = round(finetune * steps)
     if steps - further < _LEAST_STEPS:
         raise ValueError(

@@ -52,6 +52,32 @@ def test_the_start():
     assert guide.posterior()["z"].active_prob.detach().numpy() == pytest.approx(1 - 1 / 1200, rel=1e-6)
 
 
+def test_long_runs_have_further_to_go_and_start_with_a_smaller_multiplier():
+    """What a random walk of Adam's steps covers is the same in all of them, and a weaker force is enough."""
+    targets = [SparsityTarget(make(), 0.5, count, steps=steps) for steps in (100, 40_000, 160_000)]
+    falling = [target.settled - target.start for target in targets]
+    distance = targets[0].gate_learning_rate * falling[0] / 4
+    walks = [target.gate_learning_rate * math.sqrt(n) for target, n in zip(targets, falling, strict=True)]
+    assert walks[1:] == pytest.approx([distance / 6, distance / 6], rel=1e-5)
+    multipliers = []
+    for target in targets:
+        target.step = target.start
+        for location in target.guide.locations():
+            location.grad = torch.ones_like(location)
+        target.add_gradient()
+        multipliers.append(target.multiplier.item())
+    assert multipliers[1] / multipliers[0] == pytest.approx(24 / math.sqrt(falling[1]), rel=1e-4)
+    assert multipliers[2] / multipliers[1] == pytest.approx(math.sqrt(falling[1] / falling[2]), rel=1e-4)
+
+
+def test_no_gate_closes_before_one_has_moved():
+    """Where all stand alike, none is worse than another."""
+    target = SparsityTarget(make(), 0.5, count, steps=100)
+    for step in range(1, 100):
+        target.ascend()
+        assert (target.fraction() == 1) == (step <= target.start), step
+
+
 @pytest.mark.parametrize(
     ("steps", "pretrained", "start"), [(750, True, 20), (3000, True, 80), (30, True, 4), (750, False, 200)]
 )

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_l0 import prune
 from pyro_l0.nn import Gate
 from pyro_l0.pruning.batches import BatchLoss
+from pyro_l0.pruning.options import count_steps
 from pyro_l0.pruning.phases import FineTuning
 from tests.pruning.networks import Mlp, ResidualCnn, digits, same
 
@@ -68,9 +69,9 @@ def test_accumulated_gradients_of_the_cut_network_are_those_of_the_big_batch():
 
 def test_accumulation_takes_fewer_steps():
     """A group of what is left over at the end of an epoch counts as one."""
-    result = pruned(accumulate=3, epochs=8)
-    assert result.report.target.steps == 4 * 3
-    assert result.history[-1]["step"] == 8 * 3
+    result = pruned(accumulate=3, epochs=6)
+    assert result.report.target.steps == 6 * 3 - round(0.25 * 18)
+    assert result.history[-1]["step"] == 6 * 3
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_user_s_optimiser_and_schedule(optimiser, schedule):
 
     result = pruned(optimiser=make, schedule=schedule and make_schedule, epochs=6, target=0.7)
     assert len(made) == 2
-    assert lengths == ([24, 24] if schedule else [])
+    assert lengths == ([36, 12] if schedule else [])
     assert result.history[-1]["loss"] < result.history[0]["loss"]
 
 
@@ -197,7 +198,7 @@ class TestBatches:
     def test_an_uneven_last_batch(self):
         loader = DataLoader(TensorDataset(X, Y), 50, shuffle=True)  # 7 batches, of 20 at last
         result = pruned(data=loader)
-        assert result.report.target.steps == 14
+        assert result.report.target.steps == 21
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_several_inputs(self, nested):
@@ -301,3 +302,10 @@ def test_nothing_is_said_of_a_healthy_run():
         )
     assert result.report.notes == ()
     assert result.network[0].out_features == 32
+
+
+@pytest.mark.parametrize(("batches", "after"), [(20, 5), (400, 100), (450, 150), (600, 300), (2000, 1000)])
+def test_the_part_after_the_cut(batches, after):
+    """Half of the steps, unless fewer than 300 would have gates, and at least a quarter."""
+    assert count_steps([0] * batches, 1, None, 1) == (batches - after, after)
+    assert count_steps([0] * batches, 1, 0.4, 1) == (batches - round(0.4 * batches), round(0.4 * batches))

@@ -61,7 +61,7 @@ REFUSED = {
     "a stream": (dict(data=DataLoader(Stream(), None)), ValueError, "loader with a length.*make a list"),
     "a generator": (dict(data=(batch for batch in BATCHES)), ValueError, "loader with a length.*generator"),
     "no batch": (dict(data=[]), ValueError, r"at least one batch.*but got \[\]"),
-    "few steps": (dict(epochs=1), ValueError, "at least 10 steps with gates, but epochs=1 of 8 batches.*give 4"),
+    "few steps": (dict(epochs=1), ValueError, "at least 10 steps with gates, but epochs=1 of 8 batches.*give 6"),
     "no epochs": (dict(epochs=0), ValueError, "epochs of at least 1, but got 0"),
     "half an epoch": (dict(epochs=1.5), ValueError, "epochs of at least 1, but got 1.5"),
     "finetune": (dict(finetune=1), ValueError, "finetune from 0 to 0.9.*got 1"),
