@@ -53,6 +53,10 @@ class Target(Protocol):
         """Steps before the gates begin to move."""
 
     @property
+    def settled(self) -> int:
+        """Steps until the final budget holds."""
+
+    @property
     def multiplier(self) -> Tensor:
         """The multiplier of each constraint, shape ``(k,)``."""
 

@@ -10,6 +10,7 @@ import pyro
 import pytest
 import torch
 from pyro.util import get_rng_state
+from torch import nn
 from torch.utils.data import DataLoader
 
 from pyro_l0 import BernoulliGate, HardConcrete
@@ -186,7 +187,12 @@ def test_a_multiplier_at_its_limit():
     """A target knows it, and how many steps are left."""
     _, guide = gates_alone()
     target = SimpleNamespace(
-        step=300, steps=1000, start=20, multiplier=torch.ones(2), saturated=torch.tensor([False, True])
+        step=300,
+        steps=1000,
+        start=20,
+        settled=800,
+        multiplier=torch.ones(2),
+        saturated=torch.tensor([False, True]),
     )
     optimiser = torch.optim.Adam(guide.parameters(), 0.1)
     diagnosis = diagnose(guide, optimiser, target=target)
@@ -264,6 +270,19 @@ def test_a_site_that_drifts():
     with torch.no_grad():
         guide.locations()[0][:3] += 2.0
     assert diagnose(guide).findings == ()
+
+
+def test_statistics_count_once_a_budget_holds():
+    """While it falls the deterministic network changes from look to look, and running statistics follow behind."""
+    run = start(HEALTHY["residual CNN, a target of .2"], 3).to(0.5)
+    assert run.target.start < run.target.step < run.target.settled
+    assert run.diagnosis().findings == ()
+    assert "the statistics of BatchNorm" in [left.what for left in run.diagnosis().unchecked]
+    run.to(1.0)
+    for layer in run.network.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.reset_running_stats()
+    assert run.diagnosis().codes == ("batch-norm-of-another-network",)
 
 
 def test_recalibration_is_the_remedy():
