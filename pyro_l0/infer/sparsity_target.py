@@ -55,7 +55,7 @@ class SparsityTarget:
     gates of lowest location close, just below the point where test gates close, or closed ones of highest location
     open, just above it. In the last steps all gates move away from that point, so that few test gates are neither 0
     nor 1. Leave prices and expected weight decay of gates out of the loss: what closes more gates than the budget asks
-    would work against a target that opens them again.
+    would work against a target that opens them again. Weight decay of the network's optimiser does not.
 
     A site keeps as many gates as three quarters of those that an equal rate of open gates at every site would leave,
     and at least one of several, until all other sites have no more to close.
