@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["BudgetSchedule"]
+__all__ = ["LEAST_REACH", "BudgetSchedule"]
 
 _LEAST_STEPS = 10
 _LOOKS = 100
 # How far a gate may go while the budget falls, in distances from where it starts to where it closes: so far at least if
 # all of its gradients have one sign, and so far if they have none, when Adam's steps add up like a random walk's.
-_DISTANCES, _WALK = 4.0, 1 / 6
+LEAST_REACH, _WALK = 4.0, 1 / 6
 # Of the steps with gates: what passes before the first gate moves, and of the rest, what passes until the budget holds.
 _WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
 
@@ -59,7 +59,7 @@ class BudgetSchedule:
         In proportion to the root of the number of steps, gates go by the mean of their gradients, and what is noise
         moves them equally far in runs of any length.
         """
-        return max(_DISTANCES, _WALK * math.sqrt(self.settled - self.start))
+        return max(LEAST_REACH, _WALK * math.sqrt(self.settled - self.start))
 
     def rate(self, distance: float) -> float:
         """The gates' step size under Adam, for a distance from where they start to where they close."""

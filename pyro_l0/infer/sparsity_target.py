@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.budget import Budget, Cost, apart
-from pyro_l0.infer.budget_schedule import BudgetSchedule
+from pyro_l0.infer.budget_schedule import LEAST_REACH, BudgetSchedule
 from pyro_l0.infer.budgets_given import falling, named
 from pyro_l0.infer.gate_positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
 from pyro_l0.infer.guide import GateGuide, check_guide
@@ -23,7 +23,6 @@ _START = 0.999  # P(z != 0) at the start, or all but one gate in expectation whe
 _BETAS, _EPS = (0.9, 0.99), 1e-15
 _MEMORY = 0.98  # of the moving averages of squared gradients
 _GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
-_REACH = 4.0  # of the schedule, for which the multiplier starts at the loss's scale
 _HARDENING = 6.0
 
 
@@ -141,8 +140,8 @@ class SparsityTarget:
         distance = self._positions.open_all(max(_START, 1 - 1 / number))
         self.gate_learning_rate = self._schedule.rate(distance)
         self.step = 0
-        # The further gates can go, the weaker a penalty closes them in time.
-        self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.reach / _REACH))
+        # At the loss's scale for gates that can go just far enough; the further they can go, the weaker a penalty does.
+        self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.reach / LEAST_REACH))
         self._of_loss = torch.zeros_like(self._integral)
         self._of_penalty = torch.zeros_like(self._integral)
         self._prices: Tensor | None = None
