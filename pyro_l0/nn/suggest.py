@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from pyro_l0.nn.calls import Followed, follow_calls
 from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example
-from pyro_l0.nn.engine.slots import Link, Read
+from pyro_l0.nn.engine.slots import Axis, Link, Read, Reshape
 from pyro_l0.nn.engine.tape import Operation, Recording, Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.insert import insert_gates
@@ -135,7 +135,7 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
     found: dict[str, tuple[Value, int]] = {}
     refused: dict[str, str] = {}
     times = Counter(module for _, module in network.named_modules(remove_duplicate=False))
-    outputs = {value for call in followed.maps.recording.calls for value in call.outputs}
+    users = _users(followed.maps.recording)
     read = _read_outside(followed.maps.recording)
     for path, module in network.named_modules():
         calls = followed.of_one(module)
@@ -148,11 +148,11 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
             refused[path] = "code outside of it reads its parameters"
         elif value is None:
             refused[path] = "it does not return a tensor that operations use"
-        elif value in outputs:
-            refused[path] = "it makes the network's output"
         elif not _has_other(network, path, followed, value):
             dims = [dim for dim in unit_dims(followed.maps, value) if value.shape[dim] > 1 and dim > 0]
-            if dims:
+            if _makes_output(followed.maps, users, value, dims):
+                refused[path] = "it makes the network's output"
+            elif dims:
                 found[path] = value, dims[-1]
     return _without_passed_on(followed.maps, found), refused
 
@@ -175,15 +175,29 @@ def _around(path: str) -> list[str]:
     return [".".join(names[:length]) for length in range(len(names), 0, -1)]
 
 
-def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[str, tuple[Value, int]]:
-    """Without the tensors that become another of them unit by unit, and are used for nothing else."""
+def _users(recording: Recording) -> dict[Value, list[Operation]]:
+    """The operations that use a value and on which the network's outputs depend."""
     users: dict[Value, list[Operation]] = {}
-    needed = {value for call in maps.recording.calls for value in call.outputs}
-    for operation in reversed(maps.recording.operations):
+    needed = {value for call in recording.calls for value in call.outputs}
+    for operation in reversed(recording.operations):
         if not needed.isdisjoint(operation.outputs):
             needed.update(operation.inputs)
             for value in dict.fromkeys(operation.inputs):
                 users.setdefault(value, []).append(operation)
+    return users
+
+
+def _kept_by(maps: Maps, operation: Operation, unit: Axis) -> list[Axis]:
+    """The dimension of an operation's output that has the same units, if it has no other activation; or none."""
+    if len([x for x in operation.inputs if not x.names]) > 1:
+        return []
+    links = [x for x in maps.relations[operation] if isinstance(x, Link) and x.source is unit]
+    return [x.target for x in links if x.source_entries is None and x.target in maps.axes[operation.output]]
+
+
+def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[str, tuple[Value, int]]:
+    """Without the tensors that become another of them unit by unit, and are used for nothing else."""
+    users = _users(maps.recording)
     others = {value for value, _ in found.values()}
 
     def is_passed_on(value: Value, dim: int) -> bool:
@@ -192,17 +206,34 @@ def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[
             (operation,) = users[last]
             if operation.name == "gate":
                 return True
-            relations = maps.relations[operation]
-            links = [x for x in relations if isinstance(x, Link) and x.source is unit and x.source_entries is None]
-            is_mixed = any(isinstance(x, Read) and unit in x.axes for x in relations)
-            if len([x for x in operation.inputs if not x.names]) > 1 or len(links) != 1 or is_mixed:
+            kept = _kept_by(maps, operation, unit)
+            is_mixed = any(isinstance(x, Read) and unit in x.axes for x in maps.relations[operation])
+            is_split = any(value in users for value in operation.outputs[1:])  # as where a pool's indices are used
+            if len(kept) != 1 or is_mixed or is_split:
                 return False
-            last, unit = operation.output, links[0].target
+            last, unit = operation.output, kept[0]
             if last in others:
                 return True
         return False
 
     return {path: (value, dim) for path, (value, dim) in found.items() if not is_passed_on(value, dim)}
+
+
+def _makes_output(maps: Maps, users: Mapping[Value, list[Operation]], value: Value, dims: Iterable[int]) -> bool:
+    """Whether a tensor is an output, or becomes one with the same units, as classes do by a softmax or a new shape."""
+    outputs = {output for call in maps.recording.calls for output in call.outputs}
+    if value in outputs:
+        return True
+    todo = [(value, maps.axes[value][dim]) for dim in dims]
+    while todo:
+        last, unit = todo.pop()
+        if last in outputs:
+            return True
+        for operation in users.get(last, []):
+            shaped = [x for x in maps.relations[operation] if isinstance(x, Reshape) and unit in x.sources]
+            kept = [*_kept_by(maps, operation, unit), *(target for x in shaped for target in x.targets)]
+            todo += [(operation.output, axis) for axis in kept]
+    return False
 
 
 def _has_other(network: nn.Module, path: str, followed: Followed, value: Value) -> bool:

@@ -63,6 +63,52 @@ def test_a_gate_is_suggested_behind_each_activation_and_branch():
     assert found.refused == {"last": "it makes the network's output"}
 
 
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveMaxPool2d(2), nn.Dropout2d(0.1)])
+def test_a_unit_that_is_pooled_has_one_place(pool):
+    """Behind the pool, though a maximum is handed on with its index; not coupled with the activation in front."""
+    network = nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), pool, nn.Flatten(), nn.LazyLinear(3))
+    network(IMAGE)
+    found = suggest_gates(network, IMAGE)
+    pooled = "1" if isinstance(pool, nn.Dropout2d) else "2"  # a dropout does nothing when it is recorded
+    assert set(found) == {pooled, "3"}
+    assert next(place for place in found.places if place.path == pooled).coupled == ()
+
+
+def test_a_pool_whose_indices_are_used_is_a_place_of_its_own():
+    """A decoder that puts maxima back reads the indices of units that a gate behind the pool does not close."""
+
+    class Unpooling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter, self.act, self.pool = nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, 2, 0, 1, True)
+            self.back, self.last = nn.MaxUnpool2d(2), nn.Conv2d(6, 1, 3)
+
+        def forward(self, x):
+            pooled, indices = self.pool(self.act(self.enter(x)))
+            return self.last(self.back(pooled, indices))
+
+    assert "act" in suggest_gates(Unpooling(), IMAGE)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        nn.LogSoftmax(-1),
+        nn.Sigmoid(),
+        nn.Unflatten(-1, (2, 3)),
+        nn.Sequential(nn.Unflatten(-1, (2, 3)), nn.Softmax(-1)),
+        nn.LayerNorm(6),
+    ],
+)
+def test_units_that_become_the_outputs_have_no_place(head):
+    """The classes in front of a softmax, say: none of them is to close. Tokens in front of them do not matter."""
+    network = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6), head)
+    for example in (torch.randn(2, 4), torch.randn(2, 3, 4)):
+        found = suggest_gates(network, example)
+        assert set(found) == {"1"}
+        assert found.refused["2"] == "it makes the network's output"
+
+
 def test_suggestions_are_inserted_counted_and_compacted():
     """As they are."""
     network = Residual().double().eval()
