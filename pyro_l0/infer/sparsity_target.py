@@ -23,7 +23,7 @@ _START = 0.999  # P(z != 0) at the start, or all but one gate in expectation whe
 _BETAS, _EPS = (0.9, 0.99), 1e-15
 _MEMORY = 0.98  # of the moving averages of squared gradients
 _GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
-_HARDENING = 6.0
+_HARDENING = 6.0  # of positions' logarithm in the last steps, for gates of the least reach
 
 
 class TargetState(TypedDict):
@@ -266,7 +266,9 @@ class SparsityTarget:
             self._look()
         if self.settled <= self.step < self.steps:
             positions = self._positions.read()
-            harder = positions * (1 + _HARDENING / (self.steps - self.settled))
+            # The faster the optimiser can push a gate back, the harder.
+            hardening = _HARDENING * self._schedule.reach / LEAST_REACH
+            harder = positions * (1 + hardening / (self.steps - self.settled))
             self._positions.write(harder.clamp(LOWEST, HIGHEST))
         if self.step == self.steps and self._on_budget is not None:
             self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))

@@ -45,7 +45,9 @@ class Formulas:
         self._both: dict[tuple[int, int], int] = {}
         self._some: dict[frozenset[int], int] = {}
         self._literals: dict[int, int] = {}
-        self._with_clause: dict[Clause, list[int]] = {}  # literals of statements that have it
+        self._with_clause: dict[Clause, set[int]] = {}  # literals of statements that have it
+        self._known: dict[Clause, Clause] = {}  # one object for equal clauses: comparing long ones takes long
+        self._clause_cases: dict[Clause, int] = {}
 
     def __len__(self) -> int:
         return len(self._clauses)
@@ -60,7 +62,8 @@ class Formulas:
 
     def number(self, clauses: Iterable[Clause]) -> int:
         """The statement that all of some clauses hold."""
-        shortest = self._shortest(list(dict.fromkeys(clauses)))
+        given = dict.fromkeys(self._known.setdefault(clause, clause) for clause in clauses)
+        shortest = [self._known.setdefault(clause, clause) for clause in self._shortest(list(given))]
         key = frozenset(shortest)
         if key not in self._numbers:
             self._numbers[key] = len(self._clauses)
@@ -132,10 +135,12 @@ class Formulas:
     def _cases_of(self, clauses: Iterable[Clause]) -> int:
         total = _ALL_CASES
         for clause in clauses:
-            some = 0
-            for literal in clause:
-                some |= self._literal_cases[literal]
-            total &= some
+            if clause not in self._clause_cases:
+                some = 0
+                for literal in clause:
+                    some |= self._literal_cases[literal]
+                self._clause_cases[clause] = some
+            total &= self._clause_cases[clause]
         return total
 
     def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
@@ -161,7 +166,7 @@ class Formulas:
             self.statements.append(formula)
             self._literal_cases.append(self._cases[formula])
             for clause in self._clauses[formula]:
-                self._with_clause.setdefault(clause, []).append(literal)
+                self._with_clause.setdefault(clause, set()).add(literal)
         return self._literals[formula]
 
     def _shortest(self, clauses: list[Clause]) -> list[Clause]:
@@ -179,15 +184,19 @@ class Formulas:
         """What a clause says beside others: its literals' statements without theirs; None if nothing."""
         known: dict[int, list[Clause]] = {}
         for other in clauses:
-            for literal in self._with_clause.get(other, ()) if other is not clause else ():
-                if literal in clause:
+            if other is not clause and other in self._with_clause:
+                for literal in sorted(clause & self._with_clause[other]):
                     known.setdefault(literal, []).append(other)
+        if not known:
+            return clause
+        left = set(clause)
         for literal, others in known.items():
             rest = [x for x in self._of_literal(literal) if x not in others]
             if not rest:
                 return None
-            clause = (clause - {literal}) | (rest[0] if len(rest) == 1 else {self._literal(self.number(rest))})
-        return clause
+            left.discard(literal)
+            left.update(rest[0] if len(rest) == 1 else {self._literal(self.number(rest))})
+        return frozenset(left)
 
     def _of_literal(self, literal: int) -> tuple[Clause, ...]:
         return self._clauses[self.statements[literal - self._gates]]
