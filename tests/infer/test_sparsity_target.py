@@ -227,6 +227,22 @@ def test_every_family_closes_and_opens(family):
         torch.testing.assert_close(slope.double(), (above - below) / 2e-2, rtol=5e-3, atol=1e-5)
 
 
+def test_gates_that_the_loss_would_close_are_decided_in_a_long_run():
+    """The budget opens what the loss closes again and again; where gates are fast, hardening is as much faster."""
+    pyro.set_rng_seed(0)
+    guide = AutoGate(lambda: pyro.sample("z", HardConcrete(torch.zeros(200)).to_event(1)), init_jitter=0.0)
+    guide()
+    target = SparsityTarget(guide, {"z": 0.5}, steps=3000)
+    optimiser = torch.optim.Adam(guide.locations(), **target.optimiser_options)
+    for _ in range(3000):
+        for location in guide.locations():
+            location.grad = torch.randn(location.shape) + 1
+        target.add_gradient()
+        optimiser.step()
+        target.ascend()
+    assert (target.report().of_budget, target.report().undecided) == (1, 0)
+
+
 @pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal, HardKumaraswamy, PowerLawGate])
 def test_every_family_meets_a_budget(family):
     """By training, not by the last correction alone."""
