@@ -135,13 +135,17 @@ class Formulas:
     def _cases_of(self, clauses: Iterable[Clause]) -> int:
         total = _ALL_CASES
         for clause in clauses:
-            if clause not in self._clause_cases:
-                some = 0
-                for literal in clause:
-                    some |= self._literal_cases[literal]
-                self._clause_cases[clause] = some
-            total &= self._clause_cases[clause]
+            total &= self._cases_with(clause)
         return total
+
+    def _cases_with(self, clause: Clause) -> int:
+        """The cases in which a clause holds."""
+        if clause not in self._clause_cases:
+            some = 0
+            for literal in clause:
+                some |= self._literal_cases[literal]
+            self._clause_cases[clause] = some
+        return self._clause_cases[clause]
 
     def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
         if one is other or not (other != neutral).any():
@@ -173,19 +177,22 @@ class Formulas:
         """The clauses from which the others follow, short ones first."""
         reduced = [self._beside(clause, clauses) for clause in clauses]
         ordered = sorted({clause: None for clause in reduced if clause is not None}, key=len)
-        kept: list[Clause] = []
+        cases = [self._cases_with(clause) for clause in ordered]
+        kept: list[int] = []
         for place, clause in enumerate(ordered):
-            others = [*kept, *ordered[place + 1 :]] if len(clause) > 1 else kept
-            if not any(self._implies(other, clause) for other in others):
-                kept.append(clause)
-        return kept
+            others = [*kept, *range(place + 1, len(ordered))] if len(clause) > 1 else kept
+            failing = ~cases[place]  # a clause that holds in one of these does not imply this one
+            if not any(not cases[x] & failing and self._implies(ordered[x], clause) for x in others):
+                kept.append(place)
+        return [ordered[place] for place in kept]
 
     def _beside(self, clause: Clause, clauses: list[Clause]) -> Clause | None:
         """What a clause says beside others: its literals' statements without theirs; None if nothing."""
         known: dict[int, list[Clause]] = {}
         for other in clauses:
-            if other is not clause and other in self._with_clause:
-                for literal in sorted(clause & self._with_clause[other]):
+            literals = self._with_clause.get(other)
+            if literals and other is not clause and not clause.isdisjoint(literals):
+                for literal in sorted(clause & literals):
                     known.setdefault(literal, []).append(other)
         if not known:
             return clause
