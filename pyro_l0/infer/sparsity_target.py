@@ -266,7 +266,7 @@ class SparsityTarget:
             self._look()
         if self.settled <= self.step < self.steps:
             positions = self._positions.read()
-            # In these steps Adam can push a gate a quarter of the reach, in distances of about eight: by less than this.
+            # Meanwhile Adam can push a gate by a quarter of the reach, in distances of about eight: by less than this.
             hardening = _HARDENING * self._schedule.reach / LEAST_REACH
             harder = positions * (1 + hardening / (self.steps - self.settled))
             self._positions.write(harder.clamp(LOWEST, HIGHEST))
