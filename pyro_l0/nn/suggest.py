@@ -224,11 +224,14 @@ def _makes_output(maps: Maps, users: Mapping[Value, list[Operation]], value: Val
     outputs = {output for call in maps.recording.calls for output in call.outputs}
     if value in outputs:
         return True
-    todo = [(value, maps.axes[value][dim]) for dim in dims]
+    todo, seen = [(value, maps.axes[value][dim]) for dim in dims], set[Axis]()
     while todo:
         last, unit = todo.pop()
         if last in outputs:
             return True
+        if unit in seen:
+            continue
+        seen.add(unit)
         for operation in users.get(last, []):
             shaped = [x for x in maps.relations[operation] if isinstance(x, Reshape) and unit in x.sources]
             kept = [*_kept_by(maps, operation, unit), *(target for x in shaped for target in x.targets)]
