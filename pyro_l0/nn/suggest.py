@@ -154,7 +154,7 @@ def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple
                 refused[path] = "it makes the network's output"
             elif dims:
                 found[path] = value, dims[-1]
-    return _without_passed_on(followed.maps, found), refused
+    return _without_passed_on(followed.maps, users, found), refused
 
 
 def _read_outside(recording: Recording) -> set[str]:
@@ -195,9 +195,10 @@ def _kept_by(maps: Maps, operation: Operation, unit: Axis) -> list[Axis]:
     return [x.target for x in links if x.source_entries is None and x.target in maps.axes[operation.output]]
 
 
-def _without_passed_on(maps: Maps, found: dict[str, tuple[Value, int]]) -> dict[str, tuple[Value, int]]:
+def _without_passed_on(
+    maps: Maps, users: Mapping[Value, list[Operation]], found: dict[str, tuple[Value, int]]
+) -> dict[str, tuple[Value, int]]:
     """Without the tensors that become another of them unit by unit, and are used for nothing else."""
-    users = _users(maps.recording)
     others = {value for value, _ in found.values()}
 
     def is_passed_on(value: Value, dim: int) -> bool:
