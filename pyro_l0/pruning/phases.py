@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pyro_l0.diagnostics import Diagnosis, diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
@@ -167,7 +168,7 @@ class FineTuning:
         loss: of a batch.
         steps: how many there will be.
         make_optimiser: Adam if not given.
-        make_schedule: to 0 by a cosine if not given.
+        make_schedule: a constant rate that falls to 0 by a cosine over the last half of the steps if not given.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class FineTuning:
     ) -> None:
         self.network, self._loss = network, loss
         self.optimiser = _optimiser(network, make_optimiser)
-        self.schedule = (make_schedule or CosineAnnealingLR)(self.optimiser, steps)
+        self.schedule = (make_schedule or _falling_late)(self.optimiser, steps)
 
     def step(self, group: Sequence[object]) -> Tensor:
         """Take a step on some batches; the mean loss, without a graph."""
@@ -226,6 +227,16 @@ def _optimiser(network: nn.Module, make: MakeOptimiser | None) -> Optimizer:
         return made
     is_fused = parameters[0].device.type in ("cpu", "cuda")
     return torch.optim.Adam(parameters, _LEARNING_RATE, eps=_EPS, fused=is_fused)
+
+
+def _falling_late(optimiser: Optimizer, steps: int) -> LRScheduler:
+    """A constant rate, and a cosine to 0 over the last half: the smaller the network, the more it has to learn anew."""
+
+    def rate(step: int) -> float:
+        fallen = max(0.0, 2 * step / steps - 1)
+        return (1 + math.cos(math.pi * fallen)) / 2
+
+    return LambdaLR(optimiser, rate)
 
 
 def _options(target: SparsityTarget) -> dict[str, Any]:

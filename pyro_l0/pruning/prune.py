@@ -85,7 +85,7 @@ def prune(
         evaluate: takes a network in evaluation mode and returns its error, of which smaller is better; for the report.
         optimiser: makes the optimiser of some parameters; Adam with a rate of 1e-3 if not given. Gates have their own.
         schedule: makes a scheduler of an optimiser and a number of steps, for the phase with gates and for the one
-            after; a constant rate and a cosine to 0 if not given.
+            after; if not given, rates are constant, and fall to 0 by a cosine over the last half of the latter.
         accumulate: batches for each step.
         autocast: the type of numbers for :class:`torch.autocast`, such as ``torch.bfloat16``.
         callbacks: are called after every epoch with its entry of the history.

@@ -107,7 +107,7 @@ def test_the_gradient_that_is_added():
     with torch.no_grad():
         for location in guide.locations():
             location.copy_(torch.linspace(-1, 2, location.numel()))
-    target._take_prices()
+    target._look_at_penalty()
     active = {site: gate.active_prob.detach() for site, gate in guide.posterior().items()}
     expected = count(active)
     given = {"a": torch.tensor([1.0, -2.0, 0.5, 0.0]), "b": torch.arange(6.0)}
