@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -171,11 +171,12 @@ class _Choice:
         saved = self._saved[k][can_close].cumsum(0)
         guess = int((self._fractions[k] - saved > self._limits[k]).sum()) + 1
 
-        def holds(number: int) -> bool:
-            return bool(self._fraction(self._changed(can_close[:number], 0.0))[k] <= self._limits[k])
+        @cache
+        def fractions(number: int) -> Tensor:
+            return self._fraction(self._changed(can_close[:number], 0.0))
 
-        self._open = self._changed(can_close[: first_that(holds, len(can_close), guess)], 0.0)
-        self._fractions = self._fraction(self._open)
+        number = first_that(lambda n: bool(fractions(n)[k] <= self._limits[k]), len(can_close), guess)
+        self._open, self._fractions = self._changed(can_close[:number], 0.0), fractions(number)
 
     def _reopen(self) -> None:
         """Open closed gates from above, as many as fit together, then those of other sites that still fit."""

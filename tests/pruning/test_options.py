@@ -74,6 +74,18 @@ def test_accumulation_takes_fewer_steps():
     assert result.history[-1]["step"] == 6 * 3
 
 
+def test_the_rate_after_the_cut():
+    """Constant over half of the steps, and to 0 by a cosine over the others."""
+    tuning = FineTuning(nn.Linear(2, 2), BatchLoss(F.mse_loss, torch.device("cpu"), None), 40, None, None)
+    rates = []
+    for _ in range(40):
+        rates.append(1000 * tuning.optimiser.param_groups[0]["lr"])
+        tuning.step([(torch.ones(1, 2), torch.zeros(1, 2))])
+    assert rates[:21] == [1.0] * 21
+    assert rates[30] == pytest.approx(0.5)
+    assert tuning.optimiser.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("optimiser", "schedule"),
     [
