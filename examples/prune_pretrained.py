@@ -124,6 +124,7 @@ class Problem:
         test_y: their classes.
         dense_epochs: passes over the training data before the pruning.
         epochs: passes while it is pruned.
+        finetune: the part of them that gates leave to the network as cut; of :func:`pyro_l0.prune`'s choice if None.
     """
 
     make: Callable[[], nn.Module]
@@ -132,6 +133,7 @@ class Problem:
     test_y: Tensor
     dense_epochs: int
     epochs: int
+    finetune: float | None = None
 
     @property
     def example(self) -> Tensor:
@@ -268,8 +270,9 @@ def prune(problem: Problem, network: nn.Module, method: MethodName, budget: floa
         )
         units = {site: int(gate.sum()) for site, gate in found.gates.items()}
         return {**row, "cut": found.cut, "end": found.end, "used": found.fraction / budget, "units": units}
+    example, epochs, share, error = problem.example, problem.epochs, problem.finetune, problem.error
     pruned = pyro_l0.prune(
-        gated, F.cross_entropy, problem.batches, problem.example, budget, epochs=problem.epochs, evaluate=problem.error
+        gated, F.cross_entropy, problem.batches, example, budget, epochs=epochs, finetune=share, evaluate=error
     )
     left, full = pruned.report.left["macs"]
     units = {site: sum(value > 0 for value in gate) for site, gate in pruned.plan.gates.items()}
@@ -362,8 +365,7 @@ def table(rows: Sequence[Row]) -> str:
     for budget, methods in summaries(rows).items():
         for method, found in methods.items():
             errors = f"{_spread(found, 'cut')} | {_spread(found, 'end')}"
-            used = f"{_mean(found, 'used'):.3f}"
-            lines.append(f"| {budget:g} | {TITLES[method]} | {errors} | {used} | {len(found)} |")
+            lines.append(f"| {budget:g} | {TITLES[method]} | {errors} | {_mean(found, 'used'):.3f} | {len(found)} |")
     return "\n".join(lines)
 
 
@@ -383,9 +385,8 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for budget, methods in summaries(rows).items():
         for method, found in methods.items():
-            lines.setdefault(TITLES[method].partition(",")[0], []).append(
-                (budget * _mean(found, "used"), _mean(found, "end"))
-            )
+            point = budget * _mean(found, "used"), _mean(found, "end")
+            lines.setdefault(TITLES[method].partition(",")[0], []).append(point)
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     axes.axhline(_mean(rows, "dense"), color="0.5", lw=0.8, label="dense")

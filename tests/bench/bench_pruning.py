@@ -9,7 +9,8 @@ deviation of the test error.
 The data are MNIST's four files, in ``--mnist`` or the folder that MNIST_DIR names, and CIFAR-10's batches, in
 ``--cifar`` or CIFAR_DIR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes for the
 residual network; what is in OUT is not run again, so that a long comparison may be interrupted, or shared out by
-``--network``, ``--budget``, ``--method`` and ``--seeds``. ``--table`` prints what is there and runs nothing.
+``--network``, ``--budget``, ``--method`` and ``--seeds``. ``--table`` prints what is there and runs nothing. With
+``--finetune`` gates leave another part of the steps to the network as cut, for which OUT should be another folder.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -76,10 +78,12 @@ def run(network: str, budgets: Sequence[float], options: argparse.Namespace) -> 
     for seed, budget, method in itertools.product(options.seeds, budgets, options.method):
         path = options.out / f"{network}-{method}-{budget:g}-{seed}.json"
         described = {"network": network, "steps": STEPS}
+        if options.finetune is not None:
+            described["finetune"] = options.finetune
         if not path.exists():
             if options.table:
                 continue
-            data = data or problem(network, options.mnist, options.cifar)
+            data = data or replace(problem(network, options.mnist, options.cifar), finetune=options.finetune)
             dense = pretrain(data, seed, options.out / f"{network}-dense-{seed}.pt")
             start = time.perf_counter()
             row = prune(data, dense, method, budget, seed)
@@ -102,6 +106,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, nargs="+", default=BUDGETS)
     parser.add_argument("--method", choices=METHODS, nargs="+", default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument("--finetune", type=float)
     parser.add_argument("--mnist", type=Path, default=os.environ.get("MNIST_DIR"))
     parser.add_argument("--cifar", type=Path, default=os.environ.get("CIFAR_DIR"))
     parser.add_argument("--table", action="store_true")
