@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["LEAST_REACH", "BudgetSchedule"]
 
 _LEAST_STEPS = 10
-_LOOKS = 50
+_LOOKS = 100
 # How far a gate may go while the budget falls, in distances from where it starts to where it closes: so far at least if
 # all of its gradients have one sign, and so far if they have none, when Adam's steps add up like a random walk's.
 LEAST_REACH, _WALK = 4.0, 1 / 6

@@ -21,9 +21,9 @@ __all__ = ["SparsityTarget", "TargetState"]
 OnBudget = Callable[[float, dict[str, Tensor]], None]
 _START = 0.999  # P(z != 0) at the start, or all but one gate in expectation where that is more
 _BETAS, _EPS = (0.9, 0.99), 1e-15
-_MEMORY = 0.98  # of the moving average of the loss's squared gradient
+_MEMORY = 0.98  # of the moving averages of squared gradients
 _GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
-_HARDENING = 10.0  # of the logarithm of positions at the last looks: what stands at OPENED or further stays on its side
+_HARDENING = 10.0  # of the logarithm of positions in the last steps: what stands at OPENED or further stays on its side
 
 
 class TargetState(TypedDict):
@@ -32,8 +32,8 @@ class TargetState(TypedDict):
     step: int
     integral: Tensor
     of_loss: Tensor
+    of_penalty: Tensor
     prices: Tensor | None
-    slopes: Tensor | None
 
 
 class SparsityTarget:
@@ -49,12 +49,11 @@ class SparsityTarget:
 
     where a are the gates' locations. So the multiplier μ has the scale of the loss, whatever that is, and
     its logarithm's integral part I rises while the *deterministic* network (test gates) costs more than the
-    budget of the moment, and falls while it costs less. That budget falls from 1 to its final value by a cubic curve.
-    Fifty times on the way :meth:`ascend` looks at the deterministic network and puts it onto the curve: the open gates
-    of lowest location close, just below the point where test gates close, or closed ones of highest location open, just
-    above it. Gates move little from one look to the next, so that the penalty's gradient in between is that of the last
-    one. At the last looks all gates move away from the point where they close, so that few test gates are neither 0 nor
-    1. Leave prices and expected weight decay of gates out of the loss: what closes more gates than the budget asks
+    budget of the moment, and falls while it costs less. That budget falls from 1 to its final value by a cubic curve. A
+    hundred times on the way :meth:`ascend` looks at the deterministic network and puts it onto the curve: the open
+    gates of lowest location close, just below the point where test gates close, or closed ones of highest location
+    open, just above it. In the last steps all gates move away from that point, so that few test gates are neither 0
+    nor 1. Leave prices and expected weight decay of gates out of the loss: what closes more gates than the budget asks
     would work against a target that opens them again. Weight decay of the network's optimiser does not.
 
     A site keeps as many gates as three quarters of those that an equal rate of open gates at every site would leave,
@@ -146,7 +145,6 @@ class SparsityTarget:
         self._of_loss = torch.zeros_like(self._integral)
         self._of_penalty = torch.zeros_like(self._integral)
         self._prices: Tensor | None = None
-        self._slopes: Tensor | None = None  # of the penalty by the locations where the multiplier is 1
         self._shares = torch.zeros(0)
 
     # ------------------------------------------------------------ what a run asks
@@ -188,7 +186,7 @@ class SparsityTarget:
     @property
     def multiplier(self) -> Tensor:
         """The multiplier of each constraint in nats, shape ``(k,)``."""
-        # Where no gate has a price yet, both means are 0.
+        # Where no gate has a price yet, both averages are 0.
         return torch.sqrt(self._of_loss / self._of_penalty.clamp(min=1e-30)) * torch.exp(self._integral)
 
     @property
@@ -244,26 +242,34 @@ class SparsityTarget:
                 "Expected gradients of the gates' locations, but none has one; call add_gradient after "
                 "loss.backward(), with a loss that draws the gates from this target's guide."
             )
+        self._follow()
         if not locations:
             return
-        self._follow()
         grad = torch.cat([_grad(location).flatten() for location in locations]).float()
-        _, slopes = self._last_look(len(grad))
-        newest = max(1 - _MEMORY, 1 / (self.step - self.start + 1))  # at first the mean of what there is
-        self._of_loss.lerp_(self._shares @ grad.nan_to_num(0.0, 0.0, 0.0).square(), newest)
+        prices = self._prices_of(len(grad))
+        slopes = prices * self._positions.slopes()
+        self._of_loss.lerp_(self._shares @ grad.nan_to_num(0.0, 0.0, 0.0).square(), 1 - _MEMORY)
+        self._of_penalty.lerp_((slopes.square() * self._shares).sum(1), 1 - _MEMORY)
         start, added = 0, self.multiplier @ slopes
         for location in locations:
             end = start + location.numel()
-            location.grad = _grad(location).add_(added[start:end].view(location.shape))
+            location.grad = _grad(location) + added[start:end].view(location.shape).to(location)
             start = end
 
     @torch.no_grad()
     def ascend(self) -> None:
-        """Go on by a step, after that of the optimiser: at some of them, look at the deterministic network."""
+        """Go on by a step, after that of the optimiser: look at the deterministic network, and harden decided gates."""
         self.step += 1
-        if not self._schedule.is_look(self.step) or not self.guide.locations():
+        if not self.start <= self.step <= self.steps or not self.guide.locations():
             return
-        self._look()
+        if self._schedule.is_look(self.step):
+            self._look()
+        if self.settled <= self.step < self.steps:
+            positions = self._positions.read()
+            # Meanwhile Adam can push a gate by a quarter of the reach, in distances of about eight: by less than this.
+            hardening = _HARDENING * self._schedule.reach / LEAST_REACH
+            harder = positions * (1 + hardening / (self.steps - self.settled))
+            self._positions.write(harder.clamp(LOWEST, HIGHEST))
         if self.step == self.steps and self._on_budget is not None:
             self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
 
@@ -273,9 +279,7 @@ class SparsityTarget:
         self._positions.follow()
         if self.step > self.start:  # where no gate has moved yet, none is better than another
             self._keep_to_curve()
-        if self.settled <= self.step < self.steps:
-            self._harden()
-        self._look_at_penalty()
+        self._take_prices()
 
     def _keep_to_curve(self) -> None:
         schedule = self._schedule
@@ -293,12 +297,6 @@ class SparsityTarget:
                     self._on_budget(on_the_way, dict(self.guide.test_gates()))
         self._correct(budget)
 
-    def _harden(self) -> None:
-        # Meanwhile Adam can push a gate by a quarter of the reach, in distances of about eight: by less than this.
-        hardening = _HARDENING * self._schedule.reach / LEAST_REACH
-        harder = self._positions.read() * math.exp(hardening * self._schedule.look / (self.steps - self.settled))
-        self._positions.write(harder.clamp(LOWEST, HIGHEST))
-
     @torch.no_grad()
     def project(self) -> None:
         """Put the deterministic network onto the final budget now, as a run that ends early needs it.
@@ -312,7 +310,7 @@ class SparsityTarget:
         positions, is_open = self._positions.read(), self._open()
         shapes = {site: gate.shape for site, gate in is_open.items()}
         now = torch.cat([gate.flatten() for gate in is_open.values()])
-        prices, _ = self._last_look(len(now))
+        prices = self._prices_of(len(now))
         wanted = self._budget.keep_within(budget, apart(positions, shapes), is_open, prices)
         # Until the end a gate can go back; those of the last look are decided.
         opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
@@ -327,24 +325,22 @@ class SparsityTarget:
     def _active(self) -> dict[str, Tensor]:
         return {site: gate.active_prob.detach().float() for site, gate in self.guide.posterior().items()}
 
-    def _last_look(self, number: int) -> tuple[Tensor, Tensor]:
-        """Prices and slopes of the last look at so many gates; anew if units have left since."""
-        if self._prices is None or self._slopes is None or self._prices.shape[1] != number:
-            return self._look_at_penalty()
-        return self._prices, self._slopes
+    def _prices_of(self, number: int) -> Tensor:
+        """The prices of the last look at so many gates; anew if units have left since."""
+        if self._prices is None or self._prices.shape[1] != number:
+            return self._take_prices()
+        return self._prices
 
-    def _look_at_penalty(self) -> tuple[Tensor, Tensor]:
-        """Take the prices of units, and the penalty's slopes, where the gates are now."""
-        prices = self._budget.prices(self._active())
-        return self._put(prices, prices * self._positions.slopes())
+    def _take_prices(self) -> Tensor:
+        """Take the prices of units where the gates are now."""
+        return self._put_prices(self._budget.prices(self._active()))
 
-    def _put(self, prices: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep what was looked at, and the share of each gate in a mean over those that have a price."""
+    def _put_prices(self, prices: Tensor) -> Tensor:
+        """Keep prices, and the share of each gate in a mean over those that have one."""
         priced = (prices != 0).float()
         self._shares = priced / priced.sum(1, keepdim=True).clamp(min=1)
-        self._prices, self._slopes = prices, slopes
-        self._of_penalty = (slopes.square() * self._shares).sum(1)
-        return prices, slopes
+        self._prices = prices
+        return prices
 
     def _follow(self) -> None:
         """Move this target's tensors to where the guide's gates have moved."""
@@ -352,8 +348,9 @@ class SparsityTarget:
         if like is None or like.device == self.budget.device:
             return
         self._budget.to(like.device)
-        self._integral, self._of_loss = self._integral.to(like.device), self._of_loss.to(like.device)
-        self._of_penalty, self._prices = self._of_penalty.to(like.device), None
+        for name in ("_integral", "_of_loss", "_of_penalty"):
+            setattr(self, name, getattr(self, name).to(like.device))
+        self._prices = None
 
     # ------------------------------------------------------------ resuming
 
@@ -363,8 +360,8 @@ class SparsityTarget:
             "step": self.step,
             "integral": self._integral.clone(),
             "of_loss": self._of_loss.clone(),
+            "of_penalty": self._of_penalty.clone(),
             "prices": self._prices,
-            "slopes": self._slopes,
         }
 
     def load_state_dict(self, state: TargetState) -> None:
@@ -380,9 +377,10 @@ class SparsityTarget:
         self.step = state["step"]
         self._integral = state["integral"].to(self._integral).clone()
         self._of_loss = state["of_loss"].to(self._integral).clone()
-        self._prices = self._slopes = None
-        if state["prices"] is not None and state["slopes"] is not None:
-            self._put(state["prices"].to(self._integral), state["slopes"].to(self._integral))
+        self._of_penalty = state["of_penalty"].to(self._integral).clone()
+        self._prices = None
+        if state["prices"] is not None:
+            self._put_prices(state["prices"].to(self._integral))
 
 
 def _grad(location: Tensor) -> Tensor:

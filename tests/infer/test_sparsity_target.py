@@ -107,7 +107,7 @@ def test_the_gradient_that_is_added():
     with torch.no_grad():
         for location in guide.locations():
             location.copy_(torch.linspace(-1, 2, location.numel()))
-    target._look_at_penalty()
+    target._take_prices()
     active = {site: gate.active_prob.detach() for site, gate in guide.posterior().items()}
     expected = count(active)
     given = {"a": torch.tensor([1.0, -2.0, 0.5, 0.0]), "b": torch.arange(6.0)}
@@ -121,31 +121,6 @@ def test_the_gradient_that_is_added():
         torch.testing.assert_close(
             location.grad, given[site] + rms["g"] / rms["q"] * slopes[site], rtol=1e-5, atol=1e-6
         )
-
-
-def test_between_looks_the_penalty_keeps_its_gradient():
-    """It is taken anew at a look; the loss's mean square is that of all steps so far while these are few."""
-    guide = make()
-    target = SparsityTarget(guide, 0.3, count, steps=1000)
-    for _ in range(target.start):
-        target.ascend()
-
-    def added(size):
-        for location in guide.locations():
-            location.grad = torch.full_like(location, size)
-        target.add_gradient()
-        return torch.cat([(location.grad - size).flatten() for location in guide.locations()])
-
-    first, multiplier = added(1.0), target.multiplier.item()
-    target.ascend()
-    with torch.no_grad():
-        guide.locations()[0][0] -= 2.0
-    second = added(3.0)
-    assert target.multiplier.item() == pytest.approx(multiplier * math.sqrt((1 + 9) / 2), rel=1e-5)
-    torch.testing.assert_close(second, first * math.sqrt(5), rtol=1e-5, atol=1e-7)
-    target._look()
-    third = added(0.0)
-    assert third[0] / third[1] > 2 * second[0] / second[1]  # the slope of P(z != 0) is larger where the gate is now
 
 
 def test_gates_rest_before_and_after():
