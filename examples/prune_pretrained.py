@@ -9,8 +9,7 @@ error at the end, which favours the scores.
 
 ``python examples/prune_pretrained.py`` takes two to three minutes on one core. With seed 1 the dense network has an
 error of 1.1 %. Expect all methods between 0.5 and 2 % with half or 30 % of the multiply-adds, and differences at 5 %:
-14 % by gates, which have 8 to 14 % over seeds 1 to 7, 13 % by L1 and 28 % by Taylor and Fisher. Those are 330 steps;
-gates gain from more. The test images are 360, so that 1 % is less than four of them.
+12 % by gates (8 to 12 % over seeds 1 to 7), 13 % by L1, 28 % by Taylor and Fisher. A test image is 0.28 %.
 
 The table has the test error in percent when the last unit had closed and at the end, mean and standard deviation over
 the seeds, and the part of the budget that the network uses. Writes a JSON file per run, ``pruned.md`` and
