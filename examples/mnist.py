@@ -3,7 +3,7 @@
 By default on scikit-learn's 1,797 digits of 8 x 8 pixels, which need no download: about 15 seconds, an error near
 2 % and a fifth of the weights left. With ``--data mnist`` it is the L0 paper's first experiment (MLP
 784-300-100, Adam, batches of 100, averaged weights, 200 epochs, about 7 minutes on one core):
-``python examples/mnist.py --data mnist --objective l0 --lam 0.1`` ends at 1.4 to 1.5 % with some 230-216-100 units.
+``python examples/mnist.py --data mnist --objective l0 --lam 0.1`` ends at 1.4 to 1.6 % with some 230-216-100 units.
 
 ``torchrun --nproc-per-node 2 examples/mnist.py ...`` trains in two processes, each with its share of every batch.
 
