@@ -78,7 +78,7 @@ def prune(
         epochs: passes over the loader; the last one with gates may be cut short. Several targets take the last part,
             without gates, once for each.
         pretrained: whether the network was trained before. One from scratch learns for a while before gates move.
-        finetune: the part of the epochs that comes after the cut, from 0 to 0.9; half of them if not given, and less,
+        finetune: the part of the epochs that comes after the cut, from 0 to 0.9; 35 % of them if not given, and less,
             down to a quarter, where fewer than 300 steps would have gates.
         gates: by module path, the gates to put behind modules, if it is not the places above; see
             :func:`~pyro_l0.nn.suggest_gates`. One gate at several paths acts alike there, as on a residual stream.
