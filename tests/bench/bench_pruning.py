@@ -1,10 +1,10 @@
 """Gates beside importance scores at equal steps and multiply-adds: python tests/bench/bench_pruning.py --out OUT
 
 Networks: ``mlp``, 784-300-100 on MNIST with gates for its inputs; ``cnn``, three convolutions with BatchNorm and a
-dense layer on MNIST; ``resnet``, a residual network of three blocks on 5,000 of CIFAR-10's images, 2,000 to test, on
-which no setting of ours was chosen. Each is trained for 3,000, 2,000 and 1,200 steps and then pruned by every method in
-1,000 steps, for every budget and seed. A row of the table is a network, a budget and a method: mean and standard
-deviation of the test error.
+dense layer on MNIST; ``resnet``, a residual network of three blocks on 5,000 of CIFAR-10's images, 2,000 to test, with
+which nothing of ours was chosen but the share of the steps after the cut. Each is trained for 3,000, 2,000 and 1,200
+steps and then pruned by every method in 1,000 steps, for every budget and seed. A row of the table is a network, a
+budget and a method: mean and standard deviation of the test error.
 
 The data are MNIST's four files, in ``--mnist`` or the folder that MNIST_DIR names, and CIFAR-10's batches, in
 ``--cifar`` or CIFAR_DIR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes for the
