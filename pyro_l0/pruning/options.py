@@ -14,8 +14,8 @@ from pyro_l0.pruning.batches import Loader, same_everywhere
 __all__ = ["check_callables", "check_network", "check_target", "count_steps"]
 
 _LEAST_STEPS = 10  # with gates
-_FEW_STEPS = 300  # with gates; with fewer, a smaller part of all steps comes after the cut, down to a quarter
-_AFTER = 0.35  # of all steps, the part after the cut
+_AFTER, _LEAST_AFTER = 0.35, 0.25  # of all steps, the part after the cut: the second where few would have gates
+_FEW_STEPS = 300  # with gates
 
 
 def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate: int) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate:
             raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
     steps = epochs * -(-length // accumulate)
     if finetune is None:
-        finetune = min(_AFTER, max(0.25, 1 - _FEW_STEPS / steps))
+        finetune = min(_AFTER, max(_LEAST_AFTER, 1 - _FEW_STEPS / steps))
     if not 0 <= finetune <= 0.9:
         raise ValueError(f"Expected finetune from 0 to 0.9, the part of the epochs after the cut, but got {finetune}.")
     further = round(finetune * steps)
