@@ -216,8 +216,7 @@ def _problem(options: Options) -> Problem:
     images = load_images(options.data, options.data_dir)
     train_x, test_x = (x.unflatten(1, images.image_shape) for x in (images.train_x, images.test_x))
     make, batch_size = (_digits_network, 64) if options.data == "digits" else (mlp, 100)
-    batches = Shuffled(train_x, images.train_y, batch_size)
-    epochs = options.epochs or EPOCHS[options.data]
+    batches, epochs = Shuffled(train_x, images.train_y, batch_size), options.epochs or EPOCHS[options.data]
     return Problem(make, batches, test_x, images.test_y, DENSE_EPOCHS[options.data], epochs)
 
 
@@ -235,14 +234,15 @@ def pretrain(problem: Problem, seed: int, path: Path) -> nn.Module:
 
 
 def places(network: nn.Module, example: Tensor) -> dict[str, Gate]:
-    """Gates for every method: behind activations, and behind what flattens images or maps.
+    """Gates for every method: behind activations, or the max pools after them, and behind what flattens images.
 
-    Places on the same units, such as those of a residual stream, have one gate, because what these units cost leaves
-    only where all of them are closed.
+    Places on the same units, as in a residual stream, have one gate, because what these units cost leaves only where
+    all of them are closed. Parts of units, as the pixels of a flattened map, have none.
     """
     gates: dict[str, Gate] = {}
     for place in suggest_gates(network, example).places:
-        if isinstance(network.get_submodule(place.path), nn.ReLU | nn.Flatten):
+        before = network.get_submodule(place.path)
+        if isinstance(before, nn.ReLU | nn.MaxPool2d | nn.Flatten) and not place.is_composite:
             shared = [gates[path] for path in place.coupled if path in gates]
             gates[place.path] = shared[0] if shared else place.gate
     return gates

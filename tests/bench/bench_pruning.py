@@ -2,13 +2,14 @@
 
 Networks: ``mlp``, 784-300-100 on MNIST with gates for its inputs; ``cnn``, three convolutions with BatchNorm and a
 dense layer on MNIST; ``resnet``, a residual network of three blocks on 5,000 of CIFAR-10's images, 2,000 to test, with
-which nothing of ours was chosen but the share of the steps after the cut. Each is trained for 3,000, 2,000 and 1,200
-steps and then pruned by every method in 1,000 steps, for every budget and seed. A row of the table is a network, a
-budget and a method: mean and standard deviation of the test error.
+which nothing of ours was chosen but the share of the steps after the cut; ``plain``, three convolutions with max pools
+and a hidden layer, without BatchNorm, on as many other images of CIFAR-10, with which nothing was chosen. Each is
+trained for 1,200 to 3,000 steps and then pruned by every method in 1,000 steps, for every budget and seed. A row of the
+table is a network, a budget and a method: mean and standard deviation of the test error.
 
 The data are MNIST's four files, in ``--mnist`` or the folder that MNIST_DIR names, and CIFAR-10's batches, in
 ``--cifar`` or CIFAR_DIR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes for the
-residual network; what is in OUT is not run again, so that a long comparison may be interrupted, or shared out by
+other two; what is in OUT is not run again, so that a long comparison may be interrupted, or shared out by
 ``--network``, ``--budget``, ``--method`` and ``--seeds``. ``--table`` prints what is there and runs nothing. With
 ``--finetune`` gates leave another part of the steps to the network as cut, for which OUT should be another folder.
 """
@@ -35,7 +36,7 @@ from data import load_mnist
 from prune_pretrained import ENTRIES, METHODS, Problem, ResidualNetwork, Row, Shuffled, mlp, pretrain, prune, table
 
 STEPS, PASS = 1000, 50  # batches per pass, of which there are whole numbers in all the steps
-DENSE_STEPS = {"mlp": 3000, "cnn": 2000, "resnet": 1200}
+DENSE_STEPS = {"mlp": 3000, "cnn": 2000, "resnet": 1200, "plain": 1200}
 BUDGETS = (0.3, 0.05)
 CIFAR_TRAIN, CIFAR_TEST = 5000, 2000
 
@@ -53,13 +54,27 @@ def resnet() -> nn.Module:
     return ResidualNetwork(3, (16, 32, 64), stride=2)
 
 
+def plain() -> nn.Module:
+    """Convolutions 3x3 of 24, 48 and 64 maps, the first of stride 2 and the others before max pools, and 128 units."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 24, 3, 2, 1), nn.ReLU()]
+    for before, maps in ((24, 48), (48, 64)):
+        layers += [nn.Conv2d(before, maps, 3, 1, 1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)]
+    return nn.Sequential(*layers)
+
+
 def problem(network: str, mnist: Path | None, cifar: Path | None) -> Problem:
     """A network and its data."""
-    if network == "resnet":
+    if network in ("resnet", "plain"):
+        part = 1 if network == "plain" else 0  # of the images
         images = load_cifar("cifar10", cifar)
-        train_x, test_x = ((x.float() / 255 - 0.47) / 0.25 for x in (images.train_x[:CIFAR_TRAIN], images.test_x))
-        train_y, test_y = images.train_y[:CIFAR_TRAIN], images.test_y[:CIFAR_TEST]
-        return _problem(resnet, Shuffled(train_x, train_y, 64, PASS), test_x[:CIFAR_TEST], test_y, network)
+        train, test = (
+            slice(part * CIFAR_TRAIN, (part + 1) * CIFAR_TRAIN),
+            slice(part * CIFAR_TEST, (part + 1) * CIFAR_TEST),
+        )
+        train_x, test_x = ((x.float() / 255 - 0.47) / 0.25 for x in (images.train_x[train], images.test_x[test]))
+        batches = Shuffled(train_x, images.train_y[train], 64, PASS)
+        return _problem({"resnet": resnet, "plain": plain}[network], batches, test_x, images.test_y[test], network)
     digits = load_mnist(mnist)
     train_x, test_x = (x.unflatten(1, digits.image_shape) for x in (digits.train_x, digits.test_x))
     batches = Shuffled(train_x, digits.train_y, 100, PASS)
