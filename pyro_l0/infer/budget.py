@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "Cost", "apart"]
+__all__ = ["Budget", "BudgetTooSmallError", "Cost", "apart"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _FLOOR = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
@@ -16,6 +16,10 @@ _ROUNDING = 1e-6
 _SURELY = 0.5  # of what a gate costs by its price; one that would not fit even so is not tried
 _HALVINGS = 25
 _FIRST = 1e6  # added to the position of a gate that closes after all others
+
+
+class BudgetTooSmallError(ValueError):
+    """The least network, of one open gate per site, costs more than its budget."""
 
 
 class Budget:
@@ -34,7 +38,8 @@ class Budget:
         floors: by site, how many gates stay open before others close, at least one of several.
 
     Raises:
-        ValueError: a full network costs nothing, or the least network is not within the limits.
+        BudgetTooSmallError: the least network is not within the limits.
+        ValueError: a full network costs nothing.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class Budget:
         if bool((least > self.final * (1 + _ROUNDING)).any()):
             needed = {name: round(x, 4) for name, x in zip(self.names, least.tolist(), strict=True)}
             given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
-            raise ValueError(
+            raise BudgetTooSmallError(
                 f"Expected a budget that one open gate per site meets, which costs {needed} of the full network, but "
                 f"got {given}; give a larger budget, or gates for more of the network."
             )

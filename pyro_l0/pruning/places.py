@@ -20,6 +20,7 @@ __all__ = ["GatedNetwork", "put_gates"]
 
 # A gate that is shared makes a plainer network: units leave the stream, with no zeros in their places.
 _AS_SMALL = 1.5
+_NAMED = 8  # of the modules without a gate, in a message
 # What compaction may raise of a network that holds sizes which can't be changed.
 _REFUSALS = (CompactionError, ValueError, TypeError)
 
@@ -37,6 +38,11 @@ class GatedNetwork:
     network: nn.Module
     skipped: dict[str, str] = field(default_factory=dict)
     in_the_way: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> str:
+        """Where there is no gate, and why, as a sentence; empty where gates are the user's."""
+        return f" There is no gate behind {_reasons(self.skipped)}." if self.skipped else ""
 
 
 def put_gates(
@@ -76,11 +82,13 @@ def put_gates(
         return GatedNetwork(gated)
     suggested = suggest_gates(network, example)
     alone, inputs = _without_inputs(network, example, _alone(network, suggested))
-    skipped = {
+    skipped = dict(suggested.refused)
+    skipped |= {
         place.path: f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
         for place in suggested.places
         if place.coupled
     }
+    skipped |= {place.path: "its units are parts of larger ones" for place in suggested.places if place.is_composite}
     skipped |= {path: "its units are the network's inputs" for paths, _ in inputs for path in paths}
     in_the_way: dict[str, str] = {}
     places, found = _that_compact(network, example, alone, in_the_way)
@@ -88,16 +96,20 @@ def put_gates(
         streams = _streams(network, example, suggested)
         more, with_streams = _that_compact(network, example, places.and_more(streams + inputs), in_the_way)
         if with_streams is not None:
-            found = with_streams
-            skipped = {path: why for path, why in skipped.items() if path not in more.paths()}
-    skipped |= in_the_way
+            places, found = more, with_streams
+    skipped = {path: why for path, why in skipped.items() if path not in places.paths()} | in_the_way
     if found is None:
-        reasons = "; ".join(f"{path}: {why}" for path, why in {**suggested.refused, **skipped}.items())
         raise ValueError(
             "Expected a network with a place behind which a closed gate makes it smaller, but found none; write Gate "
-            f"layers into it, or give gates by module path. {reasons}"
+            f"layers into it, or give gates by module path. {_reasons(skipped)}"
         )
     return GatedNetwork(found, skipped, in_the_way)
+
+
+def _reasons(skipped: Mapping[str, str]) -> str:
+    named = [f"{path}: {why}" for path, why in skipped.items()]
+    others = [f"{len(named) - _NAMED} others, of which suggest_gates tells"] if len(named) > _NAMED else []
+    return "; ".join(named[:_NAMED] + others)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.infer.budget import Cost
+from pyro_l0.infer.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
 from pyro_l0.nn.engine import Example
 from pyro_l0.pruning.batches import BatchLoss, Loader, LossFunction, share
@@ -150,7 +150,10 @@ def prune(
     costs = _costs(counts, target, of)
     with pyro.get_param_store().scope():
         batch = next(iter(loader))
-        run.start(batch, target, costs if isinstance(target, Mapping) else costs["cost"], pretrained)
+        try:
+            run.start(batch, target, costs if isinstance(target, Mapping) else costs["cost"], pretrained)
+        except BudgetTooSmallError as error:
+            raise ValueError(f"{error}{placed.reasons}") from error
         dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
         untrained = pretrained and looks_untrained(dense, loss, batch)
         start = _Start(placed, counts, costs, untrained, run.error(dense))

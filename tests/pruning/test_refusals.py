@@ -261,3 +261,29 @@ def test_sizes_that_are_written_into_code():
     assert result.network.first.out_features == 32
     assert result.network.second.out_features < 24
     assert "first" in result.report.skipped
+
+
+class Recurrent(nn.Module):
+    """What takes the time has no place for a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.first, self.last = nn.GRU(16, 24, batch_first=True), nn.Linear(24, 12), nn.Linear(12, 10)
+
+    def forward(self, images):
+        return self.last(F.relu(self.first(self.recurrent(images.reshape(-1, 4, 16))[0][:, -1])))
+
+
+def test_a_budget_that_the_places_of_gates_do_not_allow():
+    """The message says where there is none, and why."""
+    with pytest.raises(
+        ValueError, match=r"one open gate per site meets.*no gate behind recurrent: it does not return a"
+    ):
+        pruned(Recurrent(), target=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+def test_what_has_no_gate_is_in_the_report_with_the_reason():
+    result = pruned(pretrained=False)
+    assert result.report.skipped["last"] == "it makes the network's output"
+    assert not result.plan.gates.keys() & result.report.skipped.keys()
