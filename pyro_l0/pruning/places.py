@@ -82,14 +82,7 @@ def put_gates(
         return GatedNetwork(gated)
     suggested = suggest_gates(network, example)
     alone, inputs = _without_inputs(network, example, _alone(network, suggested))
-    skipped = dict(suggested.refused)
-    skipped |= {
-        place.path: f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
-        for place in suggested.places
-        if place.coupled
-    }
-    skipped |= {place.path: "its units are parts of larger ones" for place in suggested.places if place.is_composite}
-    skipped |= {path: "its units are the network's inputs" for paths, _ in inputs for path in paths}
+    skipped = _why_not(suggested, inputs)
     in_the_way: dict[str, str] = {}
     places, found = _that_compact(network, example, alone, in_the_way)
     if found is None or not suffices(found):
@@ -104,6 +97,17 @@ def put_gates(
             f"layers into it, or give gates by module path. {_reasons(skipped)}"
         )
     return GatedNetwork(found, skipped, in_the_way)
+
+
+def _why_not(suggested: Suggestions, inputs: list[tuple[tuple[str, ...], Gate]]) -> dict[str, str]:
+    """By module path, why there is no gate unless the budget asks for it."""
+    why = dict(suggested.refused)
+    for place in suggested.places:
+        if place.coupled:
+            why[place.path] = f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
+        elif place.is_composite:
+            why[place.path] = "its units are parts of larger ones"
+    return why | {path: "its units are the network's inputs" for paths, _ in inputs for path in paths}
 
 
 def _reasons(skipped: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,28 +63,22 @@ def plain() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+MAKE = {"mlp": mlp, "cnn": cnn, "resnet": resnet, "plain": plain}
+
+
 def problem(network: str, mnist: Path | None, cifar: Path | None) -> Problem:
     """A network and its data."""
     if network in ("resnet", "plain"):
-        part = 1 if network == "plain" else 0  # of the images
         images = load_cifar("cifar10", cifar)
-        train, test = (
-            slice(part * CIFAR_TRAIN, (part + 1) * CIFAR_TRAIN),
-            slice(part * CIFAR_TEST, (part + 1) * CIFAR_TEST),
-        )
+        part = int(network == "plain")  # which of the images
+        train, test = (slice(part * count, (part + 1) * count) for count in (CIFAR_TRAIN, CIFAR_TEST))
         train_x, test_x = ((x.float() / 255 - 0.47) / 0.25 for x in (images.train_x[train], images.test_x[test]))
-        batches = Shuffled(train_x, images.train_y[train], 64, PASS)
-        return _problem({"resnet": resnet, "plain": plain}[network], batches, test_x, images.test_y[test], network)
-    digits = load_mnist(mnist)
-    train_x, test_x = (x.unflatten(1, digits.image_shape) for x in (digits.train_x, digits.test_x))
-    batches = Shuffled(train_x, digits.train_y, 100, PASS)
-    return _problem({"mlp": mlp, "cnn": cnn}[network], batches, test_x, digits.test_y, network)
-
-
-def _problem(
-    make: Callable[[], nn.Module], batches: Shuffled, test_x: torch.Tensor, test_y: torch.Tensor, network: str
-) -> Problem:
-    return Problem(make, batches, test_x, test_y, DENSE_STEPS[network] // PASS, STEPS // PASS)
+        batches, test_y = Shuffled(train_x, images.train_y[train], 64, PASS), images.test_y[test]
+    else:
+        digits = load_mnist(mnist)
+        train_x, test_x = (x.unflatten(1, digits.image_shape) for x in (digits.train_x, digits.test_x))
+        batches, test_y = Shuffled(train_x, digits.train_y, 100, PASS), digits.test_y
+    return Problem(MAKE[network], batches, test_x, test_y, DENSE_STEPS[network] // PASS, STEPS // PASS)
 
 
 def run(network: str, budgets: Sequence[float], options: argparse.Namespace) -> list[Row]:
