@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
+import pytest
 import torch
 
 from pyro_l0.distributions import (
@@ -32,7 +33,7 @@ from tests.reference import (
     RectifiedNormalReference,
 )
 
-__all__ = ["ATOMIC", "FAMILIES", "GATES", "Case", "Family", "build", "columns", "stack"]
+__all__ = ["ATOMIC", "FAMILIES", "GATES", "Case", "Family", "build", "columns", "first_by_default", "stack"]
 
 Parameters = dict[str, float]
 
@@ -74,6 +75,12 @@ class Case:
     def __repr__(self):
         values = ",".join(f"{value:.3g}" for value in self.parameters.values())
         return f"{self.family.gate.__name__}({values})"
+
+
+def first_by_default(values):
+    """Values to parametrise a test over, of which all but the first are left to the slow tests."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
 
 
 def build(family, parameters, dtype=torch.float64, batch_shape=()):

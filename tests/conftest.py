@@ -1,4 +1,4 @@
-"""What every test starts from: one thread, a fixed seed, an empty parameter store, float32."""
+"""What every test starts from: one thread, a fixed seed, an empty parameter store, float32; how long one may take."""
 
 import os
 from collections.abc import Iterator
@@ -14,6 +14,12 @@ import torch
 # Several processes that each take every core slow one another down.
 torch.set_num_threads(1)
 
+# Seconds of processor time that a test may take by default, its child processes included: what others run beside it
+# makes it no longer. CI, which measures coverage, too, and has slow machines, refuses twice as much.
+LONGEST = 2.0
+IN_CI = bool(os.environ.get("CI"))
+_PROPERTY = "processor seconds"
+
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
@@ -24,3 +30,33 @@ def fresh_state() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     # The first torch.compile of a process switches validation off for good.
     torch.distributions.Distribution.set_default_validate_args(True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test in CI that takes long and is not marked as slow; below CI, note how long it took."""
+    before = os.times()
+    yield
+    seconds = sum(after - start for after, start in zip(os.times()[:4], before[:4], strict=True))
+    if seconds <= LONGEST or item.get_closest_marker("slow"):
+        return
+    item.user_properties.append((_PROPERTY, seconds))
+    if IN_CI and seconds > 2 * LONGEST:
+        pytest.fail(
+            f"Expected a test of at most {LONGEST:.0f} seconds of processor time, but it took {seconds:.1f}; make it "
+            "cheaper, or mark it by pytest.mark.slow."
+        )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that take long and are not marked as slow."""
+    found = {
+        report.nodeid: seconds
+        for report in terminalreporter.stats.get("passed", [])
+        for name, seconds in report.user_properties
+        if name == _PROPERTY
+    }
+    if found:
+        terminalreporter.section(f"more than {LONGEST:.0f} seconds of processor time; make cheaper or mark as slow")
+        for test, seconds in sorted(found.items(), key=lambda pair: -pair[1]):
+            terminalreporter.line(f"{seconds:.1f} s  {test}")

@@ -30,6 +30,7 @@ def python(code):
     return run.stdout
 
 
+@pytest.mark.slow
 def test_parts_work_after_a_bare_import():
     """They are imported when they are used, and not before; nothing is printed."""
     printed = python("""

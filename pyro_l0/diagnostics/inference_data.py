@@ -19,7 +19,7 @@ from pyro_l0.infer.pairs import Program
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import
 
-__all__ = ["inclusion_name", "inference_data", "to_arviz"]
+__all__ = ["import_arviz", "inclusion_name", "inference_data", "to_arviz"]
 
 _Arrays = dict[str, NDArray[Any]]
 
@@ -184,7 +184,7 @@ def inference_data(
     groups = {name: _legal(arrays) for name, arrays in {**drawn, **fixed}.items() if arrays}
     _check_draws({f"{group}[{name!r}]": x.shape[:2] for group in drawn for name, x in groups.get(group, {}).items()})
     labels: dict[str, Any] = {"coords": coords, "dims": _legal_names(dims or {})}
-    arviz = _arviz()
+    arviz = import_arviz()
     if int(arviz.__version__.split(".")[0]) >= 1:
         found: InferenceData = arviz.from_dict(groups, **labels)
     else:
@@ -192,8 +192,8 @@ def inference_data(
     return found
 
 
-def _arviz() -> Any:
-    """The library, without its word on changes to come, which it has at its first import of a day."""
+def import_arviz() -> Any:
+    """Import arviz without the warning that it gives once a day, which is an error under ``python -W error``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing a major refactor", FutureWarning)
         import arviz

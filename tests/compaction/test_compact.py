@@ -37,6 +37,7 @@ def check(net, gates, x, dtypes=(torch.float64, torch.float32)):
     return result
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(picks=st.lists(st.integers(0, 2**16), min_size=60, max_size=60), seed=st.integers(0, 2**31))
 def test_random_networks(picks, seed):
@@ -259,6 +260,7 @@ def test_files_of_another_network_are_refused(tmp_path):
         Plan.from_json("{}")
 
 
+@pytest.mark.slow
 def test_exports_compute_the_same(tmp_path):
     """torch.export, and ONNX in onnxruntime."""
     net = lenet5()

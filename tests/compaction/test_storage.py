@@ -82,6 +82,7 @@ print("whole")
 """
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_old_file_or_the_new_one(tmp_path):
     """Kill -9 at random moments of a process that saves two networks by turns."""
     run = subprocess.run(

@@ -213,6 +213,7 @@ def test_a_dead_network_is_left_as_it_is():
     assert model.net[0].out_channels == 4
 
 
+@pytest.mark.slow
 def test_the_example_resumes_across_shrinkings(tmp_path):
     """To the last bit; units have left before and leave after."""
     options = {"lam": (0.15,), "gate_learning_rate": 0.03, "shrink": True}

@@ -46,6 +46,7 @@ print(load_compacted(network(7), sys.argv[1]).network(torch.linspace(-1, 1, 24).
 """
 
 
+@pytest.mark.slow
 def test_a_file_is_read_by_a_fresh_process(tmp_path):
     """Into an instance of the class with other weights; nothing is recorded there."""
     pytest.importorskip("safetensors")

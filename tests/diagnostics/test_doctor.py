@@ -272,6 +272,7 @@ def test_a_site_that_drifts():
     assert diagnose(guide).findings == ()
 
 
+@pytest.mark.slow
 def test_statistics_count_once_a_budget_holds():
     """While it falls the deterministic network changes from look to look, and running statistics follow behind."""
     run = start(HEALTHY["residual CNN, a target of .2"], 3).to(0.5)

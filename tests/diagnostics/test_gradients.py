@@ -88,6 +88,7 @@ def two_gates(family):
     return model, guide, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal, ExponentialGate, BernoulliGate])
 def test_no_bias_where_there_is_none(family):
     """Means of draws against the exact gradient, within four standard errors, price and KL included."""

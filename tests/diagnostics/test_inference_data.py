@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
-import arviz as az
 import numpy as np
 import pytest
 
-from pyro_l0.diagnostics.inference_data import inference_data
+from pyro_l0.diagnostics.inference_data import import_arviz, inference_data
+
+az = import_arviz()
 
 DRAWN = {"z": np.arange(12).reshape(2, 6) % 2 == 0, "scope/w": np.linspace(0, 1, 36).reshape(2, 6, 3)}
 
@@ -71,6 +72,7 @@ def test_version_1_takes_one_nested_dict(monkeypatch):
     assert dims == {"scope.w": ["feature"]}
 
 
+@pytest.mark.slow
 def test_first_import_of_a_day_is_silent(tmp_path):
     """arviz warns once a day that it will change; warnings may be errors, and arviz's other warnings stay."""
     program = (

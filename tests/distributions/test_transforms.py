@@ -314,6 +314,7 @@ print(round(torch.compile(value, fullgraph=True, backend="eager")(x).item(), 4))
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_compiles_at_once():
     """Before any KL was looked up; after a further registration torch says what it cannot trace until one has been."""
     found = subprocess.run([sys.executable, "-W", "ignore", "-c", FRESH], capture_output=True, text=True, check=True)

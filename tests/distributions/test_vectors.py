@@ -382,6 +382,7 @@ def test_statistics_of_batches(family, dtype):
 # --- the slow twins are checked too ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_slow_twins_agree_with_the_stored_values():
     """reference.py, by plain definitions, meets the file to the last digit of a double."""
 
@@ -400,6 +401,7 @@ def test_the_slow_twins_agree_with_the_stored_values():
     compare_each(everything[::12], compare)
 
 
+@pytest.mark.slow
 def test_the_slow_kl_agrees_with_the_stored_values():
     """The same for the KL."""
 

@@ -91,6 +91,7 @@ def test_missing_files(tmp_path):
         load_cifar("cifar10", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["exponential", "exponential_uniform", "power_law", "bernoulli"])
 def test_other_families(folder, family):
     """Two epochs; the mixtures start at their weight of 0.7, as the paper's."""
@@ -130,6 +131,7 @@ def test_costs_of_wide_residual_networks():
         wide_resnet(12, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shrink", [False, True])
 def test_training_and_resuming(folder, shrink):
     """All epochs at once, and the last one after the others, to the last bit; the files that are written."""
@@ -166,6 +168,7 @@ def test_training_and_resuming(folder, shrink):
     load_compacted(net, folder / "straight" / "pruned")
 
 
+@pytest.mark.slow
 def test_kill_and_resume(folder):
     """Kill -9 during epoch 2 of 3, resume, same metrics to the last bit."""
     options = {"depth": 10, "width": 1, "epochs": 3, "batch_size": 26, "gate_learning_rate": 1.0}

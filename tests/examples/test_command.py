@@ -142,6 +142,7 @@ def test_a_signal_that_comes_twice(number):
     assert err == f"-c: ended by {number.name}; nothing was trained yet\n"
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
     """In the midst of training: one line, which off a terminal is all, and the same metrics to the last bit."""
     out = tmp_path / "ended"

@@ -113,6 +113,7 @@ def test_each_on_the_digits(method):
     assert row["test_error_percent"] < 90
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """The table, and runs that are there are not repeated."""
     options = comparators.Options(methods=("vibnet",), strength=(1.0, 2.0), epochs=1, out=tmp_path)

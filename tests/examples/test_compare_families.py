@@ -38,6 +38,7 @@ def test_estimators_of_the_main_job(estimator, tmp_path):
     assert metrics["test_error_percent"] < 95
 
 
+@pytest.mark.slow
 def test_the_baseline_survives_a_resume(tmp_path):
     """The score function goes on from the checkpoint to the last bit."""
     options = {"family": "bernoulli", "estimator": "score_function"}
@@ -47,6 +48,7 @@ def test_the_baseline_survives_a_resume(tmp_path):
     assert [entry["loss"] for entry in resumed["history"]] == [entry["loss"] for entry in straight["history"]]
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path):
     """A row per family and price; runs that are there are not repeated."""
     options = compare_families.Options(families=("hard_concrete", "power_law"), lams=(0.05,), epochs=1, out=tmp_path)
@@ -64,6 +66,7 @@ def test_sweep(tmp_path):
     assert "held-out error" in (tmp_path / "families.md").read_text()
 
 
+@pytest.mark.slow
 def test_laboratory(tmp_path, monkeypatch):
     """Every table and figure; unbiased candidates are within five errors of the exact gradient."""
     monkeypatch.setattr(gradient_lab, "CANDIDATES", [gradient_lab.CANDIDATES[k] for k in (0, 9, 11)])

@@ -8,6 +8,7 @@ import compare_objectives
 from compare_objectives import RATES, Options
 
 
+@pytest.mark.slow
 def test_the_comparison_runs(tmp_path, capsys):
     """One epoch each: tables, files, and rates that return to the prior without data."""
     comparison = compare_objectives.main(Options(epochs=1, out=tmp_path))

@@ -50,6 +50,7 @@ def test_every_objective_writes_its_files(objective, tmp_path, capsys):
     assert metrics["findings"][0] in printed
 
 
+@pytest.mark.slow
 def test_longer_training_goes_on_from_a_shorter_one(tmp_path):
     """The number of epochs is no part of what a checkpoint must agree in."""
     mnist.main(Options(epochs=1, out=tmp_path))
@@ -60,6 +61,7 @@ def test_longer_training_goes_on_from_a_shorter_one(tmp_path):
     assert resumed == straight
 
 
+@pytest.mark.slow
 def test_kill_and_resume(tmp_path):
     """Kill -9 during epoch 3 of 6, resume, same metrics to the last bit."""
     killed = tmp_path / "killed"
@@ -127,6 +129,7 @@ def test_checkpoint_of_other_averages(tmp_path, monkeypatch):
         mnist.main(Options(epochs=2, out=tmp_path, resume=True))
 
 
+@pytest.mark.slow
 def test_batch_size_and_learning_rate_reach_the_training(tmp_path):
     """Each gives another first epoch."""
     others: list[dict[str, Any]] = [{}, {"batch_size": 50}, {"learning_rate": 2e-3}]
@@ -134,6 +137,7 @@ def test_batch_size_and_learning_rate_reach_the_training(tmp_path):
     assert len({run["history"][0]["loss"] for run in runs}) == 3
 
 
+@pytest.mark.slow
 def test_a_price_per_site(tmp_path):
     """Only the site that pays closes."""
     with pytest.warns(UserWarning, match="All gates of site 'net.0' are closed"):
@@ -203,6 +207,7 @@ def test_the_gates_learning_rate_is_a_choice(tmp_path):
     assert rates[0] == pytest.approx(10 * rates[1], rel=0.01)
 
 
+@pytest.mark.slow
 def test_lam_stands_beside_a_target(tmp_path):
     """A price of the first layer alone takes inputs where the budget leaves the choice."""
     runs = [
@@ -215,6 +220,7 @@ def test_lam_stands_beside_a_target(tmp_path):
         assert "retrained_error_percent" not in metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("done", [1, 5])
 def test_stop_and_resume_with_a_target(done, tmp_path, monkeypatch):
     """While the gates still wait, and while the budget falls and units leave: the same metrics to the last bit."""

@@ -83,6 +83,7 @@ def test_a_failure_shows_what_both_processes_printed(tmp_path):
 PRICED = {"gate_learning_rate": 0.03, "lam": (0.1,), "shrink": True, "seed": 1, "epochs": 30}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [PRICED, {"target": 0.2, "shrink": True, "seed": 1, "epochs": 15}])
 def test_two_processes_agree(options, tmp_path):
     """Parameters and averages equal to the last bit, across shrinkings; accuracy as that of one process."""
@@ -102,6 +103,7 @@ def test_two_processes_agree(options, tmp_path):
         assert 0.19 < out["fraction"] <= 0.2
 
 
+@pytest.mark.slow
 def test_the_example_under_torchrun(tmp_path):
     """One process writes; resuming needs as many processes."""
     script = str(Path(mnist.__file__))

@@ -8,6 +8,7 @@ from transformer_heads import Options
 WEIGHTS = 32 * 4 + 32 + 16 * 32 + 3 * (4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 32 + 4 * 32) + 2 * 32 + 10 * 32 + 10
 
 
+@pytest.mark.slow
 def test_quick_run(capsys):
     """A row without λ, and one in which a price that nothing is worth closes all heads; each line is printed."""
     rows = transformer_heads.main(Options(quick=True, lams=(0.0, 1000.0)))

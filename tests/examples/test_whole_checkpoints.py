@@ -47,6 +47,7 @@ def without(state, place):
     return state
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_an_entry_is_refused(trained, tmp_path, monkeypatch):
     """Whichever it is: whole as a file, and no training starts from it."""
     monkeypatch.setattr(mnist.Run, "train_epoch", lambda run: pytest.fail("it went on"))
@@ -201,6 +202,7 @@ print(last)
 """
 
 
+@pytest.mark.slow
 def test_fifty_kills_while_saving(tmp_path):
     """The old or the new one is there each time."""
     examples = str(Path(checkpoint.__file__).parent)

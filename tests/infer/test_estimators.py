@@ -12,6 +12,7 @@ from pyro.optim import Adam
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
+from tests.cases import first_by_default
 
 STANDARD_ERRORS = 4
 GATES = 10
@@ -77,7 +78,7 @@ def draws(name, count, num_particles=1):
     return torch.stack(losses), torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize("name", first_by_default(UNBIASED))
 def test_unbiased(name):
     """Loss and gradients for gates and weights, within four standard errors of the sum over all states."""
     torch.manual_seed(82)
@@ -101,6 +102,7 @@ def test_straight_through_is_biased():
     assert deviations[GATES:].abs().max() < STANDARD_ERRORS
 
 
+@pytest.mark.slow
 def test_variances():
     """What each estimator is for: less variance than the plain score function, at one loss or two per step."""
     torch.manual_seed(84)
@@ -113,6 +115,7 @@ def test_variances():
     assert variance["rebar"] < 0.5 * variance["score_function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNBIASED)
 def test_more_particles_average(name):
     """Three draws have a third of the variance, roughly; two and six for the one that compares draws."""
@@ -133,7 +136,9 @@ def test_terms_stay_analytic():
     torch.testing.assert_close(terms["kl_gate"], torch.distributions.kl_divergence(BernoulliGate(LOGITS), prior).sum())
 
 
-@pytest.mark.parametrize("name", [*UNBIASED, "straight_through"])
+@pytest.mark.parametrize(
+    "name", first_by_default(["leave_one_out", "score_function", "arm", "rebar", "straight_through"])
+)
 def test_svi_finds_the_features(name):
     """Training by SVI opens the gates of the features that matter, in a plate and under a guide's other site."""
     pyro.clear_param_store()

@@ -171,6 +171,7 @@ def test_a_term_says_once_what_scales_it(is_kl, factor):
     assert seen[:2] == [("a", (3,), "a", 0), ("b", (2,), "b", 0)]
 
 
+@pytest.mark.slow
 def test_a_term_of_two_valued_gates_joins_the_exact_gradient():
     """What does not depend on draws stays analytic, what does goes through the estimator."""
 

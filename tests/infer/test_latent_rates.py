@@ -25,6 +25,7 @@ def gate(rate=0.2, **options):
     return pyro.sample("z", HardConcrete.from_active_prob(rate, **options).expand([3]).to_event(1))
 
 
+@pytest.mark.slow
 def test_true_effects_are_found_with_a_latent_rate():
     """Two of six effects, in each of four seeds; the temperature of one draw of the prior would lose some."""
     for seed in range(4):

@@ -77,6 +77,7 @@ def test_tables_integrate_to_the_exact_posterior():
     torch.testing.assert_close(product, mean, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bernoulli_gates():
     """Probabilities, draws and products against enumeration; the global generator is left as it was."""
     x, y = data()
@@ -101,6 +102,7 @@ def test_bernoulli_gates():
     assert "z * w[2]" in result.summary()
 
 
+@pytest.mark.slow
 def test_one_seed_one_sample():
     """By HMC and by a kernel with options."""
     x, y = data()
@@ -117,6 +119,7 @@ def test_one_seed_one_sample():
         assert not torch.equal(runs[0]["w"], runs[2]["w"])
 
 
+@pytest.mark.slow
 def test_chains_in_different_modes_warn():
     """Sharp gates of two features that are the same: a chain stays with one of the two."""
     x, y = twins(1.5)

@@ -161,7 +161,10 @@ def train(target, loss, guide, steps):
         target.ascend()
 
 
-@pytest.mark.parametrize(("budget", "steps"), [(0.8, 60), (0.4, 60), (0.1, 60), (0.1, 300), (0.4, 1500)])
+@pytest.mark.parametrize(
+    ("budget", "steps"),
+    [(0.8, 60), (0.4, 60), (0.1, 60), (0.1, 300), pytest.param(0.4, 1500, marks=pytest.mark.slow)],
+)
 def test_training_ends_at_the_most_valuable_units(budget, steps):
     """The budget keeps the largest signals, uses all of it, and decides every gate."""
     pyro.set_rng_seed(5)

@@ -76,6 +76,7 @@ def test_with_random_numbers_of_the_loader_and_of_dropout(tmp_path, stop):
     check_resumed(tmp_path, stop, kind=lambda: Mlp(dropout=0.2), generator=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [6])
 def test_with_batch_norm_and_a_user_s_optimiser(tmp_path, stop):
     """And a function for the error that draws random numbers of its own."""

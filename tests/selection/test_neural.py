@@ -214,6 +214,7 @@ def test_selects_an_interaction_without_marginal_effects(fitted):
     assert not hasattr(selector, "active_probs_")
 
 
+@pytest.mark.slow
 def test_number_of_features_is_found():
     x, y = product(seed=2)
     x[:, 7] = 3.0  # constant: of no use, and no trouble
@@ -276,10 +277,16 @@ def test_one_logit_is_that_of_the_second_class():
 # ---------------------------------------------------------------- conventions
 
 
-@parametrize_with_checks(
-    [NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression", "classification")]
-)
+@parametrize_with_checks([NeuralFeatureSelector(task="classification", **FAST)])
 def test_scikit_learn_conventions(estimator, check):
+    """Each promise that scikit-learn asks of an estimator."""
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks([NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression")])
+def test_scikit_learn_conventions_of_other_tasks(estimator, check):
+    """The same of regressions, and where the data say which task it is."""
     if check.func.__name__ == "check_regressors_train":  # asks for a good fit
         estimator.set_params(max_steps=100)
     check(estimator)

@@ -10,14 +10,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:No features were selected:UserWa
 QUICK = {"method": "enumerate", "slab_scale": 1.0}
 
 
-@parametrize_with_checks([SpikeSlabRegressor(), SpikeSlabClassifier(**QUICK), SpikeSlabPoissonRegressor(**QUICK)])
+# All share one base: what the others do apart from it, the slow tests see.
+@parametrize_with_checks([SpikeSlabRegressor()])
 def test_by_scikit_learn(estimator, check):
     """Each promise that scikit-learn asks of an estimator."""
     check(estimator)
 
 
 @pytest.mark.slow
-@parametrize_with_checks([SpikeSlabClassifier(), SpikeSlabPoissonRegressor()])
-def test_by_scikit_learn_with_everything_learned(estimator, check):
-    """The same of those whose fits take long with a scale to learn."""
+@parametrize_with_checks([SpikeSlabClassifier(**QUICK), SpikeSlabPoissonRegressor(**QUICK), SpikeSlabClassifier()])
+def test_others_by_scikit_learn(estimator, check):
+    """The same of the others, and with a scale to learn."""
     check(estimator)

@@ -42,6 +42,7 @@ def test_independent_features():
     assert np.abs(opened - found.inclusion).max() < 5 * 0.5 / math.sqrt(4000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bernoulli", "poisson", "categorical"])
 def test_other_families(family):
     """The likelihood is taken to second order, which costs some accuracy."""

@@ -20,6 +20,7 @@ def problem(p=4):
     return Problem("gaussian", x, y, Prior((1.0, 2.0)))
 
 
+@pytest.mark.slow
 def test_everything_unknown_and_nothing_touched():
     """Probabilities, evidence and draws; parameters and random states of others stay."""
     expected = enumerate_posterior(problem())
