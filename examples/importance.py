@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn import FixedGate, NetworkCost, fix_gates, name_gates
+from pyro_l0.nn import FixedGate, NetworkCost, fix_gates, gate_names, name_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers
 
@@ -85,7 +85,8 @@ class Units:
         maps = analyse(record(gated, example), {}).maps
         self._uses = [use for use in (*find_writers(maps), *find_readers(maps)) if use.weight.names]
         self.network = fix_gates(gated, {site: torch.ones(size) for site, size in sizes.items()})
-        fixed = {site: self.network.get_submodule(site) for site in sizes}
+        paths: dict[nn.Module, str] = {module: path for path, module in gated.named_modules()}
+        fixed = {site: self.network.get_submodule(paths[gate]) for site, gate in gate_names(gated).items()}
         self.layers = {site: layer for site, layer in fixed.items() if isinstance(layer, FixedGate)}
         self.gates = {site: layer.value for site, layer in self.layers.items()}
 

@@ -12,7 +12,7 @@ from pyro_l0.compaction.carrying_out import carry_out
 from pyro_l0.compaction.certificate import tensors, tolerance_of
 from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.fitting import CompactionError, Fitted, constants_of, fit
-from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.plan import Plan, names_before
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import check_gates
@@ -98,6 +98,7 @@ def rewrite(network: nn.Module, plan: Plan, example_input: Example | None = None
     Raises:
         ValueError: the plan is of another network, or asks for an example.
     """
+    plan = plan.renamed(names_before([plan], network))
     gates = {site: torch.tensor(values) for site, values in plan.gates.items()}
     if plan.folds and example_input is None:
         raise ValueError("Expected an example_input, since constants of units that leave are computed from it.")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_l0.compaction.routes import GateChange
+from pyro_l0.compaction.slice import named_tensors
+from pyro_l0.nn.hooks import new_name, old_names
 
-__all__ = ["LayerFold", "Plan", "Size"]
+__all__ = ["LayerFold", "Plan", "Size", "names_before"]
+
+_Entry = TypeVar("_Entry")
 
 _FORMAT = 2
 Size = int | tuple[int, ...]
@@ -75,6 +79,24 @@ class Plan:
             for name, indices in self.kept.items()
         }
 
+    def renamed(self, old: Mapping[str, str]) -> Plan:
+        """This plan with the names of now, by :func:`names_before`."""
+
+        def of(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
+            return {new_name(name, old): entry for name, entry in entries.items()}
+
+        return replace(
+            self,
+            kept=of(self.kept),
+            changes=of(self.changes),
+            folds=tuple(replace(fold, layer=new_name(fold.layer, old)) for fold in self.folds),
+            factors=of(self.factors),
+            norms=of(self.norms),
+            zero_channels=of(self.zero_channels),
+            attributes=of(self.attributes),
+            indices=of(self.indices),
+        )
+
     def to_json(self) -> str:
         """This plan as JSON; floats keep every digit."""
         return json.dumps({"format": _FORMAT, **asdict(self)})
@@ -107,6 +129,14 @@ class Plan:
             )
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"Expected the JSON of a compaction plan, but got {text[:60]!r} ({error}).") from error
+
+
+def names_before(plans: Sequence[Plan], network: nn.Module) -> dict[str, str]:
+    """By module path in plans of an earlier version, the path in their network now; empty for plans of this version."""
+    old = old_names(network)
+    own = {name for name, _ in (*network.named_modules(), *named_tensors(network))}
+    names = {name for plan in plans for name in (*plan.kept, *plan.changes)}
+    return old if any(name not in own and new_name(name, old) in own for name in names) else {}
 
 
 def _tuple(value: Any) -> Any:

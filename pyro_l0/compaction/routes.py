@@ -13,6 +13,7 @@ from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
 from pyro_l0.nn.engine.slots import ZERO
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, keep_being_called
+from pyro_l0.nn.hooks import replace_gate
 
 __all__ = ["GateChange", "RoutedGate", "change_gate", "new_indices"]
 
@@ -115,10 +116,10 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     holder = network.get_submodule(path.rpartition(".")[0])
     if isinstance(holder, RoutedGate):
         holder.narrow(before, new.train(gate.training), after)
-    elif change.is_straight:
-        _put(network, gate, new.train(gate.training))
-    else:
-        _put(network, gate, RoutedGate(before, new, after).train(gate.training))
+        new = holder
+    elif not change.is_straight:
+        new = RoutedGate(before, new, after)
+    replace_gate(network, holder if new is holder else gate, new.train(gate.training), change.size)
 
 
 def _fixed(change: GateChange, dim: int, like: Tensor) -> nn.Module:
@@ -136,14 +137,6 @@ def _shrink_gate(gate: Gate, units: tuple[int, ...]) -> None:
     gate.prior = gate.prior.expand((len(units),))
     gate.size = len(units)
     gate._site = gate.prior.to_event(1)  # type: ignore[no-untyped-call]
-
-
-def _put(network: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """A module in the place of another, at every path that it has."""
-    for parent in list(network.modules()):
-        for name, child in parent._modules.items():
-            if child is old:
-                parent._modules[name] = new
 
 
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again

@@ -13,7 +13,7 @@ from pyro_l0.compaction.carrying_out import carry_out
 from pyro_l0.compaction.certificate import is_constant, tolerance_of
 from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.fitting import constants_of, fit
-from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.plan import Plan, names_before
 from pyro_l0.compaction.slice import check_state, move
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import check_gates, fix_gates
@@ -249,8 +249,10 @@ class Shrinker:
         Raises:
             ValueError: the state is of another network.
         """
-        for text in state["plans"]:
-            self._carry_out(Plan.from_json(text), None)
+        plans = [Plan.from_json(text) for text in state["plans"]]
+        old = names_before(plans, self.main.network)
+        for found in plans:
+            self._carry_out(found.renamed(old), None)
         if state["streaks"].keys() != self._streaks.keys():
             raise ValueError(f"Expected the state of gate sites {sorted(self._streaks)}.")
         self._streaks = {site: streak.clone() for site, streak in state["streaks"].items()}

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from pyro_l0.compaction.carrying_out import carry_out
 from pyro_l0.compaction.certificate import Certificate
-from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.plan import Plan, names_before
+from pyro_l0.nn.hooks import new_name
 
 __all__ = ["Compacted", "Content", "load_compacted"]
 
@@ -134,6 +135,9 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
     content = _read(path)
+    old = names_before(content.plans, network)
+    plans = tuple(plan.renamed(old) for plan in content.plans)
+    content = replace(content, plans=plans, state={new_name(name, old): x for name, x in content.state.items()})
     *before, found = content.plans
     try:
         small = copy.deepcopy(network).eval()

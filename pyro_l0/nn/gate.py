@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import pyro
@@ -14,6 +14,7 @@ from pyro.poutine import runtime
 from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
@@ -21,7 +22,7 @@ from pyro_l0.fast.deferred import defer_product, may_be_in_block, may_defer, mul
 from pyro_l0.fast.record import sample
 from pyro_l0.nn.recompute import draw_in_block, refuse_reentrant
 
-__all__ = ["Gate", "check_tensor", "check_units", "gate_names", "keep_being_called", "name_gates"]
+__all__ = ["Gate", "GateHolder", "check_tensor", "check_units", "gate_names", "keep_being_called", "name_gates"]
 
 
 class Gate(nn.Module):
@@ -84,6 +85,7 @@ class Gate(nn.Module):
         self.dim = dim
         self.prior = prior.expand((size,))
         self.site_name: str | None = None
+        self.place = "gate"  # its name where no module that contains it is being called
         self.is_reported = False  # that it draws from the prior where it should not
         self.prior_gradients = 0  # how many passed such draws
         self.register_forward_pre_hook(keep_being_called)
@@ -132,6 +134,24 @@ class Gate(nn.Module):
         return f"{self.size}, dim={self.dim}"
 
 
+class GateHolder(nn.Module):
+    """What registers gates that act by hooks; a module that calls all its children finds one that does nothing.
+
+    Args:
+        levels: how many modules inside of the network it stands, as a container can't hold it.
+        old: by module path of networks of earlier versions, which wrapped gated modules, the path in this one.
+    """
+
+    def __init__(self, levels: int, old: Mapping[str, str]) -> None:
+        super().__init__()
+        self.levels, self.old = levels, dict(old)
+        self.handle: RemovableHandle | None = None  # of the network's hook for files of earlier versions
+
+    def forward(self, x: object) -> object:
+        """The input."""
+        return x
+
+
 def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
     """Name the gates of a network after their module paths, and return them by name.
 
@@ -148,7 +168,7 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
         ['net.0', 'net.2']
     """
     paths = {path: gate for path, gate in network.named_modules() if isinstance(gate, Gate)}
-    gates = {prefix + (path or "gate"): gate for path, gate in paths.items()}
+    gates = {prefix + (_site_path(network, path) or "gate"): gate for path, gate in paths.items()}
     for name, gate in gates.items():
         gate.site_name = name
     return gates
@@ -163,7 +183,7 @@ def gate_names(network: nn.Module) -> dict[str, Gate]:
     gates: dict[str, Gate] = {}
     for path, module in network.named_modules():
         if isinstance(module, Gate):
-            name = module.site_name or path or "gate"
+            name = module.site_name or _site_path(network, path) or "gate"
             if name in gates:
                 raise ValueError(
                     f"Expected gates of different names, but two are called {name!r}; give them their names by "
@@ -276,7 +296,7 @@ def _path_on_stack(gate: Gate) -> str:
     """Path of a gate in the outermost module that is being called and contains it."""
     root = _root_on_stack(gate)
     path = next(path for path, module in root.named_modules() if module is gate)
-    return _without_wrappers(root, path) or "gate"
+    return _site_path(root, path, with_wrappers=False) or gate.place
 
 
 def _root_on_stack(gate: Gate) -> nn.Module:
@@ -296,12 +316,18 @@ def _root_on_stack(gate: Gate) -> nn.Module:
     return root
 
 
-def _without_wrappers(root: nn.Module, path: str) -> str:
-    """A module path without the names that data parallelism, ``torch.compile`` and ``torch.export`` put in between."""
-    names = []
+def _site_path(root: nn.Module, path: str, with_wrappers: bool = True) -> str:
+    """A gate's module path without holders of gates.
+
+    Without wrappers it also lacks the names that data parallelism, ``torch.compile`` and ``torch.export`` put in.
+    """
+    names = list[str]()
     module = root
     for name in path.split(".") if path else []:
-        if not (isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_export_root")):
-            names.append(name)
+        is_wrapper = isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_export_root")
         module = getattr(module, name)
+        if isinstance(module, GateHolder):
+            names = names[: len(names) - module.levels]
+        elif with_wrappers or not is_wrapper:
+            names.append(name)
     return ".".join(names)

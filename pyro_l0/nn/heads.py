@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.hooks import GateHook, arrange, hooks_of
 
-__all__ = ["HeadGated", "gate_heads"]
+__all__ = ["gate_heads"]
 
 
 def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
@@ -19,8 +20,8 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     The input of an output projection holds the heads side by side. Its slices are multiplied by the gates, so that a
     closed head takes its columns of the projection and its rows of queries, keys and values with it.
 
-    A projection at ``path`` is replaced by a module that gates what it is given: the site is named ``path.gate``, and
-    the projection's parameters are found at ``path.projection``. :class:`torch.nn.MultiheadAttention` never calls its
+    A hook on the projection at ``path`` gates what it is given; the site is named ``path.gate``, and no module or
+    parameter of the network changes its place. :class:`torch.nn.MultiheadAttention` alone never calls its
     output projection ``path.out_proj``; it is replaced by a module of the same arguments and results whose parts are
     called, with queries, keys and values projected by ``path.q_proj``, ``path.k_proj`` and ``path.v_proj``.
 
@@ -55,7 +56,8 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
         name = path.rpartition(".")[2]
         projection = getattr(parent, name)
         _check_projection(new, path, projection, number)
-        setattr(parent, name, HeadGated(projection, number))
+        _HeadsHook(projection, number)
+    arrange(new)
     for module in new.modules():
         # It would hand packed sequences to layers that take plain ones.
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PlainAttention) for m in module.modules()):
@@ -63,19 +65,24 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     return new
 
 
-class HeadGated(nn.Module):
-    """A projection behind a gate per head."""
+class _HeadsHook(GateHook):
+    """A gate per head in front of a projection."""
+
+    inner, outer = "projection", "gate"
 
     def __init__(self, projection: nn.Module, heads: int) -> None:
-        super().__init__()
-        self.gate = Gate(heads, dim=-2)
-        self.projection = projection
-        self.head_size = _inputs(projection) // heads
+        super().__init__(Gate(heads, dim=-2))
+        self.heads = heads
+        self.handles.append(projection.register_forward_pre_hook(self))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The projection of ``x``, shape ``(..., heads * head_size)``, whose slices the gates multiply."""
-        projected: Tensor = self.projection(self.gate(x.unflatten(-1, (-1, self.head_size))).flatten(-2))
-        return projected
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The projection's input, shape ``(..., heads * head_size)``, with its slices multiplied by the gates."""
+        x, *others = args
+        return self.gate(x.unflatten(-1, (self.heads, -1))).flatten(-2), *others
+
+    def resize(self, size: int) -> None:
+        """Take note that another number of heads is left."""
+        self.heads = size
 
 
 def _parent(network: nn.Module, path: str) -> nn.Module:
@@ -119,7 +126,7 @@ def _check_number(path: str, heads: object) -> None:
 
 def _check_projection(network: nn.Module, path: str, projection: nn.Module, heads: int) -> None:
     """Refuse what does not read heads side by side, and layers that are used elsewhere too."""
-    if isinstance(projection, HeadGated):
+    if any(isinstance(hook, _HeadsHook) for at, hook in hooks_of(network) if at == path):
         raise ValueError(f"Expected an output projection without head gates, but {path!r} has them already.")
     if not _is_dense(projection):
         raise TypeError(

@@ -9,13 +9,14 @@ from difflib import get_close_matches
 
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import Followed, follow_calls
+from pyro_l0.nn.calls import ModuleCall, follow_calls
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.tape import Value
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.places import unit_dim
+from pyro_l0.nn.hooks import GateHook, arrange
+from pyro_l0.nn.places import are_same_units, unit_dim
 
-__all__ = ["Gated", "gate_dropout", "insert_gates"]
+__all__ = ["gate_dropout", "has_gate_behind", "insert_gates"]
 
 _MAPS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
@@ -24,43 +25,32 @@ _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
 def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None = None) -> nn.Module:
     """A copy of a network with gates behind named modules.
 
-    A module with a gate becomes ``nn.Sequential(module, gate)`` under its old path, so that the site of the gate is
-    named ``path.1`` and the module's parameters are found at ``path.0``.
+    The gates act by forward hooks: every module, parameter and attribute stays at its place, and ``l0_gates``, which
+    has no parameters, holds the gates. The site of the gate behind ``path`` is named ``path.1``. A module that is
+    called several times has one gate, which is drawn once and acts alike each time.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
         gates: by module path, the gate for the module's output; such as the answer of
             :func:`~pyro_l0.nn.suggest_gates`. A path of modules inside each other is allowed.
-        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it. With it the places
-            where the network calls each module are counted; without it, a module that is called at several places is
-            noticed only where it has several paths.
+        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; with it a module that
+            is never called, or a gate of another size than its output, is noticed at once.
 
     Raises:
-        ValueError: a path is not a module of the network, or the gate could not act behind this module at this place
-            alone: the module is called at several places or at none, is passed by by the module that holds it, or
-            returns more than a tensor.
+        ValueError: a path is not a module of the network, or a gate could not act behind this module: the module is
+            never called, is passed by by the module that holds it, returns more than a tensor, or has a gate already.
         TypeError: a value is not a gate.
 
     Example:
-        >>> insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": Gate(3)})
-        Sequential(
-          (0): Linear(in_features=2, out_features=3, bias=True)
-          (1): Sequential(
-            (0): ReLU()
-            (1): Gate(3, dim=-1)
-          )
-        )
+        >>> from pyro_l0.nn import gate_names
+        >>> gate_names(insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": Gate(3)}))
+        {'1.1': Gate(3, dim=-1)}
     """
     _check_gates(network, gates, example)
     new = copy.deepcopy(network)
-    # Inner modules first: a module that has moved into a Sequential is no longer at its path.
-    for path in sorted(gates, key=lambda path: -path.count(".")):
-        parent, _, name = path.rpartition(".")
-        setattr(new.get_submodule(parent), name, Gated(path, new.get_submodule(path), gates[path]))
-    for module in new.modules():
-        # Whether to pack a padded batch it asks of the weights of its first layer, which has none behind a gate.
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(inner, Gated) for inner in module.modules()):
-            module.use_nested_tensor = False
+    for path, gate in gates.items():
+        _OutputHook(new.get_submodule(path), gate)
+    arrange(new)
     return new
 
 
@@ -77,45 +67,47 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
             )
         if not isinstance(gate, Gate):
             raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
-        _check_place(modules, path, followed)
-        if followed is not None:
-            _check_size(path, gate, followed.of_one(modules[path])[0].output)
+        calls = None if followed is None else followed.of_one(modules[path])
+        _check_place(modules, path, calls, [other for other in gates if modules.get(other) is modules[path]])
+        for call in calls or []:
+            _check_size(path, gate, call.output)
+        outputs = [(call.output, gate.dim) for call in calls or [] if call.output is not None and gate.size > 1]
+        if followed is not None and not are_same_units(followed.maps, outputs):
+            found = " and at ".join(f"{path!r} behind {call.behind}" for call in calls or [])
+            raise ValueError(
+                f"Expected {path!r} to be called on the same units each time, as a gate behind it acts alike, but it "
+                f"is called at {found}; make a module for every place, or write the Gate into the network's forward."
+            )
 
 
-class Gated(nn.Sequential):
-    """A module and the gate behind it, which describes itself as the module does; its weights are not to be had."""
+class _OutputHook(GateHook):
+    """A gate behind a module."""
 
-    def __init__(self, path: str, module: nn.Module, gate: Gate) -> None:
-        super().__init__(module, gate)
-        self.path = path
+    inner, outer = "0", "1"
 
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
+    def __init__(self, module: nn.Module, gate: Gate) -> None:
+        super().__init__(gate)
+        self.handles.append(module.register_forward_hook(self))
+
+    def __call__(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
         """The module's output times the gates."""
-        gated: Tensor = self[1](self[0](*args, **kwargs))
+        gated: Tensor = self.gate(output)
         return gated
 
-    def __getattr__(self, name: str) -> Tensor | nn.Module:  # as torch has it, which returns whatever there is
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("0")
-            if module is None:
-                raise
-            value: Tensor | nn.Module = getattr(module, name)
-        if not isinstance(value, (Tensor, nn.Module)):
-            return value
-        raise AttributeError(
-            f"Expected the module at {self.path!r} to be called, which has a gate behind it, but its {name!r} is read; "
-            "put the gate where its input is called, or write it into the network's forward."
-        )
 
-    def _get_name(self) -> str:
-        return "Sequential"
+def has_gate_behind(module: nn.Module) -> bool:
+    """Whether a module has a gate of :func:`insert_gates`."""
+    return any(isinstance(hook, _OutputHook) for hook in module._forward_hooks.values())
 
 
 def _check_size(path: str, gate: Gate, output: Value | None) -> None:
-    """Refuse a gate that has not as many units as the module's output, where that is known."""
-    if output is None or gate.size == 1:
+    """Refuse a gate that has not as many units as the module's output."""
+    if output is None:
+        raise ValueError(
+            f"Expected modules that return a tensor, but {path!r} returns something else, or what no operation made; "
+            "put the gate behind a module inside of it, or write it into the network's forward."
+        )
+    if gate.size == 1:
         return
     if not -output.rank <= gate.dim < output.rank or output.shape[gate.dim] != gate.size:
         raise ValueError(
@@ -123,8 +115,8 @@ def _check_size(path: str, gate: Gate, output: Value | None) -> None:
         )
 
 
-def _check_place(modules: Mapping[str, nn.Module], path: str, followed: Followed | None) -> None:
-    """Refuse a place where a gate would act elsewhere too, or not at all."""
+def _check_place(modules: Mapping[str, nn.Module], path: str, calls: list[ModuleCall] | None, given: list[str]) -> None:
+    """Refuse a place where a gate would not act, or not alone."""
     module, parent = modules[path], modules[path.rpartition(".")[0]]
     if isinstance(parent, nn.MultiheadAttention):
         raise ValueError(
@@ -136,17 +128,17 @@ def _check_place(modules: Mapping[str, nn.Module], path: str, followed: Followed
             f"Expected modules that return a tensor, but {path!r} ({type(module).__name__}) returns a tuple; "
             "write a Gate for its first entry into the network's forward."
         )
-    places = [repr(name) for name, other in modules.items() if other is module]
-    if len(places) == 1 and followed is not None:
-        places = [f"{path!r} behind {call.behind}" for call in followed.of_one(module)]
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        places = []
-    if len(places) != 1:
-        found = f"it is called at {' and at '.join(places)}" if places else "it is never called"
+    if calls == [] or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(
-            f"Expected {path!r} to be called at one place, which a gate behind it then acts on, but {found}; "
-            "make a module for every place, or write the Gate into the network's forward."
+            f"Expected {path!r} to be called, so that a gate behind it acts, but it is never called; put the gate "
+            "behind a module that is, or write it into the network's forward."
         )
+    if len(given) > 1:
+        raise ValueError(
+            f"Expected one gate for a module, but {' and '.join(map(repr, given))} are one module; give one of them."
+        )
+    if has_gate_behind(module):
+        raise ValueError(f"Expected modules without a gate behind them, but {path!r} has one already.")
 
 
 def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[str, float]]:

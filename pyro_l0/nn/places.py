@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.tape import Value
 
-__all__ = ["unit_dim", "unit_dims"]
+__all__ = ["are_same_units", "unit_dim", "unit_dims"]
 
 
 def unit_dims(maps: Maps, value: Value) -> list[int]:
@@ -24,3 +26,9 @@ def unit_dim(maps: Maps, value: Value) -> int | None:
     """The one such dimension; None if there are none or several."""
     found = unit_dims(maps, value)
     return found[0] if len(found) == 1 else None
+
+
+def are_same_units(maps: Maps, outputs: Iterable[tuple[Value, int]]) -> bool:
+    """Whether dimensions of tensors, such as a module's at its calls, have the same units in the same order."""
+    units = maps.slots.units()
+    return len({tuple(units[maps.axes[value][dim].block].tolist()) for value, dim in outputs}) <= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,9 +14,9 @@ from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Axis, Link, Read, Reshape
 from pyro_l0.nn.engine.tape import Operation, Recording, Value
-from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.insert import insert_gates
-from pyro_l0.nn.places import unit_dims
+from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.insert import has_gate_behind, insert_gates
+from pyro_l0.nn.places import are_same_units, unit_dims
 
 __all__ = ["Place", "Suggestions", "suggest_gates"]
 
@@ -110,16 +109,18 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     """
     followed = follow_calls(network, example)
     found, refused = _candidates(network, followed)
-    gates = {path: Gate(value.shape[dim], -1 if dim == value.rank - 1 else dim) for path, (value, dim) in found.items()}
+    gates = {path: _gate(*outputs[0]) for path, outputs in found.items()}
     places: list[Place] = []
     if gates:
-        cost = NetworkCost(insert_gates(network, gates), example)
+        gated = insert_gates(network, gates)
+        sites = {gate: site for site, gate in gate_names(gated).items()}
+        cost = NetworkCost(gated, example)
         weights, macs = _saved(cost, "weights"), _saved(cost, "macs")
         why = _reasons(cost)
         couples, parameters = _couples(followed.maps, found), _parameters(followed.maps, found)
         composites = _composites(followed.maps, found)
         for path, gate in gates.items():
-            site = _site(path, gates)
+            site = sites[gate]
             if weights[site] > 0 or macs[site] > 0:
                 places.append(
                     Place(path, gate, weights[site], macs[site], parameters[path], couples[path], path in composites)
@@ -130,30 +131,41 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     return Suggestions(tuple(places), refused, _heads(network, followed))
 
 
-def _candidates(network: nn.Module, followed: Followed) -> tuple[dict[str, tuple[Value, int]], dict[str, str]]:
-    """By path, the tensors and dimensions that a gate could act on, and why not behind other modules."""
-    found: dict[str, tuple[Value, int]] = {}
+Found = dict[str, list[tuple[Value, int]]]
+"""By path, what a module returns at each call, and the dimension of its units."""
+
+
+def _gate(value: Value, dim: int) -> Gate:
+    return Gate(value.shape[dim], -1 if dim == value.rank - 1 else dim)
+
+
+def _candidates(network: nn.Module, followed: Followed) -> tuple[Found, dict[str, str]]:
+    """The tensors and dimensions that a gate could act on, and why not behind other modules."""
+    found: Found = {}
     refused: dict[str, str] = {}
-    times = Counter(module for _, module in network.named_modules(remove_duplicate=False))
     users = _users(followed.maps.recording)
     read = _read_outside(followed.maps.recording)
     for path, module in network.named_modules():
         calls = followed.of_one(module)
-        if not path or isinstance(module, Gate) or not calls or "parametrizations" in path.split("."):
+        is_gate = isinstance(module, Gate) or has_gate_behind(module)
+        if not path or is_gate or not calls or "parametrizations" in path.split("."):
             continue  # the last compute weights
-        value = calls[0].output
-        if len(calls) > 1 or times[module] > 1:
-            refused[path] = f"it is called {max(len(calls), times[module])} times"
-        elif path in read:
+        values = [call.output for call in calls if call.output is not None]
+        if path in read:
             refused[path] = "code outside of it reads its parameters"
-        elif value is None:
+        elif len(values) < len(calls):
             refused[path] = "it does not return a tensor that operations use"
-        elif not _has_other(network, path, followed, value):
-            dims = [dim for dim in unit_dims(followed.maps, value) if value.shape[dim] > 1 and dim > 0]
-            if _makes_output(followed.maps, users, value, dims):
+        elif not any(_has_other(network, path, followed, value) for value in values):
+            dims = [
+                [dim for dim in unit_dims(followed.maps, value) if value.shape[dim] > 1 and dim > 0] for value in values
+            ]
+            outputs = [(value, found_there[-1]) for value, found_there in zip(values, dims, strict=True) if found_there]
+            if any(_makes_output(followed.maps, users, *output) for output in zip(values, dims, strict=True)):
                 refused[path] = "it makes the network's output"
-            elif dims:
-                found[path] = value, dims[-1]
+            elif not are_same_units(followed.maps, outputs):
+                refused[path] = f"it is called {len(calls)} times, on different units"
+            elif outputs and len(outputs) == len(values):
+                found[path] = outputs
     return _without_passed_on(followed.maps, users, found), refused
 
 
@@ -195,11 +207,9 @@ def _kept_by(maps: Maps, operation: Operation, unit: Axis) -> list[Axis]:
     return [x.target for x in links if x.source_entries is None and x.target in maps.axes[operation.output]]
 
 
-def _without_passed_on(
-    maps: Maps, users: Mapping[Value, list[Operation]], found: dict[str, tuple[Value, int]]
-) -> dict[str, tuple[Value, int]]:
+def _without_passed_on(maps: Maps, users: Mapping[Value, list[Operation]], found: Found) -> Found:
     """Without the tensors that become another of them unit by unit, and are used for nothing else."""
-    others = {value for value, _ in found.values()}
+    others = {value for outputs in found.values() for value, _ in outputs}
 
     def is_passed_on(value: Value, dim: int) -> bool:
         unit, last = maps.axes[value][dim], value
@@ -217,7 +227,7 @@ def _without_passed_on(
                 return True
         return False
 
-    return {path: (value, dim) for path, (value, dim) in found.items() if not is_passed_on(value, dim)}
+    return {path: outputs for path, outputs in found.items() if not all(is_passed_on(*output) for output in outputs)}
 
 
 def _makes_output(maps: Maps, users: Mapping[Value, list[Operation]], value: Value, dims: Iterable[int]) -> bool:
@@ -256,16 +266,6 @@ def _has_other(network: nn.Module, path: str, followed: Followed, value: Value) 
     return any(before is value and module is not own and module in makers for module, before in returned.items())
 
 
-def _site(path: str, gates: Mapping[str, Gate]) -> str:
-    """The site of the gate behind a module, where modules around it may have gates, too."""
-    names = path.split(".")
-    parts = [
-        name if ".".join(names[: i + 1]) not in gates or i + 1 == len(names) else f"{name}.0"
-        for i, name in enumerate(names)
-    ]
-    return ".".join(parts) + ".1"
-
-
 def _saved(cost: NetworkCost, count: str) -> dict[str, float]:
     """By site, what closing one of its units saves on average."""
     active = {site: torch.ones(size, dtype=torch.float64, requires_grad=True) for site, size in cost.sizes.items()}
@@ -281,24 +281,29 @@ def _reasons(cost: NetworkCost) -> dict[str, str]:
     return {stay.site: f"its units {stay.verdict}" for stay in reversed(cost.report().stays)}
 
 
-def _couples(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> dict[str, tuple[str, ...]]:
-    """By path, the others on the same units."""
+def _units_of(maps: Maps, outputs: Iterable[tuple[Value, int]]) -> set[int]:
+    """The units of a module's outputs."""
     units = maps.slots.units()
-    of_path = {path: set(units[maps.axes[value][dim].block].tolist()) for path, (value, dim) in found.items()}
+    return {unit for value, dim in outputs for unit in units[maps.axes[value][dim].block].tolist()}
+
+
+def _couples(maps: Maps, found: Found) -> dict[str, tuple[str, ...]]:
+    """By path, the others on the same units."""
+    of_path = {path: _units_of(maps, outputs) for path, outputs in found.items()}
     return {
         path: tuple(other for other in found if other != path and not of_path[path].isdisjoint(of_path[other]))
         for path in found
     }
 
 
-def _parameters(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> dict[str, tuple[str, ...]]:
+def _parameters(maps: Maps, found: Found) -> dict[str, tuple[str, ...]]:
     """By path, the parameters that have the same units."""
     units = maps.slots.units()
     of_name = {
         name: [set(units[axis.block].tolist()) for axis in maps.axes[value] if axis.size > 1]
         for name, value in maps.recording.named.items()
     }
-    of_path = {path: set(units[maps.axes[value][dim].block].tolist()) for path, (value, dim) in found.items()}
+    of_path = {path: _units_of(maps, outputs) for path, outputs in found.items()}
     return {
         path: tuple(name for name, dims in sorted(of_name.items()) if any(not own.isdisjoint(dim) for dim in dims))
         for path, own in of_path.items()
@@ -315,16 +320,19 @@ def _attended(maps: Maps) -> set[int]:
     }
 
 
-def _composites(maps: Maps, found: Mapping[str, tuple[Value, int]]) -> set[str]:
+def _composites(maps: Maps, found: Found) -> set[str]:
     """The places whose units are parts of others: of heads' features side by side, or of another place's units."""
-    roots = {path: maps.slots.root(maps.axes[value][dim].block) for path, (value, dim) in found.items()}
-    wholes = _attended(maps) | set(roots.values())
+    roots = {
+        path: {maps.slots.root(maps.axes[value][dim].block) for value, dim in outputs}
+        for path, outputs in found.items()
+    }
+    wholes = _attended(maps).union(*roots.values())
     flat = {
         maps.slots.root(box.flat)
         for box in maps.boxes
         if not wholes.isdisjoint(maps.slots.root(block) for block in box.factors)
     }
-    return {path for path, root in roots.items() if root in flat}
+    return {path for path, own in roots.items() if not own.isdisjoint(flat)}
 
 
 def _heads(network: nn.Module, followed: Followed) -> dict[str, int]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.hooks import GateHook, arrange, hooks_of, replace_gate
 
 __all__ = ["fix_weights", "gate_weights", "pack_zeros", "unpack_zeros"]
 
@@ -22,8 +22,8 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
     r"""A copy of a network in which every weight of some layers has a gate of its own.
 
     The layer computes with :math:`\theta \odot z`, one draw for the whole minibatch; its bias has no gates. The site
-    is named ``path.gate`` and has one gate per weight, in the order of ``weight.flatten()``; the layer and its
-    parameters are found at ``path.layer``. The group of such a gate is one weight, so that Eq. 22 prices the site at
+    is named ``path.gate`` and has one gate per weight, in the order of ``weight.flatten()``; hooks on the layer put the
+    product in the weight's place. The group of such a gate is one weight, so that Eq. 22 prices the site at
     :math:`\lambda \sum P(z \neq 0)` without ``group_size``, and the expected number of weights left is the sum of
     ``guide.posterior()[site].active_prob``.
 
@@ -41,23 +41,23 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
         TypeError: a module has no weight of two dimensions or more.
 
     Example:
+        >>> from pyro_l0.nn import gate_names
         >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), "0")
-        >>> net[0].gate
-        Gate(6, dim=-1)
+        >>> gate_names(net)
+        {'0.gate': Gate(6, dim=-1)}
 
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, with groups of one weight.
     """
     new = copy.deepcopy(network)
     for path in paths:
-        layer = _layer(new, path)
-        parent, _, name = path.rpartition(".")
-        setattr(new.get_submodule(parent), name, _WeightGated(layer))
+        _WeightsHook(_layer(new, path))
+    arrange(new)
     return new
 
 
 def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a network whose gated weights have been multiplied by values, in plain layers at their old paths.
+    """A copy of a network whose gated weights have been multiplied by values, in layers without hooks.
 
     Gates on units stay as they are.
 
@@ -75,18 +75,14 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
         >>> int(fixed[0].weight.count_nonzero())
         3
     """
-    sites = {gate: site for site, gate in check_gates(network, gates).items()}
+    values = {gate: gates[site] for site, gate in check_gates(network, gates).items()}
     with torch.no_grad():
         new = copy.deepcopy(network)
-        for path, module in list(network.named_modules()):
-            if not isinstance(module, _WeightGated):
-                continue
-            layer = new.get_submodule(f"{path}.layer" if path else "layer")
-            weight = _weight(layer)
-            weight *= gates[sites[module.gate]].to(weight).view_as(weight)
-            if not path:
-                return layer
-            new.set_submodule(path, layer)
+        for (path, before), (_, hook) in zip(list(hooks_of(network)), list(hooks_of(new)), strict=True):
+            if isinstance(hook, _WeightsHook) and isinstance(before.gate, Gate):
+                weight = _weight(new.get_submodule(path))
+                weight *= values[before.gate].to(weight).view_as(weight)
+                replace_gate(new, hook.gate, nn.Identity(), weight.numel())
     return new
 
 
@@ -139,19 +135,24 @@ def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-class _WeightGated(nn.Module):
-    """A layer that is called with its weight times gates."""
+class _WeightsHook(GateHook):
+    """Gates on the weight of a layer, which has their product in its weight's place while it is called."""
+
+    inner, outer = "layer", "gate"
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.gate = Gate(_weight(layer).numel())
+        super().__init__(Gate(_weight(layer).numel()))
+        self.handles.append(layer.register_forward_pre_hook(self))
+        self.handles.append(layer.register_forward_hook(self.restore, always_call=True))
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        """What the layer returns with the gated weight."""
-        weight = _weight(self.layer)
-        gated = self.gate(weight.flatten()).view_as(weight)
-        return functional_call(self.layer, {"weight": gated}, args, kwargs)
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """Put the product in front of the parameter, which stays where it is."""
+        weight = _weight(module)
+        module.__dict__["weight"] = self.gate(weight.flatten()).view_as(weight)
+
+    def restore(self, module: nn.Module, args: object, output: object) -> None:
+        """Let the parameter be the weight again."""
+        module.__dict__.pop("weight", None)
 
 
 def _layer(network: nn.Module, path: str) -> nn.Module:
@@ -164,7 +165,7 @@ def _layer(network: nn.Module, path: str) -> nn.Module:
         )
     layer = modules[path]
     outer = [module for name, module in modules.items() if path.startswith(f"{name}.")]
-    if isinstance(layer, _WeightGated) or any(isinstance(module, _WeightGated) for module in outer):
+    if any(isinstance(hook, _WeightsHook) for at, hook in hooks_of(network) if at == path):
         raise ValueError(f"Expected a layer without gates on its weights, but {path!r} has them already.")
     if any(isinstance(module, nn.MultiheadAttention) for module in outer):
         raise ValueError(

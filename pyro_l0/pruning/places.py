@@ -13,7 +13,7 @@ from torch import nn
 from pyro_l0.compaction import CompactionError, compact
 from pyro_l0.nn import Gate, NetworkCost, gate_heads, gate_names, insert_gates, name_gates, suggest_gates
 from pyro_l0.nn.engine import Example
-from pyro_l0.nn.insert import Gated
+from pyro_l0.nn.hooks import hooks_of
 from pyro_l0.nn.suggest import Suggestions
 
 __all__ = ["GatedNetwork", "put_gates"]
@@ -152,13 +152,10 @@ def _without_inputs(
     """The places whose units some layer computes, and gates for those of the network's inputs."""
     gated = _with_gates(network, _Places({}, places.gates))
     written = NetworkCost(gated, example).filter_sizes if places.gates else {}
-    given = {module.path for module in gated.modules() if isinstance(module, Gated) and not written[_site(module)]}
+    sites: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
+    given = {path for path, hook in hooks_of(gated) if not written[sites[hook.gate]]}
     inner = [(paths, gate) for paths, gate in places.gates if paths[0] not in given]
     return _Places(places.heads, inner), [one for one in places.gates if one not in inner]
-
-
-def _site(module: Gated) -> str:
-    return next(iter(gate_names(module)))
 
 
 def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> list[tuple[tuple[str, ...], Gate]]:

@@ -17,7 +17,6 @@ from pyro_l0.infer import TargetReport
 from pyro_l0.infer.budget import Cost
 from pyro_l0.nn import FixedGate, Gate
 from pyro_l0.nn.engine import Example
-from pyro_l0.nn.plain import drop_holders
 from pyro_l0.pruning.batch_norm import renew_statistics
 from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, is_first
 from pyro_l0.pruning.checkpoint import Checkpoint
@@ -209,7 +208,6 @@ class Run:
         if left:  # gates between 0 and 1 that no weights could take; training goes on with all of the unit
             gates = {site: (gate != 0).to(gate) if site in left else gate for site, gate in cut.gates.items()}
             cut.compacted = compact(network, gates, self.example)
-        drop_holders(cut.compacted.network)
 
     @torch.no_grad()
     def error(self, network: nn.Module) -> float | None:

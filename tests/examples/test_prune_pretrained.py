@@ -17,6 +17,7 @@ from importance import SCORES, Units, derivatives, prune_by_importance
 from prune_pretrained import Options, Problem, ResidualNetwork, Shuffled
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, insert_gates
+from pyro_l0.nn.hooks import hooks_of
 
 
 def small(seed=0):
@@ -177,7 +178,9 @@ def test_each_score_on_a_residual_network(score):
     opened = []
 
     def measure(pruned):
-        opened.append({site: pruned.get_submodule(site).value.clone() for site in Units(gated, example).gates})
+        opened.append(
+            {site: pruned.get_submodule(f"l0_gates.{site}").value.clone() for site in Units(gated, example).gates}
+        )
         return float(len(opened))
 
     found = prune_by_importance(gated, score, 0.2, batches, 10, F.cross_entropy, example, measure)
@@ -203,7 +206,8 @@ def test_rows_of_gates_and_scores():
         assert row["dense"] == problem.error(network)
         assert 0 <= row["cut"] <= 100
     shared = insert_gates(network, prune_pretrained.places(network, x[:1]))
-    assert shared.get_submodule("stem.2.1") is shared.get_submodule("blocks.0.relu2.1")
+    streams = {path: hook.gate for path, hook in hooks_of(shared)}
+    assert streams["stem.2"] is streams["blocks.0.relu2"]
 
 
 def test_budgets_and_steps_of_the_schedule(monkeypatch):

@@ -128,14 +128,14 @@ def test_attention_and_places_that_are_refused():
     """Heads by gate_heads; what is called twice, makes no tensor, or is read by a barrier is named."""
     found = suggest_gates(Attention(), torch.tensor([[1, 4, 2]]))
     assert found.heads == {"out": 4}
-    assert found.refused["act"] == "it is called 2 times"
+    assert found.refused["act"] == "it is called 2 times, on different units"
     assert "does not return a tensor" in found.refused["rnn"]
     assert {"query", "key", "value"} <= set(found)
     assert found["query"].size == 8
     assert "last" not in found
     text = str(found)
     assert "out reads 4 heads: gate_heads(network, {'out': 4})" in text
-    assert "no gate behind act: it is called 2 times" in text
+    assert "no gate behind act: it is called 2 times, on different units" in text
     assert text.splitlines()[0].split() == [
         "behind",
         "gate",

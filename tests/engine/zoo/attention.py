@@ -309,7 +309,7 @@ ENTRIES = {
         encoder_heads, sequence(12),
         shapes={
             "layers.0.self_attn.q_proj.weight": (6, 12), "layers.0.self_attn.v_proj.weight": (6, 12),
-            "layers.1.self_attn.out_proj.projection.weight": (12, 6),
+            "layers.1.self_attn.out_proj.weight": (12, 6),
         },
     ),
     "attention_module": Entry(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn import Gate, name_gates
+from pyro_l0.nn import gate_names, name_gates
 
 Example = Tensor | tuple | dict
 
@@ -79,7 +79,7 @@ class Entry:
 
 def sites(network: nn.Module) -> dict[str, int]:
     """The number of units by gate site."""
-    return {path: module.size for path, module in network.named_modules() if isinstance(module, Gate)}
+    return {site: gate.size for site, gate in gate_names(network).items()}
 
 
 def call(network: nn.Module, example: Example) -> list[Tensor]:

@@ -1,0 +1,199 @@
+"""Gates that act by forward hooks, so that no module, parameter or attribute of a network changes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pyro_l0.nn.gate import Gate, GateHolder
+
+__all__ = ["GateHook", "arrange", "hooks_of", "new_name", "old_names", "replace_gate"]
+
+_HOLDER = "l0_gates"
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # run or count all that they hold
+
+
+class GateHook:
+    """A gate that acts at a module.
+
+    The handles go into pickles with it, so that torch gives their numbers to no other hook after loading.
+
+    Attributes:
+        inner: the module's name in the wrapper that earlier versions put around it.
+        outer: the gate's name there, which is the last one of its site.
+    """
+
+    inner: ClassVar[str]
+    outer: ClassVar[str]
+
+    def __init__(self, gate: nn.Module) -> None:
+        self.gate = gate
+        self.handles: list[RemovableHandle] = []
+
+    def resize(self, size: int) -> None:
+        """Take note that another number of units comes to the gate."""
+
+    def remove(self) -> None:
+        """Act no more."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def hooks_of(network: nn.Module) -> Iterator[tuple[str, GateHook]]:
+    """The hooks of a network's modules, with the module's path; those inside of a module before the one behind it."""
+    yield from _hooks_of(network, "", set())
+
+
+def _hooks_of(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, GateHook]]:
+    if module in seen:
+        return
+    seen.add(module)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, GateHook):
+            yield path, hook
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _hooks_of(child, f"{path}.{name}" if path else name, seen)
+    for behind in module._forward_hooks.values():
+        if isinstance(behind, GateHook):
+            yield path, behind
+
+
+def arrange(network: nn.Module) -> None:
+    """Register the gates of a network's hooks under one holder, at their sites, in place.
+
+    Sites have the names that they had in earlier versions, as if each gated module stood in a wrapper with its gate.
+    """
+    holders = {path: module for path, module in network.named_modules() if isinstance(module, GateHolder)}
+    own = next((path for path, module in holders.items() if not _above(path, module)), None)
+    elsewhere = {inner for path, holder in holders.items() if path != own for inner in holder.modules()}
+    if own is not None:
+        _take_out(network, own)
+    found = [(path, hook) for path, hook in hooks_of(network) if hook.gate not in elsewhere]
+    marks: dict[str, list[str]] = {}
+    for inner in ("0", "projection", "layer"):  # from the outside in
+        for path, hook in found:
+            if hook.inner == inner:
+                marks.setdefault(path, []).append(inner)
+    taken = {path for path, module in network.named_modules() if isinstance(module, Gate)}
+    sites: dict[nn.Module, str] = {}
+    for path, hook in found:
+        before = marks[path][: marks[path].index(hook.inner)]
+        site = ".".join([_wrapped(path, {**marks, path: before}), hook.outer])
+        while site in taken:
+            site += ".1"
+        sites.setdefault(hook.gate, site)
+    if not sites:
+        return
+    at = _place_of_holder(network)
+    prefix = f"{at}.{_HOLDER}" if at else _HOLDER
+    old = {_wrapped(path, marks): path for path in marks} | {site: f"{prefix}.{site}" for site in sites.values()}
+    holder = GateHolder(len(at.split(".")) if at else 0, old)
+    for gate, site in sites.items():
+        parent: nn.Module = holder
+        *names, last = site.split(".")
+        for name in names:
+            if name not in parent._modules:
+                parent.add_module(name, nn.Module())
+            parent = parent.get_submodule(name)
+        parent.add_module(last, gate)
+        if isinstance(gate, Gate):
+            gate.place = site
+    holder.train(network.training)
+    network.get_submodule(at).add_module(_HOLDER, holder)
+    holder.handle = network.register_load_state_dict_pre_hook(_load_old)
+
+
+def _above(path: str, holder: GateHolder) -> str:
+    """The path of the network whose holder is at a path."""
+    names = path.split(".")[:-1]
+    return ".".join(names[: len(names) - holder.levels])
+
+
+def _place_of_holder(network: nn.Module) -> str:
+    """The network, or, as a container would run and count a holder, a layer inside, if possible with parameters."""
+    layers = {path: module for path, module in network.named_modules() if not isinstance(module, _CONTAINERS)}
+    trained = [path for path, module in layers.items() if not path or any(True for _ in module.parameters(False))]
+    first: str = [*trained, *layers][0]
+    return first
+
+
+def _wrapped(path: str, marks: Mapping[str, list[str]]) -> str:
+    """A module's path in a network of wrappers."""
+    names, wrapped = path.split("."), list[str]()
+    for length, name in enumerate(names, 1):
+        wrapped += [name, *marks.get(".".join(names[:length]), ())]
+    return ".".join(wrapped)
+
+
+def replace_gate(network: nn.Module, old: nn.Module, new: nn.Module, size: int) -> None:
+    """Let another module act in the place of a gate, in place; a hook for one that does nothing goes.
+
+    Args:
+        network: the network.
+        old: the gate.
+        new: acts in its place.
+        size: number of units that come in.
+    """
+    hooks = [hook for _, hook in hooks_of(network) if hook.gate is old]
+    is_gone = bool(hooks) and isinstance(new, nn.Identity)
+    for hook in hooks:
+        hook.gate = new
+        hook.resize(size)
+        if is_gone:
+            hook.remove()
+    for path, module in list(network.named_modules(remove_duplicate=False)):
+        if module is old and is_gone:
+            _take_out(network, path)
+        elif module is old:
+            parent, _, name = path.rpartition(".")
+            network.get_submodule(parent)._modules[name] = new
+
+
+def _take_out(network: nn.Module, path: str) -> None:
+    """Take a module out of a holder, and what then holds nothing; of a holder, its network's hook, too."""
+    parent, _, name = path.rpartition(".")
+    module = network.get_submodule(parent)._modules.pop(name)
+    if isinstance(module, GateHolder):
+        assert module.handle is not None
+        module.handle.remove()
+    elif not network.get_submodule(parent)._modules:
+        _take_out(network, parent)
+
+
+# ------------------------------------------------------------ names of earlier versions
+
+
+def old_names(network: nn.Module) -> dict[str, str]:
+    """By module path in a network of earlier versions, the path in this one; what is inside differs alike."""
+    found: dict[str, str] = {}
+    for path, holder in network.named_modules():
+        if isinstance(holder, GateHolder):
+            above = _above(path, holder)
+            prefix = f"{above}." if above else ""
+            found.update({prefix + old: prefix + new for old, new in holder.old.items()})
+    return found
+
+
+def new_name(name: str, old: Mapping[str, str]) -> str:
+    """A module's or tensor's name of an earlier version as it is now, by :func:`old_names`."""
+    end = len(name)
+    while end > 0:
+        if name[:end] in old:
+            return old[name[:end]] + name[end:]
+        end = name.rfind(".", 0, end)
+    return name
+
+
+def _load_old(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Before a state dict is loaded: give tensors of a file of earlier versions the names of now."""
+    old, own = old_names(module), {prefix + name for name in module.state_dict()}
+    new = {
+        name: prefix + new_name(name.removeprefix(prefix), old) if name.startswith(prefix) else name for name in state
+    }
+    if any(name not in own and new[name] in own for name in new):
+        for name, value in [(name, state.pop(name)) for name in list(state)]:
+            state[new[name]] = value

@@ -1,0 +1,332 @@
+"""Gates that act by hooks: nothing of the network changes its place, and nothing is left when they are taken out."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pyro import poutine
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from pyro_l0.compaction import Compacted, Plan, Shrinker, compact, load_compacted, rewrite
+from pyro_l0.infer import L0_ELBO, AutoGate, factor
+from pyro_l0.nn import Gate, fix_gates, fix_weights, gate_heads, gate_names, gate_weights, insert_gates, name_gates
+
+
+class Attention(nn.Module):
+    """Four heads of two features."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Net(nn.Module):
+    """Attention, and blocks inside of each other; it reads what a module with a gate is made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.attention = nn.Linear(5, 8), Attention()
+        inner = nn.Sequential(nn.Linear(8, 12), nn.ReLU())
+        self.blocks = nn.Sequential(inner, nn.Sequential(nn.Linear(12, 8), nn.Tanh()))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.enter(x.to(self.blocks[0][0].weight.dtype))
+        return self.head(self.blocks(h + self.attention(h))).mean(1)
+
+
+PLACES = {"blocks.0": 12, "blocks.0.0": 12, "blocks.1": 8}
+SITES = {"attention.out.gate": 4, "blocks.0.0.0.1": 12, "blocks.0.1": 12, "blocks.1.1": 8}
+# Earlier versions wrapped modules: names then, and now.
+EARLIER = {
+    "attention.out.projection": "attention.out",
+    "attention.out.gate": "l0_gates.attention.out.gate",
+    "blocks.0.0.0.0": "blocks.0.0",
+    "blocks.0.0.0.1": "l0_gates.blocks.0.0.0.1",
+    "blocks.0.0.1": "blocks.0.1",
+    "blocks.0.1": "l0_gates.blocks.0.1",
+    "blocks.1.0": "blocks.1",
+    "blocks.1.1": "l0_gates.blocks.1.1",
+}
+
+
+def example():
+    torch.manual_seed(1)
+    return torch.randn(2, 4, 5).double()
+
+
+def plain():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def gated(net=None):
+    heads = gate_heads(plain() if net is None else net, {"attention.out": 4})
+    return insert_gates(heads, {path: Gate(size) for path, size in PLACES.items()}, example())
+
+
+def half_closed(last=1.0):
+    values = {site: (torch.arange(size) % 2).double() for site, size in SITES.items()}
+    values["blocks.1.1"][1] = last
+    return values
+
+
+def earlier(name):
+    """A name of now as earlier versions had it."""
+    then = {now: before for before, now in EARLIER.items()}
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if ".".join(parts[:end]) in then:
+            return ".".join([then[".".join(parts[:end])], *parts[end:]])
+    return name
+
+
+def earlier_plan(found):
+    values = json.loads(found.to_json())
+    for part in ("kept", "changes", "factors", "norms", "zero_channels", "attributes", "indices"):
+        values[part] = {earlier(name): entry for name, entry in values[part].items()}
+    return json.dumps(values)
+
+
+def hooks(network):
+    return [hook for m in network.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+
+
+def test_every_name_and_attribute_stays():
+    """Of modules, tensors and classes; sites are named as ever, and open gates change nothing."""
+    net = plain()
+    found = gated(net)
+    assert {site: gate.size for site, gate in gate_names(found).items()} == SITES
+    assert list(gate_names(found)) == list(SITES)
+    assert list(found.state_dict()) == list(net.state_dict())
+    assert [name for name, _ in found.named_parameters()] == [name for name, _ in net.named_parameters()]
+    there = dict(found.named_modules())
+    assert {path: type(module) for path, module in net.named_modules()}.items() <= {
+        path: type(module) for path, module in there.items()
+    }.items()
+    assert not hooks(net)
+    x = example()
+    ones = {site: torch.ones(size).double() for site, size in SITES.items()}
+    torch.testing.assert_close(fix_gates(found, ones)(x), net(x))
+    found.load_state_dict(net.state_dict())
+    net.load_state_dict(found.state_dict())
+
+
+def test_a_container_counts_and_runs_its_layers_alone():
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    found = insert_gates(net, {"1": Gate(4)}, torch.ones(1, 3))
+    assert len(found) == 3
+    assert isinstance(found[-1], nn.Linear)
+    assert list(name_gates(nn.ModuleDict({"net": found}))) == ["net.1.1"]
+    values = {"1.1": torch.tensor([1.0, 0.0, 0.5, 1.0])}
+    small = compact(insert_gates(net, {"1": Gate(4)}), values, torch.ones(2, 3)).network
+    assert list(small.state_dict()) == list(net.state_dict())
+
+
+def test_a_compacted_network_is_plain():
+    """No hook, no holder; what can't leave wholly is left at its site."""
+    found = gated()
+    small = compact(found, half_closed(0.5), example())
+    assert small.certificate < 1e-10
+    assert not hooks(small.network)
+    assert not small.network._load_state_dict_pre_hooks
+    assert [path for path, _ in small.network.named_modules()] == [path for path, _ in plain().named_modules()]
+    assert type(small.network) is Net
+    assert small.network.attention.q.out_features == 4
+    open_nowhere = {**half_closed(), "blocks.1.1": torch.full((8,), 0.5).double()}
+    net = insert_gates(plain(), {"head": Gate(3)})
+    left = compact(net, {"head.1": torch.tensor([0.5, 1.0, 0.0]).double()}, example()).network
+    torch.testing.assert_close(left(example()), fix_gates(net, {"head.1": torch.tensor([0.5, 1.0, 0.0])})(example()))
+    assert compact(gated(), open_nowhere, example()).certificate < 1e-10
+
+
+def test_copies_and_pickles_have_gates_of_their_own(monkeypatch):
+    """In a new process torch numbers hooks from 0 on; none takes the place of a gate's."""
+    found = gated()
+    other = copy.deepcopy(found)
+    mine, others = ({id(gate) for gate in gate_names(one).values()} for one in (found, other))
+    assert mine.isdisjoint(others)
+    text = pickle.dumps(found)
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    loaded = pickle.loads(text)
+    seen = []
+    for module in loaded.modules():
+        module.register_forward_hook(lambda *_: seen.append(1))
+        module.register_forward_pre_hook(lambda *_: None)
+    values = half_closed()
+    for one in (other, loaded):
+        torch.testing.assert_close(fix_gates(one, values)(example()), fix_gates(found, values)(example()))
+        assert compact(one, values, example()).certificate < 1e-10
+    assert seen
+
+
+def test_a_network_of_an_earlier_version_loads(tmp_path):
+    """State dicts, fixed ones too, plans and compacted networks."""
+    torch.manual_seed(2)
+    found, x, values = gated(), example(), half_closed(0.5)
+    fixed = fix_gates(found, values)
+    state = {earlier(name): value for name, value in fixed.state_dict().items()}
+    assert {"blocks.0.0.0.0.weight", "blocks.1.1.value", "attention.out.projection.bias"} <= state.keys()
+    torch.manual_seed(3)
+    other = fix_gates(gated(Net().double()), {site: torch.ones(size).double() for site, size in SITES.items()})
+    other.load_state_dict(state)
+    torch.testing.assert_close(other(x), fixed(x), rtol=0, atol=0)
+    outer = nn.ModuleDict({"net": other})
+    outer.load_state_dict({f"net.{name}": torch.zeros_like(value) for name, value in state.items()})
+    assert not outer["net"].blocks[0][0].weight.any()
+    small = compact(found, values, x)
+    plan = Plan.from_json(earlier_plan(small.plan))
+    assert plan.kept.keys() != small.plan.kept.keys()
+    torch.testing.assert_close(rewrite(found, plan, x)(x), small.network(x), rtol=0, atol=0)
+
+    class Earlier(nn.Module):
+        def state_dict(self, **options):
+            return {earlier(name): value for name, value in small.network.state_dict(**options).items()}
+
+    Compacted(Earlier(), plan, 0.0).save(tmp_path / "small")
+    torch.testing.assert_close(load_compacted(found, tmp_path / "small").network(x), small.network(x), rtol=0, atol=0)
+
+
+def shrunk(times):
+    """A network from which units left while it trained, so many times."""
+    torch.manual_seed(0)
+    found = gated()
+    guide = AutoGate(found)
+    guide(example())
+    optimiser = torch.optim.Adam([*found.parameters(), *guide.parameters()])
+    shrinker = Shrinker(found, guide, example(), optimiser, patience=1)
+    for i in range(times):
+        with torch.no_grad():
+            for name, parameter in guide.named_parameters():
+                closed = torch.arange(len(parameter)) % 2 == 0 if i == 0 else torch.arange(len(parameter)) > 0
+                parameter[:] = torch.where(closed & ("log_alpha" in name), -9.0, parameter)
+        assert shrinker.step()
+    return found, shrinker
+
+
+def test_units_leave_while_a_network_trains():
+    """Twice; a network of an earlier version shrinks alike."""
+    found, shrinker = shrunk(2)
+    assert [gate.size for gate in gate_names(found).values()] == [1, 1, 1, 1]
+    assert found.attention.q.out_features == 2
+    state = shrinker.state_dict()
+    assert len(state["plans"]) == 2
+    state["plans"] = [earlier_plan(one) for one in shrinker.plans]
+    other, again = shrunk(0)
+    again.load_state_dict(state)
+    other.load_state_dict(found.state_dict())
+    ones = {site: torch.ones(1).double() for site in SITES}
+    torch.testing.assert_close(fix_gates(other, ones)(example()), fix_gates(found, ones)(example()), rtol=0, atol=0)
+
+
+def test_gates_on_weights_act_by_hooks():
+    """The parameter is there before and after a call, and where a call fails."""
+    net = plain()
+    found = gate_weights(net, "head", "blocks.0.0")
+    assert list(found.state_dict()) == list(net.state_dict())
+    with pytest.raises(RuntimeError, match="shape"):
+        found.head(torch.ones(2, 3).double())
+    assert found.head.weight is dict(found.named_parameters())["head.weight"]
+    values = {site: (torch.arange(gate.size) % 2).double() for site, gate in gate_names(found).items()}
+    assert values.keys() == {"head.gate", "blocks.0.0.gate"}
+    left = fix_weights(found, values)
+    torch.testing.assert_close(fix_gates(found, values)(example()), left(example()))
+    assert not hooks(left)
+    assert list(left.modules())[-1] is left.head
+
+
+@pytest.mark.slow  # importing torch's compiler takes seconds
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own doings
+def test_a_compiled_network_has_its_gates():
+    found = insert_gates(plain(), {"blocks.0": Gate(12)})
+    values = {"blocks.0.1": (torch.arange(12) % 2).double()}
+    fixed = fix_gates(found, values)
+    torch.testing.assert_close(torch.compile(fixed, backend="eager")(example()), fixed(example()))
+    exported = torch.export.export(fixed, (example(),)).module()
+    torch.testing.assert_close(exported(example()), fixed(example()))
+    net = torch.compile(found, backend="eager")
+    trace = poutine.trace(net).get_trace(example())
+    assert [name for name, site in trace.nodes.items() if site["type"] == "sample"] == ["blocks.0.1"]
+
+
+def test_a_part_of_a_network_that_is_called_by_itself_has_the_sites_of_the_network():
+    found = insert_gates(plain(), {"blocks.0": Gate(12)})
+    trace = poutine.trace(lambda: found.blocks(torch.ones(1, 4, 8).double())).get_trace()
+    assert "blocks.0.1" in trace.nodes
+
+
+def test_gates_in_checkpointed_blocks():
+    """Behind a module inside, and behind the block: the gradients of a network that keeps its activations."""
+
+    class Blocks(nn.Module):
+        def __init__(self, keeps):
+            super().__init__()
+            self.keeps = keeps
+            self.block = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+
+        def forward(self, x):
+            return (self.block(x) if self.keeps else checkpoint(self.block, x, use_reentrant=False)).sum()
+
+    found = []
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        net = insert_gates(Blocks(keeps), {"block.1": Gate(6), "block": Gate(4)})
+
+        def model(x, net=net):
+            factor("loss", -net(x))
+
+        x = torch.ones(3, 5, requires_grad=True)
+        guide = AutoGate(model, init_jitter=0.0)
+        guide(x)
+        torch.manual_seed(1)
+        L0_ELBO("l0", lam=0.1, group_size=1.0)(model, guide)(x).backward()
+        found.append([p.grad for p in (*net.parameters(), *guide.parameters(), x)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_returns_more_than_a_tensor_or_has_a_gate_is_refused():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x * 2, x
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.same, self.last = Pair(), nn.Linear(3, 3), nn.Linear(3, 1)
+            self.again = self.same
+
+        def forward(self, x):
+            return self.last(self.again(self.same(self.pair(x)[0])))
+
+    with pytest.raises(ValueError, match="'pair' returns something else"):
+        insert_gates(Both(), {"pair": Gate(3)}, torch.ones(1, 3))
+    with pytest.raises(TypeError, match=r"a tensor at gate .*, but got a tuple"):
+        insert_gates(Both(), {"pair": Gate(3)})(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="'same' and 'again' are one module"):
+        insert_gates(Both(), {"same": Gate(3), "again": Gate(3)})
+    with pytest.raises(ValueError, match="'last' has one already"):
+        insert_gates(insert_gates(Both(), {"last": Gate(1)}), {"last": Gate(1)})
+    twice = insert_gates(insert_gates(Both(), {"last": Gate(1)}), {"same": Gate(3)})
+    assert list(gate_names(twice)) == ["same.1", "last.1"]
+
+
+def test_a_gate_of_the_users_keeps_its_name():
+    """Behind a block that holds one, the inserted gate has another."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(3, 4), Gate(4)), nn.Linear(4, 1))
+    assert list(gate_names(insert_gates(net, {"0": Gate(4)}))) == ["0.1.1", "0.1"]
+
+
+def test_a_container_without_parameters():
+    gated = insert_gates(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Flatten())), {"0.0": Gate(3)})
+    assert list(gate_names(gated)) == ["0.0.1"]
+    assert len(gated[0]) == 2
