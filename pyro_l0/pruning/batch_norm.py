@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers
+from pyro_l0.pruning.stream import some_batches
 
 __all__ = ["renew_statistics"]
 
@@ -37,7 +38,7 @@ def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> Non
         norm.momentum = None  # a plain mean
         norm.train()
     try:
-        for batch in islice(loader, _BATCHES):
+        for batch in islice(some_batches(loader), _BATCHES):
             loss.outputs(network, loss.split(batch)[0])
         average_buffers(network)
     finally:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Generator, distributed, nn
+from torch import distributed, nn
 
 from pyro_l0.pruning.batches import Loader, processes
+from pyro_l0.pruning.stream import generators, random_state, set_random_state
 
 __all__ = ["Checkpoint", "checksum"]
 
@@ -46,7 +45,7 @@ class Checkpoint:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a run's state and the random numbers' of every process."""
-        randoms = [_random_state(self._loader)]
+        randoms = [random_state(self._loader)]
         if processes() > 1:
             gathered: list[Any] = [None] * processes()
             distributed.all_gather_object(gathered, randoms[0])
@@ -79,7 +78,7 @@ class Checkpoint:
             other.append("its format")
         if len(randoms) != processes():
             other.append("the number of processes")
-        elif len(randoms[0]["loader"]) != len(_generators(self._loader)):
+        elif len(randoms[0]["loader"]) != len(generators(self._loader)):
             other.append("loader's generators")
         if other:
             raise ValueError(
@@ -87,7 +86,7 @@ class Checkpoint:
                 "the same arguments, or delete it."
             )
         rank = distributed.get_rank() if processes() > 1 else 0
-        _set_random_state(randoms[rank], self._loader, device)
+        set_random_state(randoms[rank], self._loader, device)
         found: dict[str, Any] = state
         return found
 
@@ -99,33 +98,3 @@ def checksum(network: nn.Module) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _generators(loader: Loader) -> list[Generator]:
-    """The loader's own generators."""
-    holders = [loader, getattr(loader, "sampler", None)]
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return [generator for generator in found if isinstance(generator, Generator)]
-
-
-def _random_state(loader: Loader) -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002  # what augmentations may use
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "loader": [generator.get_state() for generator in _generators(loader)],
-    }
-
-
-def _set_random_state(state: Mapping[str, Any], loader: Loader, device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    for generator, own in zip(_generators(loader), state["loader"], strict=True):
-        generator.set_state(own)

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 
 import torch
 from torch import nn
 
 from pyro_l0.pruning.batches import Loader, same_everywhere
+from pyro_l0.pruning.stream import Stream
 
-__all__ = ["check_callables", "check_network", "check_target", "count_steps"]
+__all__ = ["check_callables", "check_network", "check_target", "count_steps", "with_length"]
 
 _LEAST_STEPS = 10  # with gates
 _AFTER, _LEAST_AFTER = 0.35, 0.25  # of all steps, the part after the cut: the second where few would have gates
 _FEW_STEPS = 300  # with gates
 
 
+def with_length(loader: Iterable[object], steps_per_epoch: int | None, accumulate: int) -> Loader:
+    """A loader with a length.
+
+    Raises:
+        ValueError: it has none, or nothing in it, and the number of steps is not given either, or is not positive.
+    """
+    if steps_per_epoch is not None:
+        _check_number("steps_per_epoch", steps_per_epoch)
+        _check_number("accumulate", accumulate)
+        return Stream(loader, steps_per_epoch * accumulate)
+    with suppress(TypeError):  # of a DataLoader whose data set has none
+        if isinstance(loader, Loader) and len(loader):
+            return loader
+    raise ValueError(
+        f"Expected a loader with a length, of at least one batch, such as a DataLoader or a list of batches, but got "
+        f"{loader!r}; of a stream, give steps_per_epoch too."
+    )
+
+
 def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate: int) -> tuple[int, int]:
     """The number of steps with gates and of those after the cut.
 
     Raises:
-        ValueError: the loader has no length or nothing in it, an option is out of range, or processes differ.
+        ValueError: an option is out of range, or processes differ.
     """
-    try:
-        length = len(loader) if isinstance(loader, Loader) else 0
-    except TypeError:  # of a DataLoader whose data set has none
-        length = 0
-    if not length:
-        raise ValueError(
-            f"Expected a loader with a length, of at least one batch, such as a DataLoader or a list of batches, but "
-            f"got {loader!r}; of a stream, make a list of as many batches as an epoch is to have."
-        )
+    length = len(loader)
     for name, value in (("epochs", epochs), ("accumulate", accumulate)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
+        _check_number(name, value)
     steps = epochs * -(-length // accumulate)
     if finetune is None:
         finetune = min(_AFTER, max(_LEAST_AFTER, 1 - _FEW_STEPS / steps))
@@ -50,6 +62,11 @@ def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate:
     if not same_everywhere(steps):
         raise ValueError(f"Expected loaders of one length in all processes, but there are others than {length}.")
     return steps - further, further
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
 
 
 def check_target(target: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.infer.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
 from pyro_l0.nn.engine import Example
-from pyro_l0.pruning.batches import BatchLoss, Loader, LossFunction, share
+from pyro_l0.pruning.batches import BatchLoss, LossFunction, share
 from pyro_l0.pruning.checkpoint import Checkpoint, checksum
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
-from pyro_l0.pruning.options import check_callables, check_network, check_target, count_steps
+from pyro_l0.pruning.options import check_callables, check_network, check_target, count_steps, with_length
 from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import GatedNetwork, put_gates
 from pyro_l0.pruning.result import Pruned, PruningReport
 from pyro_l0.pruning.run import Callback, Cut, Evaluate, Run, Settings
+from pyro_l0.pruning.stream import Stream, some_batches
 
 __all__ = ["prune"]
 
@@ -35,12 +36,13 @@ Counted = Literal["macs", "weights", "parameters"]
 def prune(
     network: nn.Module,
     loss_fn: LossFunction,
-    loader: Loader,
+    loader: Iterable[object],
     example: Example,
     target: float | Sequence[float] | Mapping[str, float] = 0.3,
     *,
     of: Counted | Cost | Mapping[str, Cost] = "macs",
     epochs: int,
+    steps_per_epoch: int | None = None,
     pretrained: bool = True,
     finetune: float | None = None,
     gates: Mapping[str, Gate] | None = None,
@@ -66,7 +68,7 @@ def prune(
         network: any module that runs in eager torch; it is not changed. With :class:`~pyro_l0.nn.Gate` layers of your
             own, these are used.
         loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``.
-        loader: gives batches, and has a length, such as a ``DataLoader``. A tuple or list is inputs and, last, targets;
+        loader: gives batches, such as a ``DataLoader`` or a list of them. A tuple or list is inputs and, last, targets;
             of any other batch all is input, and the targets are the batch itself. Inputs are a tensor, several, or a
             dict of keywords. What is random in it should come from torch, numpy or Python's generators, or from the
             ``DataLoader``'s own, all of which a checkpoint keeps.
@@ -77,6 +79,8 @@ def prune(
             site, or several by name.
         epochs: passes over the loader; the last one with gates may be cut short. Several targets take the last part,
             without gates, once for each.
+        steps_per_epoch: of a loader without a length, such as a stream; each epoch goes on where the last one ended,
+            and the loader begins anew at its end. A resumed run passes by the batches that were taken of the pass.
         pretrained: whether the network was trained before. One from scratch learns for a while before gates move.
         finetune: the part of the epochs that comes after the cut, from 0 to 0.9; 35 % of them if not given, and less,
             down to a quarter, where fewer than 300 steps would have gates.
@@ -130,6 +134,7 @@ def prune(
     check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, optimiser=optimiser, schedule=schedule)
     if resume and checkpoint is None:
         raise ValueError("Expected a checkpoint to resume from, but got none; give checkpoint=, the file of that run.")
+    loader = with_length(loader, steps_per_epoch, accumulate)
     settings = Settings(
         *count_steps(loader, epochs, finetune, accumulate),
         accumulate,
@@ -149,7 +154,7 @@ def prune(
     counts = NetworkCost(placed.network, example)
     costs = _costs(counts, target, of)
     with pyro.get_param_store().scope():
-        batch = next(iter(loader))
+        batch = next(some_batches(loader))
         try:
             run.start(batch, target, costs if isinstance(target, Mapping) else costs["cost"], pretrained)
         except BudgetTooSmallError as error:
@@ -231,11 +236,12 @@ def _described(
     """What a run and the one that goes on from its checkpoint must agree in."""
     assert run.phase is not None
     settings = run.settings
+    of_epoch = [len(run.loader)] if isinstance(run.loader, Stream) else []
     return {
         "network": checksum(network),
         "target": repr(target),
         "of": of if isinstance(of, str) else "a cost of the user's",
-        "steps": [settings.gated_steps, settings.further_steps, settings.accumulate],
+        "steps": [settings.gated_steps, settings.further_steps, settings.accumulate, *of_epoch],
         "pretrained": pretrained,
         "autocast": str(autocast),
         "optimiser": type(run.phase.optimiser).__name__,

@@ -22,6 +22,7 @@ from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, 
 from pyro_l0.pruning.checkpoint import Checkpoint
 from pyro_l0.pruning.notes import FEW_STEPS
 from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule, TargetOptions
+from pyro_l0.pruning.stream import some_batches
 
 __all__ = ["Cut", "Run", "Settings"]
 
@@ -185,7 +186,7 @@ class Run:
         """Take the units out of the network at the next budget, and make ready to train it further."""
         if self.tuned < 0 and self.settings.gated_steps + self.settings.further_steps >= FEW_STEPS:
             assert self.phase is not None
-            found = self.phase.diagnose(self.loader).findings
+            found = self.phase.diagnose(some_batches(self.loader)).findings
             self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code not in _TOLD_OTHERWISE]
         self.tuned += 1
         cut = self.cuts[self.tuned]

@@ -58,7 +58,7 @@ REFUSED = {
         ValueError,
         "a place behind which.*found none; write Gate.*only: it makes the network's output",
     ),
-    "a stream": (dict(data=DataLoader(Stream(), None)), ValueError, "loader with a length.*make a list"),
+    "a stream": (dict(data=DataLoader(Stream(), None)), ValueError, "loader with a length.*steps_per_epoch"),
     "a generator": (dict(data=(batch for batch in BATCHES)), ValueError, "loader with a length.*generator"),
     "no batch": (dict(data=[]), ValueError, r"at least one batch.*but got \[\]"),
     "few steps": (dict(epochs=1), ValueError, "at least 10 steps with gates, but epochs=1 of 8 batches.*give 6"),
