@@ -12,7 +12,7 @@ from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.tape import Value
 from pyro_l0.nn.read_called import record_example
 
-__all__ = ["Followed", "ModuleCall", "follow_calls"]
+__all__ = ["Followed", "ModuleCall", "follow_calls", "refuse_computed"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def follow_calls(network: nn.Module, example: Example) -> Followed:
     finally:
         for handle in handles:
             handle.remove()
+    refuse_computed(network)
     values = {
         id(value.tensor): value
         for operation in recording.operations
@@ -89,3 +90,18 @@ def follow_calls(network: nn.Module, example: Example) -> Followed:
         call = ModuleCall(behind, values.get(id(given)), values.get(id(result)), number)
         calls.setdefault(module, []).append(call)
     return Followed(calls, analyse(recording, {}).maps)
+
+
+def refuse_computed(network: nn.Module) -> None:
+    """Refuse modules that hold a tensor which they have computed with a gradient, and which torch can't copy.
+
+    Raises:
+        ValueError: there is one, such as a weight by ``torch.nn.utils.spectral_norm``.
+    """
+    for path, module in network.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                raise ValueError(
+                    f"Expected modules that hold parameters and buffers, but {name!r} of {path!r} was computed, as by "
+                    "torch.nn.utils.spectral_norm; remove that first, by remove_spectral_norm or remove_weight_norm."
+                )

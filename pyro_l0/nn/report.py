@@ -95,7 +95,11 @@ def _why(analysis: Analysis, site: str, unit: int, is_behind: bool) -> str:
     axis = call.behind if is_behind else call.front
     if not analysis.solution.stays[analysis.solution.units[axis.block][unit]]:
         return "other gates are open"
-    return analysis.solution.reason(axis, unit)
+    reason = analysis.solution.reason(axis, unit)
+    path, is_computed, _ = reason.rpartition(" in ")[2].partition(".parametrizations.")
+    if is_computed:
+        reason += f"; remove it first: torch.nn.utils.parametrize.remove_parametrizations on {path!r}"
+    return reason
 
 
 def _ranges(units: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 from torch import nn
 
+from pyro_l0.nn.calls import refuse_computed
 from pyro_l0.pruning.batches import Loader, same_everywhere
 from pyro_l0.pruning.stream import Stream
 
@@ -114,7 +115,7 @@ def check_network(network: object) -> torch.device:
 
     Raises:
         TypeError: it is no module, or one around another that is to be pruned.
-        ValueError: it has no parameters.
+        ValueError: it has no parameters, or can't be copied.
         RuntimeError: gradients are switched off.
     """
     if not isinstance(network, nn.Module):
@@ -129,4 +130,5 @@ def check_network(network: object) -> torch.device:
     first = next(network.parameters(), None)
     if first is None:
         raise ValueError(f"Expected a network with parameters, but {type(network).__name__} has none.")
+    refuse_computed(network)
     return first.device

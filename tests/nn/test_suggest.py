@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pyro_l0 import prune
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, NetworkCost, gate_names, insert_gates, suggest_gates
 
@@ -164,3 +165,25 @@ def test_an_example_that_does_not_fit_is_refused():
     """By its shape."""
     with pytest.raises(ValueError, match=r"Expected an example that the network takes, but got one of shape \(1, 5\)"):
         suggest_gates(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 5))
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize("called", [True, False])
+def test_a_weight_that_is_computed_of_all_its_units_is_named(norm, called):
+    """With what to do; without it there are all places."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.ReLU(), norm(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 2)
+    network, x = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), *layers), torch.randn(3, 4)
+    if called:
+        network(x)
+    if norm is nn.utils.spectral_norm:
+        for call in (lambda: suggest_gates(network, x), lambda: prune(network, F.mse_loss, [x] * 20, x, epochs=1)):
+            with pytest.raises(ValueError, match=r"'weight' of '3' was computed.*remove_spectral_norm"):
+                call()
+        nn.utils.remove_spectral_norm(network[3])
+    else:
+        report = str(NetworkCost(insert_gates(network, {"2": Gate(6)}), x).report())
+        assert "behind the gate (mv in 3.parametrizations.weight.0; remove it first: torch.nn.utils.par" in report
+        assert "4" in suggest_gates(network, x)
+        nn.utils.parametrize.remove_parametrizations(network[3], "weight")
+    assert list(suggest_gates(network, x)) == ["0", "2", "4"]
