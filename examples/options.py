@@ -28,8 +28,8 @@ class Options:
         beta: sharpness of the mixture gates; 30, 25 and 40 (the paper's) for the three of them if not given.
         epsilon: uniform share of exponential_uniform; 0.1 if not given.
         estimator: gradient estimator of family bernoulli; arm if not given.
-        lam: price of one open weight in nats; one for all gate sites or one per site. 0.1 on MNIST and 0.05 on
-            the digits if not given; spike_slab takes none.
+        lam: price of one open weight in nats; one for all gate sites or one per site. Without a target 0.1 on MNIST
+            and 0.05 on the digits if not given; spike_slab takes none.
         prior_active_prob: P(z != 0) under the gates' prior, for free_energy and spike_slab.
         epochs: passes over the training images; 200 if not given.
         seed: seed of everything random.
@@ -44,9 +44,10 @@ class Options:
             one is a choice for experts.
         weight_decay: coefficient w of the gated weights' expected squared norm, as w / 2 on the mean loss (Eq. 15, 17);
             with a target, of the squares of all weights and biases as they are.
-        target: largest fraction of the full network that the deterministic one may have at the end. Nothing else needs
-            to be chosen: the gates start open, wait for a quarter of the epochs, close as the budget falls to the
-            target, and keep to it in the last seventh; lam is then 0 if not given.
+        target: largest fraction of the full network that the deterministic one may have at the end; 0.1 on the digits
+            for l0 if neither it nor lam is given, and none otherwise. Nothing else needs to be chosen: the gates start
+            open, wait for a quarter of the epochs, close as the budget falls to the target, and keep to it in the last
+            seventh; lam is then 0 if not given.
         target_of: what the target counts: multiply-adds, weights, or parameters, which are weights and biases.
         shrink: take units whose gates are closed for good out of the network after each epoch, so that later epochs
             cost less.
@@ -84,9 +85,15 @@ class Options:
     retrain_noise: float = 0.0
 
     @property
+    def budget(self) -> float | None:
+        """``target``, or its default."""
+        is_decided = self.objective == "l0" and self.data == "digits" and not self.lam
+        return 0.1 if self.target is None and is_decided else self.target
+
+    @property
     def prices(self) -> tuple[float, ...]:
         """``lam``, or its default."""
-        free = self.objective == "spike_slab" or self.target is not None
+        free = self.objective == "spike_slab" or self.budget is not None
         return self.lam or ((0.0,) if free else (0.05,) if self.data == "digits" else (0.1,))
 
     @property
@@ -101,7 +108,7 @@ class Options:
         """``retrain``, or its default."""
         if self.retrain is not None:
             return self.retrain
-        return 0 if self.target is None else max(1, round(self.epochs / 3))
+        return 0 if self.budget is None else max(1, round(self.epochs / 3))
 
     @property
     def family_options(self) -> dict[str, float]:
@@ -132,7 +139,7 @@ def check(options: Options) -> None:
         raise ValueError("Expected network='mlp' and no shrink for objective='spike_slab'.")
     if options.data == "digits" and options.network == "lenet5":
         raise ValueError("Expected data='mnist' for network='lenet5', which takes images of 784 pixels.")
-    if options.target is None and options.target_of != Options.target_of:
+    if options.budget is None and options.target_of != Options.target_of:
         raise ValueError(f"Expected target_of with target only, but got {options.target_of!r} without.")
     if options.retrain_noise and not options.retraining:
         raise ValueError(

@@ -72,7 +72,7 @@ class Run(GatedRun):
         self.elbo = self._elbo(sites)
         self.loss = self.elbo(self.model, self.guide)
         self.loss(self.train_x[:2], self.train_y[:2])  # makes the guide's parameters
-        self.target = self._target() if options.target is not None else None
+        self.target = self._target() if options.budget is not None else None
         self.optimiser = self._optimiser()
         self.parallel = parallel(self.loss)
         if self.processes > 1:
@@ -125,7 +125,7 @@ class Run(GatedRun):
                 **gradient,
             )
         prices = options.prices * len(sites) if len(options.prices) == 1 else options.prices
-        expected = 0.0 if options.target is not None else options.weight_decay
+        expected = 0.0 if options.budget is not None else options.weight_decay
         return L0_ELBO(
             options.objective,
             lam=dict(zip(sites, prices, strict=True)),
@@ -138,10 +138,10 @@ class Run(GatedRun):
     def _target(self) -> SparsityTarget:
         """The budget, which falls and then holds over all steps of the run; its gates start open."""
         options = self.options
-        assert options.target is not None
+        assert options.budget is not None
         count = getattr(self.cost, options.target_of)
         steps = options.epochs * self.batches
-        return SparsityTarget(self.guide, options.target, lambda gates: count(self.full(gates)), steps=steps)
+        return SparsityTarget(self.guide, options.budget, lambda gates: count(self.full(gates)), steps=steps)
 
     def _optimiser(self) -> torch.optim.Adam:
         """Adam for the weights and, with steps of their own, for the gates."""

@@ -37,12 +37,12 @@ from pyro_l0 import fast
 from tests.cases import ATOMIC, FAMILIES, stack
 
 TRAININGS = {
-    "MLP": "--objective l0",
+    "MLP": "--objective l0 --lam 0.05",
     "MLP, free energy": "--objective free_energy --prior-active-prob 0.2",
     "MLP, spike and slab": "--objective spike_slab",
     "MLP, shrinking and weight decay": "--lam 1 --shrink --weight-decay 5e-4",
     "MLP, target": "--target 0.3 --shrink",
-    "MLP, Bernoulli": "--family bernoulli",
+    "MLP, Bernoulli": "--family bernoulli --lam 0.05",
 }
 ON_MNIST = {
     "LeNet-5": "--network lenet5",

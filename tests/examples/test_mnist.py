@@ -36,7 +36,8 @@ KEYS = {
 @pytest.mark.parametrize("objective", ["l0", "free_energy", "spike_slab"])
 def test_every_objective_writes_its_files(objective, tmp_path, capsys):
     """Two epochs on the digits."""
-    metrics = mnist.main(Options(objective=objective, epochs=2, out=tmp_path))
+    lam = () if objective == "spike_slab" else (0.05,)
+    metrics = mnist.main(Options(objective=objective, epochs=2, lam=lam, out=tmp_path))
     assert metrics.keys() >= KEYS
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     assert (metrics["weights"], metrics["macs"], metrics["architecture"]) == (50_200, 50_200, [64, 300, 100])
@@ -52,10 +53,10 @@ def test_every_objective_writes_its_files(objective, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_longer_training_goes_on_from_a_shorter_one(tmp_path):
-    """The number of epochs is no part of what a checkpoint must agree in."""
-    mnist.main(Options(epochs=1, out=tmp_path))
-    resumed = mnist.main(Options(epochs=2, out=tmp_path, resume=True))
-    straight = mnist.main(Options(epochs=2, out=tmp_path / "straight"))
+    """Without a target the number of epochs is no part of what a checkpoint must agree in."""
+    mnist.main(Options(epochs=1, lam=(0.05,), out=tmp_path))
+    resumed = mnist.main(Options(epochs=2, lam=(0.05,), out=tmp_path, resume=True))
+    straight = mnist.main(Options(epochs=2, lam=(0.05,), out=tmp_path / "straight"))
     for metrics in (resumed, straight):
         del metrics["seconds"]
     assert resumed == straight
@@ -148,11 +149,22 @@ def test_a_price_per_site(tmp_path):
 
 @pytest.mark.slow
 def test_the_default_run(tmp_path):
-    """At most 4 % error with at most half of the weights; seconds, not minutes."""
+    """At most 4 % error with a tenth of the weights, and nothing to find fault with; seconds, not minutes."""
     torch.set_num_threads(1)
     metrics = mnist.main(Options(out=tmp_path))
     assert metrics["test_error_percent"] <= 4
-    assert metrics["weights_left"] <= 0.5 * metrics["weights"]
+    assert 0.095 * metrics["weights"] < metrics["weights_left"] <= 0.1 * metrics["weights"]
+    assert metrics["target"]["undecided"] == 0
+    assert metrics["findings"] == []
+
+
+def test_the_digits_have_a_target_if_no_price_is_given():
+    """For Eq. 22; it is the retraining's and the prices' default, too."""
+    default = Options()
+    assert (default.budget, default.prices, default.retraining) == (0.1, (0.0,), 67)
+    for options in (Options(lam=(0.05,)), Options(objective="free_energy"), Options(data="mnist")):
+        assert (options.budget, options.retraining) == (None, 0)
+    assert Options(target=0.3).budget == 0.3
 
 
 def test_retraining_the_compacted_network(tmp_path):
