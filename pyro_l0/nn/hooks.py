@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -73,11 +73,7 @@ def arrange(network: nn.Module) -> None:
     if own is not None:
         _take_out(network, own)
     found = [(path, hook) for path, hook in hooks_of(network) if hook.gate not in elsewhere]
-    marks: dict[str, list[str]] = {}
-    for inner in ("0", "projection", "layer"):  # from the outside in
-        for path, hook in found:
-            if hook.inner == inner:
-                marks.setdefault(path, []).append(inner)
+    marks = _marks(found)
     taken = {path for path, module in network.named_modules() if isinstance(module, Gate)}
     sites: dict[nn.Module, str] = {}
     for path, hook in found:
@@ -105,6 +101,14 @@ def arrange(network: nn.Module) -> None:
     holder.train(network.training)
     network.get_submodule(at).add_module(_HOLDER, holder)
     holder.handle = network.register_load_state_dict_pre_hook(_load_old)
+
+
+def _marks(hooks: Iterable[tuple[str, GateHook]]) -> dict[str, list[str]]:
+    """By module path, the names that it had in wrappers, from the outside in."""
+    marks: dict[str, list[str]] = {}
+    for path, hook in sorted(hooks, key=lambda one: ("0", "projection", "layer").index(one[1].inner)):
+        marks.setdefault(path, []).append(hook.inner)
+    return marks
 
 
 def _above(path: str, holder: GateHolder) -> str:
@@ -190,10 +194,12 @@ def new_name(name: str, old: Mapping[str, str]) -> str:
 
 def _load_old(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Before a state dict is loaded: give tensors of a file of earlier versions the names of now."""
-    old, own = old_names(module), {prefix + name for name in module.state_dict()}
-    new = {
-        name: prefix + new_name(name.removeprefix(prefix), old) if name.startswith(prefix) else name for name in state
-    }
-    if any(name not in own and new[name] in own for name in new):
-        for name, value in [(name, state.pop(name)) for name in list(state)]:
-            state[new[name]] = value
+    own = {prefix + name for name in module.state_dict()}
+    marks = _marks(hooks_of(module))  # a pruning run took out wrappers of which no gate was left
+    ways = []
+    for old in ({}, old_names(module), old_names(module) | {_wrapped(path, marks): path for path in marks}):
+        inner = {name: new_name(name.removeprefix(prefix), old) for name in state if name.startswith(prefix)}
+        ways.append({name: prefix + new for name, new in inner.items()})
+    best = max(ways, key=lambda way: len(own.intersection(way.values())))
+    for name, value in [(name, state.pop(name)) for name in best]:
+        state[best[name]] = value
