@@ -44,10 +44,10 @@ class Options:
             one is a choice for experts.
         weight_decay: coefficient w of the gated weights' expected squared norm, as w / 2 on the mean loss (Eq. 15, 17);
             with a target, of the squares of all weights and biases as they are.
-        target: largest fraction of the full network that the deterministic one may have at the end; 0.1 on the digits
-            for l0 if neither it nor lam is given, and none otherwise. Nothing else needs to be chosen: the gates start
-            open, wait for a quarter of the epochs, close as the budget falls to the target, and keep to it in the last
-            seventh; lam is then 0 if not given.
+        target: largest fraction of the full network that the deterministic one may have at the end. 0.1 on the digits
+            for l0 and hard_concrete if neither it nor lam is given, and none otherwise. Nothing else needs to be
+            chosen: the gates start open, wait for a quarter of the epochs, close as the budget falls to the target, and
+            keep to it in the last seventh; lam is then 0 if not given.
         target_of: what the target counts: multiply-adds, weights, or parameters, which are weights and biases.
         shrink: take units whose gates are closed for good out of the network after each epoch, so that later epochs
             cost less.
@@ -87,8 +87,8 @@ class Options:
     @property
     def budget(self) -> float | None:
         """``target``, or its default."""
-        is_decided = self.objective == "l0" and self.data == "digits" and not self.lam
-        return 0.1 if self.target is None and is_decided else self.target
+        is_plain = (self.data, self.objective, self.family, self.lam) == ("digits", "l0", "hard_concrete", ())
+        return 0.1 if self.target is None and is_plain else self.target
 
     @property
     def prices(self) -> tuple[float, ...]:

@@ -42,7 +42,7 @@ TRAININGS = {
     "MLP, spike and slab": "--objective spike_slab",
     "MLP, shrinking and weight decay": "--lam 1 --shrink --weight-decay 5e-4",
     "MLP, target": "--target 0.3 --shrink",
-    "MLP, Bernoulli": "--family bernoulli --lam 0.05",
+    "MLP, Bernoulli": "--family bernoulli",
 }
 ON_MNIST = {
     "LeNet-5": "--network lenet5",

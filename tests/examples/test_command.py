@@ -57,7 +57,7 @@ def refused(capfd, monkeypatch, *arguments):
         (["--data", "mnist", "--data-dir", "nowhere"], "nowhere: expected the data's folder"),
         (["--network", "lenet5"], "data='mnist' for network='lenet5'"),
         (["--objective", "spike_slab", "--shrink"], "no shrink for objective='spike_slab'"),
-        (["--target-of", "weights"], "target_of with target only, but got 'weights'"),
+        (["--lam", "0.05", "--target-of", "weights"], "target_of with target only, but got 'weights'"),
         (["--family", "exponential_uniform", "--epsilon", "2"], "epsilon strictly between 0 and 1, but got 2.0"),
         (["--hold-out", "1437"], "hold out between 1 and 1436 images, but got 1437"),
         (["--epochs", "ten"], "invalid literal for int"),
@@ -83,7 +83,7 @@ def test_out_that_is_a_file(capfd, monkeypatch, tmp_path):
 
 def test_a_full_disk_ends_with_one_line_and_the_old_checkpoint(capfd, monkeypatch, tmp_path):
     """The status is 1: the options were right."""
-    mnist.main(Options(epochs=1, out=tmp_path))
+    mnist.main(Options(epochs=1, lam=(0.05,), out=tmp_path))
     capfd.readouterr()
     before = (tmp_path / "checkpoint.pt").read_bytes()
 
@@ -92,7 +92,7 @@ def test_a_full_disk_ends_with_one_line_and_the_old_checkpoint(capfd, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_write", full)
-    status, line = refused(capfd, monkeypatch, "--resume", "--epochs", "2", "--out", tmp_path)
+    status, line = refused(capfd, monkeypatch, "--resume", "--lam", "0.05", "--epochs", "2", "--out", tmp_path)
     assert status == 1
     assert "No space left on device" in line
     assert "checkpoint.pt" in line
@@ -149,7 +149,7 @@ def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
     path = out / "checkpoint.pt"
     script = str(EXAMPLES / "mnist.py")
     code = "import runpy; sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
-    process = start(code, script, "--epochs", 5000, "--shrink", "--out", out)
+    process = start(code, script, "--lam", "0.05", "--epochs", 5000, "--shrink", "--out", out)
     deadline = time.monotonic() + 90
     while not checkpoint.previous_path(path).exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -160,8 +160,8 @@ def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
     said = f"{path} holds N epochs, and the same command with --resume goes on from there\n"
     assert err.startswith("mnist.py: ended by SIGINT; ")
     assert err.endswith(said[said.index(" epochs") :])
-    resumed = mnist.main(Options(epochs=done + 2, shrink=True, out=out, resume=True))
-    straight = mnist.main(Options(epochs=done + 2, shrink=True, out=tmp_path / "straight"))
+    resumed = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=out, resume=True))
+    straight = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=tmp_path / "straight"))
     for metrics in (resumed, straight):
         del metrics["seconds"]
     assert resumed == straight
@@ -219,7 +219,7 @@ with command.folder(Path(sys.argv[1])):
 
 def test_a_training_that_diverges(capfd, monkeypatch, tmp_path):
     """One line; the checkpoint before it stays, and no network is saved."""
-    status, line = refused(capfd, monkeypatch, "--learning-rate", "1e6", "--out", tmp_path)
+    status, line = refused(capfd, monkeypatch, "--lam", "0.05", "--learning-rate", "1e6", "--out", tmp_path)
     assert status == 1
     assert "finite" in line
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)

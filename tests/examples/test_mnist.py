@@ -88,7 +88,7 @@ def test_kill_and_resume(tmp_path):
         ({"retrain": -1}, ValueError, "retrain of at least 0, but got -1"),
         ({"objective": "spike_slab", "weight_decay": 1e-3}, ValueError, "no lam and no weight_decay"),
         ({"estimator": "arm"}, ValueError, "estimator with family='bernoulli' alone"),
-        ({"retrain_noise": 0.1}, ValueError, "0 without retrain, but got 0.1 and retrain=0"),
+        ({"lam": (0.05,), "retrain_noise": 0.1}, ValueError, "0 without retrain, but got 0.1 and retrain=0"),
         ({"target": 0.1, "retrain": 0, "retrain_noise": 0.1}, ValueError, "but got 0.1 and retrain=0"),
         ({"target": 1.0}, ValueError, "target strictly between 0 and 1, but got 1.0"),
         ({"target": 0.1, "batch_size": 1000}, ValueError, "steps to be an integer of at least 10, but got 2"),
@@ -162,7 +162,12 @@ def test_the_digits_have_a_target_if_no_price_is_given():
     """For Eq. 22; it is the retraining's and the prices' default, too."""
     default = Options()
     assert (default.budget, default.prices, default.retraining) == (0.1, (0.0,), 67)
-    for options in (Options(lam=(0.05,)), Options(objective="free_energy"), Options(data="mnist")):
+    for options in (
+        Options(lam=(0.05,)),
+        Options(objective="free_energy"),
+        Options(data="mnist"),
+        Options(family="bernoulli"),
+    ):
         assert (options.budget, options.retraining) == (None, 0)
     assert Options(target=0.3).budget == 0.3
 

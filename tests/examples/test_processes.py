@@ -107,11 +107,11 @@ def test_two_processes_agree(options, tmp_path):
 def test_the_example_under_torchrun(tmp_path):
     """One process writes; resuming needs as many processes."""
     script = str(Path(mnist.__file__))
-    options = ["--epochs", "2", "--out", str(tmp_path)]
-    out = torchrun(script, *options, cwd=tmp_path)
+    options = ["--lam", "0.05", "--out", str(tmp_path)]
+    out = torchrun(script, *options, "--epochs", "2", cwd=tmp_path)
     assert out.count("test error, final epoch") == 1
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert len(state["run"]["random"]) == 2
-    torchrun(script, "--epochs", "3", "--out", str(tmp_path), "--resume", cwd=tmp_path)
+    torchrun(script, *options, "--epochs", "3", "--resume", cwd=tmp_path)
     with pytest.raises(ValueError, match="as many processes as the checkpoint has, 2, but got 1"):
-        mnist.main(Options(epochs=4, out=tmp_path, resume=True))
+        mnist.main(Options(epochs=4, lam=(0.05,), out=tmp_path, resume=True))
