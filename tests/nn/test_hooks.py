@@ -330,3 +330,25 @@ def test_a_container_without_parameters():
     gated = insert_gates(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Flatten())), {"0.0": Gate(3)})
     assert list(gate_names(gated)) == ["0.0.1"]
     assert len(gated[0]) == 2
+
+
+def test_a_compacted_network_of_an_earlier_pruning_run_loads():
+    """Its checkpoint has no wrappers where no gate was left: here the heads' is gone, and that behind them stays."""
+    heads = gate_heads(plain(), {"attention.out": 4})
+    found = insert_gates(heads, {"attention.out": Gate(8)})
+    values = {
+        "attention.out.0.gate": torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        "attention.out.1": (torch.arange(8) % 2) * 1.0,
+    }
+    small = compact(found, {site: value.double() for site, value in values.items()}, example()).network
+    then = {
+        name.replace("attention.out.", "attention.out.0.").replace("l0_gates.attention.out.0.", "attention.out."): value
+        for name, value in small.state_dict().items()
+    }
+    assert {"attention.out.0.weight", "attention.out.1.after.index"} <= then.keys()
+    other = copy.deepcopy(small)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(then)
+    torch.testing.assert_close(other(example()), small(example()), rtol=0, atol=0)
