@@ -165,7 +165,10 @@ _TABLE: dict[type[nn.Module], Rule] = {
 
 
 def candidates(
-    network: nn.Module, shrunk: Mapping[str, Mapping[int, int]], partly: Mapping[str, Collection[int]]
+    network: nn.Module,
+    shrunk: Mapping[str, Mapping[int, int]],
+    partly: Mapping[str, Collection[int]],
+    known: Attributes,
 ) -> dict[tuple[str, str], list[Candidate]]:
     """Attributes of users' modules that are sizes which shrank while the module ran, by class and name.
 
@@ -175,6 +178,7 @@ def candidates(
         network: the whole network.
         shrunk: by module path, old sizes and what became of them.
         partly: by module path, those of them that the module has still, too.
+        known: attributes whose new values are known.
     """
     found: dict[tuple[str, str], list[Candidate]] = {}
     for path, module in network.named_modules():
@@ -182,7 +186,8 @@ def candidates(
             continue
         sizes = {old: new for old, new in shrunk.get(path, {}).items() if old > 1}
         for name, value in vars(module).items():
-            new = None if name.startswith("_") else _shrink(value, sizes)
+            is_known = name.startswith("_") or name in known.get(path, {})
+            new = None if is_known else _shrink(value, sizes)
             if new is not None:
                 sizes_here = {value} if isinstance(value, int) else set(value)
                 is_sure = sizes_here.isdisjoint(partly.get(path, ()))
@@ -200,8 +205,8 @@ def _shrink(value: object, sizes: Mapping[int, int]) -> Size | None:
     return None
 
 
-def choices(found: Mapping[tuple[str, str], list[Candidate]]) -> Iterator[Attributes]:
-    """Which candidates to change: none, one group, two groups, ...; of the first few groups.
+def choices(found: Mapping[tuple[str, str], list[Candidate]], known: Attributes) -> Iterator[Attributes]:
+    """Which candidates to change beside what is known: none, one group, two groups, ...; of the first few groups.
 
     First with all of a group, then with those alone of which one can be sure.
     """
@@ -210,7 +215,7 @@ def choices(found: Mapping[tuple[str, str], list[Candidate]]) -> Iterator[Attrib
         groups = list(kept.values())[:_MOST_GROUPS]
         for count in range(len(groups) + 1):
             for chosen in itertools.combinations(groups, count):
-                attributes: Attributes = {}
+                attributes: Attributes = {path: dict(values) for path, values in known.items()}
                 for candidate in itertools.chain(*chosen):
                     attributes.setdefault(candidate.path, {})[candidate.name] = candidate.value
                 yield attributes

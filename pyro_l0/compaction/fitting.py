@@ -28,6 +28,7 @@ from pyro_l0.compaction.norms import as_whole_norms
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.planning import check_seen, constant_units, make_plan, warn_unseen
 from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, record
+from pyro_l0.nn.engine.shared_sizes import find_integers
 from pyro_l0.nn.fixed import fix_gates
 
 __all__ = ["CompactionError", "Fitted", "constants_of", "fit", "fixed"]
@@ -178,6 +179,11 @@ class _Attempt:
         carry_out(small, plan, constants)
         evaluated = fixed(small, self.gates, plan) if self.keep_gates else small
         new = self._users_attributes(reference, evaluated, analysis)
+        new = {
+            path: changed
+            for path, values in new.items()
+            if (changed := {k: x for k, x in values.items() if x != getattr(self.network.get_submodule(path), k)})
+        }
         merged = {path: {**plan.attributes.get(path, {}), **values} for path, values in new.items()}
         plan = replace(plan, attributes={**plan.attributes, **merged})
         sizes = self._input_sizes(reference, evaluated, plan)
@@ -193,7 +199,9 @@ class _Attempt:
         """The attributes of users' modules with which a smaller network runs, set in it."""
         expected = [run(reference, call) for call in self.calls]
         failure: Exception | None = None
-        for attributes in choices(candidates(self.network, analysis.shrunk, analysis.partly_shrunk)):
+        known = _known(self.network, analysis)
+        others = candidates(self.network, analysis.shrunk, analysis.partly_shrunk, known)
+        for attributes in choices(others, known):
             before: Attributes = {
                 path: {name: getattr(small.get_submodule(path), name) for name in values}
                 for path, values in attributes.items()
@@ -275,6 +283,22 @@ class _Attempt:
         training = [_if_small(x, self.tolerance) for x in (found.training_outputs, found.training_gradients)]
         outputs, gradients = [None, None] if None in training else training
         return Certificate(found.outputs, _if_small(found.gradients, self.tolerance), outputs, gradients)
+
+
+def _known(network: nn.Module, analysis: Analysis) -> Attributes:
+    """The integers of users' modules that gave sizes, with the values that the smaller network asks for."""
+    maps = analysis.maps
+    uses = [use for use in maps.recording.sizes if use.value in maps.axes]
+    found = find_integers(uses, lambda use: analysis.solution.size(maps.axes[use.value][use.dim]))
+    known: Attributes = {}
+    for holder, value in found.items():
+        of_module = known.setdefault(holder.path, {})
+        before = of_module.get(holder.name, getattr(network.get_submodule(holder.path), holder.name))
+        if isinstance(before, int):
+            of_module[holder.name] = value
+        else:
+            of_module[holder.name] = tuple(value if i == holder.place else x for i, x in enumerate(before))
+    return known
 
 
 def _not_finite(network: nn.Module, calls: Sequence[Arguments]) -> str:

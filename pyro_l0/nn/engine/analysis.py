@@ -15,6 +15,7 @@ from pyro_l0.nn.engine import rules
 from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
 from pyro_l0.nn.engine.registry import find_rule
+from pyro_l0.nn.engine.shared_sizes import pin_shared_sizes
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
 from pyro_l0.nn.engine.solve import Solution, solve
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
@@ -216,6 +217,7 @@ def _apply_rules(
     for path, module in recording.network.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             _pin_attention(maps, path)
+    pin_shared_sizes(maps)
     return maps
 
 

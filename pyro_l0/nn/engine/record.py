@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, Value
+from pyro_l0.nn.engine.held import follow_integers, given_sizes
+from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, SizeUse, Value
 from pyro_l0.nn.gate import Gate, check_units, gate_names
 
 __all__ = ["Example", "calls_of", "keep_buffers", "record"]
@@ -53,7 +54,12 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
     calls = []
     own_modules = [x for x in network.modules() if not type(x).__module__.startswith("torch.nn.")]
     with ExitStack() as stack:
-        for context in (_undisturbed(network), recorder.follow_modules(), recorder.replace_gates()):
+        for context in (
+            _undisturbed(network),
+            follow_integers(network),
+            recorder.follow_modules(),
+            recorder.replace_gates(),
+        ):
             stack.enter_context(context)
         for training, (args, kwargs) in product((False, True) if with_training else (False,), calls_of(example)):
             for module in own_modules:
@@ -71,7 +77,8 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
             for value in outputs:
                 value.is_output = True
             calls.append(Call(tuple(inputs), tuple(outputs)))
-    return Recording(network, tuple(_without_saved(recorder.operations)), tuple(calls), recorder.named)
+    operations = tuple(_without_saved(recorder.operations))
+    return Recording(network, operations, tuple(calls), recorder.named, tuple(recorder.sizes))
 
 
 def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, object]]]:
@@ -98,6 +105,7 @@ class _Recorder(TorchDispatchMode):
         self.network = network
         self.operations: list[Operation] = []
         self.named: dict[str, Value] = {}
+        self.sizes: list[SizeUse] = []
         self.is_paused = False
         self._gate: dict[str, object] | None = None
         self._paths: list[str] = [""]
@@ -260,7 +268,13 @@ class _WholeCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _WHOLE and not self.recorder.is_paused:
             return self.recorder.call_whole(_WHOLE[func][0], func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if not self.recorder.is_paused:
+            self.recorder.sizes += [
+                SizeUse(size, self.recorder.value_of(tensor), dim)
+                for size, tensor, dim in given_sizes((args, kwargs), result)
+            ]
+        return result
 
 
 def _signature(names: str) -> _Signature:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["WRITE", "Call", "Operation", "Recording", "Value"]
+from pyro_l0.nn.engine.held import Held
+
+__all__ = ["WRITE", "Call", "Operation", "Recording", "SizeUse", "Value"]
 
 WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
 
@@ -99,6 +101,15 @@ class Operation:
         return [found] if isinstance(found, int) else [int(x) for x in cast(Sequence[int], found)]
 
 
+@dataclass(frozen=True, eq=False)
+class SizeUse:
+    """One size of a value that an integer of a module gave."""
+
+    integer: Held
+    value: Value
+    dim: int
+
+
 @dataclass(frozen=True)
 class Call:
     """Inputs and outputs of one recorded call."""
@@ -116,9 +127,11 @@ class Recording:
         operations: in the order of their running.
         calls: one for each example.
         named: the values of the parameters and buffers that were used, by every name.
+        sizes: those that integers of the users' modules gave.
     """
 
     network: nn.Module
     operations: tuple[Operation, ...]
     calls: tuple[Call, ...]
     named: dict[str, Value]
+    sizes: tuple[SizeUse, ...] = ()
