@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from pyro_l0.compaction.carrying_out import carry_out
 from pyro_l0.compaction.certificate import tensors, tolerance_of
 from pyro_l0.compaction.checks import check_network
-from pyro_l0.compaction.fitting import CompactionError, Fitted, constants_of, fit
+from pyro_l0.compaction.fitting import CompactionError, Fitted, constants_of, fit, uncut
 from pyro_l0.compaction.plan import Plan, names_before
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import check_gates
 
-__all__ = ["CompactionError", "compact", "plan", "rewrite"]
+__all__ = ["CompactionError", "compact", "compact_or_fix", "plan", "rewrite"]
 
 
 def compact(
@@ -48,7 +48,8 @@ def compact(
         TypeError: the network is no module, or the example none of the kinds above.
         ValueError: a gate has no value or a wrong one, the network does not take the example, or the example does not
             use all of a module of which units leave.
-        CompactionError: no smaller network was found that computes the same within the tolerance.
+        CompactionError: no smaller network was found that computes the same within the tolerance; the message says
+            which gates to open for one to be found.
 
     Example:
         >>> import torch
@@ -57,9 +58,21 @@ def compact(
         >>> compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).network[0]
         Linear(in_features=2, out_features=2, bias=True)
     """
-    found = _fit(network, gates, example_input, False, tolerance)
-    largest = found.certificate.largest
-    return Compacted(found.network, found.plan, largest, tuple(before), found.certificate, found.reasons)
+    try:
+        found = _fit(network, gates, example_input, False, tolerance)
+    except CompactionError as error:
+        raise CompactionError(f"{error}{_advice(network, gates, example_input, tolerance)}") from error
+    return _compacted(found, before)
+
+
+def compact_or_fix(
+    network: nn.Module, gates: Mapping[str, Tensor], example_input: Example
+) -> tuple[Compacted, CompactionError | None]:
+    """What :func:`compact` returns; if it can't, the whole network with fixed gates, and the error."""
+    try:
+        return compact(network, gates, example_input), None
+    except CompactionError as error:
+        return _compacted(_fit(network, gates, example_input, False, None, cut=False), ()), error
 
 
 def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Example, keep_gates: bool = False) -> Plan:
@@ -108,12 +121,36 @@ def rewrite(network: nn.Module, plan: Plan, example_input: Example | None = None
     return small if plan.keeps_gates else small.eval()
 
 
+def _compacted(found: Fitted, before: Sequence[Plan]) -> Compacted:
+    largest = found.certificate.largest
+    return Compacted(found.network, found.plan, largest, tuple(before), found.certificate, found.reasons)
+
+
+def _advice(network: nn.Module, gates: Mapping[str, Tensor], example: Example, tolerance: float | None) -> str:
+    """Which gates to open for a network to be cut, as a sentence; nothing if opening those of some sites is no help."""
+
+    def passes(closed: set[str]) -> bool:
+        some = {site: x if site in closed else torch.where(x == 0, 1.0, x) for site, x in gates.items()}
+        try:
+            _fit(network, some, example, False, tolerance)
+        except (CompactionError, ValueError):
+            return False
+        return True
+
+    sites = {site for site, gate in gates.items() if bool((gate == 0).any())}
+    in_the_way = {site for site in sites if not passes({site})}
+    if not in_the_way or not passes(sites - in_the_way):
+        return ""
+    return f" It can be cut with all gates of {', '.join(map(repr, sorted(in_the_way)))} open."
+
+
 def _fit(
     network: nn.Module,
     gates: Mapping[str, Tensor],
     example: Example,
     keep_gates: bool,
     tolerance: float | None,
+    cut: bool = True,
 ) -> Fitted:
     for site, value in gates.items() if isinstance(gates, Mapping) else ():
         if getattr(value, "is_meta", False):
@@ -122,4 +159,5 @@ def _fit(
     check_gates(network, gates)
     like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls_of(example))[0])
     values = {site: gate.to(like.device) for site, gate in gates.items()}
-    return fit(network, values, example, keep_gates, tolerance_of(like.dtype) if tolerance is None else tolerance)
+    tolerance = tolerance_of(like.dtype) if tolerance is None else tolerance
+    return fit(network, values, example, keep_gates, tolerance) if cut else uncut(network, values, example, tolerance)

@@ -31,7 +31,7 @@ from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, r
 from pyro_l0.nn.engine.shared_sizes import find_integers
 from pyro_l0.nn.fixed import fix_gates
 
-__all__ = ["CompactionError", "Fitted", "constants_of", "fit", "fixed"]
+__all__ = ["CompactionError", "Fitted", "constants_of", "fit", "fixed", "uncut"]
 
 _CLOSE = 100  # times the tolerance: whether attributes are the right ones; the certificate asks for more
 
@@ -86,6 +86,18 @@ def fit(
                     first = first or error
     assert first is not None
     raise first
+
+
+def uncut(network: nn.Module, gates: Mapping[str, Tensor], example: Example, tolerance: float) -> Fitted:
+    """The whole network with fixed gates, as a plan of which nothing leaves.
+
+    Raises:
+        CompactionError: the network does not compute the same twice.
+    """
+    with as_whole_norms(network):
+        recording = record(network, example)
+    opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
+    return _Attempt(network, gates, calls_of(example), recording, False, tolerance).carry_out(opened, folds=False)
 
 
 def _recordings(network: nn.Module, example: Example) -> Iterator[Recording]:

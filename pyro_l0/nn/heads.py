@@ -11,7 +11,7 @@ from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.hooks import GateHook, arrange, hooks_of
 
-__all__ = ["gate_heads"]
+__all__ = ["gate_heads", "is_dense"]
 
 
 def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
@@ -89,7 +89,7 @@ def _parent(network: nn.Module, path: str) -> nn.Module:
     """The module that holds the one at a path."""
     modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
     if not path or path not in modules:
-        dense = [name for name, module in modules.items() if name and _is_dense(module)]
+        dense = [name for name, module in modules.items() if name and is_dense(module)]
         raise ValueError(
             f"Expected the path of an output projection, but got {path!r}; the network has dense layers at "
             f"{', '.join(map(repr, dense)) or 'no path'}."
@@ -128,7 +128,7 @@ def _check_projection(network: nn.Module, path: str, projection: nn.Module, head
     """Refuse what does not read heads side by side, and layers that are used elsewhere too."""
     if any(isinstance(hook, _HeadsHook) for at, hook in hooks_of(network) if at == path):
         raise ValueError(f"Expected an output projection without head gates, but {path!r} has them already.")
-    if not _is_dense(projection):
+    if not is_dense(projection):
         raise TypeError(
             f"Expected a dense layer at {path!r}, which reads the heads side by side, but got "
             f"{type(projection).__name__}; write a Gate(heads, dim=...) into the network's forward."
@@ -148,7 +148,7 @@ def _refuse_shared(network: nn.Module, path: str, module: nn.Module) -> None:
         )
 
 
-def _is_dense(module: nn.Module) -> bool:
+def is_dense(module: nn.Module) -> bool:
     """Whether a module is a dense layer: torch's, or one of a matrix alone, such as the Conv1D of transformers."""
     weight = getattr(module, "weight", None)
     is_other = isinstance(module, nn.Embedding | nn.EmbeddingBag)

@@ -15,6 +15,7 @@ from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Axis, Link, Read, Reshape
 from pyro_l0.nn.engine.tape import Operation, Recording, Value
 from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.heads import is_dense
 from pyro_l0.nn.insert import has_gate_behind, insert_gates
 from pyro_l0.nn.places import are_same_units, unit_dims
 
@@ -322,31 +323,37 @@ def _attended(maps: Maps) -> set[int]:
 
 def _composites(maps: Maps, found: Found) -> set[str]:
     """The places whose units are parts of others: of heads' features side by side, or of another place's units."""
+    units = maps.slots.units()
     roots = {
         path: {maps.slots.root(maps.axes[value][dim].block) for value, dim in outputs}
         for path, outputs in found.items()
     }
     wholes = _attended(maps).union(*roots.values())
     flat = {
-        maps.slots.root(box.flat)
+        unit
         for box in maps.boxes
         if not wholes.isdisjoint(maps.slots.root(block) for block in box.factors)
+        for unit in units[box.flat].tolist()
     }
-    return {path for path, own in roots.items() if not own.isdisjoint(flat)}
+    return {path for path, own in roots.items() if not all(flat.isdisjoint(units[root].tolist()) for root in own)}
 
 
 def _heads(network: nn.Module, followed: Followed) -> dict[str, int]:
-    """By path of a dense layer, the number of heads whose features, side by side, it reads."""
+    """By path of a dense layer, the number of heads whose features, side by side, it reads.
+
+    Heads of queries that share keys and values leave together, and count as one.
+    """
     maps, found = followed.maps, dict[str, int]()
     attended = _attended(maps)
+    boxes = [(maps.slots.root(box.flat), [maps.slots.root(block) for block in box.factors]) for box in maps.boxes]
+    shared = {flat: factors[0] for flat, factors in boxes if flat in attended}
     for path, module in network.named_modules():
         value = next((call.input for call in followed.calls.get(module, [])), None)
-        if isinstance(module, nn.Linear) and value is not None:
+        if is_dense(module) and value is not None:
             last = maps.slots.root(maps.axes[value][-1].block)
-            for box in maps.boxes:
-                factors = [maps.slots.root(block) for block in box.factors]
-                if maps.slots.root(box.flat) == last and len(factors) == 2 and attended.issuperset(factors):
-                    found[path] = _size(maps, factors[0])
+            for flat, factors in boxes:
+                if flat == last and len(factors) == 2 and attended.issuperset(factors):
+                    found[path] = _size(maps, shared.get(factors[0], factors[0]))
     return found
 
 

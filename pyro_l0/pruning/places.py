@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pyro_l0.compaction import CompactionError, compact
+from pyro_l0.compaction import CompactionError, plan
 from pyro_l0.nn import Gate, NetworkCost, gate_heads, gate_names, insert_gates, name_gates, suggest_gates
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.hooks import hooks_of
@@ -240,7 +240,7 @@ def _refusal(gated: nn.Module, example: Example) -> str | None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                compact(gated, closed, example)
+                plan(gated, closed, example)
         except _REFUSALS as error:
             return str(error)
     return None

@@ -258,6 +258,8 @@ def _result(run: Run, cut: Cut, start: _Start) -> tuple[Pruned, list[Note]]:
     network = cut.compacted.network.eval()
     is_open = {site: (gate != 0).float() for site, gate in cut.gates.items()}
     everything = {site: torch.ones_like(gate) for site, gate in is_open.items()}
+    if cut.refusal is not None:
+        is_open = everything
     left = {
         name: (float(count(is_open)), float(count(everything)))
         for name, count in (
@@ -270,6 +272,8 @@ def _result(run: Run, cut: Cut, start: _Start) -> tuple[Pruned, list[Note]]:
     steps = run.settings.gated_steps + run.settings.further_steps
     notes = notes_on(cut.report, largest, steps, start.untrained, (start.error, cut.error), start.placed.in_the_way)
     notes += [Note(finding, True) for finding in run.findings]
+    if cut.refusal is not None:
+        notes.append(Note(f"The network is whole, with fixed gates, as it could not be cut: {cut.refusal}", True))
     report = PruningReport(
         target=cut.report,
         left=left,

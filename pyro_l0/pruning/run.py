@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.compaction import Compacted, compact
+from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.infer import TargetReport
 from pyro_l0.infer.budget import Cost
 from pyro_l0.nn import FixedGate, Gate
@@ -68,6 +69,7 @@ class Cut:
         report: of the target.
         compacted: what was cut, and is trained further.
         error: of what was cut, before; None without a function that says.
+        refusal: why the network is whole, with fixed gates; None if it was cut.
     """
 
     budget: float
@@ -76,6 +78,7 @@ class Cut:
     report: TargetReport
     compacted: Compacted | None = None
     error: float | None = None
+    refusal: str | None = None
 
 
 @dataclass
@@ -204,7 +207,10 @@ class Run:
     def _compact(self, cut: Cut) -> None:
         network = copy.deepcopy(self.gated)
         network.load_state_dict(cut.state)
-        cut.compacted = compact(network, cut.gates, self.example)
+        cut.compacted, refusal = compact_or_fix(network, cut.gates, self.example)
+        if refusal is not None:
+            cut.refusal = str(refusal)
+            return
         left = _sites_left(network, cut.compacted.network)
         if left:  # gates between 0 and 1 that no weights could take; training goes on with all of the unit
             gates = {site: (gate != 0).to(gate) if site in left else gate for site, gate in cut.gates.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.nn import Gate
@@ -287,3 +287,36 @@ def test_what_has_no_gate_is_in_the_report_with_the_reason():
     result = pruned(pretrained=False)
     assert result.report.skipped["last"] == "it makes the network's output"
     assert not result.plan.gates.keys() & result.report.skipped.keys()
+
+
+class _Picky(nn.Module):
+    """Takes eight units or four, which no operation tells."""
+
+    def forward(self, x):
+        if x.shape[-1] not in (4, 8):
+            raise RuntimeError("eight units, or four")
+        return x
+
+
+def test_a_network_that_cannot_be_cut_comes_back_whole(tmp_path):
+    """Trained, with fixed gates; the warning names the module, and the checkpoint stays."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 3)
+    data = DataLoader(TensorDataset(x, x[:, :1].sin()), 32)
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), _Picky(), nn.Linear(8, 1))
+    with pytest.warns(UserWarning, match=r"whole, with fixed gates.*module '2' \(_Picky\)"):
+        result = prune(
+            network,
+            nn.functional.mse_loss,
+            data,
+            x[:2],
+            0.65,
+            gates={"2": Gate(8)},
+            epochs=40,
+            pretrained=False,
+            checkpoint=tmp_path / "run.pt",
+        )
+    assert result.network[0].out_features == 8
+    assert result.report.left["macs"][0] == result.report.left["macs"][1]
+    assert (tmp_path / "run.pt").exists()
+    assert len(result.network(x).unique()) > 100

@@ -1,0 +1,140 @@
+"""Every cut of the gates that are suggested is taken, whichever of them are open."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_l0.compaction import CompactionError, compact
+from pyro_l0.nn import Gate, suggest_gates
+from pyro_l0.nn.engine import analyse, record
+from tests.compaction.random_cuts import MODELS, gated, refusals
+from tests.engine.zoo import ZOO
+
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    if request.param != "nn.TransformerEncoder" and not HAS_TRANSFORMERS:
+        pytest.skip("needs the package transformers, which is not installed")
+    return request.param
+
+
+@pytest.fixture(params=ZOO)
+def entry(request):
+    entry = ZOO[request.param]
+    if entry.needs is not None and importlib.util.find_spec(entry.needs) is None:
+        pytest.skip(f"needs the package {entry.needs}, which is not installed")
+    return entry
+
+
+def test_a_cut_of_heads_and_units(model):
+    network, example = gated(model, with_heads=True)
+    assert not list(refusals(network, example, range(1), rates=(0.5,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_heads", [False, True])
+def test_twenty_cuts_at_three_rates(model, with_heads):
+    network, example = gated(model, with_heads)
+    assert not list(refusals(network, example, range(20)))
+
+
+def test_a_cut_of_the_zoo(entry):
+    assert not list(refusals(entry.network(), entry.example(), range(1), rates=(0.5,)))
+
+
+@pytest.mark.slow
+def test_cuts_of_the_zoo(entry):
+    assert not list(refusals(entry.network(), entry.example(), range(1, 2)))
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs the package transformers, which is not installed")
+@pytest.mark.parametrize(("name", "heads"), [("GPT-2", 4), ("Llama", 2)])
+def test_heads_that_leave_alone_are_proposed(name, heads):
+    """Through a projection of three parts, and of queries that share keys and values."""
+    torch.manual_seed(0)
+    network, example = MODELS[name]()
+    suggested = suggest_gates(network.eval(), example)
+    assert list(suggested.heads.values()) == [heads, heads]
+    attention = [x for x in suggested.places if x.path.endswith((".c_attn", ".q_proj", ".k_proj", ".v_proj"))]
+    assert all(place.is_composite for place in attention)
+
+
+# --- integers of modules -------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Heads whose sizes are integers of the module, and equal to others by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.head_dim = 3, 4
+        self.width = self.heads * self.head_dim
+        self.q, self.k, self.v = (nn.Linear(12, 12) for _ in range(3))
+        self.gates = nn.ModuleList(Gate(12) for _ in range(3))
+        self.head_gate = Gate(3, dim=2)
+        self.out = nn.Linear(12, 12)
+
+    def forward(self, x):
+        q, k, v = (
+            gate(layer(x)).view(*x.shape[:-1], self.heads, self.head_dim)
+            for gate, layer in zip(self.gates, (self.q, self.k, self.v), strict=True)
+        )
+        weights = torch.einsum("bihd,bjhd->bhij", q, k).softmax(-1)
+        mixed = self.head_gate(torch.einsum("bhij,bjhd->bihd", weights, v))
+        return self.out(mixed.reshape(*x.shape[:-1], self.width))
+
+
+def test_an_integer_is_one_size():
+    """Entries of queries and values leave apart, but both have the size head_dim, so they stay; whole heads leave."""
+    network, x = Attention().eval(), torch.randn(2, 5, 12)
+    recording = record(network, x)
+    assert {use.integer.text for use in recording.sizes} == {"heads", "head_dim", "width"}
+    assert type(network.heads) is int
+    third = torch.arange(12) % 4 == 3
+    closed = {f"gates.{i}": third for i in range(2)}
+    analysis = analyse(recording, closed)
+    assert len(analysis.kept["q.weight"][0]) == 9  # zeros take their places behind the gate
+    assert any("head_dim, which is the size of other units" in text for _, text in analysis.maps.pins)
+    gates = {site: torch.where(mask, 0.0, 1.0) for site, mask in {**closed, "gates.2": ~third & third}.items()}
+    gates["head_gate"] = torch.tensor([1.0, 0.0, 1.0])
+    small = compact(network, gates, x).network
+    assert (small.heads, small.head_dim, small.width) == (2, 4, 8)
+    assert small.out.in_features == 8
+
+
+class Projection(nn.Module):
+    """A matrix with its inputs and outputs of one number, of which the module holds the latter."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 6
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return (x.reshape(-1, x.shape[-1]) @ self.weight).view(*x.shape[:-1], self.number)
+
+
+def test_the_integer_that_an_operation_used_is_changed_and_no_other_size():
+    network = nn.Sequential(nn.Linear(3, 6), Gate(6), Projection(), Gate(6), nn.Linear(6, 2)).eval()
+    gates = {"1": torch.tensor([1.0, 0, 0, 1, 0, 0]), "3": torch.tensor([1.0, 1, 1, 1, 0, 1])}
+    assert compact(network, gates, torch.randn(4, 3)).network[2].number == 5
+
+
+class Picky(nn.Module):
+    """Asks for a number of units that operations do not tell."""
+
+    def forward(self, x):
+        if x.shape[-1] % 4:
+            raise RuntimeError("a multiple of four")
+        return x
+
+
+def test_a_refusal_says_which_gates_to_open():
+    network = nn.Sequential(nn.Linear(3, 8), Gate(8), Picky(), nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 1))
+    gates = {"1": torch.tensor([1.0, 0, 1, 1, 1, 1, 1, 1]), "5": torch.tensor([1.0, 0, 0, 1, 1, 1])}
+    with pytest.raises(CompactionError, match=r"module '2' \(Picky\).*can be cut with all gates of '1' open"):
+        compact(network, gates, torch.randn(4, 3))
