@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_l0.diagnostics.at_draws import AtDraws, at_draws, is_observation, sites_of
 from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of
 from pyro_l0.infer.pairs import Program
+from pyro_l0.infer.slabs import Switch, switches_of
 
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import
@@ -28,7 +29,7 @@ def to_arviz(
     posterior: object,
     model: Program | None = None,
     *args: object,
-    slab: Mapping[str, str] | None = None,
+    slab: Mapping[str, Switch] | None = None,
     draws: int = 1000,
     seed: int | None = None,
     coords: Mapping[str, Sequence[Any]] | None = None,
@@ -107,7 +108,7 @@ def to_arviz(
             sites = sites_of(model, args, kwargs)
             said = at_draws(model, args, kwargs, sites, drawn.values)
             observed = {name: site["value"] for name, site in sites.items() if is_observation(site)}
-            drawn = completed(drawn, said.fixed, sites, slab or {})
+            drawn = completed(drawn, said.fixed, sites, switches_of(slab))
     return inference_data(
         {name: _array(x, name in drawn.switches) for name, x in {**drawn.values, **drawn.derived}.items()},
         log_likelihood=_arrays(said.log_likelihood),

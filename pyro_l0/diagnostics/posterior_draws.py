@@ -18,7 +18,7 @@ from pyro_l0.infer.mcmc import PosteriorSamples
 from pyro_l0.infer.pairs import Args, Kwargs
 from pyro_l0.infer.refine import RefinedPosterior
 from pyro_l0.infer.runs import record_run
-from pyro_l0.infer.slabs import places_of, product_name
+from pyro_l0.infer.slabs import Switch, gate_site, places_of, product_name
 
 __all__ = ["PosteriorDraws", "completed", "draws_of", "refuse_subsample"]
 
@@ -80,7 +80,7 @@ def refuse_subsample(name: str, site: Site) -> None:
 
 
 def completed(
-    drawn: PosteriorDraws, fixed: Mapping[str, Tensor], sites: Mapping[str, Site], slab: Mapping[str, str]
+    drawn: PosteriorDraws, fixed: Mapping[str, Tensor], sites: Mapping[str, Site], slab: Mapping[str, Switch]
 ) -> PosteriorDraws:
     """Draws together with what the model tells of them.
 
@@ -94,12 +94,12 @@ def completed(
         ValueError: ``slab`` names sites that were not drawn, or gates that do not fit.
     """
     values, products = {**drawn.values, **fixed}, {}
-    for name, gate in slab.items():
+    for name, switch in slab.items():
+        gate = gate_site(switch)
         for site in (name, gate):
             if site not in values:
                 raise ValueError(f"Expected slab to name sites of {sorted(values)}, but {site!r} is none.")
-        places = places_of(name, gate, sites[name], sites[gate], sites[gate])
-        products[product_name(gate, name)] = values[gate].reshape(*values[gate].shape[:2], *places) * values[name]
+        products[product_name(gate, name)] = places_of(name, switch, sites).of(values[gate], 2) * values[name]
     gates = [name for name, site in sites.items() if name in values and _is_gate(name, site, values)]
     probs = {name: (values[name] != 0).double().mean((0, 1)) for name in gates} | drawn.active_probs
     switches = {name for name in gates if isinstance(find_gate(sites[name]["fn"]), BernoulliGate)}
@@ -125,7 +125,9 @@ def _of_samples(posterior: PosteriorSamples) -> PosteriorDraws:
 
 def _of_joint_draws(posterior: AutoSpikeSlab | RefinedPosterior, number: int) -> PosteriorDraws:
     values, probs = posterior.draws(number), posterior.active_probs()
-    products = {product_name(posterior.slab[name], name): x for name, x in posterior.products(values).items()}
+    products = {
+        product_name(gate_site(posterior.slab[name]), name): x for name, x in posterior.products(values).items()
+    }
     two_valued = isinstance(posterior, RefinedPosterior) or posterior.family is BernoulliGate
     return PosteriorDraws(_one_chain(values), _one_chain(products), probs, list(probs) if two_valued else ())
 

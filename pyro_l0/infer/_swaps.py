@@ -7,7 +7,6 @@ accepted by Metropolis's rule leads to a draw of the posterior. If probabilities
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer._log_joint import LogJoint
-from pyro_l0.infer.slabs import places_of
+from pyro_l0.infer.slabs import Places, Switch, gate_site, places_of
 
 __all__ = ["gates_of_slabs", "moved_by_swaps"]
 
@@ -31,24 +30,26 @@ class _Swap(NamedTuple):
     signs: Tensor
 
 
-def gates_of_slabs(log_joint: LogJoint, slab: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """For each slab site the shape in which its gates multiply it.
+def gates_of_slabs(log_joint: LogJoint, slab: Mapping[str, Switch]) -> dict[str, Places]:
+    """For each slab site how its gates multiply it.
 
     Raises:
         ValueError: ``slab`` names a site that the model does not have, or gates that do not fit.
     """
     sites = log_joint.sites
-    for name in (*slab, *slab.values()):
+    for name in (*slab, *map(gate_site, slab.values())):
         if name not in log_joint.latent and name not in log_joint.switches and name not in _bases(log_joint):
             raise ValueError(
                 f"Expected slab to name latent sites of the model, such as {sorted(log_joint.latent)}, but {name!r} is "
                 "none."
             )
-    return {name: places_of(name, gate, sites[name], sites[gate], sites[gate]) for name, gate in slab.items()}
+    return {name: places_of(name, switch, sites) for name, switch in slab.items()}
 
 
 @torch.no_grad()
-def moved_by_swaps(log_joint: LogJoint, vectors: Tensor, codes: Tensor, slab: Mapping[str, str]) -> dict[str, Tensor]:
+def moved_by_swaps(
+    log_joint: LogJoint, vectors: Tensor, codes: Tensor, slab: Mapping[str, Switch]
+) -> dict[str, Tensor]:
     """By how much P(z != 0) moves, by gate site, when gates of a site change places with their coefficients.
 
     Args:
@@ -60,7 +61,7 @@ def moved_by_swaps(log_joint: LogJoint, vectors: Tensor, codes: Tensor, slab: Ma
     keep = torch.linspace(0, len(vectors) - 1, min(len(vectors), _MOST_DRAWS)).long()
     vectors, codes = vectors[keep], codes[keep]
     density, values = log_joint.many(vectors, codes)
-    before = {gate: _active(values[gate]) for gate in sorted(set(slab.values()))}
+    before = {gate: _active(values[gate]) for gate in sorted(set(map(gate_site, slab.values())))}
     for swap in _swaps(log_joint, slab, before):
         new_vectors, new_codes = vectors[:, swap.places] * swap.signs, codes[:, swap.code]
         new_density = log_joint.many(new_vectors, new_codes)[0]
@@ -81,12 +82,13 @@ def _bases(log_joint: LogJoint) -> dict[str, str]:
     return {gate: f"{gate}_base" for gate in log_joint.sites if f"{gate}_base" in log_joint.latent}
 
 
-def _swaps(log_joint: LogJoint, slab: Mapping[str, str], active: Mapping[str, Tensor]) -> list[_Swap]:
+def _swaps(log_joint: LogJoint, slab: Mapping[str, Switch], active: Mapping[str, Tensor]) -> list[_Swap]:
     """Exchanges of gates in the order of how often they would change anything, with and without a change of sign."""
-    shapes = gates_of_slabs(log_joint, slab)
+    places = gates_of_slabs(log_joint, slab)
+    gates = {name: gate_site(switch) for name, switch in slab.items()}
     ranked: list[tuple[float, str, int, int]] = []
     for gate, probability in active.items():
-        if any(log_joint.latent[w].shape != log_joint.sites[w]["value"].shape for w, z in slab.items() if z == gate):
+        if any(log_joint.latent[w].shape != log_joint.sites[w]["value"].shape for w, z in gates.items() if z == gate):
             continue  # entries that are not independent on the real line
         p = probability.flatten()
         one_of_two = (p[:, None] * (1 - p)).triu(1) + (p * (1 - p[:, None])).triu(1)
@@ -94,13 +96,13 @@ def _swaps(log_joint: LogJoint, slab: Mapping[str, str], active: Mapping[str, Te
     ranked.sort(reverse=True)
     swaps = []
     for _, gate, i, j in ranked[:_MOST_PAIRS]:
-        slabs = {name: shape for name, shape in shapes.items() if slab[name] == gate}
+        slabs = {name: x for name, x in places.items() if gates[name] == gate}
         swaps += [_swap(log_joint, gate, slabs, i, j, sign) for sign in (1.0, -1.0)]
-    return swaps
+    return [swap for swap in swaps if swap is not None]
 
 
-def _swap(log_joint: LogJoint, gate: str, slabs: Mapping[str, tuple[int, ...]], i: int, j: int, sign: float) -> _Swap:
-    """Gates i and j of a site change places, and so do the entries of its slabs."""
+def _swap(log_joint: LogJoint, gate: str, slabs: Mapping[str, Places], i: int, j: int, sign: float) -> _Swap | None:
+    """Gates i and j of a site change places, and so do the entries of its slabs; None if they have not as many."""
     swap = _Swap(
         torch.arange(len(log_joint.start)), torch.arange(log_joint.codes.shape[1]), torch.ones_like(log_joint.start)
     )
@@ -109,10 +111,14 @@ def _swap(log_joint: LogJoint, gate: str, slabs: Mapping[str, tuple[int, ...]], 
     else:
         row, gates = swap.places, log_joint.latent[_bases(log_joint)[gate]].places
     _exchange(row, gates[[i]], gates[[j]])
-    for name, shape in slabs.items():
+    like = log_joint.sites[gate]["value"]
+    numbered = torch.arange(like.numel()).reshape(like.shape)
+    for name, places in slabs.items():
         entries = log_joint.latent[name].places
-        gate_of_entry = torch.arange(math.prod(shape)).reshape(shape).expand(log_joint.latent[name].shape).flatten()
+        gate_of_entry = places.of(numbered).expand(log_joint.latent[name].shape).flatten()
         first, second = entries[gate_of_entry == i], entries[gate_of_entry == j]
+        if len(first) != len(second):
+            return None
         _exchange(swap.places, first, second)
         swap.signs[torch.cat((first, second))] = sign
     return swap

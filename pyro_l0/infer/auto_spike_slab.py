@@ -31,7 +31,7 @@ from pyro_l0.infer.expansion import log_likelihood, run_at
 from pyro_l0.infer.pairs import Args, Kwargs
 from pyro_l0.infer.particles import each
 from pyro_l0.infer.refine import Method, RefinedPosterior, refined
-from pyro_l0.infer.slabs import places_of
+from pyro_l0.infer.slabs import Switch, check_used, gate_site, places_of, switches_of
 from pyro_l0.infer.structured_slabs import StructuredSlabs
 from pyro_l0.infer.summaries import JointDraws
 from pyro_l0.maths.laplace import LogLikelihood
@@ -54,7 +54,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     Args:
         model: a Pyro model.
-        slab: the gate site of each slab site, as given to the ELBO.
+        slab: the gate site of each slab site, as given to the ELBO: ``{"w": "z"}``, or ``{"w": ("z", index)}`` for
+            weights in groups, ``z[..., index] * w``.
         init_scale: standard deviation of a mean field's slabs at the start, or of the normals that are carried over.
         init_loc: median of each of its slabs at the start, by site; where not given, the prior's mean (the median of
             some draws where it has none) plus a hundredth of its standard deviation times normal noise.
@@ -98,7 +99,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     def __init__(
         self,
         model: Callable[..., object],
-        slab: Mapping[str, str],
+        slab: Mapping[str, Switch],
         init_scale: float = 0.1,
         init_loc: Mapping[str, Tensor] | None = None,
         *,
@@ -110,9 +111,10 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         if not 0 < init_scale < math.inf:
             raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
         self._family_of_prior = "family" not in options
-        self._structure, options = structure_of(slab, gates, slabs, hyper, options)
+        switches = switches_of(slab)
+        self._structure, options = structure_of(switches, gates, slabs, hyper, options)
         super().__init__(model, **options)
-        self.slab = dict(slab)
+        self.slab = switches
         self._pending: dict[str, Tensor] = {}
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
@@ -126,8 +128,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         found = [find_gate(site["fn"]) for site in sites.values()]
         if self._family_of_prior and all(isinstance(gate, BernoulliGate) for gate in found if gate is not None):
             self.family = BernoulliGate  # any other posterior would have an infinite KL
-        for slab, gate in self.slab.items():
-            for name in (slab, gate):
+        for slab, switch in self.slab.items():
+            for name in (slab, gate_site(switch)):
                 if name not in sites:
                     raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         for name in self._hyper:
@@ -153,9 +155,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
         assert prototype is not None
         nodes: dict[str, Site] = prototype.nodes
-        self._places = {
-            name: places_of(name, gate, nodes[name], nodes[gate], nodes[gate]) for name, gate in self.slab.items()
-        }
+        self._places = {name: places_of(name, switch, nodes) for name, switch in self.slab.items()}
+        check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
                 self._set_up_joint(self._structure, args, kwargs)

@@ -18,6 +18,7 @@ from pyro_l0.fast.record import Site
 from pyro_l0.infer.coefficients import Options, check_names
 from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.pairs import check_auxiliary, check_draws, check_pair, check_slabs
+from pyro_l0.infer.slabs import gate_site
 
 Kind = Literal["observed", "slab", "other", "gates"]
 
@@ -133,7 +134,7 @@ def blocks_of(run: Run, options: Options) -> Iterator[Block]:
             gates[name] = gate
         elif name not in options.slab:
             yield Block("other", (name,), run)
-        elif options.slab[name] in guide and options.slab[name] in model:
+        elif (of := gate_site(options.slab[name])) in guide and of in model:
             yield Block("slab", (name,), run)
     for name, site in guide.items():
         if site["type"] == "sample" and name not in model and not site_is_subsample(site):

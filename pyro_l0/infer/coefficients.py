@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.estimators import Estimators
+from pyro_l0.infer.slabs import Switch
 
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
 BySite = float | Tensor | dict[str, float | Tensor]
@@ -23,7 +24,7 @@ class Options(Protocol):
     group_size: BySite
     weight_decay: BySite
     square_norm: dict[str, Callable[[], Tensor]]
-    slab: dict[str, str]
+    slab: dict[str, Switch]
     estimator: Estimators | None
     step: int
 

@@ -18,7 +18,7 @@ from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.expansion import OpenModel, expand
 from pyro_l0.infer.hyper import HyperPosterior
 from pyro_l0.infer.layout import MEAN_FIELD, Layout
-from pyro_l0.infer.slabs import places_of
+from pyro_l0.infer.slabs import Switch, gate_site, places_of
 from pyro_l0.infer.structured_slabs import IndependentSlabs, StructuredSlabs
 
 _DRAWS = 31  # of a prior, whose median is where a latent variable starts
@@ -38,7 +38,7 @@ class Structure(NamedTuple):
         chain: whether the gates have two values.
     """
 
-    slab: Mapping[str, str]
+    slab: Mapping[str, Switch]
     hyper: Sequence[str]
     coupled: bool
     structured: bool
@@ -49,7 +49,7 @@ Options = dict[str, Any]  # of a guide
 
 
 def structure_of(
-    slab: Mapping[str, str], gates: str, slabs: str, hyper: Sequence[str], options: Options
+    slab: Mapping[str, Switch], gates: str, slabs: str, hyper: Sequence[str], options: Options
 ) -> tuple[Structure | None, Options]:
     """What a user's words ask for, None for a mean field; and a guide's options with the defaults that suit it.
 
@@ -157,17 +157,16 @@ def _odds(site: Site) -> Tensor | None:
     return gate.logits.detach() if isinstance(gate, BernoulliGate) else None
 
 
-def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, str], names: Sequence[str], gates: Layout) -> Tensor:
+def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, Switch], names: Sequence[str], gates: Layout) -> Tensor:
     """Which gate switches each element of the slabs, shape ``(p,)``."""
     offsets, at = {}, 0
     for name, shape in gates.shapes.items():
         offsets[name], at = at, at + shape.numel()
     found = []
     for name in names:
-        gate = slab[name]
-        places = places_of(name, gate, sites[name], sites[gate], sites[gate])
-        index = torch.arange(gates.shapes[gate].numel()).reshape(places) + offsets[gate]
-        found.append(index.expand(sites[name]["value"].shape).reshape(-1))
+        gate = gate_site(slab[name])
+        index = torch.arange(gates.shapes[gate].numel()).reshape(gates.shapes[gate]) + offsets[gate]
+        found.append(places_of(name, slab[name], sites).of(index).expand(sites[name]["value"].shape).reshape(-1))
     return torch.cat(found).to(sites[names[0]]["value"].device)
 
 

@@ -25,6 +25,7 @@ from pyro_l0.infer.leave_one_out import gates_log_prob, leave_one_out
 from pyro_l0.infer.pairs import Args, Kwargs, Program, check_arguments, odd_arguments
 from pyro_l0.infer.particles import over_particles
 from pyro_l0.infer.runs import record_run
+from pyro_l0.infer.slabs import Switch, switches_of
 from pyro_l0.infer.terms import TERMS, Term, check_slab, joint_norms, terms_of
 from pyro_l0.infer.watch import Watch, bad_values, number_of_bad
 
@@ -77,9 +78,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         group_size: weights that a gate switches, :math:`|g|` of Eq. 16, in the same forms; 1 if not given.
         slab: for ``"spike_slab"``, the gate site of each slab site. A gate without event dimensions switches a whole
             event of its slab (in the same plates), as a group of weights; gates with event dimensions switch its
-            elements, and broadcast along the last dimensions as in ``z * w``. The KL of a slab that has no registered
-            one (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw, which is unbiased; P(z != 0)
-            stays analytic.
+            elements, and broadcast along the last dimensions as in ``z * w``. ``{"w": ("z", index)}`` is for
+            ``z[..., index] * w``: integers along the last dimension of z, such as the group of each weight. The KL of
+            a slab that has no registered one (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw,
+            which is unbiased; P(z != 0) stays analytic.
         kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
             losses taken so far with a gradient, kept in the attribute ``step``.
         weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
@@ -129,7 +131,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         objective: Objective | str = "free_energy",
         lam: Coefficient = 0.0,
         group_size: Coefficient | None = None,
-        slab: Mapping[str, str] | None = None,
+        slab: Mapping[str, Switch] | None = None,
         kl_scale: float | Callable[[int], float] = 1.0,
         num_particles: int = 1,
         *,
@@ -154,7 +156,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.objective = objective
         self.lam = as_dict(lam)
         self.group_size = as_dict(size)
-        self.slab = dict(slab or {})
+        self.slab = switches_of(slab)
         self.kl_scale = kl_scale
         self.weight_decay = as_dict(weight_decay)
         # A copy of its own class: that of square_norms computes all sites' norms together.

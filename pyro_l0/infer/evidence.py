@@ -15,7 +15,7 @@ from pyro_l0.infer.drawn import Drawn
 from pyro_l0.infer.pairs import Args, Kwargs, Program, check_pair
 from pyro_l0.infer.particles import can_be_mapped, over_particles
 from pyro_l0.infer.runs import log_prob, record_run
-from pyro_l0.infer.slabs import places_of
+from pyro_l0.infer.slabs import Switch, gate_site, places_of
 
 _AT_ONCE = 250
 
@@ -52,7 +52,7 @@ def log_ratios(
     guide: Program,
     args: Args,
     kwargs: Kwargs,
-    slab: Mapping[str, str],
+    slab: Mapping[str, Switch],
     draws: int,
     mapped: bool | None = None,
 ) -> Tensor:
@@ -79,13 +79,13 @@ def log_ratios(
 
 
 @torch.no_grad()
-def is_mapped(model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, str]) -> bool:
+def is_mapped(model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, Switch]) -> bool:
     """Whether ``torch.vmap`` can take many draws at once; arguments as of :func:`log_ratios`."""
     return can_be_mapped(*_runs(model, guide, args, kwargs, slab), guide)
 
 
 def _runs(
-    model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, str]
+    model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, Switch]
 ) -> tuple[Callable[[Record], dict[str, Tensor]], Callable[[], Record]]:
     """What evaluates a run of the guide, and what runs it."""
 
@@ -96,7 +96,7 @@ def _runs(
     return evaluate, lambda: record_run(guide, args, kwargs, 0)
 
 
-def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, str]) -> Tensor:
+def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, Switch]) -> Tensor:
     found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and _is_latent(site)]
     for name, site in model.items():
         if site["type"] != "sample" or site_is_subsample(site):
@@ -107,9 +107,8 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
         if name in guide:
             value = value - log_prob(guide[name])
             if name in slab and not isinstance(guide[name]["fn"], Drawn):
-                gates = guide[slab[name]]
-                places = places_of(name, slab[name], site, gates, model[slab[name]])
-                opened = (gates["value"].reshape(places) != 0).to(value.dtype)
+                gates = guide[gate_site(slab[name])]["value"]
+                opened = (places_of(name, slab[name], model, guide).of(gates) != 0).to(value.dtype)
                 value = value * opened.reshape(opened.shape[: value.dim()])
         found.append(value.sum())
     return torch.stack(found).sum()

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_l0.infer._log_joint import LogJoint, Model
 from pyro_l0.infer._recorded import recorded_with_slope
 from pyro_l0.infer._swaps import gates_of_slabs, moved_by_swaps
-from pyro_l0.infer.slabs import product_name
+from pyro_l0.infer.slabs import Switch, gate_site, product_name, switches_of
 from pyro_l0.maths.chains import bulk_ess, r_hat
 
 __all__ = ["PosteriorSamples", "sample_posterior"]
@@ -102,7 +102,7 @@ class PosteriorSamples:
 def sample_posterior(
     model: Model,
     *args: object,
-    slab: Mapping[str, str] | None = None,
+    slab: Mapping[str, Switch] | None = None,
     kernel: Kernel = "nuts",
     num_samples: int = 500,
     warmup_steps: int = 300,
@@ -161,14 +161,14 @@ def sample_posterior(
     _check_counts(num_samples=(num_samples, 8), warmup_steps=(warmup_steps, 0), num_chains=(num_chains, 2))
     if isinstance(kernel, str) and kernel not in _KERNELS:
         raise ValueError(f"Expected kernel 'nuts', 'hmc' or a function of a potential, but got {kernel!r}.")
-    slab = dict(slab or {})
+    switches = switches_of(slab)
     with torch.random.fork_rng() if seed is not None else nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
         posterior = LogJoint(model, args, kwargs)
-        gates_of_slabs(posterior, slab)
+        gates_of_slabs(posterior, switches)
         vectors, divergences = _run_chains(posterior, kernel, num_samples, warmup_steps, num_chains)
-        result = _complete(posterior, vectors, slab, divergences)
+        result = _complete(posterior, vectors, switches, divergences)
     if result.problems:
         warnings.warn(" ".join((*result.problems, _ADVICE)), stacklevel=2)
     return result
@@ -224,7 +224,7 @@ def _start(posterior: LogJoint) -> Tensor:
 
 
 def _complete(
-    posterior: LogJoint, vectors: Tensor, slab: Mapping[str, str], divergences: tuple[int, ...]
+    posterior: LogJoint, vectors: Tensor, slab: Mapping[str, Switch], divergences: tuple[int, ...]
 ) -> PosteriorSamples:
     """Gates that were summed out are drawn, values and products computed, and the draws are looked at."""
     flat, by_chain = vectors.flatten(0, 1), vectors.shape[:2]
@@ -232,10 +232,11 @@ def _complete(
     codes = posterior.codes[weights.multinomial(1).squeeze(-1)]
     values = posterior.many(flat, codes)[1]
     conditional = weights @ posterior.codes.double()
-    for name, shape in gates_of_slabs(posterior, slab).items():
-        gates = values[slab[name]]
-        values[product_name(slab[name], name)] = gates.reshape(len(flat), *shape) * values[name]
-    probabilities = {name: (values[name] != 0).double() for name in dict.fromkeys((*posterior.gates, *slab.values()))}
+    for name, places in gates_of_slabs(posterior, slab).items():
+        gate = gate_site(slab[name])
+        values[product_name(gate, name)] = places.of(values[gate], 1) * values[name]
+    gates = dict.fromkeys((*posterior.gates, *map(gate_site, slab.values())))
+    probabilities = {name: (values[name] != 0).double() for name in gates}
     for name, piece in posterior.switches.items():
         probabilities[name] = conditional[:, piece.places].reshape(values[name].shape)
     samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import get_args
 
@@ -16,6 +16,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.slabs import Switch, check_used, gate_site
 from pyro_l0.infer.watch import number_of_bad
 
 Program = Callable[..., object]
@@ -78,15 +79,17 @@ def check_draws(name: str, gate: GateDistribution) -> None:
         )
 
 
-def check_slabs(slabs: Mapping[str, str], gates: Collection[str], model: Mapping[str, Site]) -> None:
+def check_slabs(slabs: Mapping[str, Switch], gates: Mapping[str, GateDistribution], model: Mapping[str, Site]) -> None:
     """Refuse slabs that are no weights of the model, and gates of slabs that are none."""
-    for slab, gate in slabs.items():
+    for slab, switch in slabs.items():
+        gate = gate_site(switch)
         if slab not in model or model[slab]["is_observed"] or model[slab]["type"] != "sample" or slab in gates:
             raise ValueError(f"Expected slab to name latent weights of the model, but got {slab!r}.")
         if gate not in gates:
             raise ValueError(
                 f"Expected slab site {slab!r} to name its gate site, one of {sorted(gates)}, but got {gate!r}."
             )
+    check_used(slabs, {name: gate.batch_shape for name, gate in gates.items()})
 
 
 def check_auxiliary(name: str, site: Site) -> None:

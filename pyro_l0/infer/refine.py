@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_l0.infer.collapse import Collapsed
 from pyro_l0.infer.correlated import ConjugateRate
-from pyro_l0.infer.slabs import Shape
+from pyro_l0.infer.slabs import Places, Switch
 from pyro_l0.infer.summaries import JointDraws
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.expansion import gibbs_by_expansion
@@ -38,8 +38,8 @@ class RefinedPosterior(JointDraws):
         collapsed: Collapsed,
         probs: Tensor,
         draw_gates: Callable[[int], Tensor],
-        slab: Mapping[str, str],
-        places: Mapping[str, Shape],
+        slab: Mapping[str, Switch],
+        places: Mapping[str, Places],
         spread: float,
     ) -> None:
         self.slab, self._places, self.spread = dict(slab), places, spread
@@ -78,8 +78,8 @@ def refined(
     collapsed: Collapsed,
     log_likelihood: LogLikelihood,
     method: Method,
-    slab: Mapping[str, str],
-    places: Mapping[str, Shape],
+    slab: Mapping[str, Switch],
+    places: Mapping[str, Places],
     generator: torch.Generator | None,
     *,
     chains: int,
@@ -92,7 +92,7 @@ def refined(
         log_likelihood: the model's own, of coefficients ``(S, p)`` to ``(S,)``.
         method: which.
         slab: the gate site of each slab site.
-        places: of each slab site, the gates' shape along its dimensions.
+        places: of each slab site, where its gates lie.
         generator: of the random numbers.
         chains: of the sampler.
         flips: of each chain.

@@ -1,10 +1,79 @@
-"""Where the gates of a slab's weights lie along its dimensions."""
+"""Which gate switches which of a slab's weights."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
 
 from pyro_l0.fast.record import Site
 
 Shape = tuple[int, ...]
+
+#: The gate site of a slab: its name alone, or with the index by which the model reads it, as in ``z[..., index] * w``.
+Switch: TypeAlias = str | tuple[str, Tensor]
+
+
+class Places(NamedTuple):
+    """Where the gates of a site lie along the dimensions of a slab.
+
+    Attributes:
+        shape: one dimension for each of the slab's, of size 1 wherever gates are shared.
+        group: index into the last dimension of the gates; None where it stays as it is.
+    """
+
+    shape: Shape
+    group: Tensor | None
+
+    def of(self, gates: Tensor, lead: int = 0) -> Tensor:
+        """Values of the gates along the slab's dimensions, behind some dimensions of draws."""
+        if self.group is not None:
+            gates = gates[..., self.group.to(gates.device)]
+        return gates.reshape(gates.shape[:lead] + self.shape)
+
+
+def switches_of(slab: Mapping[str, Switch] | None) -> dict[str, Switch]:
+    """The gate site of each slab site, with indices as tensors.
+
+    Raises:
+        TypeError: an entry is neither a name nor a name with integers.
+    """
+    return {
+        name: switch if isinstance(switch, str) else _indexed(name, switch) for name, switch in (slab or {}).items()
+    }
+
+
+def _indexed(name: str, switch: object) -> Switch:
+    if isinstance(switch, tuple) and len(switch) == 2 and isinstance(switch[0], str):
+        index = torch.as_tensor(switch[1]).detach()
+        if index.dim() and not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
+            return switch[0], index.long().cpu()
+    raise TypeError(
+        f"Expected slab[{name!r}] to be the name of its gate site, or a pair of that name and an index of integers for "
+        f"z[..., index] * w, but got {switch!r}."
+    )
+
+
+def gate_site(switch: Switch) -> str:
+    """The name of the gate site."""
+    return switch if isinstance(switch, str) else switch[0]
+
+
+def check_used(slab: Mapping[str, Switch], sizes: Mapping[str, Shape]) -> None:
+    """Refuse gates that no index of their slabs names, given the shapes of the gate sites."""
+    indices: dict[str, list[Tensor]] = {}
+    for switch in slab.values():
+        if not isinstance(switch, str):
+            indices.setdefault(switch[0], []).append(switch[1].flatten())
+    for gate, found in indices.items():
+        unused = set(range(sizes[gate][-1])).difference(torch.cat(found).tolist()) if gate not in slab.values() else ()
+        if unused:
+            raise ValueError(
+                f"Expected an index that names each of the {sizes[gate][-1]} gates of site {gate!r}, but "
+                f"{sorted(unused)[:5]} switch no element of a slab; leave these gates out of the model."
+            )
 
 
 def product_name(gate: str, slab: str) -> str:
@@ -12,13 +81,19 @@ def product_name(gate: str, slab: str) -> str:
     return f"{gate} * {slab}"
 
 
-def places_of(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gates: Site) -> Shape:
-    """The gates' shape with a dimension of size 1 wherever they are shared, one for each dimension of the slab.
+def places_of(name: str, switch: Switch, model: Mapping[str, Site], guide: Mapping[str, Site] | None = None) -> Places:
+    """Where the gates of a slab lie.
 
     The slab is the model's, the gates are the guide's; their plates in the model tell which dimensions belong together.
-    Gates that fit the slab in no way or in several are refused.
+    Gates that fit the slab in no way or in several are refused, and so is an index that is out of range.
     """
+    gate_name, index = (switch, None) if isinstance(switch, str) else switch
+    slab, plates_of_gates = model[name], model[gate_name]
+    gates = plates_of_gates if guide is None else guide[gate_name]
     batch, event = tuple(gates["fn"].batch_shape), tuple(gates["fn"].event_shape)
+    if index is not None:
+        _check_index(name, gate_name, index, batch + event, plates_of_gates)
+        batch, event = (batch, event[:-1] + index.shape) if event else (batch[:-1] + index.shape, event)
     slab_batch, slab_event = tuple(slab["fn"].batch_shape), tuple(slab["fn"].event_shape)
     whole, slab_whole = batch + event, slab_batch + slab_event
     last, first = _padded(whole, len(slab_whole))
@@ -47,7 +122,23 @@ def places_of(name: str, gate_name: str, slab: Site, gates: Site, plates_of_gate
             f"as the slab has, of size 1 where a gate is shared, such as .expand({list(found[1])}).to_event("
             f"{len(slab_event)})."
         )
-    return found[0]
+    return Places(found[0], index)
+
+
+def _check_index(name: str, gate: str, index: Tensor, shape: Shape, plates: Site) -> None:
+    """Refuse an index that does not fit the last dimension of gates of some shape."""
+    if not shape or not index.numel() or not 0 <= int(index.min()) <= int(index.max()) < shape[-1]:
+        got = f"numbers from {int(index.min())} to {int(index.max())}" if index.numel() else "none"
+        raise ValueError(
+            f"Expected the index of slab site {name!r} to hold places along the last dimension of gate site {gate!r}, "
+            f"of shape {shape}, but got {got}."
+        )
+    small = [frame.name for frame in plates["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
+    if small:
+        raise ValueError(
+            f"Expected gate site {gate!r}, which an index of slab site {name!r} reads, in plates of their full size, "
+            f"but {', '.join(map(repr, small))} is subsampled."
+        )
 
 
 def _padded(shape: Shape, dims: int) -> tuple[Shape, Shape]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.infer.slabs import Shape
+from pyro_l0.infer.slabs import Places, Switch, gate_site
 
 __all__ = ["JointDraws", "Summary"]
 
@@ -53,8 +53,8 @@ class JointDraws:
         slab: the gate site of each slab site.
     """
 
-    slab: dict[str, str]
-    _places: Mapping[str, Shape]  # of each slab site, the gates' shape along its dimensions
+    slab: dict[str, Switch]
+    _places: Mapping[str, Places]  # of each slab site
 
     @abstractmethod
     def draws(self, number: int) -> dict[str, Tensor]:
@@ -102,13 +102,13 @@ class JointDraws:
             lower, upper = _quantiles(values, (0.05, 0.95))
             of_gates = None
             if name in self.slab:
-                of_gates = probs[self.slab[name]].reshape(self._places[name]).expand(values.shape[1:])
+                of_gates = self._places[name].of(probs[gate_site(self.slab[name])]).expand(values.shape[1:])
             found[name] = Summary(of_gates, values.mean(0), values.std(0), lower, upper)
         return found
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
-        return {name: draws[name] * draws[gate].reshape(-1, *self._places[name]) for name, gate in self.slab.items()}
+        return {name: draws[name] * self._places[name].of(draws[gate_site(x)], 1) for name, x in self.slab.items()}
 
     def _effects(self, number: int) -> dict[str, Tensor]:
         """Draws of the coefficients, and of the latents that are neither gates nor slabs."""

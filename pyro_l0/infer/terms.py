@@ -22,7 +22,7 @@ from pyro_l0.fast.record import Site
 from pyro_l0.infer.blocks import Block, Kind
 from pyro_l0.infer.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero
 from pyro_l0.infer.drawn import Drawn
-from pyro_l0.infer.slabs import places_of
+from pyro_l0.infer.slabs import Switch, gate_site, places_of
 
 _Objective = Any  # the Options; a user's function may ask for an L0_ELBO
 
@@ -194,7 +194,7 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
     is summed over the event first. Gates with event dimensions switch elements along the event's last dimensions, as
     torch broadcasts ``z * w``; one of size 1 is shared.
     """
-    name, gates = block.name, Block("gates", (options.slab[block.name],), block.run)
+    name, gates = block.name, Block("gates", (gate_site(options.slab[block.name]),), block.run)
     if find_gate(gates.posterior["fn"]) is None:
         raise ValueError(
             f"Expected a gate at site {gates.name!r} for slab site {name!r}, but got {gates.posterior['fn']}."
@@ -207,15 +207,16 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
     if inner.event_dim != inner_prior.event_dim:
         inner, inner_prior = q, p
     joint: int = inner.event_dim
-    places = places_of(name, gates.name, block.prior, gates.posterior, gates.prior)
-    split = len(places) - joint
-    if any(size > 1 for size in places[split:]):
+    places = places_of(name, options.slab[name], block.run.model, block.run.guide)
+    split = len(places.shape) - joint
+    if any(size > 1 for size in places.shape[split:]):
         raise ValueError(
             f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, whose joint distribution "
-            f"{inner} has no KL by element, but got gates of shape {places} against {tuple(q.shape())}."
+            f"{inner} has no KL by element, but got gates of shape {places.shape} against {tuple(q.shape())}."
         )
     kl = _kl_or_sample(name, inner, inner_prior, block.posterior["value"])
-    return block.total(sum_rightmost(kl * gates.active_prob.reshape(places[:split]), q.event_dim - joint))
+    active = places.of(gates.active_prob).reshape(places.shape[:split])
+    return block.total(sum_rightmost(kl * active, q.event_dim - joint))
 
 
 def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
@@ -279,7 +280,7 @@ OBJECTIVES: dict[str, tuple[Term, ...]] = {
 # ------------------------------------------------------------ what is refused
 
 
-def check_slab(objective: str, slab: Mapping[str, str] | None, **prices: Coefficient) -> None:
+def check_slab(objective: str, slab: Mapping[str, Switch] | None, **prices: Coefficient) -> None:
     """Refuse slabs for an objective without their KL, and none for one with it; and prices for one without them."""
     terms = OBJECTIVES[objective]
     if slab and SLAB_KL not in terms:
