@@ -34,9 +34,15 @@ class SitePosterior(ABC):
     def distribution(self, parameters: Mapping[str, Tensor]) -> TorchDistributionMixin:
         """The posterior without event dimensions, from all of the parameters or from rows of them."""
 
+    @property
+    def parameters_event_dim(self) -> int:
+        """Event dimensions of the parameters."""
+        return self.event_dim
+
     def in_events(self, distribution: TorchDistributionMixin) -> TorchDistributionMixin:
         """The distribution as the site has it."""
-        return distribution.to_event(self.event_dim) if self.event_dim else distribution
+        missing = self.event_dim - distribution.event_dim if self.event_dim else 0
+        return distribution.to_event(missing) if missing else distribution
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class MeanField:
                 for plate in posterior.plates:
                     stack.enter_context(plates[plate])
                 if posterior.plates:  # each parameter is full-sized, and a subsampled plate picks its rows
-                    parameters = {k: pyro.subsample(x, event_dim=posterior.event_dim) for k, x in parameters.items()}
+                    dims = posterior.parameters_event_dim
+                    parameters = {k: pyro.subsample(x, event_dim=dims) for k, x in parameters.items()}
                 values[name] = pyro.sample(name, posterior.in_events(posterior.distribution(parameters)))
         return values
 

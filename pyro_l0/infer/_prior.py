@@ -1,8 +1,9 @@
-"""Which parameters of a model's gates depend on what the model draws."""
+"""Which parameters of a model's gates, and which supports of its latents, depend on what the model draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 import pyro
@@ -10,6 +11,7 @@ import torch
 from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
@@ -83,9 +85,7 @@ def _prior_options(family: type[GateDistribution], trace: Trace) -> _Options:
 def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[str, str]]:
     """Where further runs of a model have other options than the first; random numbers elsewhere stay what they were."""
     left, drawn = set(first), set()
-    state = pyro.util.get_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    with _generators_kept():
         for _ in range(_REDRAWS):
             if not left:
                 break
@@ -94,8 +94,50 @@ def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[s
             # A tensor that is there before the run depends on no draw.
             lasting = {place for place in left if isinstance(first[place], Tensor) and first[place] is again.get(place)}
             left -= drawn | lasting
-    pyro.util.set_rng_state(state)
     return drawn
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Random numbers elsewhere stay what they were."""
+    state = pyro.util.get_rng_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
+    pyro.util.set_rng_state(state)
+
+
+def check_supports(sites: Mapping[str, Site], run: Callable[[], Trace]) -> None:
+    """Refuse latents whose support depends on what the model draws: a guide's would stay where it was.
+
+    Args:
+        sites: latent sites of a run of the model.
+        run: runs it again.
+
+    Raises:
+        ValueError: bounds of a support have changed.
+    """
+    bounds = {name: found for name, site in sites.items() if (found := _bounds(site))}
+    if bounds:
+        with _generators_kept():
+            again = run()
+        for name, found in bounds.items():
+            if name not in again or not all(map(torch.equal, found, _bounds(again.nodes[name]))):
+                raise ValueError(
+                    f"Expected latent site {name!r} to have the same support in every run, but that of its prior "
+                    f"{sites[name]['fn']} depends on what the model draws. Sample a number of a fixed support, and "
+                    "transform it in the model."
+                )
+
+
+def _bounds(site: Site) -> list[Tensor]:
+    """The tensors that bound a latent's support; none of a gate's."""
+    if find_gate(site["fn"]) is not None:
+        return []
+    support = getattr(site["fn"], "support", None)
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return [x for x in vars(support).values() if isinstance(x, Tensor)] if support is not None else []
 
 
 def _same(x: Number | None, y: Number | None) -> bool:

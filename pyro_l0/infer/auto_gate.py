@@ -1,4 +1,4 @@
-"""A mean-field guide over gates."""
+"""A mean-field guide over gates, and over the other latents beside them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, sole_record
+from pyro_l0.infer._lone_latents import LoneLatents, first_latents
 from pyro_l0.infer._mean_field import (
     Drawing,
     GatesPosterior,
@@ -30,7 +31,7 @@ from pyro_l0.infer._mean_field import (
     take_over,
 )
 from pyro_l0.infer._parameters import Displaced, OptimiserWatch, enter_store, state_parameter
-from pyro_l0.infer._prior import DrawsElsewhere, inherited_options
+from pyro_l0.infer._prior import DrawsElsewhere, check_supports, inherited_options
 from pyro_l0.infer.guide import ActiveRate
 
 __all__ = ["AutoGate"]
@@ -39,10 +40,10 @@ _Posterior = TypeVar("_Posterior", bound=SitePosterior)
 
 
 class AutoGate(AutoGuide):
-    """Mean-field guide over every gate site of a model.
+    """Mean-field guide over every gate site of a model, and over its other latents.
 
-    Other latent variables are left to other guides; put them together in a
-    :class:`~pyro.infer.autoguide.AutoGuideList`. The parameters exist after the first call.
+    Those are normals, carried to the support of the prior. In an :class:`~pyro.infer.autoguide.AutoGuideList` they are
+    left to the guides beside it. The parameters exist after the first call.
 
     Args:
         model: a Pyro model.
@@ -54,7 +55,8 @@ class AutoGate(AutoGuide):
         create_plates: as in Pyro's guides.
 
     Raises:
-        ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate.
+        ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate; when called,
+            another latent is discrete, stands in a sequential plate, or its support depends on other sites.
 
     Example:
         >>> import pyro
@@ -120,9 +122,12 @@ class AutoGate(AutoGuide):
 
     # ------------------------------------------------------------ set-up
 
-    @staticmethod
-    def _prototype_hide_fn(msg: Site) -> bool:
-        return bool(prototype_hide_fn(msg)) or find_gate(msg["fn"]) is None
+    def _prototype_hide_fn(self, msg: Site) -> bool:
+        return bool(prototype_hide_fn(msg)) or not (find_gate(msg["fn"]) is not None or self._takes(msg["name"]))
+
+    def _takes(self, name: str) -> bool:
+        """Whether a latent that is no gate is this guide's: in a list of guides it is another's."""
+        return self.master is None
 
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         if self.model is None:
@@ -134,6 +139,13 @@ class AutoGate(AutoGuide):
         self._model = (displaced(elsewhere(self.model)),)
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except NotImplementedError as error:
+            found = [] if self.prototype_trace is None else self.prototype_trace.stochastic_nodes
+            raise ValueError(
+                "Expected latent sites in no plate or in vectorized ones, but one of "
+                f"{', '.join(map(repr, found))} is in a sequential plate. Write "
+                "'with pyro.plate(...)', or hide these sites by poutine.block and give them a guide of their own."
+            ) from error
         finally:
             self._model = model
             # None until all is well: the next call meets the same error, not half a guide.
@@ -143,6 +155,7 @@ class AutoGate(AutoGuide):
         sites: dict[str, Site] = dict(prototype.iter_stochastic_nodes())
         self._check_sites(sites)
         trace = poutine.block(poutine.trace(poutine.block(self.model, self._prototype_hide_fn)).get_trace)
+        check_supports(sites, lambda: trace(*args, **kwargs))
         inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
         found = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
         first = {name: posterior for name, posterior in found.items() if posterior is not None}
@@ -175,6 +188,8 @@ class AutoGate(AutoGuide):
 
     def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
         """The posterior that a site starts from; None for one without parameters of its own."""
+        if find_gate(site["fn"]) is None:
+            return first_latents(name, site, is_slab=False)
         rate = self.init_active_prob
         rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
         return first_gates(site, self.family, rate, {**inherited, **self.family_options}, self.init_jitter)
@@ -296,7 +311,11 @@ class AutoGate(AutoGuide):
 
     @torch.no_grad()
     def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
-        """Posterior median of every gate, by site; a copy. Takes the model's arguments."""
+        """Posterior median of every gate and of other latents, by site; a copy. Takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
-        return {name: gate.median.clone() for name, gate in self.posterior().items()}
+        medians = {name: gate.median.clone() for name, gate in self.posterior().items()}
+        for name, latent in self._of_kind(LoneLatents).items():
+            loc = latent.parameters["loc"].detach().clone()
+            medians[name] = loc if latent.transform is None else latent.transform(loc)
+        return medians

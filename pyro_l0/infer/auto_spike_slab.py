@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
-from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.params.param_store import param_with_module_name
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer._correlated_drawing import Correlated
-from pyro_l0.infer._lone_slabs import LoneSlabs, Slab, first_slabs, transform_to_support
+from pyro_l0.infer._lone_latents import LoneLatents, Slab, first_latents, transform_to_support
 from pyro_l0.infer._mean_field import GatesPosterior, SitePosterior, plates_and_shape
 from pyro_l0.infer._parameters import parameters_in
 from pyro_l0.infer.auto_gate import AutoGate
@@ -105,7 +104,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         *,
         gates: Literal["mean_field", "autoregressive"] = "mean_field",
         slabs: Literal["independent", "structured"] = "independent",
-        hyper: Sequence[str] = (),
+        hyper: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         if not 0 < init_scale < math.inf:
@@ -115,13 +114,14 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         self._structure, options = structure_of(switches, gates, slabs, hyper, options)
         super().__init__(model, **options)
         self.slab = switches
+        self._hyper = None if hyper is None else tuple(hyper)
+        self._others: list[str] = []  # sites of this guide that are neither gates nor slabs
         self._pending: dict[str, Tensor] = {}
         self.init_scale = init_scale
         self.init_loc = dict(init_loc or {})
 
-    def _prototype_hide_fn(self, msg: Site) -> bool:  # type: ignore[override]
-        own = find_gate(msg["fn"]) is not None or msg["name"] in self.slab or msg["name"] in self._hyper
-        return bool(prototype_hide_fn(msg)) or not own
+    def _takes(self, name: str) -> bool:
+        return name in self.slab or (super()._takes(name) if self._hyper is None else name in self._hyper)
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
         super()._check_sites(sites)
@@ -129,10 +129,13 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         if self._family_of_prior and all(isinstance(gate, BernoulliGate) for gate in found if gate is not None):
             self.family = BernoulliGate  # any other posterior would have an infinite KL
         for slab, switch in self.slab.items():
-            for name in (slab, gate_site(switch)):
-                if name not in sites:
-                    raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
-        for name in self._hyper:
+            for name, is_gate in ((slab, False), (gate_site(switch), True)):
+                if name not in sites or (find_gate(sites[name]["fn"]) is not None) != is_gate:
+                    raise ValueError(
+                        f"Expected slab to name latent sites of the model, each with its gates, but {name!r} is none."
+                    )
+        self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
+        for name in self._hyper or ():
             if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
                 raise ValueError(f"Expected hyper to name latent sites other than gates and slabs, but got {name!r}.")
 
@@ -141,14 +144,9 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             return super()._first(name, site, inherited)
         if self._structure is not None:
             return None
-        return first_slabs(name, site, self.init_loc.get(name), self.init_scale)
+        return first_latents(name, site, name in self.slab, self.init_loc.get(name), self.init_scale)
 
     # ------------------------------------------------------------ parts that depend on each other
-
-    @property
-    def _hyper(self) -> tuple[str, ...]:
-        """The sites of the other latents."""
-        return () if self._structure is None else tuple(self._structure.hyper)
 
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
         super()._setup_prototype(*args, **kwargs)
@@ -164,7 +162,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
         sites = self._sites(args, kwargs)
-        joint = self._new_posterior(structure, sites, args, kwargs)
+        joint = self._new_posterior(self._with_others(structure), sites, args, kwargs)
         if self._pending:
             joint.load_state_dict(self._pending)
             self._pending = {}
@@ -182,6 +180,11 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     def _run_at(self, values: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> dict[str, Site]:
         return run_at(lambda: self.model(*args, **kwargs), values)
 
+    def _with_others(self, structure: Structure) -> Structure:
+        """A structure of this guide's other latents: of those that are named as they say, of all as suits them."""
+        takes_all = self._hyper is None and super()._takes("")
+        return structure._replace(hyper=None if takes_all else tuple(self._others))
+
     def _new_posterior(
         self, structure: Structure, sites: Mapping[str, Site], args: Args, kwargs: Kwargs
     ) -> CorrelatedPosterior:
@@ -189,7 +192,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             sites,
             lambda values: self._run_at(values, args, kwargs),
             structure,
-            lambda name, site: transform_to_support(f"site {name!r}", site["fn"]),
+            lambda name, site: transform_to_support(name, site["fn"], is_slab=False),
         )
 
     def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
@@ -214,9 +217,10 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             )
         joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
         if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
-            joint = self._new_posterior(Structure(self.slab, self._hyper, False, True, True), sites, args, kwargs)
+            structure = self._with_others(Structure(self.slab, None, False, True, True))
+            joint = self._new_posterior(structure, sites, args, kwargs)
         others = [name for name, site in sites.items() if not site["is_observed"] and name not in self.slab]
-        unknown = [name for name in others if name not in probs and name not in self._hyper]
+        unknown = [name for name in others if name not in probs and name not in self._others]
         if unknown:
             raise ValueError(
                 f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
@@ -236,7 +240,9 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         ones = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
 
         def log_likelihood_at(slabs: Tensor) -> Tensor:
-            return log_likelihood(self._run_at({**fixed, **ones, **collapsed.slabs.apart(slabs)}, args, kwargs))
+            return log_likelihood(
+                self._run_at({**fixed, **ones, **collapsed.slabs.apart(slabs + collapsed.offset)}, args, kwargs)
+            )
 
         return collapsed, each(log_likelihood_at)
 
@@ -321,7 +327,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             ValueError: the guide has not been called.
         """
         joint = self._modules.get("joint")
-        posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(LoneSlabs).values()]
+        posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(LoneLatents).values()]
         sites = [x for posterior in posteriors for x in posterior.parameters.values()]
         if not isinstance(joint, CorrelatedPosterior):
             return [{"params": sites, "lr": learning_rate}]
@@ -362,7 +368,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         """
         if isinstance(self._drawing, Correlated):
             return {name: part.supported() for name, part in self._drawing.draw_together(number).items()}
-        sites: dict[str, TorchDistribution] = {**super().posterior(), **self.slabs()}
+        lone = {name: x.distribution(x.parameters) for name, x in self._of_kind(LoneLatents).items()}
+        sites: dict[str, TorchDistribution] = {**super().posterior(), **lone}
         return {name: fn.sample((number,)) for name, fn in sites.items()}
 
     def _is_gate(self, name: str) -> bool:
@@ -376,15 +383,13 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         """
         if self._structure is not None:
             raise ValueError("Expected slabs that depend on nothing, but they depend on their gates; use draws.")
-        return {name: slab.distribution(slab.parameters) for name, slab in self._of_kind(LoneSlabs).items()}
+        found = self._of_kind(LoneLatents)
+        return {name: slab.distribution(slab.parameters) for name, slab in found.items() if name in self.slab}
 
     @torch.no_grad()
     def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
-        """Posterior median of every gate and slab, by site; a copy. Takes the model's arguments."""
+        """Posterior median of every site of this guide; a copy. Takes the model's arguments."""
         medians = super().median(*args, **kwargs)
         if self._structure is not None:
             return {**{name: x.median(0).values for name, x in self.draws(1000).items()}, **medians}
-        for name, slab in self._of_kind(LoneSlabs).items():
-            loc = slab.parameters["loc"]
-            medians[name] = loc.detach().clone() if slab.transform is None else slab.transform(loc)
         return medians

@@ -60,6 +60,8 @@ class Collapsed(NamedTuple):
         slabs: the slab sites.
         rates: Beta variables that follow from the gates.
         others: values of the other latents, by site; of the first chain.
+        offset: means of the slabs' priors, shape ``(p,)``, from which the quadratic's coefficients are measured; 0 for
+            those with a gate.
     """
 
     quadratic: CollapsedQuadratic
@@ -68,6 +70,7 @@ class Collapsed(NamedTuple):
     slabs: Layout
     rates: Sequence[ConjugateRate]
     others: Mapping[str, Tensor]
+    offset: Tensor
 
 
 @torch.no_grad()
@@ -90,33 +93,36 @@ def collapse(
     _check_slabs(joint)
     shift = hyper - joint.hyper_start
     curvature, linear = slabs.quadratic()
-    linear = linear + shift.mean(0) @ slabs.shifts.mT
+    loc = slabs.prior_loc(shift)
+    linear = linear + shift @ slabs.shifts.mT - loc @ curvature
     factor = slabs.likelihood_factor(shift)
     scale = slabs.prior_scale(shift)
     if len(hyper) == 1:
-        curvature, linear = (x if factor is None else factor.reshape(()) * x for x in (curvature, linear))
+        curvature, linear = (x if factor is None else factor.reshape(()) * x for x in (curvature, linear[0]))
         factor, scale = None, scale.reshape(-1)
     has_own_gate = torch.equal(slabs.gate_of, torch.arange(joint.gates.size, device=slabs.gate_of.device))
     quadratic = CollapsedQuadratic(
-        DenseQuadratic(curvature, linear),
+        DenseQuadratic(curvature, linear if linear.dim() == 1 else linear.mean(0)),
         scale,
         gate_of=None if has_own_gate else slabs.gate_of,
         factor=None if factor is None else factor.reshape(-1),
+        linear=linear if linear.dim() == 2 else None,
     )
-    return Collapsed(
-        quadratic, _prior(joint, run_at, hyper), joint.gates, joint.slabs, joint.rates, joint.hyper.apart(hyper[0])
-    )
+    prior, others = _prior(joint, run_at, hyper), joint.hyper.apart(hyper[0])
+    offset = loc if loc.dim() == 1 else loc[0]
+    return Collapsed(quadratic, prior, joint.gates, joint.slabs, joint.rates, others, offset)
 
 
 def _check_slabs(joint: CorrelatedPosterior) -> None:
-    """Refuse slabs with a prior mean, and gates without slabs."""
+    """Refuse slabs with gates and a prior mean, and gates without slabs."""
     slabs = joint.slab_posterior
-    if not slabs.is_centred:
+    gated = slabs.gate_of >= 0
+    if bool(slabs.loc[gated].any() or slabs.loc_shifts[gated].any()):
         raise ValueError(
             f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
-            f"sampled, but got means of up to {float(slabs.loc.abs().max()):.3g}."
+            f"sampled, but got means of up to {float(slabs.loc[gated].abs().max()):.3g}."
         )
-    alone = (torch.bincount(slabs.gate_of, minlength=joint.gates.size) == 0).nonzero().flatten()
+    alone = (torch.bincount(slabs.gate_of[gated], minlength=joint.gates.size) == 0).nonzero().flatten()
     if len(alone):
         raise ValueError(
             f"Expected gates that enter the model as products with their slabs alone, but got no slab of gate site "

@@ -62,7 +62,7 @@ class Part(NamedTuple):
     @classmethod
     def alone(cls, draws: Tensor, fn: TorchDistributionMixin, event_dim: int) -> Part:
         """Draws of a distribution that depends on nothing, shape ``(n, *shape of the site)``."""
-        return cls(draws.flatten(1), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
+        return cls(draws.reshape(len(draws), -1), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
 
     def at_site(self, particles: Mapping[int, int]) -> tuple[TorchDistribution, Tensor]:
         """The distribution of a site and its value.
@@ -76,17 +76,20 @@ class Part(NamedTuple):
         for dim, size in particles.items():
             dims[dim] = size
         shape = torch.Size(dims) + self.shape[len(batch) :]
+        shape = shape if self.transform is None else self.transform.inverse_shape(shape)
         base = self.make(*(x.reshape(shape) for x in self.parameters))
         value = self.values.reshape(shape)
         if self.transform is not None:
             base, value = TransformedDistribution(base, [self.transform]), self.transform(value)
-        base = base.to_event(self.event_dim) if self.event_dim else base
+        base = base.to_event(self.event_dim - base.event_dim) if self.event_dim > base.event_dim else base
         return (Drawn(base, value) if self.depends else base), value
 
     def supported(self) -> Tensor:
         """The values in the site's support and shape, shape ``(n, *shape)``."""
-        values = self.values.reshape(-1, *self.shape)
-        return values if self.transform is None else self.transform(values)
+        if self.transform is None:
+            return self.values.reshape(-1, *self.shape)
+        values: Tensor = self.transform(self.values.reshape(-1, *self.transform.inverse_shape(self.shape)))
+        return values
 
 
 class CorrelatedPosterior(nn.Module):
@@ -95,7 +98,7 @@ class CorrelatedPosterior(nn.Module):
     Args:
         gates: the gate sites.
         hyper: the sites of the other latents, on the real line.
-        slabs: the slab sites, for ``slab_posterior``.
+        slabs: the slab sites, for ``slab_posterior``, and other latents that it draws with them.
         rates: Beta variables that follow from the gates.
         chain: the gates given those before them; None where a family draws them.
         hyper_posterior: of the other latents.

@@ -6,23 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions import Beta
+from pyro.distributions import Beta, Normal
 from torch import Tensor
 from torch.distributions import Transform
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate, innermost
 from pyro_l0.fast.record import Site
+from pyro_l0.infer._lone_latents import middle
 from pyro_l0.infer.autoregressive import GateChain
 from pyro_l0.infer.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.expansion import OpenModel, expand
 from pyro_l0.infer.hyper import HyperPosterior
 from pyro_l0.infer.layout import MEAN_FIELD, Layout
+from pyro_l0.infer.runs import log_prob
 from pyro_l0.infer.slabs import Switch, gate_site, places_of
 from pyro_l0.infer.structured_slabs import IndependentSlabs, StructuredSlabs
 
-_DRAWS = 31  # of a prior, whose median is where a latent variable starts
 _RATES = (0.3, 0.6)  # at which a rate is tried
+_MOVE = 0.5  # on the real line
 
 RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]
 
@@ -32,14 +34,14 @@ class Structure(NamedTuple):
 
     Attributes:
         slab: the gate site of each slab site.
-        hyper: the sites of the other latents.
+        hyper: the sites of the other latents; None for all of them, normal ones drawn with the slabs where they can be.
         coupled: whether gates depend on the gates before them.
         structured: whether slabs depend on their gates.
         chain: whether the gates have two values.
     """
 
     slab: Mapping[str, Switch]
-    hyper: Sequence[str]
+    hyper: Sequence[str] | None
     coupled: bool
     structured: bool
     chain: bool
@@ -49,7 +51,7 @@ Options = dict[str, Any]  # of a guide
 
 
 def structure_of(
-    slab: Mapping[str, Switch], gates: str, slabs: str, hyper: Sequence[str], options: Options
+    slab: Mapping[str, Switch], gates: str, slabs: str, hyper: Sequence[str] | None, options: Options
 ) -> tuple[Structure | None, Options]:
     """What a user's words ask for, None for a mean field; and a guide's options with the defaults that suit it.
 
@@ -73,7 +75,8 @@ def structure_of(
         raise ValueError(
             f"Expected family=BernoulliGate for gates='autoregressive', but got {options['family'].__name__}."
         )
-    return Structure(dict(slab), tuple(hyper), gates == "autoregressive", slabs == "structured", is_chain), options
+    named = None if hyper is None else tuple(hyper)
+    return Structure(dict(slab), named, gates == "autoregressive", slabs == "structured", is_chain), options
 
 
 def correlated_posterior(
@@ -93,23 +96,55 @@ def correlated_posterior(
     """
     gate_names = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
     slab_names = [name for name in sites if name in structure.slab]
-    for name in (*gate_names, *slab_names, *structure.hyper):
+    latent = [name for name, site in sites.items() if not site["is_observed"]]
+    others = [name for name in latent if name not in (*gate_names, *slab_names)]
+    if structure.hyper is None:
+        slab_names += [name for name in others if _is_effect(name, sites, run_at)]
+    hyper_names = structure.hyper if structure.hyper is not None else [x for x in others if x not in slab_names]
+    for name in (*gate_names, *slab_names, *hyper_names):
         _check_whole(name, sites[name])
     gates = Layout({name: sites[name] for name in gate_names})
-    rates = [rate for name in structure.hyper if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None]
-    learned = [name for name in structure.hyper if name not in {rate.name for rate in rates}]
+    rates = [rate for name in hyper_names if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None]
+    learned = [name for name in hyper_names if name not in {rate.name for rate in rates}]
     transforms = {name: found for name in learned if (found := transform(name, sites[name])) is not None}
     hyper = Layout({name: sites[name] for name in learned}, transforms)
     slabs = Layout({name: sites[name] for name in slab_names})
     like = sites[gate_names[0]]["value"]
-    start = hyper.together({name: _median(sites[name], like) for name in learned}) if learned else like.new_zeros(0)
-    values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+    medians = {name: middle(sites[name]["fn"], transforms.get(name)).to(like) for name in learned}
+    start = hyper.together(medians) if learned else like.new_zeros(0)
+    values = {name: sites[name]["value"] for name in latent}
     values |= {rate.name: _mean(sites[rate.name]) for rate in rates}
-    expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start)
+    gate_of = _gates_of(sites, structure.slab, slab_names, gates)
+    held = _held(hyper, start, lambda at: run_at({**values, **hyper.apart(at)}))
+    expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start, gate_of, held)
     kind = StructuredSlabs if structure.structured else IndependentSlabs
-    posterior = kind(expansion, _gates_of(sites, structure.slab, slab_names, gates))
+    posterior = kind(expansion, gate_of)
     chain = GateChain(gates.size, hyper.size, structure.coupled, like) if structure.chain else None
     return CorrelatedPosterior(gates, hyper, slabs, rates, chain, HyperPosterior(expansion.hyper), posterior)
+
+
+def _is_effect(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
+    """Whether a latent is like a slab without a gate: normal, and no other latent's prior moves with it."""
+    if not isinstance(innermost(sites[name]["fn"]), Normal):
+        return False
+    latent = {key: site["value"] for key, site in sites.items() if not site["is_observed"]}
+    moved = run_at({**latent, name: latent[name] + 1})
+    others = [key for key in latent if key != name]
+    return all(key in moved and torch.equal(log_prob(moved[key]), log_prob(sites[key])) for key in others)
+
+
+def _held(hyper: Layout, start: Tensor, run: Callable[[Tensor], dict[str, Site]]) -> Tensor:
+    """Which entries have no useful mode: those that the priors of more entries depend on, as a scale of many latents.
+
+    The joint density of a scale and its latents is without bound where all of them go to 0.
+    """
+    held = []
+    before = {name: log_prob(site) for name, site in run(start).items() if name in hyper.shapes}
+    for name, place in hyper.pieces(torch.arange(hyper.size, device=start.device)).items():
+        moved = run(start.index_add(0, place, torch.full_like(start[place], _MOVE)))
+        below = [hyper.shapes[x].numel() for x in before if x != name and not _same(log_prob(moved[x]), before[x])]
+        held.append(torch.full_like(place, sum(below) > len(place), dtype=torch.bool))
+    return torch.cat(held) if held else start.bool()
 
 
 def _check_whole(name: str, site: Site) -> None:
@@ -164,16 +199,13 @@ def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, Switch], names: Sequ
         offsets[name], at = at, at + shape.numel()
     found = []
     for name in names:
+        if name not in slab:
+            found.append(torch.full(sites[name]["value"].shape, -1).reshape(-1))
+            continue
         gate = gate_site(slab[name])
         index = torch.arange(gates.shapes[gate].numel()).reshape(gates.shapes[gate]) + offsets[gate]
         found.append(places_of(name, slab[name], sites).of(index).expand(sites[name]["value"].shape).reshape(-1))
     return torch.cat(found).to(sites[names[0]]["value"].device)
-
-
-def _median(site: Site, like: Tensor) -> Tensor:
-    """The median of some draws of a prior."""
-    draws: Tensor = site["fn"].sample((_DRAWS,))
-    return draws.detach().to(like).median(0).values
 
 
 def _mean(site: Site) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.layout import MEAN_FIELD, Layout
 from pyro_l0.infer.runs import log_prob
+from pyro_l0.maths.collapsed import opened
 
 _NEWTON_STEPS = 50
 _ARMIJO = 1e-4  # least part of the promised increase
@@ -63,31 +64,36 @@ class OpenModel:
         """Log density of the other latents on the real line, shape ``()``."""
         sites = self.sites(torch.zeros(self.slabs.size, dtype=hyper.dtype, device=hyper.device), hyper)
         found = [log_prob(sites[name]).sum() for name in self.hyper.shapes]
-        return torch.stack([*found, self.hyper.log_jacobian(hyper).sum()]).sum()
+        return torch.stack([*found, self.hyper.log_jacobian(hyper)]).sum()
 
-    def check_product(self, slab_scale: Tensor, hyper: Tensor) -> None:
+    @torch.no_grad()
+    def check_product(self, slab_scale: Tensor, hyper: Tensor, gate_of: Tensor) -> None:
         """Refuse a model in which closed gates do not switch their slabs off: ``z`` and ``w`` must enter as ``z * w``.
 
         Raises:
             ValueError: the likelihood changes with the slabs of closed gates, or by itself.
         """
         closed = torch.zeros(self.gates.size, dtype=hyper.dtype, device=hyper.device)
-        with torch.no_grad():
-            first, again, second = (
-                self.log_likelihood(factor * slab_scale, hyper, closed) for factor in (0.5, 0.5, -1.0)
-            )
+        slabs = 0.5 * slab_scale
+        first, again = (self.log_likelihood(slabs, hyper, closed) for _ in range(2))
         if not _is_close(first, again):
             raise ValueError(
                 "Expected a model whose log likelihood is the same in every run at the same values, but got "
                 f"{float(first):.6g} and {float(again):.6g}, as where a plate draws a part of the data anew; hand the "
                 f"part on by subsample=..., or {MEAN_FIELD}."
             )
-        if not _is_close(first, second):
-            raise ValueError(
-                f"Expected slabs {', '.join(map(repr, self.slabs.shapes))} to enter the model as products with their "
-                f"gates, but with closed gates its log likelihood changes from {float(first):.6g} to "
-                f"{float(second):.6g} when the slabs do; {MEAN_FIELD}."
-            )
+        # Of any two gates one is open where the other is closed, which tells whose slab is whose.
+        number = torch.arange(self.gates.size, device=hyper.device)
+        bits = [(number >> bit & 1).to(hyper.dtype) for bit in range((self.gates.size - 1).bit_length())]
+        for gates in (closed, *bits, *(1 - bit for bit in bits)):
+            first = self.log_likelihood(slabs, hyper, gates)
+            second = self.log_likelihood(torch.where(opened(gates, gate_of) > 0, slabs, -2 * slabs), hyper, gates)
+            if bool(first.isfinite()) and not _is_close(first, second):
+                raise ValueError(
+                    f"Expected slabs {', '.join(map(repr, self.slabs.shapes))} to enter the model as products with "
+                    f"their gates, but with closed gates its log likelihood changes from {float(first):.6g} to "
+                    f"{float(second):.6g} when the slabs do; {MEAN_FIELD}."
+                )
 
 
 def _is_close(x: Tensor, y: Tensor) -> bool:
@@ -119,6 +125,7 @@ class Expansion(NamedTuple):
         mode: of likelihood and prior, shape ``(p,)``.
         loc: means of the slabs' priors, shape ``(p,)``.
         scale: s, shape ``(p,)``.
+        loc_shifts: by which the means move with t, shape ``(p, d)``.
         hyper: :math:`\theta_0`, shape ``(d,)``.
         exponents: c, shape ``(d,)``.
         shifts: K, shape ``(p, d)``.
@@ -130,6 +137,7 @@ class Expansion(NamedTuple):
     mode: Tensor
     loc: Tensor
     scale: Tensor
+    loc_shifts: Tensor
     hyper: Tensor
     exponents: Tensor
     shifts: Tensor
@@ -137,20 +145,22 @@ class Expansion(NamedTuple):
 
 
 @torch.enable_grad()
-def expand(model: OpenModel, hyper: Tensor) -> Expansion:
+def expand(model: OpenModel, hyper: Tensor, gate_of: Tensor, held: Tensor) -> Expansion:
     """Find the mode and expand about it.
 
     Args:
         model: the model with open gates.
         hyper: where the other latents start, on the real line, shape ``(d,)``.
+        gate_of: which gate switches each coefficient, shape ``(p,)``; -1 for those that none does.
+        held: which of the other latents stay where they start, bool, shape ``(d,)``.
     """
     slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device)
     loc, scale = (x.detach() for x in model.slab_prior(hyper))
-    model.check_product(scale, hyper)
+    model.check_product(scale, hyper, gate_of)
     for _ in range(_ROUNDS if len(hyper) else 1):
         slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
         if len(hyper):
-            hyper = _hyper_mode(model, slabs, hyper, curvature, scale)
+            hyper = _hyper_mode(model, slabs, hyper, held, curvature, scale)
             loc, scale = (x.detach() for x in model.slab_prior(hyper))
     if len(hyper):
         slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
@@ -159,20 +169,24 @@ def expand(model: OpenModel, hyper: Tensor) -> Expansion:
     exponents = _exponents(model, slabs, hyper, curvature)
     moves = _rows(gradient, theta) if len(hyper) else gradient.new_zeros(len(slabs), 0)
     gradient = gradient.detach()
-    log_scale = model.slab_prior(theta)[1].log()
+    moving_loc, moving_scale = model.slab_prior(theta)
     return Expansion(
         curvature,
         gradient + curvature @ slabs,
         slabs,
         loc,
         scale,
+        _moves(moving_loc, theta),
         hyper,
         exponents,
         moves - gradient.unsqueeze(-1) * exponents,
-        _rows(log_scale, theta)
-        if len(hyper) and log_scale.requires_grad
-        else gradient.new_zeros(len(slabs), len(hyper)),
+        _moves(moving_scale.log(), theta),
     )
+
+
+def _moves(values: Tensor, at: Tensor) -> Tensor:
+    """The Jacobian of what may not depend on a vector at all."""
+    return _rows(values, at) if len(at) and values.requires_grad else at.new_zeros(len(values), len(at))
 
 
 @torch.enable_grad()
@@ -248,7 +262,9 @@ def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor
     return torch.stack(found) if found else hyper.new_zeros(0)
 
 
-def _hyper_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor, scale: Tensor) -> Tensor:
+def _hyper_mode(
+    model: OpenModel, slabs: Tensor, hyper: Tensor, held: Tensor, curvature: Tensor, scale: Tensor
+) -> Tensor:
     """The other latents' mode under the Gaussian of the coefficients, one step of expectation maximisation.
 
     The coefficients at their mode alone would make deviations of prior and noise too small.
@@ -262,10 +278,11 @@ def _hyper_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tenso
 
     def closure() -> Tensor:
         optimiser.zero_grad()
-        loc, deviation = model.slab_prior(theta)
+        at = torch.where(held, hyper, theta)
+        loc, deviation = model.slab_prior(at)
         prior = -0.5 * ((draws - loc) / deviation).square().sum(-1) - deviation.log().sum()
-        likelihood = torch.stack([model.log_likelihood(draw, theta) for draw in draws])
-        loss = -(likelihood + prior).mean() - model.hyper_prior(theta)
+        likelihood = torch.stack([model.log_likelihood(draw, at) for draw in draws])
+        loss = -(likelihood + prior).mean() - model.hyper_prior(at)
         loss.backward()
         return loss
 

@@ -26,37 +26,42 @@ class Layout:
         self.shapes = {name: site["value"].shape for name, site in sites.items()}
         self.event_dims = {name: site["fn"].event_dim for name, site in sites.items()}
         self.transforms = dict(transforms or {})
-        self.size = sum(shape.numel() for shape in self.shapes.values())
+        self._real = {  # shapes on the real line
+            name: self.transforms[name].inverse_shape(shape) if name in self.transforms else shape
+            for name, shape in self.shapes.items()
+        }
+        self.size = sum(shape.numel() for shape in self._real.values())
 
     def pieces(self, flat: Tensor) -> dict[str, Tensor]:
         """The entries of each site, shape ``(..., n)`` each, of a vector ``(..., size)``."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        return dict(zip(self.shapes, flat.split(sizes, -1), strict=True))
+        sizes = [shape.numel() for shape in self._real.values()]
+        return dict(zip(self._real, flat.split(sizes, -1), strict=True))
 
     def apart(self, flat: Tensor) -> dict[str, Tensor]:
         """Each site's value in its shape and support, of one vector."""
         return {
-            name: self.transforms[name](x.reshape(self.shapes[name]))
+            name: self.transforms[name](x.reshape(self._real[name]))
             if name in self.transforms
-            else x.reshape(self.shapes[name])
+            else x.reshape(self._real[name])
             for name, x in self.pieces(flat).items()
         }
 
     def together(self, values: Mapping[str, Tensor]) -> Tensor:
         """The vector of values in their supports, with any dimensions in front."""
         flat = []
-        for name, shape in self.shapes.items():
+        for name, shape in self._real.items():
             x = self.transforms[name].inv(values[name]) if name in self.transforms else values[name]
             flat.append(x.reshape(*x.shape[: x.dim() - len(shape)], shape.numel()))
         return torch.cat(flat, -1)
 
     def log_jacobian(self, flat: Tensor) -> Tensor:
-        """Log of the derivative of each entry's transform, shape ``(..., size)``."""
-        found = []
+        """Log of the derivative of what carries one vector to the sites' supports, shape ``()``."""
+        found = flat.new_zeros(())
         for name, x in self.pieces(flat).items():
-            transform = self.transforms.get(name)
-            found.append(torch.zeros_like(x) if transform is None else transform.log_abs_det_jacobian(x, transform(x)))
-        return torch.cat(found, -1) if found else flat
+            if name in self.transforms:
+                real, transform = x.reshape(self._real[name]), self.transforms[name]
+                found = found + transform.log_abs_det_jacobian(real, transform(real)).sum()
+        return found
 
     def normal(self, name: str, prior: object) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each entry of a site under its normal prior, shapes ``(n,)``.

@@ -53,7 +53,7 @@ class RefinedPosterior(JointDraws):
     def draws(self, number: int) -> dict[str, Tensor]:
         """Joint draws by site, shape ``(number, *shape of the site)``; the other latents are the same in all."""
         gates = self._draw_gates(number).to(self._probs)
-        slabs = self._collapsed.quadratic.draw_slabs(gates)
+        slabs = self._collapsed.quadratic.draw_slabs(gates) + self._collapsed.offset
         found = {name: x.expand(number, *x.shape) for name, x in self._collapsed.others.items()}
         for layout, flat in ((self._collapsed.gates, gates), (self._collapsed.slabs, slabs)):
             found |= {name: x.reshape(number, *layout.shapes[name]) for name, x in layout.pieces(flat).items()}

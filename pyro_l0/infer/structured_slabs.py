@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.infer.expansion import Expansion
+from pyro_l0.maths.collapsed import opened
 from pyro_l0.maths.structured_slab import SlabGivenGates, slab_given_gates
 
 _RIDGE = 1e-3  # of the prior's precision, so that the curvature has a factor
@@ -28,13 +29,14 @@ class SlabPosterior(nn.Module):
 
     Args:
         expansion: of the model's log likelihood.
-        gate_of: which gate switches each element, shape ``(p,)``.
+        gate_of: which gate switches each element, shape ``(p,)``; -1 for other latents, which none does.
     """
 
     gate_of: Tensor
     loc: Tensor
     scale: Tensor
     scale_exponents: Tensor
+    loc_shifts: Tensor
 
     def __init__(self, expansion: Expansion, gate_of: Tensor) -> None:
         super().__init__()
@@ -42,7 +44,8 @@ class SlabPosterior(nn.Module):
         self.register_buffer("loc", expansion.loc)
         self.register_buffer("scale", expansion.scale)
         self.register_buffer("scale_exponents", expansion.scale_exponents)
-        self.is_centred = not bool(expansion.loc.any())
+        self.register_buffer("loc_shifts", expansion.loc_shifts, persistent=False)
+        self.is_centred = not bool(expansion.loc.any() or expansion.loc_shifts.any())
         self.exponents = nn.Parameter(expansion.exponents.clone()) if len(expansion.exponents) else None
 
     def likelihood_factor(self, hyper: Tensor) -> Tensor | None:
@@ -52,6 +55,10 @@ class SlabPosterior(nn.Module):
     def prior_scale(self, hyper: Tensor) -> Tensor:
         """Standard deviations of the slabs' priors, shape ``(n, p)``, or ``(p,)`` without other latents."""
         return self.scale * (hyper @ self.scale_exponents.mT).exp() if hyper.shape[-1] else self.scale
+
+    def prior_loc(self, hyper: Tensor) -> Tensor:
+        """Means of the slabs' priors, in the form of their standard deviations."""
+        return self.loc + hyper @ self.loc_shifts.mT if hyper.shape[-1] else self.loc
 
     @abstractmethod
     def given(self, gates: Tensor, hyper: Tensor) -> _Given:
@@ -98,8 +105,8 @@ class StructuredSlabs(SlabPosterior):
         if factor is not None:
             linear = factor * (linear + hyper @ self.shifts.mT)
             curvature = factor.unsqueeze(-1) * curvature
-        loc = None if self.is_centred else self.loc
-        return slab_given_gates(curvature, linear, gates[..., self.gate_of], self.prior_scale(hyper), loc)
+        loc = None if self.is_centred else self.prior_loc(hyper)
+        return slab_given_gates(curvature, linear, opened(gates, self.gate_of), self.prior_scale(hyper), loc)
 
 
 class _Independent(NamedTuple):
@@ -129,12 +136,12 @@ class IndependentSlabs(SlabPosterior):
     def given(self, gates: Tensor, hyper: Tensor) -> _Independent:
         """The slabs' normals; arguments as for every such posterior."""
         curvature, prior = self.log_curvature.exp(), self.scale**-2
-        mode = self.mode + self.mode_change / (curvature + prior).sqrt()
+        mode, loc = self.mode + self.mode_change / (curvature + prior).sqrt(), self.prior_loc(hyper)
         linear = curvature * mode + prior * (mode - self.loc)  # so that the mean with an open gate is the mode
         factor = self.likelihood_factor(hyper)
         if factor is not None:
             curvature, linear = factor * curvature, factor * linear
-        gate, scale = gates[..., self.gate_of], self.prior_scale(hyper)
+        gate, scale = opened(gates, self.gate_of), self.prior_scale(hyper)
         precision = scale**-2 + gate.square() * curvature
-        mean = (gate * linear + scale**-2 * self.loc) / precision
+        mean = (gate * linear + scale**-2 * loc) / precision
         return _Independent(mean, precision.rsqrt())

@@ -28,8 +28,10 @@ class CollapsedQuadratic:
         quadratic: the log likelihood of the elements' coefficients.
         scale: standard deviation of the slabs: a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S
             chains has its own.
-        gate_of: which gate switches each element, shape ``(p,)``; by default each has its own.
+        gate_of: which gate switches each element, shape ``(p,)``, -1 for one that is always there; by default each has
+            its own.
         factor: multiplies A and b, shape ``(S,)``, such as the noise of each chain's own draw.
+        linear: b of each chain in the place of the log likelihood's, shape ``(S, p)``.
 
     Raises:
         ValueError: a scale or a factor is not positive, or its shape does not fit.
@@ -42,10 +44,14 @@ class CollapsedQuadratic:
         *,
         gate_of: Tensor | None = None,
         factor: Tensor | None = None,
+        linear: Tensor | None = None,
     ) -> None:
-        linear = quadratic.linear
+        self._linear = linear
+        linear = quadratic.linear if linear is None else linear
         self.quadratic, self.gate_of = quadratic, gate_of
-        self._scale = _by_chain("scale", torch.as_tensor(scale, dtype=linear.dtype, device=linear.device), len(linear))
+        self._scale = _by_chain(
+            "scale", torch.as_tensor(scale, dtype=linear.dtype, device=linear.device), linear.shape[-1]
+        )
         self._factor = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1)
         # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
         root = self._factor.sqrt()
@@ -66,13 +72,14 @@ class CollapsedQuadratic:
     @property
     def chains(self) -> int | None:
         """For how many chains there are scales or factors; None where all gate vectors have the same."""
-        rows = len(self._elements.unit)
+        rows = len(self._elements.linear)
         return None if rows == 1 else rows
 
     def at(self, chain: Tensor) -> CollapsedQuadratic:
         """The same for gate vectors that belong to certain chains: a long tensor of shape ``(N,)``."""
         scale, factor = _picked(self._scale, chain), _picked(self._factor, chain)[:, 0]
-        return CollapsedQuadratic(self.quadratic, scale, gate_of=self.gate_of, factor=factor)
+        linear = None if self._linear is None else _picked(self._linear, chain)
+        return CollapsedQuadratic(self.quadratic, scale, gate_of=self.gate_of, factor=factor, linear=linear)
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
         """Log odds of every gate given the others.
@@ -90,7 +97,7 @@ class CollapsedQuadratic:
 
     def conditionals(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Log Bayes factors of all gates and log evidence, of shape ``(S, G)`` and ``(S,)``, in one go."""
-        on = self._on(z)
+        on = self.on(z)
         parts = [self._conditionals(on[part], part) for part in self._parts(on, on.shape[1])]
         factors, evidence = map(torch.cat, zip(*parts, strict=True))
         return factors, evidence
@@ -103,32 +110,32 @@ class CollapsedQuadratic:
         """
         if self._groups is not None:
             raise ValueError("Expected each element to have a gate of its own, but some share one; draw the slabs.")
-        on = self._on(z)
+        on = self.on(z)
         parts = [self._slab(self._open(on[part], part), part) for part in self._parts(on, on.shape[1])]
         precision, linear = map(torch.cat, zip(*parts, strict=True))
         return _log_integral(precision, linear), linear / precision * self._scale, self._scale.square() / precision
 
     def log_evidence(self, z: Tensor) -> Tensor:
         """Log of the integral over the slabs, shape ``(S,)``; 0 where no gate is open."""
-        on = self._on(z)
+        on = self.on(z)
         return torch.cat([self._open(on[part], part).log_evidence for part in self._parts(on)])
 
     def mean(self, z: Tensor) -> Tensor:
         """Posterior mean of the coefficients z w given the gates, shape ``(S, p)``."""
-        on = self._on(z)
+        on = self.on(z)
         return self._slabs(on, torch.zeros_like(on, dtype=self._scale.dtype))
 
     def draw_slabs(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A draw of the slabs w given the gates, shape ``(S, p)``; behind closed gates they follow their prior."""
-        on = self._on(z)
+        on = self.on(z)
         return self._slabs(on, torch.randn(on.shape, generator=generator, dtype=self._scale.dtype, device=on.device))
 
-    def _on(self, z: Tensor) -> Tensor:
+    def on(self, z: Tensor) -> Tensor:
         """Whether each element is open, shape ``(S, p)``."""
         if z.dim() != 2 or z.shape[1] != self.gates or self.chains not in (None, len(z)):
             chains = "S" if self.chains is None else self.chains
             raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
-        return z.bool() if self.gate_of is None else z.bool()[:, self.gate_of]
+        return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of)
 
     def _parts(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
         """Parts of the gate vectors that need a bounded room: for each open element so many numbers."""
@@ -241,10 +248,10 @@ class _Groups:
     @staticmethod
     def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:
         """From the gate of each element."""
-        if gate_of.shape != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < 0).any()):
+        if gate_of.shape != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
             raise ValueError(
                 f"Expected gate_of to be the index of a gate for each of {len(quadratic.linear)} elements, of dtype "
-                f"torch.long and not negative, but got shape {tuple(gate_of.shape)} and {gate_of.dtype}."
+                f"torch.long and at least -1, but got shape {tuple(gate_of.shape)} and {gate_of.dtype}."
             )
         gates = torch.arange(int(gate_of.max()) + 1, device=gate_of.device)
         members, valid = open_positions(gate_of == gates[:, None])
@@ -289,6 +296,11 @@ def _halves(matrix: Tensor, vector: Tensor, valid: Tensor, add: Tensor) -> tuple
 def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
     """Log of the integral of exp(h x - (e - 1) x^2 / 2) over a standard normal x."""
     return 0.5 * (linear.square() / precision - precision.log())
+
+
+def opened(gates: Tensor, gate_of: Tensor) -> Tensor:
+    """The gate of every element, shape ``(..., p)``; 1 for those with the number -1, which have none."""
+    return torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
 
 
 def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:

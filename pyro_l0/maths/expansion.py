@@ -62,10 +62,10 @@ def reweighted(run: GibbsRun, log_likelihood: LogLikelihood, collapsed: Collapse
         log_likelihood: of coefficients, shape ``(S, p)`` to ``(S,)``; batches are of any size.
         collapsed: what was sampled.
     """
-    gate_of, scale = collapsed.gate_of, collapsed.scale
+    scale = collapsed.scale
 
     def log_ratio(states: Tensor) -> Tensor:
-        elements = (states if gate_of is None else states[:, gate_of]).to(scale)
+        elements = collapsed.on(states).to(scale)
         start = collapsed.mean(states)
         return laplace_evidence(log_likelihood, elements, scale, start).log_evidence - collapsed.log_evidence(states)
 
