@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
+import torch
 from pyro.distributions import Delta, Distribution
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine import runtime
@@ -49,6 +50,12 @@ class Record(Messenger):
             return
         other = self._other(msg["name"])
         if other is not None:
+            if msg["value"] is not None and not torch.equal(torch.as_tensor(msg["value"]), other["value"]):
+                raise ValueError(
+                    f"Expected plate {msg['name']!r} of the guide to take the part of the data that the model is "
+                    "given, but it draws its own. Give the guide create_plates, a function of the model's arguments "
+                    f"that returns pyro.plate({msg['name']!r}, size, subsample=...)."
+                )
             msg["done"] = True
             msg["value"] = other["value"]
             msg["infer"] = other["infer"]

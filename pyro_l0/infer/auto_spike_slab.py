@@ -46,10 +46,11 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     correlated: slabs are normal where their prior lives on the real line, log-normal on the positive numbers, normals
     carried by torch's ``biject_to`` on an interval, and independent, the entries of a multivariate one too.
 
-    Structured slabs are one Gaussian given the gates: the log likelihood of :math:`\beta = z \circ w` is taken as
-    :math:`b^T \beta - \tfrac12 \beta^T A \beta`, from the model's mode and Hessian with open gates at first, then
-    learned. Autoregressive gates have :math:`\mathrm{logit}\, q(z_j = 1 | z_{<j}) = a_j + \sum_{k<j} B_{jk} z_k`. Both
-    depend on the other latents, a Gaussian of full covariance; a Beta rate of the gates is drawn given them.
+    Structured slabs are one Gaussian given the gates, with normal latents that have no gate: the log likelihood of
+    :math:`\beta = z \circ w` is taken as :math:`b^T \beta - \tfrac12 \beta^T A \beta`, from the model's mode and
+    Hessian with open gates at first, then learned. Autoregressive gates have
+    :math:`\mathrm{logit}\, q(z_j = 1 | z_{<j}) = a_j + \sum_{k<j} B_{jk} z_k`. Both depend on further latents, a
+    Gaussian of full covariance; a Beta rate of the gates is drawn given them.
 
     Args:
         model: a Pyro model.
@@ -60,7 +61,10 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             some draws where it has none) plus a hundredth of its standard deviation times normal noise.
         gates: ``"mean_field"``, or ``"autoregressive"`` for gates of two values that depend on those before them.
         slabs: ``"independent"``, or ``"structured"``.
-        hyper: the sites of the model's other latents (noise, scale of the slabs, rate) that are in this guide.
+        hyper: the model's other latents (noise, scale of the slabs, rate, random effects). By default all of them are
+            in this guide (in an ``AutoGuideList``: none), each as suits it: in a mean field an independent normal,
+            carried to the prior's support; otherwise normal latents on which no other prior depends are drawn with the
+            slabs, and the rest before the gates. Names restrict the guide to these, all drawn before the gates.
         **options: those of :class:`AutoGate`. ``family`` is ``BernoulliGate`` by default where all priors are, and
             if gates or slabs depend on anything; then ``init_active_prob`` is 0.5 and ``init_jitter`` 0.1.
 
@@ -68,12 +72,13 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         Sites have the model's. n draws of structured slabs with p elements in all factorise ``(n, p, p)``.
 
     Raises:
-        TypeError: ``hyper`` is a string.
+        TypeError: ``hyper`` is a string, or an entry of ``slab`` no name or name and index.
         ValueError: ``gates`` or ``slabs`` is unknown, ``family`` has no two values but gates are autoregressive, or
             ``init_scale`` is not positive; when called, ``slab`` or ``hyper`` names a site that the model does not
             have or that is of another kind, a slab's support is neither real numbers nor an interval of them,
             ``init_loc`` has another shape or lies outside of it, or, if anything depends on another, a slab's prior is
-            not normal, a site is subsampled, or ``z`` and ``w`` enter the model otherwise than as their product.
+            not normal, a site is subsampled, or ``z`` and ``w`` enter the model otherwise than as their product; and
+            what :class:`AutoGate` and :class:`L0_ELBO` refuse of latents and slabs.
 
     Example:
         >>> import pyro
@@ -131,9 +136,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         for slab, switch in self.slab.items():
             for name, is_gate in ((slab, False), (gate_site(switch), True)):
                 if name not in sites or (find_gate(sites[name]["fn"]) is not None) != is_gate:
-                    raise ValueError(
-                        f"Expected slab to name latent sites of the model, each with its gates, but {name!r} is none."
-                    )
+                    raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
         self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
         for name in self._hyper or ():
             if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
@@ -198,8 +201,10 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
         """The model with its slabs integrated out, for samplers of gates.
 
-        The other latents are at draws of this guide, one for each chain, or at their mean for one. The log likelihood
-        is taken to second order: as this guide's structured slabs have it, or about its mode.
+        Normal latents without a gate are integrated out as slabs are, where this guide draws them with the slabs or is
+        a mean field. The others are at draws of this guide, one for each chain, or for one at their mean (of a mean
+        field: at their mode). The log likelihood is taken to second order: as this guide's structured slabs have it, or
+        about its mode.
 
         Args:
             *args: arguments of the model.
@@ -226,8 +231,8 @@ class AutoSpikeSlab(JointDraws, AutoGate):
                 f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
                 "its sites; name them in hyper."
             )
-        at = joint.hyper_start.new_zeros(1, 0)
-        if joint.hyper.size:
+        at = joint.hyper_start.unsqueeze(0)  # not where a mean field starts, at the prior's mean: it may be untrained
+        if joint.hyper.size and (chains > 1 or self._structure is not None):
             at = joint.hyper.together(self.draws(chains if chains > 1 else 1000))
             at = at if chains > 1 else at.mean(0, keepdim=True)
         return collapse(joint, lambda values: self._run_at(values, args, kwargs), at)
@@ -257,8 +262,9 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     ) -> RefinedPosterior:
         """Gates and slabs of a large design, by sampling the gates with the slabs integrated out; needs no training.
 
-        The other latents are held at their means under this guide. A log likelihood that is not quadratic is expanded
-        anew at the coefficients' mean, and the gates are re-weighted by their Laplace evidence.
+        Normal latents are sampled with the slabs where :meth:`collapsed` says so, the others held fixed. A log
+        likelihood that is not quadratic is expanded anew at the coefficients' mean, and the gates are re-weighted by
+        their Laplace evidence.
 
         Args:
             *args: arguments of the model.

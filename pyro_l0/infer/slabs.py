@@ -93,7 +93,7 @@ def places_of(name: str, switch: Switch, model: Mapping[str, Site], guide: Mappi
     batch, event = tuple(gates["fn"].batch_shape), tuple(gates["fn"].event_shape)
     if index is not None:
         _check_index(name, gate_name, index, batch + event, plates_of_gates)
-        batch, event = (batch, event[:-1] + index.shape) if event else (batch[:-1] + index.shape, event)
+        batch, event = (batch, event[:-1] + tuple(index.shape)) if event else (batch[:-1] + tuple(index.shape), event)
     slab_batch, slab_event = tuple(slab["fn"].batch_shape), tuple(slab["fn"].event_shape)
     whole, slab_whole = batch + event, slab_batch + slab_event
     last, first = _padded(whole, len(slab_whole))

@@ -126,7 +126,7 @@ def test_slabs_of_a_correlated_guide():
 @pytest.mark.parametrize("kind", [{}, {"gates": "mean_field", "slabs": "independent", "family": BernoulliGate}])
 def test_a_latent_site_that_no_guide_has(kind):
     """By its name, from a fit, its evidence and its check, and without a warning of something else before."""
-    guide = correlated(with_noise, **kind)
+    guide = correlated(with_noise, hyper=(), **kind)
     guide()
     for ask in (
         lambda: fit(with_noise, guide, steps=5),

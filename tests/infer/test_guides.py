@@ -9,7 +9,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch.distributions import kl_divergence
 from torch.optim.swa_utils import AveragedModel
 
@@ -32,18 +32,22 @@ def started(**options):
     return guide
 
 
-def test_every_gate_and_nothing_else():
-    """Sites, shapes, and starts by active probability."""
+def test_every_gate_and_other_latents():
+    """Sites, shapes, and starts by active probability; in a list of guides gates alone."""
     guide = started(init_active_prob={"a.z": 0.3}, init_jitter=0.0)
     assert {name: gate.batch_shape for name, gate in guide.posterior().items()} == {"a.z": (4,), "b": (2, 3)}
     torch.testing.assert_close(guide.posterior()["a.z"].active_prob.detach(), torch.full((4,), 0.3))
     torch.testing.assert_close(guide.posterior()["b"].active_prob.detach(), torch.full((2, 3), 0.9))
     values = guide()
-    assert {name: value.shape for name, value in values.items()} == {"a.z": (4,), "b": (2, 3)}
+    assert {name: value.shape for name, value in values.items()} == {"a.z": (4,), "b": (2, 3), "scale": ()}
+    medians = guide.median()
+    assert float(medians.pop("scale")) > 0
     assert all(
-        torch.equal(x, y)
-        for x, y in zip(guide.median().values(), (g.median for g in guide.posterior().values()), strict=True)
+        torch.equal(x, y) for x, y in zip(medians.values(), (g.median for g in guide.posterior().values()), strict=True)
     )
+    guides = AutoGuideList(model)
+    guides.append(AutoGate(model))
+    assert list(guides()) == ["a.z", "b"]
 
 
 def test_the_prior_fixes_what_is_not_learned():

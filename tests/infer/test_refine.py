@@ -106,8 +106,10 @@ def test_a_rate_and_a_noise_of_the_model(seeded):
     # Given the gates, the rate is Beta(1 + open, 4 + closed).
     expected = (1 + draws["z"].sum(1)) / 10
     assert float((draws["rate"] - expected).mean()) == pytest.approx(0.0, abs=0.01)
+    alone = AutoSpikeSlab(model, slab=SLAB).refine(x, y, seed=0)  # takes both without being told, and needs no training
+    torch.testing.assert_close(alone.active_probs()["z"], draws["z"].mean(0), atol=0.03, rtol=0)
     with pytest.raises(ValueError, match="sigma"):
-        AutoSpikeSlab(model, slab=SLAB).refine(x, y)
+        AutoSpikeSlab(model, slab=SLAB, hyper=()).refine(x, y)
 
 
 def test_groups_switch_together(seeded):
