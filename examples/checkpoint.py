@@ -4,9 +4,7 @@ import hashlib
 import io
 import json
 import math
-import os
 import pickle
-import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from pyro_l0.compaction.files import replace_file
 
 __all__ = [
     "CheckpointError",
@@ -57,22 +57,11 @@ def save(path: Path, state: dict[str, Any]) -> None:
         raise FloatingPointError(f"Expected finite values in a checkpoint, but got others at {place}. {path} stays.")
     content = io.BytesIO()
     torch.save({**state, "sha256": _digest(state)}, content)
-    fresh = path.with_name(path.name + ".tmp")
-    # A copy, because a rename would leave a moment without any file at path.
-    kept = path.with_name(path.name + ".previous.tmp")
     try:
-        _write(fresh, content.getvalue())
-        _read(fresh)
-        if _is_whole(path):
-            shutil.copyfile(path, kept)
-            kept.replace(previous_path(path))
-        fresh.replace(path)
+        _parse(path, content)
+        replace_file(path, content.getbuffer(), previous_path(path) if _is_whole(path) else None)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        for left in (fresh, kept):
-            left.unlink(missing_ok=True)
-    _sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -81,12 +70,7 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         ValueError: a number is not finite.
     """
-    fresh = path.with_name(path.name + ".tmp")
-    try:
-        _write(fresh, json.dumps(value, indent=1, allow_nan=False).encode())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    replace_file(path, json.dumps(value, indent=1, allow_nan=False).encode())
 
 
 def read_result(path: Path, options: dict[str, Any], entries: Sequence[str]) -> dict[str, Any]:
@@ -239,7 +223,12 @@ def fitting(path: Path) -> Iterator[None]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a whole checkpoint, whatever its fingerprint."""
-    content = io.BytesIO(path.read_bytes())
+    return _parse(path, io.BytesIO(path.read_bytes()))
+
+
+def _parse(path: Path, content: io.BytesIO) -> dict[str, Any]:
+    """What the bytes of a checkpoint hold, checked."""
+    content.seek(0)
     # A damaged archive can break either reader in many ways, so every exception means damage;
     # the disk's own errors have passed through above.
     try:
@@ -305,23 +294,6 @@ def _digest(state: dict[str, Any]) -> str:
         else:
             found.update(f"{name}: {leaf!r}\n".encode())
     return found.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file down to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the names in a folder down to the disk, after a file was replaced there."""
-    entry = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(entry)
-    finally:
-        os.close(entry)
 
 
 def _is_whole(path: Path) -> bool:

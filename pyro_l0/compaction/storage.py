@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import errno
 import hashlib
 import json
 import math
-import os
-import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +16,7 @@ from torch import Tensor, nn
 
 from pyro_l0.compaction.carrying_out import carry_out
 from pyro_l0.compaction.certificate import Certificate
+from pyro_l0.compaction.files import replace_file
 from pyro_l0.compaction.plan import Plan, names_before
 from pyro_l0.nn.hooks import new_name
 
@@ -73,7 +70,7 @@ class Compacted:
             raise ValueError(f"Expected a network of finite numbers to save at {str(path)!r}, but {wrong}.")
         plans = [json.loads(plan.to_json()) for plan in content.plans]
         text = json.dumps({"certificate": self.certificate, "plans": plans})
-        _replace(_file_at(path), save(state, {_PLANS: text, _SHA256: _digest(text, state)}))
+        replace_file(_file_at(path), save(state, {_PLANS: text, _SHA256: _digest(text, state)}))
 
 
 @dataclass(frozen=True)
@@ -220,41 +217,6 @@ def _digest(text: str, state: Mapping[str, Tensor]) -> str:
     for _, value in sorted(state.items()):
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _replace(target: Path, data: bytes) -> None:
-    """Put a new file in the place of another, whole or not at all."""
-    old: int | None = None
-    with contextlib.suppress(FileNotFoundError):
-        old = target.lstat().st_mode
-    if old is not None and stat.S_ISDIR(old):
-        raise IsADirectoryError(errno.EISDIR, "Expected a place for a file, but got a folder", str(target))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "Expected a folder to save in, but there is none", str(target.parent))
-    mode = stat.S_IMODE(old) if old is not None and stat.S_ISREG(old) else None
-    # A name that nobody can foresee, made anew: no link that waits there is written through.
-    fresh = target.with_name(f".pyro_l0-{secrets.token_hex(8)}.tmp")
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o666 if mode is None else 0o600)
-
-    try:
-        with open(fresh, "xb", opener=opener) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if mode is not None:
-            fresh.chmod(mode)
-        fresh.replace(target)
-    finally:
-        fresh.unlink(missing_ok=True)
-    # Not every system can do this for a folder; the file is whole without it.
-    with contextlib.suppress(OSError):
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _require_safetensors() -> None:

@@ -18,7 +18,7 @@ from pyro_l0.infer.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
 from pyro_l0.nn.engine import Example
 from pyro_l0.pruning.batches import BatchLoss, LossFunction, share
-from pyro_l0.pruning.checkpoint import Checkpoint, checksum
+from pyro_l0.pruning.checkpoint import Checkpoint, checksum, numbers, told
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
 from pyro_l0.pruning.options import check_callables, check_network, check_target, count_steps, with_length
 from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
@@ -93,7 +93,9 @@ def prune(
         accumulate: batches for each step.
         autocast: the type of numbers for :class:`torch.autocast`, such as ``torch.bfloat16``.
         callbacks: are called after every epoch with its entry of the history.
-        checkpoint: a file that is written after every epoch.
+        checkpoint: a file that is written after every epoch, with a SHA-256 of all that is in it; a file of an earlier
+            version, which has none, is read as it is. The one before it stays as ``.previous``; while the run lasts
+            ``.lock`` says which process holds the file.
         resume: go on from that file, bit for bit, if it is there.
         device: where to train; where the network is, if not given. ``loader`` may give batches on another.
         progress: whether to print every epoch to the standard error.
@@ -106,7 +108,7 @@ def prune(
 
     Raises:
         ValueError: there is no place for a gate, the target is below the cost of one unit per site, an option is
-            out of range, or the checkpoint is of another run.
+            out of range, or the checkpoint is damaged, was changed, is of another run or held by another process.
         TypeError: an option or a loss is of another kind.
         FileExistsError: the checkpoint is there, and ``resume`` is False.
         FloatingPointError: the training diverged; a checkpoint stays as it was before.
@@ -153,7 +155,7 @@ def prune(
     run = Run(placed.network, example, loader, loss, settings)
     counts = NetworkCost(placed.network, example)
     costs = _costs(counts, target, of)
-    with pyro.get_param_store().scope():
+    with Checkpoint.held(checkpoint, resume), pyro.get_param_store().scope():
         batch = next(some_batches(loader))
         try:
             run.start(batch, target, costs if isinstance(target, Mapping) else costs["cost"], pretrained)
@@ -165,8 +167,8 @@ def prune(
         file = None
         if checkpoint is not None:
             described = _described(given, target, of, pretrained, autocast, run, counts)
-            file = Checkpoint(checkpoint, described, loader, resume)
-            run.resume(file)  # after all else that draws random numbers
+            file = Checkpoint(checkpoint, described, loader)
+            file.load(device, run.load_state_dict)  # after all else that draws random numbers
         run.train(len(target) if isinstance(target, Sequence) else 1, file)
         results = [_result(run, cut, start) for cut in run.cuts]
     for text in dict.fromkeys(note.text for _, notes in results for note in notes if note.is_warning):
@@ -235,10 +237,10 @@ def _described(
 ) -> dict[str, Any]:
     """What a run and the one that goes on from its checkpoint must agree in."""
     assert run.phase is not None
-    settings = run.settings
+    settings, groups = run.settings, run.phase.optimiser.param_groups
     of_epoch = [len(run.loader)] if isinstance(run.loader, Stream) else []
     return {
-        "network": checksum(network),
+        "network": checksum(network.state_dict()),
         "target": repr(target),
         "of": of if isinstance(of, str) else "a cost of the user's",
         "steps": [settings.gated_steps, settings.further_steps, settings.accumulate, *of_epoch],
@@ -247,6 +249,8 @@ def _described(
         "optimiser": type(run.phase.optimiser).__name__,
         "schedule": type(run.phase.schedule).__name__,
         "gates": counts.sizes,
+        "loss": told(run.loss.function),
+        "optimiser's numbers": numbers([{key: x for key, x in group.items() if key != "params"} for group in groups]),
     }
 
 

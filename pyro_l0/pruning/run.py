@@ -262,12 +262,6 @@ class Run:
 
     # ------------------------------------------------------------ resuming
 
-    def resume(self, file: Checkpoint) -> None:
-        """Go on from a file, if it is there."""
-        state = file.load(self.loss.device)
-        if state is not None:
-            self.load_state_dict(state)
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
         assert self.phase is not None

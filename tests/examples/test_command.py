@@ -87,11 +87,10 @@ def test_a_full_disk_ends_with_one_line_and_the_old_checkpoint(capfd, monkeypatc
     capfd.readouterr()
     before = (tmp_path / "checkpoint.pt").read_bytes()
 
-    def full(path, content):
-        path.write_bytes(content[:100])
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(os, "fsync", full)
     status, line = refused(capfd, monkeypatch, "--resume", "--lam", "0.05", "--epochs", "2", "--out", tmp_path)
     assert status == 1
     assert "No space left on device" in line

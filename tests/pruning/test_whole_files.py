@@ -1,0 +1,288 @@
+"""The file of a run: whole at every moment, held by one process, and refused by name when it is anything else."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pyro_l0
+from pyro_l0 import prune
+from pyro_l0.compaction.files import hold
+from pyro_l0.pruning.checkpoint import Checkpoint, checksum, told
+from tests.pruning.networks import same
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
+ROOT = Path(pyro_l0.__file__).parents[1]
+
+
+class StoppedError(Exception):
+    """What a callback stops a run with."""
+
+
+def run(path, stop=None, resume=False, loss=F.mse_loss, **options):
+    """Prune a small network from a seed; ``stop`` is the epoch whose end is not reached."""
+    torch.manual_seed(3)
+    x = torch.randn(60, 4)
+    loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 20, shuffle=True)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def callback(entry):
+        if entry["epoch"] == stop:
+            raise StoppedError
+
+    settings = {"epochs": 6, "finetune": 0.34, "pretrained": False, "callbacks": [callback]}
+    return prune(network, loss, loader, x[:2], 0.5, checkpoint=path, resume=resume, **{**settings, **options})
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The file of a run that was stopped while it trained what was cut."""
+    path = tmp_path / "run.pt"
+    with pytest.raises(StoppedError):
+        run(path, stop=6)
+    return path
+
+
+def loaded(path):
+    """What a file hands out, None where it is refused by name."""
+    states = []
+    with suppress(ValueError):
+        Checkpoint(path, {}, []).load(torch.device("cpu"), states.append)
+    return checksum(states[0]) if states else None
+
+
+def test_no_flipped_bit_and_no_cut_hands_out_another_state(stopped):
+    """Anywhere in the file; a flip in what nobody reads changes nothing."""
+    content, expected, generator = stopped.read_bytes(), loaded(stopped), random.Random(0)
+    found = []
+    for _ in range(60):
+        damaged = bytearray(content)
+        damaged[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        stopped.write_bytes(damaged)
+        found.append(loaded(stopped))
+    for _ in range(15):
+        stopped.write_bytes(content[: generator.randrange(len(content))])
+        found.append(loaded(stopped))
+    assert set(found) == {None, expected}
+    assert found[60:] == [None] * 15
+
+
+def flip_in_weights(path):
+    """Flip a bit of a weight, which torch reads without a word."""
+    content = path.read_bytes()
+    weight = torch.load(path, weights_only=True)["state"]["phase"]["network"]["0.weight"].numpy().tobytes()
+    place = content.index(weight) + 3
+    path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+
+
+def test_the_file_before_it_is_offered(stopped):
+    """And goes on to the same network, where it is put into the place of the damaged one."""
+    whole = run(None)
+    previous = stopped.with_name("run.pt.previous")
+    flip_in_weights(stopped)
+    with pytest.raises(ValueError, match=rf"rename '{previous}', the one before it, .*SHA-256 is another") as refusal:
+        run(stopped, resume=True)
+    assert str(refusal.value).startswith(f"Expected the whole checkpoint of a pruning run at '{stopped}'")
+    previous.replace(stopped)
+    assert same(run(stopped, resume=True).network, whole.network)
+    flip_in_weights(stopped)
+    flip_in_weights(previous)
+    with pytest.raises(ValueError, match="it can't be read; delete it to begin anew"):
+        run(stopped, resume=True)
+
+
+EDITS = {
+    "no step": lambda content: content["state"].pop("step"),
+    "no phase": lambda content: content["state"].update(phase=None),
+    "no optimiser": lambda content: content["state"]["phase"].pop("optimiser"),
+    "a text": lambda content: content["state"].update(cuts="none"),
+    "no such cut": lambda content: content["state"].update(tuned=7),
+    "another shape": lambda content: content["state"]["phase"]["network"].update({"0.weight": torch.ones(2, 2)}),
+    "another report": lambda content: content["state"]["cuts"][0].update(report={}),
+    "no process": lambda content: content.update(random=[]),
+    "no generator": lambda content: content["random"][0].pop("numpy"),
+    "half a generator": lambda content: content["random"][0].update(torch=torch.zeros(3, dtype=torch.uint8)),
+    "no description": lambda content: content.update(described=None),
+    "no dict": lambda content: content.update(state=[1.0]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_files_are_refused(stopped, edit):
+    """With the checksum that they had, and as a file of an earlier version, without one."""
+    content = torch.load(stopped, weights_only=True)
+    EDITS[edit](content)
+    torch.save(content, stopped)
+    with pytest.raises(ValueError, match=r"run\.pt'.*SHA-256 is another one than it was when saved"):
+        run(stopped, resume=True)
+    del content["sha256"]
+    torch.save(content, stopped)
+    with pytest.raises(ValueError, match=r"run\.pt'.*SHA-256"):
+        run(stopped, resume=True)
+    torch.save({**content, "format": 1}, stopped)
+    with pytest.raises(ValueError, match=r"run\.pt'"):
+        run(stopped, resume=True)
+
+
+def test_a_file_of_an_earlier_version_goes_on(stopped):
+    """It has no checksum, and does not say which loss it is of."""
+    whole = run(None)
+    content = torch.load(stopped, weights_only=True)
+    for key in ("loss", "optimiser's numbers"):
+        del content["described"][key]
+    del content["sha256"]
+    torch.save({**content, "format": 1}, stopped)
+    assert same(run(stopped, resume=True).network, whole.network)
+
+
+def weighted(weight):
+    """A loss with a number in its closure."""
+    return lambda outputs, targets: weight * F.mse_loss(outputs, targets)
+
+
+def sgd(rate):
+    """A factory of optimisers."""
+    return lambda parameters: torch.optim.SGD(parameters, rate)
+
+
+def test_another_loss_or_learning_rate_is_refused(tmp_path):
+    """By name; it was passed over without a word."""
+    path = tmp_path / "run.pt"
+    with pytest.raises(StoppedError):
+        run(path, stop=2, loss=weighted(2.0), optimiser=sgd(0.01))
+    for loss in (weighted(3.0), F.mse_loss, nn.MSELoss()):
+        with pytest.raises(ValueError, match="differs in loss;"):
+            run(path, resume=True, loss=loss, optimiser=sgd(0.01))
+    with pytest.raises(ValueError, match="differs in optimiser's numbers;"):
+        run(path, resume=True, loss=weighted(2.0), optimiser=sgd(0.02))
+    run(path, resume=True, loss=weighted(2.0), optimiser=sgd(0.01))
+
+
+def test_losses_have_texts_that_tell_them_apart():
+    """And equal ones have equal texts, so that a run goes on in another process."""
+
+    def own(outputs, targets, power=2):
+        return own(outputs, targets) + power
+
+    makers = [
+        lambda: F.mse_loss,
+        lambda: lambda a, b: F.l1_loss(a, b),
+        lambda: lambda a, b: F.mse_loss(a, b),
+        lambda: lambda a, b: 2 * F.mse_loss(a, b),
+        lambda: nn.CrossEntropyLoss(),
+        lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
+        lambda: nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])),
+        lambda: weighted(2.0),
+        lambda: weighted(torch.tensor([1.0])),
+        lambda: own,
+        lambda: torch.nn.functional.logsigmoid,
+    ]
+    texts = [told(make()) for make in makers]
+    assert texts == [told(make()) for make in makers]
+    assert len(set(texts)) == len(texts)
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(stopped, monkeypatch):
+    """A full disk, say."""
+    content = stopped.read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(stopped, resume=True)
+    assert stopped.read_bytes() == content
+    assert sorted(file.name for file in stopped.parent.iterdir()) == ["run.pt", "run.pt.previous"]
+
+
+def test_no_link_is_written_through(tmp_path):
+    """Neither one that waits at a name that a saver may use nor one in the file's place."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("run.pt.tmp", "run.pt.previous"):
+        (tmp_path / name).symlink_to(precious)
+    with pytest.raises(StoppedError):
+        run(tmp_path / "run.pt", stop=3)
+    assert precious.read_text() == "mine"
+    (tmp_path / "run.pt.lock").symlink_to(precious)
+    with pytest.raises(OSError, match=r"run\.pt\.lock"), hold(tmp_path / "run.pt"):
+        pass
+    assert precious.read_text() == "mine"
+
+
+LOCK = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); "
+
+
+def test_a_file_that_another_process_holds_is_refused_by_the_name_of_its_holder(tmp_path):
+    """And one that this process holds already; whoever ended holds nothing, whatever it left behind."""
+    path, lock = tmp_path / "run.pt", tmp_path / "run.pt.lock"
+    code = f"{LOCK}print('process 7 on mars', file=file, flush=True); print(flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code, lock], stdin=-1, stdout=-1)
+    other.stdout.readline()
+    with pytest.raises(
+        ValueError, match=r"run\.pt' to be a file that no other run writes, but process 7 on mars holds"
+    ):
+        run(path)
+    other.kill()
+    other.communicate()
+    assert lock.exists()
+    with hold(path):
+        with pytest.raises(ValueError, match="but a run of this process holds it"):
+            run(path)
+        refused = subprocess.run([sys.executable, "-c", LOCK, lock], check=False, stderr=subprocess.PIPE)
+        assert b"BlockingIOError" in refused.stderr
+        assert lock.read_text().startswith(f"process {os.getpid()} on ")
+    assert not list(tmp_path.iterdir())
+
+
+PAIR = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from tests.pruning.test_whole_files import run
+torch.set_num_threads(1)
+print("ready", flush=True)
+input()
+try:
+    run(sys.argv[1], resume=True, epochs=20)
+except ValueError as error:
+    assert "holds it; wait until that run has ended" in str(error), error
+    print("refused")
+else:
+    print("done")
+"""
+
+
+def pair(path):
+    """What two processes say that start on one file at the same moment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", PAIR, path], env=environment, text=True, stdin=-1, stdout=-1, stderr=-1)
+        for _ in range(2)
+    ]
+    for process in both:
+        process.stdout.readline()
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    ends = [process.communicate(timeout=120) for process in both]
+    return sorted(said.strip() or errors for said, errors in ends)
+
+
+@pytest.mark.slow  # starts processes
+def test_two_processes_on_one_file(tmp_path):
+    """One trains, the other is refused; the file can be read, and nothing else stays."""
+    path = tmp_path / "run.pt"
+    assert pair(path) == ["done", "refused"]
+    assert loaded(path) is not None
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.pt", "run.pt.previous"]
