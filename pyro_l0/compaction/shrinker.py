@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol, TypedDict, cast
 
 import torch
@@ -85,7 +88,8 @@ class Shrinker:
 
     The network stays the module that it is, with its methods, hooks, ``no_grad`` blocks, code for training and
     checkpointing, and its parameters stay the objects that they are: their values, gradients and optimiser states are
-    cut. Before that, a copy is cut and certified to have the same outputs and gradients.
+    cut. Before that, a copy is cut and certified to have the same outputs and gradients. An interrupt finds all of this
+    done or none of it.
 
     Args:
         network: any module with gates; changed in place.
@@ -260,9 +264,16 @@ class Shrinker:
     def _carry_out(self, found: Plan, example: Example | None) -> None:
         """Shrink everything; without an example, to load parameters afterwards."""
         units = {change.site: torch.tensor(change.units, dtype=torch.long) for change in found.changes.values()}
-        everywhere = [self.main, *self.replicas]
-        constants = [None if example is None else _constants(one.network, found, example) for one in everywhere]
-        for one, constant in zip(everywhere, constants, strict=True):
+        constants = [
+            None if example is None else _constants(one.network, found, example) for one in [self.main, *self.replicas]
+        ]
+        _whole(lambda: self._change(found, units, constants))
+        self._tell()
+
+    def _change(
+        self, found: Plan, units: Mapping[str, Tensor], constants: Sequence[Mapping[str, Tensor] | None]
+    ) -> None:
+        for one, constant in zip([self.main, *self.replicas], constants, strict=True):
             carry_out(one.network, found, constant, self.optimiser if one is self.main else None)
             replaced = one.guide.keep(units)
             if one is self.main:
@@ -277,7 +288,6 @@ class Shrinker:
             self.elbo.drop(gone)
             self.elbo.square_norm = self._norms(self.main.network)
         self._plans.append(found)
-        self._tell()
 
     def _norms(self, network: nn.Module) -> dict[str, Callable[[], Tensor]]:
         """The objective's norms, of the layers that are there now."""
@@ -294,6 +304,39 @@ class Shrinker:
                 "DistributedDataParallel made before would leave out a synchronisation; wrap the network anew there.",
                 stacklevel=4,
             )
+
+
+def _whole(change: Callable[[], None]) -> None:
+    """Make a change that an interrupt does not cut in two: interrupts reach the main thread, and another makes it."""
+    claim, done, errors = threading.Lock(), threading.Event(), list[BaseException]()
+    context, has_gradients = contextvars.copy_context(), torch.is_grad_enabled()
+
+    def work() -> None:
+        if not claim.acquire(blocking=False):
+            return  # interrupted before it began
+        try:
+            with torch.set_grad_enabled(has_gradients):
+                context.run(change)
+                if torch.cuda.is_initialized():  # its stream is another one
+                    torch.cuda.synchronize()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    try:
+        threading.Thread(target=work, daemon=True).start()
+        done.wait()
+    except BaseException:
+        if not claim.acquire(blocking=False):
+            while not done.is_set():
+                with suppress(KeyboardInterrupt):
+                    done.wait()
+        raise
+    if errors:
+        raise errors[0]
 
 
 def _constants(network: nn.Module, plan: Plan, example: Example) -> dict[str, Tensor]:

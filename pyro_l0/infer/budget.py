@@ -49,7 +49,7 @@ class Budget:
         self._costs = [partial(_open_gates, name) if cost is None else cost for name, cost in costs.items()]
         self.sites = [name if cost is None else None for name, cost in costs.items()]
         first = next(iter(like.values()))
-        self.final = torch.tensor([limits[name] for name in self.names], device=first.device)
+        self.final = torch.tensor([limits[name] for name in self.names], dtype=torch.float32, device=first.device)
         self.total = torch.ones_like(self.final)
         sizes = {site: gate.numel() for site, gate in like.items()}
         self.total = self.fraction({site: torch.ones_like(gate) for site, gate in like.items()})

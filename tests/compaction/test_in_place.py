@@ -1,5 +1,7 @@
 """A network that shrinks while it trains stays the user's own, and trains as the whole one does."""
 
+import _thread
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import pyro_l0.compaction.slice as slicing
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
@@ -391,3 +394,32 @@ def test_a_block_that_closes_wholly_and_shrinkings_after_it(make):
     assert not shrinker.step()
     result = compact(net, {second: guide.test_gates()[second].double()}, x, before=shrinker.plans)
     assert result.certificate < 1e-12
+
+
+def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
+    """One that comes between two tensors of a network waits until all of them, and the guide's, are cut."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Gate(8), nn.Linear(8, 2))
+    x = torch.randn(6, 4)
+    guide = AutoGate(net)
+    guide(x)
+    optimiser = torch.optim.Adam([*net.parameters(), *guide.parameters()])
+    shrinker = Shrinker(net, guide, x, optimiser, patience=1)
+    with torch.no_grad():
+        next(guide.parameters())[::2] = -9.0
+    cut, calls = slicing.set_value, []
+
+    def interrupted(tensor, value):
+        if any(tensor is x for x in net.parameters()):  # the copy that is tried first is none of it
+            calls.append(tensor)
+            _thread.interrupt_main()
+        cut(tensor, value)
+
+    monkeypatch.setattr(slicing, "set_value", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shrinker.step()
+    assert calls
+    assert (net[0].out_features, net[1].num_features, net[3].in_features, len(shrinker.plans)) == (4, 4, 4, 1)
+    assert len(next(guide.parameters())) == 4
+    guide(x)
+    assert net.train()(x).shape == (6, 2)

@@ -286,3 +286,16 @@ def test_two_processes_on_one_file(tmp_path):
     assert pair(path) == ["done", "refused"]
     assert loaded(path) is not None
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.pt", "run.pt.previous"]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_under_a_default_of_double_precision(kind):
+    """With a network of either type; the fixture of all tests gives float32 back."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    x = torch.randn(60, 4, dtype=kind)
+    loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 20, shuffle=True)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(kind)
+    small = prune(network, F.mse_loss, loader, x[:2], 0.5, epochs=6, pretrained=False).network
+    assert small[0].out_features == 3
+    assert small[0].weight.dtype == kind
