@@ -11,11 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from pyro_l0.selection._inference_data import to_inference_data
-from pyro_l0.selection._parameters import check_parameters, seed_of
+from pyro_l0.selection._parameters import check_parameters, checked_groups, seed_of
 from pyro_l0.selection._predictive import quantiles, rows_of
+from pyro_l0.selection.columns import Columns, coded, levels_of
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Design, make_design
 from pyro_l0.selection.methods import find_posterior
@@ -47,6 +48,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     coef_: Array
     coef_sd_: Array
     draws_: Draws
+    _standard_error: Array | None = None
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         standardize: bool = True,
         fit_intercept: bool = True,
         method: str = "auto",
+        groups: ArrayLike | None = None,
         random_state: RandomState = None,
     ) -> None:
         self.rate = rate
@@ -65,37 +68,66 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.standardize = standardize
         self.fit_intercept = fit_intercept
         self.method = method
+        self.groups = groups
         self.random_state = random_state
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:  # noqa: N803
         """Find the posterior of the coefficients.
 
         Args:
-            X: features, shape ``(n, p)``, at least two observations.
+            X: features, shape ``(n, p)``, at least two observations. A column of a data frame that is categorical
+                becomes a dummy for each of its levels, all of them with one gate.
             y: observations, shape ``(n,)``.
+            sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
+                weights give the posterior of repeated rows; others are powers of the likelihoods.
 
         Returns:
             The estimator.
 
         Raises:
             ValueError: a parameter, or the data, is not what it may be.
+            TypeError: X is sparse.
 
         Warns:
+            UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
             ConvergenceWarning: the sampler's chains disagree about an inclusion probability, whose standard error is
                 more than .05.
         """
         check_parameters(type(self).__name__, self.get_params(deep=False))
-        x, target = self._validated(X, y)
+        levels = levels_of(X)
+        x, target = self._validated(coded(X, levels), y)
+        weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
+        if weight is not None:
+            counted = weight > 0
+            x, target, weight = x[counted], target[counted], np.array(weight[counted], dtype=np.float64)
+        self._columns = Columns.of(levels, x.shape[1])
+        self._group_of = checked_groups(self.groups, x.shape[1])
+        self._gate_of = self._group_of[self._columns.feature_of]
+        x = self._columns.dummies(x)
         design = make_design(
-            x, target, self._family(), **self._priors(), standardize=self.standardize, fit_intercept=self.fit_intercept
+            x,
+            target,
+            self._family(),
+            **self._priors(),
+            standardize=self.standardize,
+            fit_intercept=self.fit_intercept,
+            gate_of=self._gate_of,
+            factor_of=self._columns.feature_of if levels else None,
+            weight=weight,
+            names=self._column_names(),
         )
         seed = seed_of(self.random_state)
         posterior, self.method_ = find_posterior(design.problem, self.method, draws=_DRAWS, seed=seed)
-        self._warn_of_chains(posterior.standard_error)
         self._keep(design, posterior, seed)
-        self._data = x, target
+        self._warn_of_chains()
+        self._data = x, target, weight
         self.credible_sets_: list[CredibleSet] = credible_sets(
-            open_gates(self.draws_.coefficients, x.shape[1]), self.pip_, x, names=self._names()
+            open_gates(self.draws_.coefficients, self._gate_of),
+            self.pip_,
+            x,
+            names=self._gate_names(),
+            gate_of=self._gate_of,
+            weights=weight,
         )
         return self
 
@@ -104,13 +136,15 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         It has the features of the largest inclusion probabilities above one half, as many as keep the mean of 1 - PIP
         at most ``fdr``; of equal ones, those of the smaller index come first. Without the bound of one half, some
-        features that are certain would make room for others that are more likely to be without effect than not.
+        features that are certain would make room for others that are more likely to be without effect than not. A
+        feature whose inclusion probability has a standard error of more than .05 is in no set. Where features are in
+        groups, whole groups are selected.
 
         Args:
             fdr: share of the selected features that may have no effect, in the mean over the posterior.
 
         Returns:
-            Their indices in increasing order; empty if there is no such set.
+            Their indices, or those of the groups, in increasing order; empty if there is no such set.
 
         Raises:
             ValueError: ``fdr`` is not between 0 and 1.
@@ -118,10 +152,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         if not 0 <= fdr <= 1:
             raise ValueError(f"Expected fdr to be between 0 and 1, but got {fdr!r}.")
-        order = np.argsort(-self.pip_, kind="stable")
-        false = np.cumsum(1 - self.pip_[order]) / np.arange(1, len(order) + 1)
+        pips = self.pip_ if self._standard_error is None else np.where(self._standard_error > _UNSURE, 0.0, self.pip_)
+        order = np.argsort(-pips, kind="stable")
+        false = np.cumsum(1 - pips[order]) / np.arange(1, len(order) + 1)
         # The means increase with the size of the set, as 1 - PIP does.
-        size = min(np.searchsorted(false, fdr, side="right"), np.count_nonzero(self.pip_ > 0.5))
+        size = min(np.searchsorted(false, fdr, side="right"), np.count_nonzero(pips > 0.5))
         return np.sort(order[:size])
 
     def sample(self, n: int = 1000) -> dict[str, NDArray[Any]]:
@@ -135,8 +170,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Returns:
             By name: ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly 0;
-            ``gates``, bool, shape ``(n, p)``; ``intercept``, shape ``(n, *intercept_.shape)``; ``slab_scale``, ``rate``
-            and, where the family has noise, ``noise_scale``, shape ``(n,)`` each.
+            ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
+            ``slab_scale``, ``rate`` and, where the family has noise, ``noise_scale``, shape ``(n,)`` each.
 
         Raises:
             ValueError: n is not a positive integer.
@@ -149,7 +184,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         draws = rows_of(self.draws_, np.concatenate([np.arange(min(n, kept)), more]))
         found = {
             "coef": self._as_coef(draws.coefficients.toarray()),
-            "gates": open_gates(draws.coefficients, self.n_features_in_),
+            "gates": open_gates(draws.coefficients, self._gate_of),
             "intercept": self._as_intercept(draws.intercept),
             "slab_scale": draws.slab_scale,
             "rate": draws.rate,
@@ -175,10 +210,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return np.moveaxis(self._as_coef(ends), 0, -1)
 
     def summary(self) -> pandas.DataFrame:
-        """A row for each feature, or for each feature and class, in the order of the features.
+        """A row for each coefficient: for each feature, each level of a categorical one, and each of several classes.
 
         Its columns are the inclusion probability, and the mean, the standard deviation, the 5 % and the 95 % quantile
-        of the coefficient.
+        of the coefficient; where ``groups`` were given, the group comes first.
         """
         import pandas
 
@@ -187,7 +222,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         per_feature = {"mean": self.coef_, "sd": self.coef_sd_, "5 %": lower, "95 %": upper}
         columns = {name: np.atleast_2d(values).T.ravel() for name, values in per_feature.items()}
         rows = self._rows()
-        return pandas.DataFrame({"PIP": np.repeat(self.pip_, len(rows) // len(self.pip_)), **columns}, index=rows)
+        gate_of = np.repeat(self._gate_of, len(rows) // len(self._gate_of))
+        group = {} if self.groups is None else {"group": gate_of}
+        return pandas.DataFrame({**group, "PIP": self.pip_[gate_of], **columns}, index=rows)
 
     def to_arviz(self) -> arviz.InferenceData:
         """The fit as arviz's ``InferenceData``, with the data that it was fitted to.
@@ -195,21 +232,32 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Its posterior has the gates ``z``, the coefficients ``coef``, the intercept, the scales and the rate, as
         ``sample`` gives them; slabs of closed gates, which have no part in the model, are not drawn. There are log
         likelihoods and replicated observations ``y``, in which classes are numbered in the order of ``classes_``, and
-        the inclusion probabilities ``P(z != 0)`` as constant data.
+        the inclusion probabilities ``P(z != 0)`` as constant data. Rows of whole weights
+        appear as often as these say.
+
+        Raises:
+            ValueError: a weight is not whole.
         """
         check_is_fitted(self)
+        x, y, weight = self._data
+        if weight is not None:
+            if (weight != np.floor(weight)).any():
+                raise ValueError("Expected whole weights to repeat rows by, but some are fractions; fit whole ones.")
+            x, y = (part.repeat(weight.astype(np.intp), 0) for part in (x, y))
         draws = rows_of(self.draws_, np.arange(min(len(self.draws_.rate), _FOR_ARVIZ)))
         sample = self.sample(len(draws.rate))
-        return to_inference_data(self._family(), draws, sample, self.pip_, *self._data, self._names())
+        names = self._column_names(), self._gate_names()
+        return to_inference_data(self._family(), draws, sample, self.pip_, x, y, *names)
 
-    def _warn_of_chains(self, standard_error: Array | None) -> None:
+    def _warn_of_chains(self) -> None:
         """Say which inclusion probability is the least certain, if it is too uncertain to be used."""
+        standard_error = self._standard_error
         if standard_error is None or standard_error.max() <= _UNSURE:
             return
         worst = int(standard_error.argmax())
         unsure = int((standard_error > _UNSURE).sum())
         warnings.warn(
-            f"The sampler's chains disagree: the inclusion probability of feature {self._names()[worst]!r} has a "
+            f"The sampler's chains disagree: the inclusion probability of feature {self._gate_names()[worst]!r} has a "
             f"standard error of {standard_error[worst]:.2f}, and {unsure} of {len(standard_error)} have one of more "
             f"than {_UNSURE}. Do not use this fit before another random_state agrees with it. Up to 20 features, "
             "method='enumerate' has no such error; otherwise a given expected_size, fewer copies of the same feature, "
@@ -222,6 +270,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Take a posterior of the problem over, in the units of the data."""
         raw = design.posterior(found, seed)
         self.pip_, self.draws_, self.log_evidence_ = raw.inclusion, raw.draws, raw.log_evidence
+        self._standard_error = raw.standard_error
         self.coef_, self.coef_sd_ = (self._as_coef(part.reshape(1, -1))[0] for part in (raw.mean, raw.sd))
         # The problem's own intercept is zero where a flat one was integrated out: then the mean has no sampling error.
         intercept = found.draws.intercept.mean(0) + design.offset - design.centre @ raw.mean
@@ -241,7 +290,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _as_coef(self, values: Array) -> Array:
         """Coefficients of draws, shape ``(N, p K)``, in the shape ``(N, *coef_.shape)``."""
-        return np.moveaxis(values.reshape(len(values), self.n_features_in_, -1), 1, 2)
+        return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)
 
     def _as_intercept(self, values: Array) -> Array:
         """Intercepts of draws, shape ``(N, K)``, in the shape ``(N, *intercept_.shape)``."""
@@ -251,7 +300,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """What the rows of the summary are called."""
         import pandas
 
-        return pandas.Index(self._names(), name="feature")
+        return pandas.Index(self._column_names(), name="feature")
 
     def _priors(self) -> dict[str, float | None]:
         """What is known of the hyperparameters."""
@@ -260,15 +309,22 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _validated_features(self, x: ArrayLike) -> Array:
         """Features of new observations."""
         check_is_fitted(self)
-        found: Array = validate_data(self, x, dtype=np.float64, reset=False)
-        return found
+        levels_of(x)  # refuses sparse features by name
+        found: Array = validate_data(self, coded(x, self._columns.levels), dtype=np.float64, reset=False)
+        return self._columns.dummies(found)
 
     def _get_support_mask(self) -> NDArray[np.bool_]:
         check_is_fitted(self)
-        mask = np.zeros(self.n_features_in_, dtype=bool)
-        mask[self.select()] = True
-        return mask
+        return np.isin(self._group_of, self.select())
 
     def _names(self) -> list[str]:
         """Of the features, as scikit-learn calls those without names."""
         return list(getattr(self, "feature_names_in_", [f"x{j}" for j in range(self.n_features_in_)]))
+
+    def _column_names(self) -> list[str]:
+        """Of the coefficients."""
+        return self._columns.names(self._names())
+
+    def _gate_names(self) -> list[str]:
+        """Of what has an inclusion probability."""
+        return self._names() if self.groups is None else [f"group {g}" for g in range(len(self.pip_))]

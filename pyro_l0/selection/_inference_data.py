@@ -30,6 +30,7 @@ def to_inference_data(
     x: Array,
     y: Array,
     names: Sequence[str],
+    gates: Sequence[str],
 ) -> arviz.InferenceData:
     """Posterior draws, log likelihoods, replicated observations, the observations, and inclusion probabilities.
 
@@ -37,13 +38,15 @@ def to_inference_data(
         family: of the observations.
         draws: N joint draws in the units of the data.
         sample: the same by name, as the estimator's ``sample`` gives them.
-        inclusion: P(z = 1 | y), shape ``(p,)``.
+        inclusion: P(z = 1 | y), shape ``(G,)``.
         x: features, shape ``(n, p)``.
         y: observations as numbers, shape ``(n,)``.
         names: of the features.
+        gates: names of the gates: the same, or those of groups of features.
     """
     predictors = linear_predictors(draws, x)
     posterior = {"z": sample["gates"], **{name: values for name, values in sample.items() if name != "gates"}}
+    gate = "feature" if list(gates) == list(names) else "group"
     outputs = ["output"] if sample["coef"].ndim == 3 else []
     return inference_data(
         {name: values[None] for name, values in posterior.items()},
@@ -51,13 +54,13 @@ def to_inference_data(
         posterior_predictive={"y": replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))[None]},
         observed_data={"y": y},
         constant_data={"P(z != 0)": inclusion},
-        coords={"feature": list(names)},
+        coords={"feature": list(names), gate: list(gates)},
         dims={
-            "z": ["feature"],
+            "z": [gate],
             "coef": [*outputs, "feature"],
             "intercept": outputs,
             "y": ["observation"],
-            "P(z != 0)": ["feature"],
+            "P(z != 0)": [gate],
         },
     )
 

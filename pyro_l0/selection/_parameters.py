@@ -7,11 +7,12 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from sklearn.utils import check_random_state
 
 from pyro_l0.selection.methods import METHODS
 
-__all__ = ["check_parameters", "seed_of"]
+__all__ = ["check_parameters", "checked_groups", "seed_of"]
 
 
 class _Rule(NamedTuple):
@@ -67,7 +68,7 @@ def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
         ValueError: a parameter is not what it may be, or both ``rate`` and ``expected_size`` are given.
     """
     for name, value in parameters.items():
-        if not _RULES[name].holds(value):
+        if name != "groups" and not _RULES[name].holds(value):
             raise ValueError(
                 f"The {name!r} parameter of {estimator} must be {_RULES[name].expected}. Got {value!r} instead."
             )
@@ -76,6 +77,24 @@ def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
             f"The 'rate' and 'expected_size' parameters of {estimator} say the same thing, so that one of them must be "
             f"None. Got rate={parameters['rate']!r} and expected_size={parameters['expected_size']!r} instead."
         )
+
+
+def checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
+    """The group of each feature, shape ``(features,)``; its own index by default.
+
+    Raises:
+        ValueError: they are not the numbers from 0 to one less than there are groups, one for each feature.
+    """
+    if groups is None:
+        return np.arange(features)
+    found = np.asarray(groups)
+    fits = found.shape == (features,) and found.dtype.kind in "iu"
+    if not fits or set(found.tolist()) != set(range(int(found.max()) + 1)):
+        raise ValueError(
+            f"Expected groups to be whole numbers from 0 on, one for each of {features} features and none left out, "
+            f"but got {groups!r}."
+        )
+    return found.astype(np.intp)
 
 
 def seed_of(random_state: int | np.random.RandomState | None) -> int:

@@ -29,6 +29,9 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
     The priors are those of :class:`SpikeSlabRegressor`; that of an intercept is normal with mean 0 and standard
     deviation 10, that of an unknown slab scale half-normal with scale 2.
 
+    A feature that is constant within each class but not over all of them is no constant feature: it separates the
+    classes, which is the largest effect that there can be, and the slab keeps its coefficient finite.
+
     Args:
         rate: see :class:`SpikeSlabRegressor`, as for all others.
         expected_size: number of features that are expected to have an effect.
@@ -36,6 +39,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept.
         method: see :class:`SpikeSlabRegressor`.
+        groups: the group of each feature, with one gate for each group.
         random_state: an int makes fits reproducible.
 
     Attributes:
@@ -100,7 +104,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
 
         if len(self.classes_) == 2:
             return super()._rows()
-        return pandas.MultiIndex.from_product([self._names(), self.classes_], names=["feature", "class"])
+        return pandas.MultiIndex.from_product([self._column_names(), self.classes_], names=["feature", "class"])
 
     def _family(self) -> Family:
         return "bernoulli" if len(self.classes_) == 2 else "categorical"

@@ -44,6 +44,8 @@ def credible_sets(
     level: float = 0.95,
     min_correlation: float = 0.5,
     names: Sequence[str] = (),
+    gate_of: NDArray[np.intp] | None = None,
+    weights: NDArray[np.float64] | None = None,
 ) -> list[CredibleSet]:
     """Group the features of a posterior into credible sets, which share no members.
 
@@ -55,13 +57,18 @@ def credible_sets(
     A true effect lies in such a set as often as the posterior says, however correlated the features are, because the
     draws are joint: this is what inclusion probabilities, feature by feature, cannot tell.
 
+    Where features share gates, the members are groups of features. Two groups correlate as much as those two of their
+    features that correlate most.
+
     Args:
-        gates: joint draws, bool, shape ``(N, p)``.
-        inclusion: P(z = 1 | y) of every feature, shape ``(p,)``.
+        gates: joint draws, bool, shape ``(N, G)``.
+        inclusion: P(z = 1 | y) of every gate, shape ``(G,)``.
         x: features of the observations, shape ``(n, p)``, of which correlations are taken where they are needed.
         level: least probability that a member is open.
         min_correlation: least absolute correlation of any two members.
-        names: of the features; empty where they have none.
+        names: of the gates; empty where they have none.
+        gate_of: which gate switches each feature, shape ``(p,)``; by default each has its own.
+        weights: how many observations each row of x stands for, shape ``(n,)``; one by default.
 
     Raises:
         ValueError: the level or the correlation is not between 0 and 1, or the shapes do not fit.
@@ -69,12 +76,13 @@ def credible_sets(
     for name, value in (("level", level), ("min_correlation", min_correlation)):
         if not 0 <= value <= 1:
             raise ValueError(f"Expected {name} to be between 0 and 1, but got {value!r}.")
-    if not gates.shape[1:] == inclusion.shape == x.shape[1:]:
+    gate_of = np.arange(x.shape[1]) if gate_of is None else gate_of
+    if not gates.shape[1:] == inclusion.shape == (gate_of.max() + 1,) or gate_of.shape != x.shape[1:]:
         raise ValueError(
             f"Expected as many gates as inclusion probabilities and features, but got {gates.shape[1:]}, "
             f"{inclusion.shape} and {x.shape[1:]}."
         )
-    grower = _Grower(gates, x, level, min_correlation)
+    grower = _Grower(gates, x, gate_of, weights, level, min_correlation)
     free = np.ones(len(inclusion), dtype=bool)
     found = []
     for seed in np.argsort(-inclusion, kind="stable"):
@@ -95,20 +103,20 @@ def credible_sets(
     return found
 
 
-def open_gates(coefficients: csr_array, features: int) -> NDArray[np.bool_]:
+def open_gates(coefficients: csr_array, gate_of: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Which gates are open in draws of coefficients that are stored for open gates only.
 
     Args:
         coefficients: shape ``(N, p K)``, the K coefficients of a feature side by side.
-        features: p.
+        gate_of: which gate switches each feature, shape ``(p,)``.
 
     Returns:
-        Shape ``(N, p)``.
+        Shape ``(N, G)``.
     """
-    outputs = coefficients.shape[1] // features
-    found = np.zeros((coefficients.shape[0], features), dtype=bool)
+    outputs = coefficients.shape[1] // len(gate_of)
+    found = np.zeros((coefficients.shape[0], gate_of.max() + 1), dtype=bool)
     rows = np.repeat(np.arange(len(found)), np.diff(coefficients.indptr))
-    found[rows, coefficients.indices // outputs] = True
+    found[rows, gate_of[coefficients.indices // outputs]] = True
     return found
 
 
@@ -116,18 +124,31 @@ class _Grower:
     """Grows one set at a time from draws of the gates.
 
     Args:
-        gates: shape ``(N, p)``.
+        gates: shape ``(N, G)``.
         x: shape ``(n, p)``.
+        gate_of: shape ``(p,)``.
+        weights: of the rows of x.
         level: least probability that a member is open.
         min_correlation: least absolute correlation of members.
     """
 
-    def __init__(self, gates: NDArray[np.bool_], x: NDArray[np.float64], level: float, min_correlation: float) -> None:
+    def __init__(
+        self,
+        gates: NDArray[np.bool_],
+        x: NDArray[np.float64],
+        gate_of: NDArray[np.intp],
+        weights: NDArray[np.float64] | None,
+        level: float,
+        min_correlation: float,
+    ) -> None:
         # What is never open is in no set, so that a large design shrinks to what the draws have seen.
         self._seen = np.flatnonzero(gates.any(0))
         self._place = {int(j): i for i, j in enumerate(self._seen)}
         self._gates = gates[:, self._seen]
-        centred = x[:, self._seen] - x[:, self._seen].mean(0)
+        columns = np.flatnonzero(np.isin(gate_of, self._seen))
+        self._of = np.searchsorted(self._seen, gate_of[columns])
+        x = x[:, columns]
+        centred = x - x.mean(0) if weights is None else np.sqrt(weights)[:, None] * (x - weights @ x / weights.sum())
         norm = np.sqrt((centred**2).sum(0))
         # A constant feature correlates with none.
         self._unit = centred / np.where(norm > 0, norm, np.inf)
@@ -153,12 +174,13 @@ class _Grower:
 
     def purity(self, features: Sequence[int]) -> float:
         """Smallest absolute correlation of two features."""
-        unit = self._unit[:, [self._place[j] for j in features]]
-        among = np.abs(unit.T @ unit)[np.triu_indices(len(features), 1)]
-        return min(1.0, float(among.min())) if len(among) else 1.0
+        members = [self._place[j] for j in features]
+        among = [self._correlations(a)[members[i + 1 :]] for i, a in enumerate(members[:-1])]
+        return min(1.0, float(np.concatenate(among).min())) if among else 1.0
 
     def _correlations(self, member: int) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = np.abs(self._unit[:, member] @ self._unit)
+        found = np.zeros(len(self._seen))
+        np.maximum.at(found, self._of, np.abs(self._unit[:, self._of == member].T @ self._unit).max(0))
         return found
 
     def _needed(self, members: list[int]) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +20,11 @@ __all__ = ["Design", "default_rate", "make_design"]
 # Slabs of logits and of log means that are unlikely to be wider, for features of unit deviation.
 _SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0}
 _FAMILIES = ("gaussian", "bernoulli", "categorical", "poisson")
+# Sizes whose squares, and products of some of these, are finite in float64 and not zero.
+_LEAST, _MOST = 1e-60, 1e60
+# Of the deviation of y: less noise is hidden by the rounding of sums of squares, and the determinant of wider slabs
+# overflows.
+_LEAST_NOISE, _MOST_SLAB = 1e-7, 1e10
 
 
 @dataclass(frozen=True)
@@ -30,23 +37,24 @@ class Design:
 
     Attributes:
         problem: what the methods take.
-        factor: shape ``(p,)``; 0 for a constant feature that the problem cannot tell from the intercept. Its gate
-            follows the prior.
+        factor: shape ``(p,)``; 0 for a constant feature, which the problem does not have.
         centre: what the features were less by, shape ``(p,)``.
         offset: mean of the observations of a Gaussian regression with an intercept, otherwise 0.
-        observations: n, before the contrasts.
+        observations: how many there are, before the contrasts.
+        gate_of: which of G gates switches each feature, shape ``(p,)``.
     """
 
     problem: Problem
     factor: NDArray[np.float64]
     centre: NDArray[np.float64]
     offset: float
-    observations: int
+    observations: float
+    gate_of: NDArray[np.intp]
 
     @property
     def contrasts(self) -> bool:
         """Whether a flat intercept has been integrated out, by taking the observations orthogonal to a constant."""
-        return self.problem.family == "gaussian" and len(self.problem.y) < self.observations
+        return self.problem.family == "gaussian" and self.problem.size < self.observations
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
         """A posterior of the problem in the units of the data.
@@ -55,15 +63,24 @@ class Design:
             found: in the units of the problem.
             seed: of the intercepts of a Gaussian regression, which are drawn given the rest.
         """
-        factor = self.factor[:, None]
-        draws = self._draws(found.draws, np.random.default_rng(seed))
-        return replace(found, mean=found.mean * factor, sd=found.sd * factor, draws=draws)
+        kept = np.flatnonzero(self.factor)
+        gates = np.unique(self.gate_of[kept])
+        mean, sd = np.zeros((2, len(self.factor), self.problem.outputs))
+        mean[kept], sd[kept] = (part * self.factor[kept, None] for part in (found.mean, found.sd))
+        inclusion, error = np.zeros((2, int(self.gate_of.max()) + 1))
+        inclusion[gates] = found.inclusion
+        error[gates] = 0.0 if found.standard_error is None else found.standard_error
+        draws = self._draws(found.draws, kept, np.random.default_rng(seed))
+        known = None if found.standard_error is None else error
+        return replace(found, inclusion=inclusion, mean=mean, sd=sd, draws=draws, standard_error=known)
 
-    def _draws(self, draws: Draws, rng: np.random.Generator) -> Draws:
+    def _draws(self, draws: Draws, kept: NDArray[np.intp], rng: np.random.Generator) -> Draws:
         outputs = self.problem.outputs
         beta = draws.coefficients
-        data = beta.data * np.repeat(self.factor, outputs)[beta.indices]
-        coefficients = csr_array((data, beta.indices, beta.indptr), shape=beta.shape)
+        feature, output = np.divmod(beta.indices, outputs)
+        data = beta.data * self.factor[kept[feature]]
+        shape = (beta.shape[0], len(self.factor) * outputs)
+        coefficients = csr_array((data, kept[feature] * outputs + output, beta.indptr), shape=shape)
         # One column for each output: the features' centres in the rows of its coefficients.
         centres = np.kron(self.centre[:, None], np.eye(outputs))
         intercept = draws.intercept + self.offset - coefficients @ centres
@@ -84,8 +101,15 @@ def make_design(
     noise_scale: float | None = None,
     standardize: bool = True,
     fit_intercept: bool = True,
+    gate_of: NDArray[np.intp] | None = None,
+    factor_of: NDArray[np.intp] | None = None,
+    weight: NDArray[np.float64] | None = None,
+    names: Sequence[str] = (),
 ) -> Design:
     """The problem of a regression with spike-and-slab coefficients.
+
+    Constant features have no effect that could be told from the intercept's, or none at all without one: they are no
+    part of the problem, and the others' prior does not count them.
 
     Args:
         x: features, shape ``(n, p)``.
@@ -93,7 +117,7 @@ def make_design(
         family: distribution of the observations.
         rate: P(z = 1), or the parameters of its Beta prior; by default it is learned, with the prior of
             :func:`default_rate`.
-        expected_size: instead of a rate, how many features are expected to be open: a rate of expected_size / p.
+        expected_size: instead of a rate, how many gates are expected to be open: a rate of expected_size / G.
         slab_scale: standard deviation of the slabs; learned by default, with a half-normal prior whose unit is the
             deviation of y for a Gaussian regression, 2 for logits and 1 for counts.
         noise_scale: standard deviation of Gaussian noise; learned by default, with a half-Cauchy prior whose unit is
@@ -103,41 +127,73 @@ def make_design(
             unit of an unknown slab scale is divided by the root mean square of the features' deviations.
         fit_intercept: whether the linear predictor has an intercept. For a Gaussian regression its prior is flat and
             it is integrated out, for others it is normal with a deviation of 10.
+        gate_of: which gate, of 0 to G - 1, switches each feature, shape ``(p,)``; by default each has its own.
+        factor_of: equal numbers for features that are the dummies of one factor, shape ``(p,)``, which are standardised
+            by one divisor: the root of their summed variances, so that the factor counts as one feature of deviation 1.
+        weight: how many observations each row stands for, shape ``(n,)``, all positive; one by default.
+        names: of the features, for messages.
 
     Raises:
         ValueError: an argument is out of range, or data do not fit one another or the family.
-    """
-    features, observations = _checked(x, y, family, fit_intercept)
-    gaussian = family == "gaussian"
-    centre = features.mean(0) if fit_intercept else np.zeros(features.shape[1])
-    offset = float(observations.mean()) if gaussian and fit_intercept else 0.0
-    features, observations = features - centre, observations - offset
-    deviation = _deviations(features, centre)
-    divisor = np.where(deviation > 0, deviation, 1.0) if standardize else np.ones_like(deviation)
-    features = np.where(deviation > 0, features, 0.0) / divisor
-    told = (deviation > 0) | (not fit_intercept and not standardize)
 
-    size = math.sqrt(float(np.mean(observations**2))) or 1.0
+    Warns:
+        UserWarning: features are constant.
+    """
+    for name, flag in (("standardize", standardize), ("fit_intercept", fit_intercept)):
+        if not isinstance(flag, bool | np.bool_):
+            raise ValueError(f"Expected {name} to be True or False, but got {flag!r}.")
+    features, observations = _checked(x, y, family)
+    gaussian = family == "gaussian"
+    number = float(len(features)) if weight is None else float(weight.sum())
+    if gaussian and fit_intercept and number < 2:
+        raise ValueError("Expected at least 2 samples to learn from beside an intercept, but got n_samples = 1.")
+    labels = np.array(names or [f"x{j}" for j in range(features.shape[1])], dtype=object)
+    _check_sizes(features, observations, labels)
+    centre = np.average(features, 0, weight) if fit_intercept else np.zeros(features.shape[1])
+    offset = float(np.average(observations, weights=weight)) if gaussian and fit_intercept else 0.0
+    features, observations = features - centre, observations - offset
+    each = _deviations(features, centre, weight)
+    deviation = each if factor_of is None else np.sqrt(np.bincount(factor_of, each**2))[factor_of]
+    kept = np.flatnonzero(each)
+    if len(kept) < len(each):
+        _warn_of_constants(labels[each == 0].tolist())
+    divisor = deviation[kept] if standardize else np.ones(len(kept))
+    features = np.ascontiguousarray(features[:, kept]) / divisor
+
+    size = math.sqrt(float(np.average(observations**2, weights=weight))) or 1.0
     width = 1.0 if standardize else math.sqrt(float(np.mean(deviation**2))) or 1.0
     unit = (size if gaussian else _SLAB_UNITS[family]) / width
+    gate_of = np.arange(len(each)) if gate_of is None else gate_of
+    gates, place = np.unique(gate_of[kept], return_inverse=True)
     prior = Prior(
-        _rate(rate, expected_size, len(centre)),
+        _rate(rate, expected_size, len(gates)),
         _scale("slab_scale", slab_scale),
         _scale("noise_scale", noise_scale, exists=gaussian),
         slab_unit=unit,
         noise_unit=size,
     )
+    _check_scales(prior, size if gaussian else 1.0, 1.0 if standardize else float(deviation.max()) or 1.0)
     outputs = int(observations.max()) + 1 if family == "categorical" else 1
-    rows = _contrasts(np.column_stack([features, observations])) if gaussian and fit_intercept else None
+    if gaussian and (fit_intercept or weight is not None):
+        rows = np.column_stack([features, observations])
+        root = np.ones(len(rows)) if weight is None else np.sqrt(weight)
+        rows = rows if weight is None else rows * root[:, None]
+        rows = _contrasts(rows, root / math.sqrt(number)) if fit_intercept else rows
+        features, observations = rows[:, :-1], rows[:, -1]
     problem = Problem(
         family,
-        torch.from_numpy(np.ascontiguousarray(features if rows is None else rows[:, :-1])),
-        torch.from_numpy(np.ascontiguousarray(observations if rows is None else rows[:, -1])),
+        torch.from_numpy(np.ascontiguousarray(features)),
+        torch.from_numpy(np.ascontiguousarray(observations)),
         prior,
         intercept=fit_intercept and not gaussian,
         outputs=outputs,
+        gate_of=None if len(gates) == len(kept) else torch.from_numpy(place),
+        weight=None if gaussian or weight is None else torch.from_numpy(weight),
+        observations=number - fit_intercept if gaussian and weight is not None else None,
     )
-    return Design(problem, np.where(told, 1 / divisor, 0.0), centre, offset, len(observations))
+    factor = np.zeros(len(each))
+    factor[kept] = 1 / divisor
+    return Design(problem, factor, centre, offset, number, gate_of)
 
 
 def default_rate(features: int) -> tuple[float, float]:
@@ -149,12 +205,13 @@ def default_rate(features: int) -> tuple[float, float]:
     return 1.0, math.sqrt(features)
 
 
-def _checked(
-    x: ArrayLike, y: ArrayLike, family: Family, fit_intercept: bool
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _checked(x: ArrayLike, y: ArrayLike, family: Family) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Features and observations in float64, if they are what the family takes."""
     if family not in _FAMILIES:
         raise ValueError(f"Expected a family of {_FAMILIES}, but got {family!r}.")
+    for name, given in (("X", x), ("y", y)):
+        if np.iscomplexobj(given):
+            raise ValueError(f"Expected {name} to be real, but it is complex; take real and imaginary parts apart.")
     features, observations = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if features.ndim != 2 or not features.size or observations.shape != features.shape[:1]:
         raise ValueError(
@@ -164,8 +221,6 @@ def _checked(
     for name, values in (("X", features), ("y", observations)):
         if not np.isfinite(values).all():
             raise ValueError(f"Expected {name} to be finite, but it holds NaN or infinity; impute or drop rows.")
-    if family == "gaussian" and fit_intercept and len(features) < 2:
-        raise ValueError("Expected at least 2 samples to learn from beside an intercept, but got n_samples = 1.")
     if family == "poisson" and (observations < 0).any():
         raise ValueError(
             f"Expected y of the family 'poisson' not to be negative, but its least is {observations.min():g}."
@@ -198,10 +253,11 @@ def _rate(rate: float | tuple[float, float] | None, expected_size: float | None,
             raise ValueError(f"Expected rate to lie between 0 and 1, but got {rate}.")
         return float(rate)
     if expected_size is None:
-        return default_rate(p)
+        return default_rate(max(p, 1))
     if not 0 < expected_size < p:
         raise ValueError(
-            f"Expected expected_size to lie between 0 and the number of features, {p}, but got {expected_size}."
+            f"Expected expected_size to lie between 0 and the number of features, {p}, but got {expected_size}; groups "
+            "count as one each, and constant features not at all."
         )
     return expected_size / p
 
@@ -215,20 +271,69 @@ def _scale(name: str, value: float | None, exists: bool = True) -> float | None:
     return value
 
 
-def _deviations(features: NDArray[np.float64], centre: NDArray[np.float64]) -> NDArray[np.float64]:
+def _check_sizes(features: NDArray[np.float64], observations: NDArray[np.float64], names: NDArray[np.object_]) -> None:
+    """Refuse numbers whose squares leave the range of float64."""
+    spread = np.abs(features).max(0)
+    outside = np.flatnonzero((spread > 0) & ~((spread > _LEAST) & (spread < _MOST)))
+    sizes = [(f"feature {names[j]!r}", spread[j]) for j in outside[:1]]
+    largest = float(np.abs(observations).max())
+    if largest and not _LEAST < largest < _MOST:
+        sizes.append(("y", largest))
+    for name, size in sizes:
+        raise ValueError(
+            f"Expected the largest absolute value of {name} to lie between {_LEAST:g} and {_MOST:g}, where squares are "
+            f"finite and not zero, but it is {size:g}; choose another unit."
+        )
+
+
+def _check_scales(prior: Prior, size: float, width: float) -> None:
+    """Refuse scales that cannot be told from 0 or infinity.
+
+    Args:
+        prior: with the scales that are known.
+        size: root mean square of Gaussian observations; 1 for linear predictors of other families.
+        width: the largest deviation of a feature.
+    """
+    noise, slab = prior.noise_scale, prior.slab_scale
+    if noise is not None and not _LEAST_NOISE * size <= noise < _MOST * size:
+        raise ValueError(
+            f"Expected noise_scale to lie between {_LEAST_NOISE * size:g} and {_MOST * size:g}, {_LEAST_NOISE:g} and "
+            f"{_MOST:g} times the deviation of y, but got {noise:g}; less noise is hidden by rounding."
+        )
+    if slab is not None and not _LEAST * size < slab * width <= _MOST_SLAB * size:
+        raise ValueError(
+            f"Expected slab_scale to lie between {_LEAST * size / width:g} and {_MOST_SLAB * size / width:g}, "
+            f"effects of {_LEAST:g} to {_MOST_SLAB:g} times what y varies by, but got {slab:g}; None learns it."
+        )
+
+
+def _warn_of_constants(names: Sequence[str]) -> None:
+    """Name features that do not vary."""
+    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    warnings.warn(
+        f"Constant features have no effect that could be found: the inclusion probability and the coefficient of "
+        f"{shown} are 0. Leave them out.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def _deviations(
+    features: NDArray[np.float64], centre: NDArray[np.float64], weight: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
     """Root mean squares of centred features; 0 where there is nothing but the rounding of a constant."""
-    deviation = np.sqrt(np.mean(features**2, axis=0))
+    deviation = np.sqrt(np.average(features**2, 0, weight))
     rounding = 10 * np.finfo(np.float64).eps * np.abs(centre)
     return np.where(deviation > rounding, deviation, 0.0)
 
 
-def _contrasts(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coordinates of columns orthogonal to a constant: n rows become n - 1.
+def _contrasts(columns: NDArray[np.float64], unit: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coordinates of columns orthogonal to a unit vector: n rows become n - 1.
 
-    A Householder reflection takes the constant vector to the first axis, and the other axes are the contrasts.
+    A Householder reflection takes the unit vector to the first axis, and the other axes are the contrasts.
     """
-    n = len(columns)
-    normal = np.full(n, 1 / math.sqrt(n))
+    normal = unit.copy()
     normal[0] += 1.0
-    # |normal|^2 = 2 + 2 / sqrt(n).
-    return (columns - np.outer(normal, normal @ columns) / (1 + 1 / math.sqrt(n)))[1:]
+    # |normal|^2 = 2 + 2 unit[0].
+    reflected: NDArray[np.float64] = columns - np.outer(normal, normal @ columns) / (1 + unit[0])
+    return reflected[1:]

@@ -30,6 +30,7 @@ class SpikeSlabPoissonRegressor(RegressorMixin, OneOutput):  # type: ignore[misc
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept.
         method: see :class:`SpikeSlabRegressor`.
+        groups: the group of each feature, with one gate for each group.
         random_state: an int makes fits reproducible.
 
     Attributes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 __all__ = ["Family", "Prior", "Problem"]
@@ -37,9 +38,10 @@ class Prior:
 class Problem:
     """Observations, features and priors: y depends on x beta, and beta_j = z_j w_j with z_j = 0 or 1.
 
-    z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2); a feature of a categorical regression has one gate and a
-    coefficient for each class. A Gaussian regression has no intercept any more: its observations and features are taken
-    orthogonal to a constant before (:mod:`pyro_l0.selection.design`), which integrates a flat intercept out.
+    z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2); features may share a gate, and a feature of a categorical
+    regression has one gate and a coefficient for each class. A Gaussian regression has no intercept any more: its
+    observations and features are taken orthogonal to a constant before (:mod:`pyro_l0.selection.design`), which
+    integrates a flat intercept out.
 
     Attributes:
         family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
@@ -49,6 +51,10 @@ class Problem:
         prior: of the hyperparameters.
         intercept: whether the linear predictor has one, or one for each class.
         outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.
+        gate_of: which of G gates switches each feature, shape ``(p,)``; None where each has its own.
+        weight: how many observations each row stands for, shape ``(n,)``; None where it is one. Rows of a Gaussian
+            regression have been multiplied by the square roots.
+        observations: that the rows of a Gaussian regression stand for; None where it is as many as there are rows.
     """
 
     family: Family
@@ -57,3 +63,28 @@ class Problem:
     prior: Prior
     intercept: bool = False
     outputs: int = 1
+    gate_of: Tensor | None = None
+    weight: Tensor | None = None
+    observations: float | None = None
+
+    @property
+    def gates(self) -> int:
+        """G."""
+        return self.x.shape[1] if self.gate_of is None else int(self.gate_of.max()) + 1
+
+    @property
+    def size(self) -> float:
+        """How many observations there are."""
+        return float(len(self.y)) if self.observations is None else self.observations
+
+    def switched(self, z: Tensor) -> Tensor:
+        """Which features gates open, or what else belongs to a feature's gate: shape ``(..., G)`` to ``(..., p)``."""
+        return z if self.gate_of is None else z[..., self.gate_of]
+
+    def checked(self, z: Tensor) -> Tensor:
+        """Gates as bool, if their shape is ``(S, G)`` with at least one row."""
+        if z.dim() != 2 or z.shape[1] != self.gates or not len(z):
+            raise ValueError(
+                f"Expected gates of shape (S, {self.gates}) with at least one row, but got {tuple(z.shape)}."
+            )
+        return z.to(torch.bool)

@@ -25,13 +25,17 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
     with a flat prior of the intercept. Where features are standardised, the coefficients of this model are those of the
     standardised features; ``coef_``, ``coef_sd_``, ``intercept_`` and all draws are given in the units of the data.
 
-    A constant feature cannot be told from the intercept: the data say nothing of its gate, whose inclusion probability
-    is that of the prior (at the rate that the other features lead to), and its coefficient is 0.
+    A constant feature has no effect that could be told from the intercept: its inclusion probability and coefficient
+    are 0, a warning names it, and the prior does not count it.
+
+    Categorical columns of a data frame become a dummy for each level, none left out, and have one gate each. The
+    dummies of a factor are standardised by one divisor, the root of their summed variances, so that the slab scale
+    means the same of a factor as of a number: two levels have the inclusion probability of a 0/1 column.
 
     Args:
-        rate: prior inclusion probability of every feature. If neither this nor ``expected_size`` is given, it is
-            learned, under a Beta(1, sqrt(p)) prior.
-        expected_size: number of features that are expected to have an effect, which makes the rate
+        rate: prior inclusion probability of every feature, or of every group. If neither this nor ``expected_size`` is
+            given, it is learned, under a Beta(1, sqrt(p)) prior.
+        expected_size: number of features, or groups, that are expected to have an effect, which makes the rate
             ``expected_size / n_features``.
         slab_scale: standard deviation of the effects that are not zero, of features as the model takes them; None: it
             is learned, under a half-normal prior with the standard deviation of y as its scale.
@@ -43,13 +47,16 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
             features; ``"mean_field"`` takes features as independent a posteriori: it does not know which stand for one
             another, and its evidence is a lower bound; ``"autoregressive"`` fits a guide with dependent gates, up to 40
             features; ``"auto"`` is the first for few features, 15 or 8 of families other than the Gaussian, and the
-            second for more.
+            second for more. The third and the fourth take no groups and no weights.
+        groups: the group of each feature, shape ``(p,)``: whole numbers from 0 on. A group has one gate, which opens or
+            closes all of its coefficients. None: each feature, and each categorical column, is one.
         random_state: an int makes fits reproducible. None takes fresh random numbers; numpy's global generator is not
             touched in either case.
 
     Attributes:
-        pip_: P(z = 1 | y) of every feature, its inclusion probability, shape ``(p,)``.
-        coef_: posterior means of the coefficients, shape ``(p,)``; closed gates count as 0.
+        pip_: P(z = 1 | y) of every feature, its inclusion probability, shape ``(p,)``; of every group with ``groups``.
+        coef_: posterior means of the coefficients, shape ``(p,)``, the dummies of a categorical column side by side;
+            closed gates count as 0.
         coef_sd_: their posterior standard deviations, shape ``(p,)``.
         intercept_: posterior mean of the intercept; 0 without one.
         noise_scale_: posterior mean of the standard deviation of the noise, in the units of y.
@@ -86,6 +93,7 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
         standardize: bool = True,
         fit_intercept: bool = True,
         method: str = "auto",
+        groups: ArrayLike | None = None,
         random_state: RandomState = None,
     ) -> None:
         super().__init__(
@@ -95,6 +103,7 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
             standardize=standardize,
             fit_intercept=fit_intercept,
             method=method,
+            groups=groups,
             random_state=random_state,
         )
         self.noise_scale = noise_scale

@@ -87,7 +87,7 @@ def test_gates_of_sparse_draws(features):
     """A coefficient that is stored tells an open gate, even if it is zero; the K of a feature have one gate."""
     stored = csr_array((np.array([0.0, 1.0, 2.0]), np.array([1, 0, 5 % (2 * features)]), np.array([0, 1, 3])))
     stored.resize((2, 2 * features))
-    found = open_gates(stored, features)
+    found = open_gates(stored, np.arange(features))
     wanted = np.zeros((2, features), dtype=bool)
     for row, column in ((0, 1), (1, 0), (1, 5 % (2 * features))):
         wanted[row, column // 2] = True

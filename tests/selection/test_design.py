@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
+from pyro_l0.selection import exact_posterior
 from pyro_l0.selection.design import default_rate, make_design
 from pyro_l0.selection.posterior import Draws, SelectionPosterior
 
@@ -96,12 +97,14 @@ def test_constant_features_have_no_coefficient(standardize):
     """Rounding would leave one tenth, thirty times, with a deviation."""
     x, y = data()
     x[:, 1] = 0.1
-    design = make_design(x, y, standardize=standardize)
-    assert bool((design.problem.x[:, 1] == 0).all())
-    raw = design.posterior(found_with(np.ones((3, 4)), np.zeros((3, 1))), seed=0)
-    assert raw.mean[1] == 0
-    assert raw.sd[1] == 0
-    assert raw.draws.coefficients.nnz == 12  # what is stored tells the gates
+    with pytest.warns(UserWarning, match="inclusion probability and the coefficient of 'x1' are 0"):
+        design = make_design(x, y, standardize=standardize)
+    assert torch.equal(design.problem.x, make_design(np.delete(x, 1, 1), y, standardize=standardize).problem.x)
+    assert design.problem.prior.rate == default_rate(3)
+    raw = design.posterior(found_with(np.ones((3, 3)), np.zeros((3, 1))), seed=0)
+    assert (raw.inclusion == [0.5, 0, 0.5, 0.5]).all()
+    assert raw.mean[1] == raw.sd[1] == 0
+    assert raw.draws.coefficients.indices.tolist() == [0, 2, 3] * 3  # what is stored tells the gates
 
 
 def test_a_constant_feature_is_as_good_as_an_intercept_where_there_is_none():
@@ -112,9 +115,68 @@ def test_a_constant_feature_is_as_good_as_an_intercept_where_there_is_none():
     assert design.factor[1] == 0.5
 
 
+def test_zeros_without_an_intercept_are_constant():
+    """Whatever their coefficient, they have no part in the linear predictor."""
+    x, y = data()
+    x[:, 1] = 0
+    with pytest.warns(UserWarning, match="coefficient of 'x1' are 0"):
+        design = make_design(x, y, fit_intercept=False, standardize=False)
+    assert design.factor.tolist() == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("scale", [1e-50, 1e-8, 1e8, 1e50])
+def test_far_from_one_but_not_at_the_ends(scale):
+    """Units change nothing but the units."""
+    x, y = data()
+    here, there = (exact_posterior(a, b, random_state=0) for a, b in ((x, y), (x * scale, y / scale)))
+    np.testing.assert_allclose(there.inclusion, here.inclusion, atol=1e-8)
+    np.testing.assert_allclose(there.mean * scale**2, here.mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e9])
+@pytest.mark.parametrize("name", ["noise_scale", "slab_scale"])
+def test_scales_far_from_one(name, scale):
+    """Within the limits every probability is one, and every state's evidence is finite."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 12))
+    y = x[:, :9].sum(1) + 1e-7 * rng.normal(size=60)
+    found = exact_posterior(x, y, **{name: scale}, random_state=0)
+    assert np.isfinite(found.log_evidence)
+    assert ((found.inclusion >= 0) & (found.inclusion <= 1 + 1e-12)).all()
+    if (name, scale) != ("noise_scale", 1e9):
+        assert (found.inclusion[:9] > 0.99).all() or name == "slab_scale"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"x": 1e200}, "largest absolute value of feature 'x0' to lie between 1e-60 and 1e[+]60"),
+        ({"x": 1e-200}, "largest absolute value of feature 'x0' to lie between"),
+        ({"y": 1e155}, "largest absolute value of y to lie between"),
+        ({"y": 1e-155}, "largest absolute value of y to lie between"),
+        ({"noise_scale": 1e-300}, "Expected noise_scale to lie between .* but got 1e-300"),
+        ({"noise_scale": 1e300}, "Expected noise_scale to lie between .* but got 1e[+]300"),
+        ({"slab_scale": 1e-300}, "Expected slab_scale to lie between .* but got 1e-300"),
+        ({"slab_scale": 1e300}, "Expected slab_scale to lie between .* but got 1e[+]300"),
+        ({"slab_scale": 1e300, "family": "poisson"}, "Expected slab_scale to lie between .* but got 1e[+]300"),
+    ],
+)
+def test_the_ends_of_the_number_line_are_refused(change, message):
+    """Squares, and products of determinants, would be infinite or zero."""
+    x, y = data()
+    rest = {name: value for name, value in change.items() if name not in "xy"}
+    y = np.floor(np.abs(y)) if "family" in change else y
+    with pytest.raises(ValueError, match=message):
+        make_design(x * change.get("x", 1.0), y * change.get("y", 1.0), **rest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"standardize": "abc"}, "standardize to be True or False, but got 'abc'"),
+        ({"fit_intercept": 1}, "fit_intercept to be True or False, but got 1"),
+        ({"x": np.ones((30, 4)) * 1j}, "X to be real, but it is complex"),
+        ({"y": np.ones(30) * 1j}, "y to be real, but it is complex"),
         ({"family": "normal"}, "family of"),
         ({"rate": 1.0}, "rate to lie between 0 and 1"),
         ({"rate": (1.0, 0.0)}, "parameters of a Beta prior"),

@@ -219,14 +219,15 @@ def test_an_empty_selection_warns_as_in_scikit_learn():
 
 
 def test_a_constant_feature_leaves_the_others_alone():
-    """Its gate stays as the others' rate has it, and its coefficient is zero."""
+    """Its inclusion probability and coefficient are zero, a warning names it, and the rate does not count it."""
     x, y = data(SpikeSlabRegressor)
-    model = SpikeSlabRegressor(rate=0.3, random_state=0).fit(np.insert(x, 1, 4.0, axis=1), y)
-    alone = SpikeSlabRegressor(rate=0.3, random_state=0).fit(x, y)
-    np.testing.assert_allclose(np.delete(model.pip_, 1), alone.pip_, atol=1e-7)
-    assert model.pip_[1] == pytest.approx(0.3)
-    assert model.coef_[1] == model.coef_sd_[1] == 0.0
-    assert model.log_evidence_ == pytest.approx(alone.log_evidence_, abs=1e-6)
+    with pytest.warns(UserWarning, match="inclusion probability and the coefficient of 'x1' are 0"):
+        model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, 4.0, axis=1), y)
+    alone = SpikeSlabRegressor(random_state=0).fit(x, y)
+    np.testing.assert_array_equal(np.delete(model.pip_, 1), alone.pip_)
+    assert model.pip_[1] == model.coef_[1] == model.coef_sd_[1] == 0.0
+    assert not model.sample(100)["gates"][:, 1].any()
+    assert model.log_evidence_ == alone.log_evidence_
     np.testing.assert_allclose(model.predict(np.insert(x, 1, -9.0, axis=1)), alone.predict(x), rtol=1e-6)
 
 
@@ -235,10 +236,21 @@ def test_constant_features_only(kind):
     """Nothing can be learned but the intercept."""
     _, y = data(kind)
     x = np.ones((len(y), 2))
-    model = kind(rate=0.25, random_state=0).fit(x, y)
-    np.testing.assert_allclose(model.pip_, 0.25, atol=1e-9)
+    with pytest.warns(UserWarning, match="'x0', 'x1' are 0"):
+        model = kind(method="tempered", random_state=0).fit(x, y)
+    assert model.pip_.tolist() == [0.0, 0.0]
     assert not model.coef_.any()
     assert model.credible_sets_ == []
+    assert model.predict(x).shape == (80,)
+
+
+def test_a_feature_that_separates_the_classes_is_not_constant():
+    """It is constant within each class; the largest effect that there can be, and finite by its slab."""
+    x, y = data(SpikeSlabClassifier)
+    x[:, 1] = y == "yes"
+    model = SpikeSlabClassifier(random_state=0).fit(x, y)
+    assert model.pip_[1] > 0.99
+    assert 1 < model.coef_[0, 1] < 100
 
 
 def test_duplicate_features_share_an_effect():
@@ -482,7 +494,8 @@ def test_arviz_summarises_and_compares():
 
     x, y = data(SpikeSlabRegressor)
     model, without = (SpikeSlabRegressor(rate=rate, random_state=0).fit(x, y) for rate in (0.5, 1e-9))
-    without.fit(np.ones_like(x), y)
+    with pytest.warns(UserWarning, match="Constant features"):
+        without.fit(np.ones_like(x), y)
     assert "coef[x0]" in arviz.summary(model.to_arviz(), var_names=["coef"]).index
     table = arviz.compare({"with": model.to_arviz(), "without": without.to_arviz()})
     assert table.index[0] == "with"

@@ -10,15 +10,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:No features were selected:UserWa
 QUICK = {"method": "enumerate", "slab_scale": 1.0}
 
 
+def sampled(_):
+    """Thirty features are too many to enumerate, and rounding sends chains another way; see ``test_weights``."""
+    return {"check_sample_weight_equivalence_on_dense_data": "its 30 features are sampled"}
+
+
 # All share one base: what the others do apart from it, the slow tests see.
-@parametrize_with_checks([SpikeSlabRegressor()])
+@parametrize_with_checks([SpikeSlabRegressor()], expected_failed_checks=sampled)
 def test_by_scikit_learn(estimator, check):
     """Each promise that scikit-learn asks of an estimator."""
     check(estimator)
 
 
 @pytest.mark.slow
-@parametrize_with_checks([SpikeSlabClassifier(**QUICK), SpikeSlabPoissonRegressor(**QUICK), SpikeSlabClassifier()])
+@parametrize_with_checks(
+    [SpikeSlabClassifier(**QUICK), SpikeSlabPoissonRegressor(**QUICK), SpikeSlabClassifier()],
+    expected_failed_checks=sampled,
+)
 def test_others_by_scikit_learn(estimator, check):
     """The same of the others, and with a scale to learn."""
     check(estimator)

@@ -68,7 +68,7 @@ class GridAxes:
 
     @staticmethod
     def start(
-        prior: Prior, n: int, most_open: int, square_y: float, least_residual: Callable[[float], float]
+        prior: Prior, n: float, most_open: int, square_y: float, least_residual: Callable[[float], float]
     ) -> GridAxes:
         """Everything that the posterior may reach.
 
@@ -138,12 +138,12 @@ class GridAxes:
         return GaussianGrid(log_ratio, nodes, log_prior, (steps[0], steps[1]), log_slab)
 
 
-def smallest_noise(n: int, square_y: float) -> float:
+def smallest_noise(n: float, square_y: float) -> float:
     """The lower end of an unknown noise scale: 1e-5 times the root mean square of y."""
     return _SMALLEST_NOISE * math.sqrt(square_y / n)
 
 
-def _noise_range(prior: Prior, n: int, square_y: float, least_residual: float, floor: float) -> tuple[float, float]:
+def _noise_range(prior: Prior, n: float, square_y: float, least_residual: float, floor: float) -> tuple[float, float]:
     """Of the log noise scale.
 
     The likelihood's logarithm is -n (t + (e^-2t - 1) / 2) at a distance t from its maximum, and the prior's slope lies

@@ -25,7 +25,7 @@ from pyro_l0.selection.gate_vectors.gaussian_grid import GaussianGrid, GridAxes
 from pyro_l0.selection.gate_vectors.laying import Laid, heaviest, integrated, lay
 from pyro_l0.selection.gate_vectors.states import (
     Group,
-    checked_gates,
+    distinct_states,
     draw_rate,
     draws_of,
     gate_prior,
@@ -59,7 +59,7 @@ class GaussianStates:
     def __init__(self, problem: Problem) -> None:
         x, y = problem.x, problem.y
         self.problem = problem
-        self._n, self._p = x.shape
+        self._n, self._p = problem.size, x.shape[1]
         self._square_y = float(y @ y)
         if not self._n:
             raise ValueError("Expected at least one observation, and two with an intercept; got none to learn from.")
@@ -70,15 +70,15 @@ class GaussianStates:
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
-        z = checked_gates(z, self._p)
+        z = self.problem.checked(z)
         return integrated(self._laid(z), gate_prior(self.problem.prior).log_prob(z), self._parts)
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
-        z = checked_gates(z, self._p)
+        z = self.problem.checked(z)
         grid = self._laid(heaviest(z, weights)).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
-        for group in groups_of(z):
+        for group in groups_of(self.problem.switched(z)):
             k = group.open.shape[1]
             for part in group.split(max(1, _ENTRIES // (grid.log_noise.numel() + k * (len(grid.log_ratio) + k)))):
                 spectrum = self._spectrum(part.open)
@@ -90,11 +90,11 @@ class GaussianStates:
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
-        distinct, state = checked_gates(z, self._p).unique(dim=0, return_inverse=True)
+        distinct, state, _ = distinct_states(self.problem.checked(z))
         grid = self._laid(distinct).axes.fine(_FINER)
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
         parts = []
-        for group in groups_of(distinct):
+        for group in groups_of(self.problem.switched(distinct)):
             k = group.open.shape[1]
             for part in group.split(max(1, _ENTRIES // (grid.log_noise.numel() + k * k))):
                 spectrum = self._spectrum(part.open)
@@ -107,15 +107,16 @@ class GaussianStates:
             torch.zeros(len(z), 1, dtype=torch.float64).numpy(),
             (log_ratio + log_noise).exp().numpy(),
             log_noise.exp().numpy(),
-            draw_rate(self.problem.prior, z.sum(1), self._p, generator),
+            draw_rate(self.problem.prior, z, generator),
         )
 
     def _laid(self, z: Tensor) -> Laid[GaussianGrid, _Eigenvalues]:
         """Lay a grid where these states have their posterior."""
-        groups = [self._eigenvalues(group) for group in groups_of(z)]
+        on = self.problem.switched(z)
+        groups = [self._eigenvalues(group) for group in groups_of(on)]
         log_gates = gate_prior(self.problem.prior).log_prob(z)
         axes = GridAxes.start(
-            self.problem.prior, self._n, int(z.sum(1).max()), self._square_y, lambda x: self._least_residual(groups, x)
+            self.problem.prior, self._n, int(on.sum(1).max()), self._square_y, lambda x: self._least_residual(groups, x)
         )
         return lay(axes, groups, log_gates, self._parts)
 

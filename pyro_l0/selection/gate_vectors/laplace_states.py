@@ -24,7 +24,7 @@ from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.gate_vectors.newton import Mode, find_mode
 from pyro_l0.selection.gate_vectors.states import (
     Group,
-    checked_gates,
+    distinct_states,
     draw_rate,
     draws_of,
     gate_prior,
@@ -90,13 +90,13 @@ def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
 
     Args:
         problem: of a family other than the Gaussian.
-        z: gates, bool, shape ``(S, p)``.
+        z: gates, bool, shape ``(S, G)``.
         slab_scale: of each, shape ``(S,)``.
     """
     modes = _Modes(problem)
     log_evidence = torch.empty(len(z), dtype=torch.float64)
     found = []
-    for group in groups_of(checked_gates(z, problem.x.shape[1])):
+    for group in groups_of(problem.switched(problem.checked(z))):
         for part in modes.parts(group):
             (mode,) = modes.along(part, slab_scale[part.rows].log()[None])
             log_evidence[part.rows] = mode.log_evidence
@@ -106,13 +106,13 @@ def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
 
 def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: torch.Generator) -> Draws:
     """One draw for each gate vector with its slab scale; see :func:`laplace`."""
-    coefficients, intercept = laplace(problem, z, slab_scale).draw(z.shape[1], generator)
+    coefficients, intercept = laplace(problem, z, slab_scale).draw(problem.x.shape[1], generator)
     return Draws(
         coefficients,
         intercept.numpy(),
         slab_scale.numpy(),
         torch.full_like(slab_scale, math.nan).numpy(),
-        draw_rate(problem.prior, z.sum(1), z.shape[1], generator),
+        draw_rate(problem.prior, z, generator),
     )
 
 
@@ -136,7 +136,7 @@ class LaplaceStates:
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
-        z = checked_gates(z, self._p)
+        z = self.problem.checked(z)
         laid = self._laid(z)
         found = integrated(laid, gate_prior(self.problem.prior).log_prob(z), self._log_joint)
         self._last = _Last(z[found > found.max() - _MATTERS], laid.axes)
@@ -144,11 +144,11 @@ class LaplaceStates:
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
-        z = checked_gates(z, self._p)
+        z = self.problem.checked(z)
         matter = weights > weights.max() * math.exp(-_MATTERS)
         grid = self._axes(heaviest(z[matter], weights[matter])).fine()
         first, second = torch.zeros(2, self._p, self.problem.outputs, dtype=torch.float64)
-        for group in groups_of(z):
+        for group in groups_of(self.problem.switched(z)):
             k = group.open.shape[1]
             for part in self._modes.parts(group):
                 modes = self._modes.along(part, grid.log_slab[:, None])
@@ -164,16 +164,16 @@ class LaplaceStates:
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
-        z = checked_gates(z, self._p)
+        z = self.problem.checked(z)
         return laplace_draws(self.problem, z, self._draw_slab_scales(z, generator).exp(), generator)
 
     def _draw_slab_scales(self, z: Tensor, generator: torch.Generator) -> Tensor:
         """Draws of the log slab scale given the states, shape ``(N,)``."""
-        distinct, state, count = z.unique(dim=0, return_inverse=True, return_counts=True)
+        distinct, state, count = distinct_states(z)
         axes = self._axes(heaviest(distinct, count))
         grid, finer = axes.fine(), axes.fine(_FINER)
         log_slab = torch.empty(len(z), dtype=torch.float64)
-        for group in groups_of(distinct):
+        for group in groups_of(self.problem.switched(distinct)):
             for rows, log_joint in self._log_joint(group, grid):
                 drawn, place = draws_of(rows, state)
                 log_joint = finer.log_prior + _interpolated(log_joint - grid.log_prior, grid.log_slab, finer.log_slab)
@@ -186,8 +186,9 @@ class LaplaceStates:
 
     def _laid(self, z: Tensor) -> Laid[_SlabGrid, Group]:
         """Lay a grid where these states have their posterior."""
-        axes = _SlabAxes.start(self.problem.prior, int(z.sum(1).max()) * self.problem.outputs)
-        return lay(axes, groups_of(z), gate_prior(self.problem.prior).log_prob(z), self._log_joint)
+        on = self.problem.switched(z)
+        axes = _SlabAxes.start(self.problem.prior, int(on.sum(1).max()) * self.problem.outputs)
+        return lay(axes, groups_of(on), gate_prior(self.problem.prior).log_prob(z), self._log_joint)
 
     def _log_joint(self, group: Group, grid: _SlabGrid) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of some of a group's states and their log p(y, node | z), shape ``(s, R)``."""

@@ -1,4 +1,7 @@
-"""Log likelihoods of linear predictors eta with their derivatives: Bernoulli, categorical and Poisson observations."""
+"""Log likelihoods of linear predictors eta with their derivatives: Bernoulli, categorical and Poisson observations.
+
+Each row may stand for several observations: its log likelihood counts as often as its weight says.
+"""
 
 from __future__ import annotations
 
@@ -35,75 +38,78 @@ class Likelihood(Protocol):
 
 
 class BernoulliLikelihood:
-    """Logits eta of observations 0 and 1, shape ``(n,)``."""
+    """Logits eta of observations 0 and 1, shape ``(n,)``, with weights of shape ``(n, 1)``."""
 
-    def __init__(self, y: Tensor) -> None:
-        self._y = y[:, None]
+    def __init__(self, y: Tensor, weight: Tensor) -> None:
+        self._y, self._weight = y[:, None], weight
 
     def value(self, eta: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
-        return (self._y * eta - F.softplus(eta)).sum((1, 2))
+        return (self._weight * (self._y * eta - F.softplus(eta))).sum((1, 2))
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`Likelihood`."""
         prob = torch.sigmoid(eta)
-        return self._y - prob, (prob * torch.sigmoid(-eta))[..., None]
+        return self._weight * (self._y - prob), (self._weight * prob * torch.sigmoid(-eta))[..., None]
 
     def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
         prob = torch.sigmoid(eta)
-        return prob * (1 - prob) * (1 - 2 * prob) * covariance[..., 0]
+        return self._weight * prob * (1 - prob) * (1 - 2 * prob) * covariance[..., 0]
 
 
 class CategoricalLikelihood:
-    """Logits eta of K classes; observations are the numbers of classes, shape ``(n,)``."""
+    """Logits eta of K classes; observations are the numbers of classes, shape ``(n,)``; weights as above."""
 
-    def __init__(self, y: Tensor, classes: int) -> None:
-        self._hot = F.one_hot(y.long(), classes).to(y)
+    def __init__(self, y: Tensor, weight: Tensor, classes: int) -> None:
+        self._hot, self._weight = F.one_hot(y.long(), classes).to(y), weight
 
     def value(self, eta: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
-        return ((self._hot * eta).sum(2) - eta.logsumexp(2)).sum(1)
+        return (self._weight[:, 0] * ((self._hot * eta).sum(2) - eta.logsumexp(2))).sum(1)
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`Likelihood`."""
         prob = eta.softmax(2)
-        return self._hot - prob, torch.diag_embed(prob) - prob[..., :, None] * prob[..., None, :]
+        curvature = torch.diag_embed(prob) - prob[..., :, None] * prob[..., None, :]
+        return self._weight * (self._hot - prob), self._weight[..., None] * curvature
 
     def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
         prob = eta.softmax(2)
         by_prob = covariance.diagonal(dim1=2, dim2=3) - 2 * (covariance @ prob[..., None])[..., 0]
-        return prob * (by_prob - (prob * by_prob).sum(2, keepdim=True))
+        return self._weight * prob * (by_prob - (prob * by_prob).sum(2, keepdim=True))
 
 
 class PoissonLikelihood:
-    """Logs eta of the means of counts, shape ``(n,)``."""
+    """Logs eta of the means of counts, shape ``(n,)``; weights as above."""
 
-    def __init__(self, y: Tensor) -> None:
-        self._y = y[:, None]
-        self._constant = torch.lgamma(y + 1).sum()
+    def __init__(self, y: Tensor, weight: Tensor) -> None:
+        self._y, self._weight = y[:, None], weight
+        self._constant = (weight[:, 0] * torch.lgamma(y + 1)).sum()
 
     def value(self, eta: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
-        return (self._y * eta - eta.exp()).sum((1, 2)) - self._constant
+        return (self._weight * (self._y * eta - eta.exp())).sum((1, 2)) - self._constant
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`Likelihood`."""
         mean = eta.exp()
-        return self._y - mean, mean[..., None]
+        return self._weight * (self._y - mean), (self._weight * mean)[..., None]
 
     def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
         """See :class:`Likelihood`."""
-        return eta.exp() * covariance[..., 0]
+        return self._weight * eta.exp() * covariance[..., 0]
 
 
 def likelihood_of(problem: Problem) -> Likelihood:
     """The likelihood of a problem that is not Gaussian."""
+    y = problem.y
+    weight = (torch.ones_like(y) if problem.weight is None else problem.weight)[:, None]
     if problem.family == "bernoulli":
-        return BernoulliLikelihood(problem.y)
+        return BernoulliLikelihood(y, weight)
     if problem.family == "poisson":
-        return PoissonLikelihood(problem.y)
+        return PoissonLikelihood(y, weight)
     if problem.family == "categorical":
-        return CategoricalLikelihood(problem.y, problem.outputs)
+        return CategoricalLikelihood(y, weight, problem.outputs)
     raise ValueError(f"Expected a family other than the Gaussian, but got {problem.family!r}; see GaussianStates.")

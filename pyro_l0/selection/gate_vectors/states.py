@@ -30,7 +30,7 @@ class States(Protocol):
         """log p(y, z) with the prior of z, hyperparameters and coefficients integrated out; shape ``(S,)``.
 
         Args:
-            z: gates, bool, shape ``(S, p)``.
+            z: gates, bool, shape ``(S, G)``.
         """
         ...
 
@@ -38,7 +38,7 @@ class States(Protocol):
         """Means of the coefficients and of their squares over states of given weights, each of shape ``(p, K)``.
 
         Args:
-            z: gates, bool, shape ``(S, p)``.
+            z: gates, bool, shape ``(S, G)``.
             weights: of the states, which add up to one, shape ``(S,)``.
         """
         ...
@@ -47,14 +47,14 @@ class States(Protocol):
         """One draw of the coefficients and of what is unknown for each state.
 
         Args:
-            z: gates, bool, shape ``(N, p)``.
+            z: gates, bool, shape ``(N, G)``.
             generator: of the random numbers.
         """
         ...
 
 
 class Group(NamedTuple):
-    """States with the same number of open gates.
+    """States with the same number of open features.
 
     Attributes:
         rows: which states, shape ``(m,)``.
@@ -75,18 +75,26 @@ class Group(NamedTuple):
         )
 
 
-def groups_of(z: Tensor) -> list[Group]:
-    """States grouped by how many gates are open.
+def groups_of(on: Tensor) -> list[Group]:
+    """States grouped by how many features are open.
 
     Args:
-        z: gates, bool, shape ``(S, p)``.
+        on: which are, bool, shape ``(S, p)``.
     """
-    count = z.sum(1)
+    count = on.sum(1)
     found = []
     for k in count.unique().tolist():
         rows = torch.nonzero(count == k)[:, 0]
-        found.append(Group(rows, torch.nonzero(z[rows])[:, 1].reshape(len(rows), k)))
+        found.append(Group(rows, torch.nonzero(on[rows])[:, 1].reshape(len(rows), k)))
     return found
+
+
+def distinct_states(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each of some gate vectors once, which of these every one is, and how often they occur."""
+    if not z.shape[1]:  # torch refuses rows without columns, which are all the same
+        return z[:1], z.new_zeros(len(z), dtype=torch.long), torch.tensor([len(z)])
+    distinct, state, count = z.unique(dim=0, return_inverse=True, return_counts=True)
+    return distinct, state, count
 
 
 def draws_of(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,13 +110,6 @@ def draws_of(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return drawn, place[state[drawn]]
 
 
-def checked_gates(z: Tensor, p: int) -> Tensor:
-    """Gates as bool, if their shape is right."""
-    if z.dim() != 2 or z.shape[1] != p or not len(z):
-        raise ValueError(f"Expected gates of shape (S, {p}) with at least one row, but got {tuple(z.shape)}.")
-    return z.bool()
-
-
 def gate_prior(prior: Prior) -> GatePrior:
     """The prior of the gates, with an unknown rate integrated out."""
     if isinstance(prior.rate, tuple):
@@ -121,12 +122,12 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
 
 
-def draw_rate(prior: Prior, count: Tensor, p: int, generator: torch.Generator) -> NDArray[np.float64]:
-    """P(z = 1) given how many of p gates are open, shape ``(N,)``."""
+def draw_rate(prior: Prior, z: Tensor, generator: torch.Generator) -> NDArray[np.float64]:
+    """P(z = 1) given gates of shape ``(N, G)``, shape ``(N,)``."""
     if not isinstance(prior.rate, tuple):
-        return np.full(len(count), prior.rate)
-    opened = count.numpy()
-    return numpy_generator(generator).beta(prior.rate[0] + opened, prior.rate[1] + p - opened)
+        return np.full(len(z), prior.rate)
+    opened = z.sum(1).numpy()
+    return numpy_generator(generator).beta(prior.rate[0] + opened, prior.rate[1] + z.shape[1] - opened)
 
 
 def sparse_rows(parts: list[tuple[Group, Tensor]], rows: int, p: int, outputs: int) -> csr_array:

@@ -38,8 +38,19 @@ def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> t
         method: a key of ``METHODS``; ``"auto"`` enumerates few features and samples the gates of more.
         draws: joint draws that are made.
         seed: of all random numbers.
+
+    Raises:
+        ValueError: the method takes no groups or weights, and there are some.
     """
     if method == "auto":
         few = _FEW_GAUSSIAN if problem.family == "gaussian" else _FEW
-        method = "enumerate" if problem.x.shape[1] <= few else "tempered"
+        method = "enumerate" if problem.gates <= few else "tempered"
+    special = (problem.gate_of, problem.weight, problem.observations)
+    if method in ("mean_field", "autoregressive") and any(part is not None for part in special):
+        raise ValueError(
+            f"Expected no groups and no sample_weight with method={method!r}, which treats features and rows alike; "
+            "use 'auto', 'enumerate' or 'tempered'."
+        )
+    if not problem.gates:
+        method = "enumerate"  # the one gate vector that there is
     return METHODS[method](problem, draws=draws, seed=seed), method

@@ -82,19 +82,21 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     """The posterior of a problem by a sum over its gate vectors.
 
     Args:
-        problem: with at most 20 features.
+        problem: with at most 20 gates.
         draws: how many joint draws.
         seed: of the draws.
 
     Raises:
-        ValueError: there are more features, or no draws are asked for.
+        ValueError: there are more gates, or no draws are asked for.
     """
-    p = problem.x.shape[1]
-    if p > MOST_FEATURES:
-        raise ValueError(f"Expected at most {MOST_FEATURES} features to enumerate, but got {p}; use another method.")
+    if problem.gates > MOST_FEATURES:
+        raise ValueError(
+            f"Expected at most {MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
+            "method."
+        )
     if draws < 1:
         raise ValueError(f"Expected at least one draw, but got {draws}.")
-    states, z = states_of(problem), _all_gates(p)
+    states, z = states_of(problem), _all_gates(problem.gates)
     log_marginal = states.log_marginal(z)
     weights = log_marginal.softmax(0)
     lightest_first = weights.argsort()
@@ -103,7 +105,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
     return SelectionPosterior(
-        torch.stack([weights[column].sum() for column in z.T]).numpy(),
+        np.array([float(weights[column].sum()) for column in z.T]),
         mean.numpy(),
         (square - mean.square()).clamp(min=0).sqrt().numpy(),
         float(log_marginal.logsumexp(0)),
@@ -116,10 +118,9 @@ def states_of(problem: Problem) -> States:
     return GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
 
 
-def _all_gates(p: int) -> Tensor:
-    """Every vector of p gates, bool, shape ``(2^p, p)``."""
-    codes = torch.arange(2**p)
-    return torch.stack([(codes >> j) % 2 == 1 for j in range(p)], 1)
+def _all_gates(gates: int) -> Tensor:
+    """Every vector of G gates, bool, shape ``(2^G, G)``."""
+    return (torch.arange(2**gates)[:, None] >> torch.arange(gates)) % 2 == 1
 
 
 def _seed(random_state: int | np.random.RandomState | None) -> int:

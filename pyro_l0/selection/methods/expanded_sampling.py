@@ -13,7 +13,7 @@ from pyro_l0.selection.gate_vectors.hyper_axis import log_half_normal
 from pyro_l0.selection.gate_vectors.laplace_states import laplace, laplace_draws
 from pyro_l0.selection.gate_vectors.states import gate_prior
 from pyro_l0.selection.methods.expansion import Expansion, expanded, gate_of, null_predictor
-from pyro_l0.selection.methods.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
+from pyro_l0.selection.methods.tempered_chains import Effort, at_inclusion, chain_evidence, resampled, sampled_walk
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
 
@@ -52,7 +52,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     change = weights - 1 / _DRAWS
     inclusion = (run.active_probs + change @ z.double()).clamp(0, 1)
     of_weights = change.square() @ (z.double() - inclusion).square()
-    mean, square = _at_inclusion(inclusion, weights @ z.double(), fit.moments(weights, len(inclusion)))
+    moments = fit.moments(weights, problem.x.shape[1])
+    mean, square = at_inclusion(problem, inclusion, weights @ z.double(), moments)
     which = resampled(weights, draws, generator)
     log_evidence = chain_evidence(_ExpandedMarginal(walk, problem.prior), walk, run, generator)
     return SelectionPosterior(
@@ -63,12 +64,6 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         laplace_draws(problem, z[which], slab[which], generator),
         (run.standard_error().square() + of_weights).sqrt().numpy(),
     )
-
-
-def _at_inclusion(inclusion: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Moments over draws in which each gate is open for a certain share, for what its probability is."""
-    change = (inclusion / share.clamp(min=torch.finfo(share.dtype).tiny))[:, None]
-    return moments[0] * change, moments[1] * change
 
 
 def _sampled(expansion: Expansion, effort: Effort, generator: torch.Generator) -> tuple[ScaleWalk, GibbsRun]:
@@ -85,7 +80,7 @@ def _sampled(expansion: Expansion, effort: Effort, generator: torch.Generator) -
         gate_of=gate_of(problem),
         every=effort.every,
     )
-    return walk, sampled_walk(walk, problem.x.shape[1], effort.flips, generator)
+    return walk, sampled_walk(walk, problem.gates, effort.flips, generator)
 
 
 def _mean(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> Tensor:

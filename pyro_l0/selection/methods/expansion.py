@@ -44,15 +44,16 @@ class Expansion:
 
 def null_predictor(problem: Problem) -> Tensor:
     """Linear predictors of the model without features, shape ``(n, K)``: half an observation more for each outcome."""
-    y, n = problem.y, len(problem.y)
-    zero = y.new_zeros(n, problem.outputs)
+    y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
+    weight = torch.ones_like(y) if problem.weight is None else problem.weight
     if not problem.intercept or problem.family == "gaussian":
         return zero
+    n, total = weight.sum(), (weight * y).sum()
     if problem.family == "poisson":
-        return zero + ((y.sum() + 0.5) / n).log()
+        return zero + ((total + 0.5) / n).log()
     if problem.family == "bernoulli":
-        return zero + ((y.sum() + 0.5) / (n - y.sum() + 0.5)).log()
-    log_counts = (y.long().bincount(minlength=problem.outputs) + 0.5).double().log()
+        return zero + ((total + 0.5) / (n - total + 0.5)).log()
+    log_counts = (y.long().bincount(weight, minlength=problem.outputs) + 0.5).log()
     return zero + log_counts - log_counts.mean()
 
 
@@ -88,8 +89,8 @@ def expanded(problem: Problem, eta: Tensor) -> Expansion:
 def gate_of(problem: Problem) -> Tensor | None:
     """Which gate switches each coefficient, shape ``(p K,)``; None where each has its own."""
     if problem.outputs == 1:
-        return None
-    return torch.arange(problem.x.shape[1]).repeat_interleave(problem.outputs)
+        return problem.gate_of
+    return problem.switched(torch.arange(problem.gates)).repeat_interleave(problem.outputs)
 
 
 def _root(curvature: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.hyper_axis import log_half_cauchy, log_half_normal
 from pyro_l0.selection.gate_vectors.states import gate_prior
 from pyro_l0.selection.methods.expanded_sampling import expanded_posterior
-from pyro_l0.selection.methods.tempered_chains import Effort, chain_evidence, resampled, sampled_walk
+from pyro_l0.selection.methods.tempered_chains import Effort, at_inclusion, chain_evidence, resampled, sampled_walk
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
 
@@ -44,18 +44,22 @@ def tempered_posterior(
         effort: how long the chains run; by default what suits the number of features.
     """
     generator = torch.Generator().manual_seed(seed)
-    features = problem.x.shape[1]
-    effort = effort or Effort.of(features)
+    effort = effort or Effort.of(problem.x.shape[1])
     if problem.family != "gaussian":
         return expanded_posterior(problem, effort, draws, generator)
     states = GaussianStates(problem)
     walk = _walk(problem, effort)
-    run = sampled_walk(walk, features, effort.flips, generator)
-    mean, square = _moments(walk, run, generator)
+    run = sampled_walk(walk, problem.gates, effort.flips, generator)
+    if problem.gate_of is None:
+        mean, square = (part[:, None] for part in _moments(walk, run, generator))
+    else:
+        z = run.states[resampled(run.weights, _FEWEST, generator)]
+        moments = states.moments(z, torch.full((len(z),), 1 / len(z), dtype=torch.float64))
+        mean, square = at_inclusion(problem, run.active_probs, z.double().mean(0), moments)
     return SelectionPosterior(
         run.active_probs.numpy(),
-        mean[:, None].numpy(),
-        (square - mean.square()).clamp(min=0).sqrt()[:, None].numpy(),
+        mean.numpy(),
+        (square - mean.square()).clamp(min=0).sqrt().numpy(),
         chain_evidence(states.log_marginal, walk, run, generator),
         states.draws(run.states[resampled(run.weights, draws, generator)], generator),
         run.standard_error().numpy(),
@@ -69,7 +73,8 @@ def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
     slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
     start = torch.tensor([math.log(noise), math.log(slab)], dtype=torch.float64).expand(effort.chains, 2)
     unknown = [i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None]
-    return ScaleWalk(quadratic_of(x, x.T @ y), gate_prior(prior), density, start, unknown=unknown, every=effort.every)
+    quadratic, gates = quadratic_of(x, x.T @ y), gate_prior(prior)
+    return ScaleWalk(quadratic, gates, density, start, unknown=unknown, gate_of=problem.gate_of, every=effort.every)
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,13 @@ class _ScaleDensity:
         prior: of the scales.
     """
 
-    n: int
+    n: float
     square: float
     prior: Prior
 
     @staticmethod
     def of(problem: Problem) -> _ScaleDensity:
-        return _ScaleDensity(len(problem.y), float(problem.y @ problem.y), problem.prior)
+        return _ScaleDensity(problem.size, float(problem.y @ problem.y), problem.prior)
 
     def __call__(self, theta: Tensor) -> Tensor:
         noise, slab = theta.unbind(1)

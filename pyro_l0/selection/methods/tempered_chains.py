@@ -11,8 +11,9 @@ from torch import Tensor
 from pyro_l0.maths.scale_walk import ScaleWalk
 from pyro_l0.maths.tempered_gibbs import GibbsRun, sampled_target
 from pyro_l0.selection.methods.bridge import bridged_evidence
+from pyro_l0.selection.problem import Problem
 
-__all__ = ["Effort", "chain_evidence", "resampled", "sampled_walk"]
+__all__ = ["Effort", "at_inclusion", "chain_evidence", "resampled", "sampled_walk"]
 
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
@@ -41,13 +42,21 @@ class Effort(NamedTuple):
         return Effort(24, 600, 3) if p <= 2000 else Effort(12, 1000, 3)
 
 
-def sampled_walk(walk: ScaleWalk, features: int, flips: int, generator: torch.Generator) -> GibbsRun:
+def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Generator) -> GibbsRun:
     """Chains that start from gates of the prior, but few open ones."""
     chains = len(walk.hyper)
-    probs = walk.prior.active_prob.expand(features)
+    probs = walk.prior.active_prob.expand(gates)
     probs = probs * (_START / probs.sum()).clamp(max=1.0)
     z = torch.bernoulli(probs.expand(chains, -1), generator=generator)
     return sampled_target(walk, z, probs, flips=flips, warm_up=int(_WARM_UP * flips), generator=generator)
+
+
+def at_inclusion(
+    problem: Problem, inclusion: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Moments ``(p, K)`` over draws in which each gate is open for a certain share, for what its probability is."""
+    change = problem.switched(inclusion / share.clamp(min=torch.finfo(share.dtype).tiny))[:, None]
+    return moments[0] * change, moments[1] * change
 
 
 def resampled(weights: Tensor, number: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,101 @@
+"""The columns that features become: their numbers as they are, and a dummy for each level of a categorical one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import issparse
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Columns", "coded", "levels_of"]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns stand for each feature.
+
+    A categorical feature has a dummy for each of its levels and none is left out: their effects have one prior, which
+    does not depend on which level would have been the reference, and which makes them identifiable.
+
+    Attributes:
+        levels: those of categorical features, by the features' positions.
+        feature_of: the feature of each column, shape ``(C,)``.
+    """
+
+    levels: dict[int, pandas.Index]
+    feature_of: NDArray[np.intp]
+
+    @staticmethod
+    def of(levels: dict[int, pandas.Index], features: int) -> Columns:
+        """For so many features, some of them with levels."""
+        width = [len(levels.get(j, "1")) for j in range(features)]
+        return Columns(levels, np.repeat(np.arange(features), width))
+
+    def names(self, features: list[str]) -> list[str]:
+        """Those of the columns, from those of the features: ``city[Rome]`` for a dummy."""
+        each = ([f"{name}[{level}]" for level in self.levels.get(j, ())] or [name] for j, name in enumerate(features))
+        return [name for names in each for name in names]
+
+    def dummies(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The columns of features whose levels are numbered, shape ``(n, p)`` to ``(n, C)``."""
+        if not self.levels:
+            return x
+        found = x[:, self.feature_of]
+        for j, levels in self.levels.items():
+            found[:, self.feature_of == j] = x[:, [j]] == np.arange(len(levels))
+        return found
+
+
+def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
+    """The levels that occur in each categorical column of a data frame, by its position; none of what is no frame.
+
+    Raises:
+        TypeError: the features are sparse.
+    """
+    frame: Any = x
+    if issparse(x):
+        raise TypeError(
+            f"Expected a dense X, but got a sparse one: centring fills the zeros in, and {frame.shape} numbers take "
+            f"{8e-6 * frame.shape[0] * frame.shape[1]:.0f} MB in any case. Pass X.toarray()."
+        )
+    if not hasattr(x, "iloc"):
+        return {}
+    return {
+        j: frame.iloc[:, j].cat.remove_unused_categories().cat.categories
+        for j, dtype in enumerate(frame.dtypes)
+        if getattr(dtype, "name", "") == "category"
+    }
+
+
+def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
+    """A data frame with numbers in the place of levels, NaN where one is missing.
+
+    Raises:
+        TypeError: there are levels, but no data frame.
+        ValueError: a level is none of these.
+    """
+    if not levels:
+        return x
+    if not hasattr(x, "iloc"):
+        raise TypeError(
+            f"Expected a DataFrame, as some features are categorical, but got {type(x).__name__}; pass one with the "
+            "columns of the fit."
+        )
+    frame: Any = x
+    columns = {j: frame.iloc[:, j] for j in levels if j < frame.shape[1]}
+    found = frame.copy()
+    for j, column in columns.items():
+        codes = levels[j].get_indexer(column).astype(np.float64)
+        unknown = column[(codes < 0) & column.notna()]
+        if len(unknown):
+            raise ValueError(
+                f"Expected the levels {levels[j].tolist()} in {frame.columns[j]!r}, but got {unknown.iloc[0]!r}; its "
+                "effect is not known from the fit."
+            )
+        found.isetitem(j, np.where(codes < 0, np.nan, codes))
+    return found  # type: ignore[no-any-return]

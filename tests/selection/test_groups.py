@@ -1,0 +1,238 @@
+"""Features in groups, and categorical columns: one gate for all coefficients of a group."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from scipy.sparse import csr_array
+from sklearn.base import clone
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+
+KINDS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
+
+
+def grouped(groups=6, n=80, seed=0, strength=0.6):
+    """Groups of one to three correlated features, of which groups 0 and 3 have effects, in mixed order."""
+    rng = np.random.default_rng(seed)
+    of = rng.permutation(np.repeat(np.arange(groups), [1 + g % 3 for g in range(groups)]))
+    x = rng.normal(size=(n, len(of))) + 0.7 * rng.normal(size=(n, groups))[:, of]
+    beta = strength * np.isin(of, (0, 3)) * rng.choice([-1, 1], len(of))
+    return of, x, x @ beta, rng
+
+
+def observed(kind, eta, rng):
+    if kind is SpikeSlabRegressor:
+        return eta + rng.normal(size=len(eta))
+    if kind is SpikeSlabClassifier:
+        return (eta + rng.logistic(size=len(eta)) > 0).astype(int)
+    return rng.poisson(np.exp(0.5 * eta))
+
+
+def shops(n=200, seed=1):
+    """A frame whose city has four levels that differ in y; its weekday, of no effect, has three."""
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame(
+        {
+            "size": rng.normal(size=n),
+            "city": pd.Categorical(rng.choice(list("abcd"), n), categories=list("abcdz")),
+            "age": rng.normal(size=n),
+            "day": pd.Categorical(rng.choice([10, 20, 30], n)),
+        }
+    )
+    effect = frame["city"].astype(str).map({"a": 1.0, "b": -1.0, "c": 0.5, "d": 0.0}).to_numpy()
+    return frame, frame["size"].to_numpy() + effect + rng.normal(size=n)
+
+
+def test_against_a_sum_over_all_groups():
+    """Known scales: the density of y given open groups is normal, and is written down here without the package."""
+    of, x, eta, rng = grouped()
+    y = eta + rng.normal(size=len(eta))
+    noise, slab, rate = 1.1, 0.5, 0.3
+    states = np.array(list(itertools.product([0, 1], repeat=6)))
+    logs, means = [], []
+    for z in states:
+        open_ = x[:, z[of] == 1]
+        covariance = noise**2 * np.eye(len(y)) + slab**2 * open_ @ open_.T
+        logs.append(stats.multivariate_normal(cov=covariance).logpdf(y) + np.log(np.where(z, rate, 1 - rate)).sum())
+        means.append(slab**2 * z[of] * (x.T @ np.linalg.solve(covariance, y)))
+    weights = np.exp(logs - np.logaddexp.reduce(logs))
+    model = SpikeSlabRegressor(
+        rate=rate, slab_scale=slab, noise_scale=noise, standardize=False, fit_intercept=False, groups=of, random_state=0
+    ).fit(x, y)
+    assert model.method_ == "enumerate"
+    np.testing.assert_allclose(model.pip_, weights @ states, atol=1e-9)
+    np.testing.assert_allclose(model.coef_, weights @ np.array(means), atol=1e-9)
+    assert model.log_evidence_ == pytest.approx(np.logaddexp.reduce(logs), abs=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_and_enumerated(kind):
+    """Everything is learned; probabilities to .02, means to a tenth of a deviation."""
+    of, x, eta, rng = grouped(5, 70, seed=2, strength=0.4)
+    y = observed(kind, eta, rng)
+    scale = {} if kind is SpikeSlabRegressor else {"slab_scale": 0.5}
+    exact, sampled = (
+        kind(method=method, groups=of, random_state=0, **scale).fit(x, y) for method in ("enumerate", "tempered")
+    )
+    assert 0.05 < np.median(exact.pip_) < 0.95
+    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.02)
+    np.testing.assert_allclose(sampled.coef_, exact.coef_, atol=0.1 * exact.coef_sd_.max())
+    np.testing.assert_allclose(sampled.coef_sd_, exact.coef_sd_, rtol=0.15)
+    assert sampled.log_evidence_ == pytest.approx(exact.log_evidence_, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_fifteen_groups_with_everything_learned(seed):
+    """The sum over 2^15 group vectors against chains."""
+    of, x, eta, rng = grouped(15, 120, seed=seed, strength=0.3)
+    y = eta + rng.normal(size=len(eta))
+    exact, sampled = (
+        SpikeSlabRegressor(method=m, groups=of, random_state=0).fit(x, y) for m in ("enumerate", "tempered")
+    )
+    np.testing.assert_allclose(sampled.pip_, exact.pip_, atol=0.02)
+
+
+def test_groups_of_one_are_features():
+    """To the bit."""
+    _, x, eta, rng = grouped()
+    y = eta + rng.normal(size=len(eta))
+    plain, single = (SpikeSlabRegressor(groups=g, random_state=0).fit(x, y) for g in (None, np.arange(x.shape[1])))
+    np.testing.assert_array_equal(plain.pip_, single.pip_)
+    np.testing.assert_array_equal(plain.sample(10)["coef"], single.sample(10)["coef"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said_of_groups(kind):
+    """Selection, support, draws, summary, credible sets, arviz, copies, pickles and pipelines."""
+    of, x, eta, rng = grouped(strength=1.5)
+    y = observed(kind, eta, rng)
+    model = kind(groups=of, slab_scale=1.0, method="enumerate", random_state=0).fit(x, y)
+    assert model.pip_.shape == (6,)
+    assert model.select().tolist() == [0, 3]
+    np.testing.assert_array_equal(model.get_support(), np.isin(of, (0, 3)))
+    assert model.transform(x).shape[1] == np.isin(of, (0, 3)).sum()
+    draws = model.sample(50)
+    np.testing.assert_array_equal(draws["coef"].reshape(50, -1) != 0, draws["gates"][:, of])
+    table = model.summary()
+    np.testing.assert_array_equal(table["group"], of)
+    np.testing.assert_array_equal(table["PIP"], model.pip_[of])
+    assert {s.names for s in model.credible_sets_} == {("group 0",), ("group 3",)}
+    found = model.to_arviz()
+    assert found["posterior"]["z"].dims == ("chain", "draw", "group")
+    assert found["posterior"]["coef"].shape[2:] == (len(of),) if kind is not SpikeSlabClassifier else (1, len(of))
+    assert found["constant_data"]["P(z != 0)"].shape == (6,)
+    np.testing.assert_array_equal(clone(model).groups, of)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(x), model.predict(x))
+    piped = make_pipeline(StandardScaler(), kind(groups=of, slab_scale=1.0, method="enumerate", random_state=0))
+    assert cross_val_score(piped, x, y, cv=2, error_score="raise").shape == (2,)
+
+
+def test_three_classes():
+    """A group's gate opens the coefficients of all its features for all classes."""
+    of, x, eta, rng = grouped(4, 150, strength=1.5)
+    y = np.digitize(eta + rng.normal(size=150), [-1, 1])
+    model = SpikeSlabClassifier(groups=of, slab_scale=1.0, random_state=0).fit(x, y)
+    draws = model.sample(20)
+    np.testing.assert_array_equal((draws["coef"] != 0).all(1), draws["gates"][:, of])
+    assert len(model.summary()) == 3 * len(of)
+
+
+@pytest.mark.parametrize("groups", [[0, 1], [0, 1, 3], [0, -1, 1], [0.0, 1.0, 2.0], "abc", [[0, 1, 2]]])
+def test_wrong_groups(groups):
+    """Refused with what was expected."""
+    x = np.random.default_rng(0).normal(size=(20, 3))
+    with pytest.raises(ValueError, match="Expected groups to be whole numbers from 0 on, one for each of 3 features"):
+        SpikeSlabRegressor(groups=groups).fit(x, x[:, 0])
+
+
+@pytest.mark.parametrize("method", ["mean_field", "autoregressive"])
+def test_methods_without_groups_and_weights(method):
+    """Refused by name."""
+    x = np.random.default_rng(0).normal(size=(20, 3))
+    with pytest.raises(ValueError, match=f"no groups and no sample_weight with method='{method}'"):
+        SpikeSlabRegressor(method=method, groups=[0, 0, 1]).fit(x, x[:, 0])
+    with pytest.raises(ValueError, match=f"no groups and no sample_weight with method='{method}'"):
+        SpikeSlabRegressor(method=method).fit(x, x[:, 0], sample_weight=np.full(20, 2))
+
+
+# Categorical columns
+
+
+def test_a_factor_has_one_gate():
+    """And a coefficient for each level that occurs; features are the columns of the frame."""
+    frame, y = shops()
+    model = SpikeSlabRegressor(random_state=0).fit(frame, y)
+    assert model.n_features_in_ == 4
+    assert model.pip_.shape == (4,)
+    assert model.select().tolist() == [0, 1]
+    assert model.get_feature_names_out().tolist() == ["size", "city"]
+    names = ["size", "city[a]", "city[b]", "city[c]", "city[d]", "age", "day[10]", "day[20]", "day[30]"]
+    assert model.summary().index.tolist() == names
+    coefficients = dict(zip(names, model.coef_, strict=True))
+    assert coefficients["city[a]"] - coefficients["city[b]"] == pytest.approx(2.0, abs=0.6)
+    assert [s.names for s in model.credible_sets_] == [("size",), ("city",)]
+    assert np.corrcoef(model.predict(frame), y)[0, 1] > 0.7
+    assert model.set_output(transform="pandas").transform(frame).columns.tolist() == ["size", "city"]
+    found = model.to_arviz()
+    assert found["posterior"]["coef"].coords["feature"].values.tolist() == names
+    assert found["posterior"]["z"].coords["group"].values.tolist() == ["size", "city", "age", "day"]
+    assert cross_val_score(SpikeSlabRegressor(random_state=0), frame, y, cv=3, error_score="raise").mean() > 0.4
+
+
+def test_order_and_names_of_levels_do_not_matter():
+    """No level is left out, so that none is the reference."""
+    frame, y = shops()
+    other = frame.assign(city=frame["city"].cat.rename_categories(list("dcbae")))
+    first, second = (SpikeSlabRegressor(random_state=0).fit(data, y) for data in (frame, other))
+    np.testing.assert_allclose(first.pip_, second.pip_, atol=1e-8)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_two_levels_are_a_column_of_zeros_and_ones(intercept):
+    """The same inclusion probabilities and the same evidence, as slabs are wide for a factor as a whole."""
+    rng = np.random.default_rng(3)
+    frame = pd.DataFrame({"a": rng.normal(size=90), "b": (rng.random(90) < 0.2).astype(float)})
+    y = frame["a"].to_numpy() + 0.7 * frame["b"].to_numpy() + rng.normal(size=90)
+    factor = frame.assign(b=pd.Categorical(frame["b"]))
+    first, second = (SpikeSlabRegressor(slab_scale=0.5, random_state=0).fit(data, y) for data in (frame, factor))
+    np.testing.assert_allclose(first.pip_, second.pip_, atol=1e-8)
+    assert first.log_evidence_ == pytest.approx(second.log_evidence_, abs=1e-7)
+    np.testing.assert_allclose(first.predict(frame), second.predict(factor), atol=1e-7)
+    assert np.isfinite(SpikeSlabRegressor(fit_intercept=intercept, random_state=0).fit(factor, y).pip_).all()
+
+
+def test_factors_in_groups():
+    """A group may hold factors and numbers."""
+    frame, y = shops()
+    model = SpikeSlabRegressor(groups=[0, 1, 0, 1], random_state=0).fit(frame, y)
+    assert model.pip_.shape == (2,)
+    assert model.summary()["group"].tolist() == [0, 1, 1, 1, 1, 0, 1, 1, 1]
+
+
+def test_other_levels_and_other_containers_are_refused():
+    """An unseen level, a missing one, and an array where the fit had a frame."""
+    frame, y = shops()
+    model = SpikeSlabRegressor(random_state=0).fit(frame, y)
+    new = frame.iloc[:3].copy()
+    np.testing.assert_array_equal(model.predict(new.assign(city=list("abc"))).shape, (3,))
+    with pytest.raises(ValueError, match=r"Expected the levels \['a', 'b', 'c', 'd'\] in 'city', but got 'z'"):
+        model.predict(new.assign(city=["a", "z", "b"]))
+    with pytest.raises(TypeError, match="Expected a DataFrame, as some features are categorical, but got ndarray"):
+        model.predict(new.to_numpy())
+    with pytest.raises(ValueError, match="NaN"):
+        SpikeSlabRegressor().fit(frame.assign(city=frame["city"].where(frame["city"] != "a")), y)
+
+
+def test_sparse_features_are_refused():
+    """With the reason and the size."""
+    x = csr_array(np.eye(1000))
+    with pytest.raises(TypeError, match=r"Expected a dense X, but got a sparse one: centring .* take 8 MB"):
+        SpikeSlabRegressor().fit(x, np.arange(1000.0))
