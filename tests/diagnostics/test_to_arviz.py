@@ -147,7 +147,7 @@ def without_first():
 # Without the feature the noise is far too small, and single observations weigh much.
 @PARETO
 @pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame:DeprecationWarning")  # of arviz, by pandas 3.1
-@pytest.mark.parametrize("kind", ["svi", "nuts"])
+@pytest.mark.parametrize("kind", first_by_default(["svi", "nuts"]))
 def test_compare_finds_the_model_that_has_the_feature(kind, without_first, request):
     table = az.compare({"all": request.getfixturevalue(kind), "less": without_first})
     assert list(table.index) == ["all", "less"]
