@@ -111,11 +111,16 @@ def is_likelihood(site: Site) -> bool:
 
 
 def sole_record() -> Record | None:
-    """The active record if there is no other handler, which could tell a site from a message; None with fast off."""
+    """The active record if no other handler could tell a site from a message; None with fast off.
+
+    What collects parameters alone, as ``SVI.step`` does, passes over sites.
+    """
     stack = runtime._PYRO_STACK
-    if len(stack) == 1 and type(stack[0]) is Record and is_open("record"):
-        return stack[0]
-    return None
+    if not stack or type(stack[-1]) is not Record or not is_open("record"):
+        return None
+    # A subclass may do more.
+    alone = all(type(handler) is TraceMessenger and handler.param_only for handler in stack[:-1])
+    return stack[-1] if alone else None
 
 
 def sample(name: str, fn: TorchDistributionMixin) -> Tensor:

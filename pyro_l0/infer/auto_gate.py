@@ -18,7 +18,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.fast.record import Site, sole_record
+from pyro_l0.fast.record import Record, Site, sole_record
 from pyro_l0.infer._lone_latents import LoneLatents, first_latents
 from pyro_l0.infer._mean_field import (
     Drawing,
@@ -202,17 +202,16 @@ class AutoGate(AutoGuide):
             self._setup_prototype(*args, **kwargs)
         elif self._watches and torch.is_grad_enabled():
             self._watches = [watch for watch in self._watches if not watch.is_over()]
+        self._state_parameters()
         record = sole_record()
         if record is not None and not self._prototype_frames:
-            enter_store(self._full_names)
             return self._drawing.draw_for(record)
-        self._state_parameters()
         return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _state_parameters(self) -> None:
         """Tell the store the parameters, and handlers such as SVI's, which ask for them."""
         enter_store(self._full_names)
-        if runtime.am_i_wrapped():
+        if any(type(handler) is not Record for handler in runtime._PYRO_STACK):  # which has no use for them
             for name, parameters, key in self._full_names():
                 if parameters[key].requires_grad:
                     state_parameter(parameters[key], constraint=constraints.real, name=name)

@@ -105,6 +105,8 @@ def fit(
         least = 2 if name == "num_particles" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"Expected {name} of at least {least}, but got {value!r}.")
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(f"Expected a positive, finite learning_rate, but got {learning_rate!r}.")
     if seed is not None:
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)

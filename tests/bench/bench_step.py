@@ -22,6 +22,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
+from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 from torch.distributions import kl_divergence
 
@@ -59,6 +60,14 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> None:
         factor("y", -NUM_DATA * F.cross_entropy(self.net(x), y))  # as the examples do
+
+
+class DenseModel(Model):
+    """The same network without gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(layer for layer in self.net if not isinstance(layer, Gate)))
 
 
 class PlateModel(Model):
@@ -123,6 +132,24 @@ def dense_step(x: Tensor, y: Tensor) -> Step:
     return _step(lambda: NUM_DATA * F.cross_entropy(net(x), y), net)
 
 
+def svi_step(objective: Objective | None, x: Tensor, y: Tensor) -> Step:
+    """One step of Pyro's SVI: with gates, or of the dense network if there is no objective."""
+    model = Model() if objective is not None else DenseModel()
+
+    def registered(x: Tensor, y: Tensor) -> None:
+        pyro.module("svi " + str(objective), model)
+        model(x, y)
+
+    adam = pyro.optim.Adam({"lr": 1e-3, "fused": True})
+    if objective is None:
+        svi = SVI(registered, lambda x, y: None, adam, Trace_ELBO())
+    else:
+        name_gates(model)
+        loss = L0_ELBO(objective, lam=LAM, group_size=GROUP_SIZES)
+        svi = SVI(registered, AutoGate(registered), adam, loss)
+    return lambda: svi.step(x, y)
+
+
 def _step(loss: Callable[[], Tensor], module: nn.Module) -> Step:
     optimiser = torch.optim.Adam(module.parameters(), 1e-3, fused=True)
 
@@ -134,7 +161,9 @@ def _step(loss: Callable[[], Tensor], module: nn.Module) -> Step:
     return step
 
 
-def time_steps(steps: dict[str, Step], rounds: int, repeats: int = 20) -> dict[str, float]:
+def time_steps(
+    steps: dict[str, Step], rounds: int, repeats: int = 20, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Median seconds per step, all steps in turn."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
@@ -142,10 +171,10 @@ def time_steps(steps: dict[str, Step], rounds: int, repeats: int = 20) -> dict[s
             step()
     for _ in range(rounds):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats):
                 step()
-            times[name].append((time.perf_counter() - start) / repeats)
+            times[name].append((clock() - start) / repeats)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -181,10 +210,19 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--svi", action="store_true", help="processor time of Pyro's SVI, and nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.rand(BATCH, SIZES[0]), torch.randint(0, 10, (BATCH,))
+    if options.svi:
+        steps = {"dense": dense_step(x, y), "dense, SVI": svi_step(None, x, y)}
+        for name in ("l0", "free_energy"):
+            steps |= {name: library_step(name, x, y), f"{name}, SVI": svi_step(name, x, y)}
+        seconds = time_steps(steps, options.rounds, 5, time.process_time)
+        for name, value in seconds.items():
+            print(f"{name:24s}{1e3 * value:8.3f} ms a step, / dense by SVI {value / seconds['dense, SVI']:6.3f}")
+        return
     steps = {
         "dense": dense_step(x, y),
         "l0": library_step("l0", x, y),

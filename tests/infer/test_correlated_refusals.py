@@ -277,3 +277,10 @@ def test_the_likelihood_may_be_a_factor():
         guide = correlated(one)
         bounds.append(fit(one, guide, steps=100, num_particles=16, seed=0).log_evidence)
     assert bounds[1] == pytest.approx(bounds[0] + 3.0, abs=0.05)
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, float("nan"), float("inf")])
+def test_fit_refuses_a_learning_rate_that_trains_nothing(rate):
+    """Before the model is run."""
+    with pytest.raises(ValueError, match="Expected a positive, finite learning_rate, but got"):
+        fit(print, AutoSpikeSlab(print, slab={"w": "z"}), learning_rate=rate)
