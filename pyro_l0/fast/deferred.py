@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.fast.gated_linear import gated_linear
 from pyro_l0.fast.switch import is_open
 
-__all__ = ["defer_product", "may_be_in_block", "may_defer", "multiply_along"]
+__all__ = ["defer_product", "has_top_hooks", "may_be_in_block", "may_defer", "multiply_along"]
 
 _CONVOLUTIONS: dict[object, int] = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
 _FLATTENINGS = {torch.flatten, Tensor.flatten}
@@ -221,4 +221,9 @@ def may_be_in_block() -> bool:
     """Whether a checkpointed block may be running, for the first time or again."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1 or _top_hooks(True) is not None
+    return torch._C._current_graph_task_id() != -1 or has_top_hooks()
+
+
+def has_top_hooks() -> bool:
+    """Whether saved tensors go through hooks, as in a checkpointed block."""
+    return _top_hooks(True) is not None

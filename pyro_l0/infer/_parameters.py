@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar
 
 import pyro
 import torch
@@ -15,15 +13,12 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 from torch.distributions import constraints
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyro_l0.fast.record import Site
 
 _of_this_process = WeakTensorKeyDictionary()
-_PATIENCE = 5  # losses, each followed by a step of an optimiser of something else
+_PATIENCE = 100  # losses
 
 
 def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter], str]]]) -> None:
@@ -104,52 +99,39 @@ class Displaced(Messenger):
 
 
 class OptimiserWatch:
-    """Tell once whether some optimiser holds a guide's parameters, by the first steps that optimisers take.
+    """Tell once if a guide's parameters get gradients and no optimiser moves them.
 
     An optimiser that was made before the guide's first call holds none of them, and nothing else would tell: the loss
-    falls, since the network is trained. Steps are what tells this from losses whose gradients are accumulated.
-    ``what`` names the guide in the warning.
+    falls, since the network is trained. ``what`` names the guide in the warning.
     """
 
-    _open: ClassVar[weakref.WeakSet[OptimiserWatch]] = weakref.WeakSet()
-    _hook: ClassVar[RemovableHandle | None] = None
-
-    def __init__(self, what: str, parameters: Callable[[], Sequence[Tensor]]) -> None:
-        self._what = what
-        self._parameters = parameters
-        self._stepped = False
+    def __init__(self, what: str, parameters: Sequence[nn.Parameter]) -> None:
+        self._what, self._parameters = what, parameters
+        self._start = [x.detach().clone() for x in parameters]
         self._losses = 0
-        self._open.add(self)
-        if OptimiserWatch._hook is None:
-            OptimiserWatch._hook = register_optimizer_step_post_hook(self._after_any_step)
+        self._has_gradient = False
+        self._hooks = [x.register_post_accumulate_grad_hook(self._note) for x in parameters]
 
-    @classmethod
-    def _after_any_step(cls, optimiser: Optimizer, args: object, kwargs: object) -> None:
-        for watch in list(cls._open):
-            if watch._is_held_by(optimiser):
-                cls._open.discard(watch)
-            elif any(x.grad is not None for x in watch._parameters()):
-                watch._stepped = True
-
-    def _is_held_by(self, optimiser: Optimizer) -> bool:
-        ours = {id(x) for x in self._parameters()}
-        return any(id(x) in ours for group in optimiser.param_groups for x in group["params"])
+    def _note(self, parameter: Tensor) -> None:
+        self._has_gradient = True
 
     def is_over(self) -> bool:
-        """At every loss: warn if steps have passed this guide's gradients by; whether there is no more to look at."""
-        if self._stepped:
-            self._stepped = False
-            self._losses += 1
-            if self._losses == _PATIENCE:
-                self._open.discard(self)
-                if not any(issubclass(type(x), Optimizer) and self._is_held_by(x) for x in gc.get_objects()):
-                    warnings.warn(
-                        f"The parameters of {self._what} have gradients, but no optimiser holds them: the gates do not "
-                        "move. A guide makes its parameters at its first call; call it once with the model's "
-                        "arguments before making an optimiser of its parameters.",
-                        stacklevel=2,
-                    )
-        if not self._open and OptimiserWatch._hook is not None:  # not in the hook, while torch goes through them
-            OptimiserWatch._hook.remove()
-            OptimiserWatch._hook = None
-        return self not in self._open
+        """At every loss: warn if a hundred gradients have moved nothing; whether there is no more to look at."""
+        self._losses += self._has_gradient
+        self._has_gradient = False
+        if self._losses < _PATIENCE:
+            return False
+        for hook in self._hooks:
+            hook.remove()
+        if all(map(_are_equal, self._parameters, self._start)):
+            warnings.warn(
+                f"The parameters of {self._what} have had gradients for {_PATIENCE} losses, but no optimiser has moved "
+                "them, and gates stay as they are. A guide makes its parameters at its first call; call it once with "
+                "the model's arguments before making an optimiser of its parameters.",
+                stacklevel=2,
+            )
+        return True
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.detach().to(other), other)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from pyro import poutine
@@ -104,9 +104,30 @@ class AutoGate(AutoGuide):
         state.update(_model=(None,), master=None, _names=None, _watches=[])
         if self.prototype_trace is not None:  # of which the posteriors have what is needed
             state["prototype_trace"] = Trace()
-        for parameter in self.parameters():  # a weak reference, which SVI has asked for
+        for parameter in self.sites.parameters():  # a weak reference, which SVI has asked for
             parameter.__dict__.pop("unconstrained", None)
         return state
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The guide's parameters, which its first call makes.
+
+        Raises:
+            RuntimeError: the guide was not called yet, so that an optimiser would get none.
+        """
+        if not self._has_parameters:
+            raise RuntimeError(
+                f"Expected a {type(self).__name__} that has its parameters, but it makes them at its first call. Call "
+                "guide(*args) once with the model's arguments, and then make the optimiser."
+            )
+        return super().named_parameters(*args, **kwargs)
+
+    @property
+    def _has_parameters(self) -> bool:
+        return self.prototype_trace is not None or any(True for _ in self.sites.parameters())
+
+    def _check_module_local_param_usage(self) -> None:
+        if self._has_parameters:  # which Pyro asks for when the guide becomes a part of a list, too
+            super()._check_module_local_param_usage()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Load a state before the first call, too, which finds the parameters here and keeps them."""
@@ -169,7 +190,7 @@ class AutoGate(AutoGuide):
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         prototype.detach_()
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
-        self._watches = [displaced, OptimiserWatch(what, lambda: list(modules.parameters()))]
+        self._watches = [displaced, OptimiserWatch(what, list(modules.parameters()))]
         with self._pyro_context:
             enter_store(self._full_names)
 

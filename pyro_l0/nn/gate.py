@@ -20,7 +20,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.fast.deferred import defer_product, may_be_in_block, may_defer, multiply_along
 from pyro_l0.fast.record import sample
-from pyro_l0.nn.recompute import draw_in_block, refuse_reentrant
+from pyro_l0.nn.recompute import draw_in_block, keep_with, refuse_reentrant
 
 __all__ = ["Gate", "GateHolder", "check_tensor", "check_units", "gate_names", "keep_being_called", "name_gates"]
 
@@ -101,11 +101,11 @@ class Gate(nn.Module):
         name = self.site_name
         if name is None:
             name = self.site_name = _path_on_stack(self)
-        in_block = may_be_in_block()
+        in_block, kept = may_be_in_block(), None
         if in_block:
-            z, is_new = draw_in_block(self, name, x.device, lambda: sample(name, self._site))
+            z, kept = draw_in_block(self, name, x.device, lambda: sample(name, self._site))
         else:
-            z, is_new = sample(name, self._site), True
+            z = sample(name, self._site)
         if z.requires_grad and not torch.is_grad_enabled():
             refuse_reentrant(name)
         if z.dim() > 1:
@@ -115,7 +115,9 @@ class Gate(nn.Module):
             out = defer_product(x, z, -1 if is_last else 1)
         else:
             out = multiply_along(x, z, self.dim)
-        if is_alone and is_new and not self.is_reported:
+        if kept is not None:
+            keep_with(out, kept)
+        if is_alone and in_block == (kept is not None) and not self.is_reported:
             _tell_without_posterior(self, name, out)
         return out
 

@@ -1,115 +1,95 @@
 """The value of a gate in a block that runs again for its gradient (``torch.utils.checkpoint``).
 
-The second run is part of the backward pass, where no guide hands on the gates' values. So the first run keeps them with
-the block. torch does not tell which block is running, but its frames on the call stack hold it; they are looked for
-only where a block may be running.
+The second run is part of the backward pass, where no guide hands on the gates' values. torch puts its random state back
+to what it was, so that the state tells at a gate which draw of the first run belongs there. The first run's graph keeps
+the draw.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["draw_in_block", "refuse_reentrant"]
+from pyro_l0.fast.deferred import has_top_hooks
+
+__all__ = ["Draw", "draw_in_block", "keep_with", "refuse_reentrant"]
 
 _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+_KEY = "draw of a gate in a checkpointed block"
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """A gate's value, and the random state before and behind its draw."""
+class Draw:
+    """A gate's value, and the random state behind its draw."""
 
-    value: Tensor
-    before: Tensor
-    behind: Tensor
-
-
-class _Block:
-    """The draws of a block's first run, gate by gate and in order."""
-
-    def __init__(self) -> None:
-        self.draws: dict[nn.Module, list[_Draw]] = {}
-        self._repeated: Counter[tuple[nn.Module, int]] = Counter()
-
-    def repeat(self, gate: nn.Module, backward: int) -> _Draw | None:
-        """The draw for the gate's next call in a run for a backward pass; None if the first run had none."""
-        place = self._repeated[gate, backward]
-        self._repeated[gate, backward] += 1
-        draws = self.draws.get(gate, [])
-        return draws[place] if place < len(draws) else None
+    def __init__(self, value: Tensor, behind: Tensor) -> None:
+        self.value, self.behind = value, behind
+        self.is_ambiguous = False  # whether another value was drawn at the same random state
 
 
-_blocks: WeakKeyDictionary[object, _Block] = WeakKeyDictionary()  # by torch's object, which lives as long as the graph
+_draws: WeakKeyDictionary[nn.Module, WeakValueDictionary[bytes, Draw]] = WeakKeyDictionary()
+_last: WeakKeyDictionary[nn.Module, Draw] = WeakKeyDictionary()  # for gates in front of all gradients
 
 
-def draw_in_block(gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]) -> tuple[Tensor, bool]:
-    """The value on a device of the gate at a site, and whether it is a new draw.
+def draw_in_block(
+    gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]
+) -> tuple[Tensor, Draw | None]:
+    """The value on a device of the gate at a site, and what its graph is to keep; None for that if it is no new draw.
 
     Raises:
         RuntimeError: a block runs again, and the value of its first run is not known or would get no gradient.
     """
     refuse_reentrant(name)
-    inner, again = _running_blocks()
-    new: Tensor | None = None
-    if again is not None:
-        outer, backward = again
-        kept = outer.repeat(gate, backward)
-        if kept is None:
-            raise RuntimeError(
-                f"Expected gate {name!r} to be called in the first run of its checkpointed block, whose value it takes "
-                "when the block runs again for the gradient, but no value was kept; use "
-                "torch.utils.checkpoint.checkpoint with use_reentrant=False on a block that makes the same calls twice."
-            )
-        if torch.equal(_random_state(device), kept.before):  # for what is drawn behind the gate, by a dropout say
-            _set_random_state(device, kept.behind)
-    elif not inner:
-        return draw(), True
-    else:
-        before = _random_state(device)
+    draws, before = _draws.setdefault(gate, WeakValueDictionary()), _random_state(device)
+    place = hashlib.blake2b(before.numpy().tobytes()).digest()
+    kept = draws.get(place)
+    if torch._C._current_graph_task_id() == -1 or not has_top_hooks():  # not in the backward pass, or in a hook there
         with saved_tensors_hooks(lambda x: x, lambda x: x):  # what the draw saves is not made again
             new = draw()
-        kept = _Draw(new.detach().requires_grad_(new.requires_grad), before, _random_state(device))
-    for block in inner:
-        block.draws.setdefault(gate, []).append(kept)
-    return (kept.value, False) if new is None else (new, True)
+        other, kept = kept, Draw(new.detach().requires_grad_(new.requires_grad), _random_state(device))
+        if other is not None and not torch.equal(other.value, kept.value):
+            other.is_ambiguous = kept.is_ambiguous = True
+        draws[place] = _last[gate] = kept
+        return new, kept
+    if kept is None or kept.is_ambiguous:
+        why = "no value was kept" if kept is None else "it had several values at one random state"
+        raise RuntimeError(
+            f"Expected gate {name!r} to be called in the first run of its checkpointed block, whose value it takes "
+            f"when the block runs again for the gradient, but {why}; use torch.utils.checkpoint.checkpoint with "
+            "use_reentrant=False and preserve_rng_state=True on a block that makes the same calls twice."
+        )
+    _set_random_state(device, kept.behind)  # for what is drawn behind the gate, by a dropout say
+    return kept.value, None
+
+
+def keep_with(out: Tensor, draw: Draw) -> None:
+    """Let a draw live as long as the graph behind a gate, whose nodes keep what is given to them."""
+    if out.grad_fn is not None:
+        kept: dict[object, object] = out.grad_fn.metadata  # type: ignore[assignment]  # which torch types as a method
+        kept[_KEY] = draw
 
 
 def refuse_reentrant(name: str) -> None:
     """Refuse a reentrant checkpoint, which gives the gate at a site no gradient."""
-    if any(frame.f_code in _REENTRANT for frame in _frames_of_checkpoints()):
+    if any(frame.f_code in _REENTRANT for frame in _frames()):
         raise RuntimeError(
             f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which gives a gradient "
             "to the arguments of a block alone and not to its gates; pass use_reentrant=False."
         )
 
 
-def _running_blocks() -> tuple[list[_Block], tuple[_Block, int] | None]:
-    """The blocks in their first run inside of one that runs again; and that one with its backward pass."""
-    inner: list[_Block] = []
-    for frame in _frames_of_checkpoints():
-        kept = frame.f_locals
-        if frame.f_code.co_name == "unpack_hook":
-            return inner, (_blocks.setdefault(kept["frame"], _Block()), kept["gid"])
-        if frame.f_code.co_name == "checkpoint":
-            inner.append(_blocks.setdefault(kept["gen"].gi_frame.f_locals["new_frame"], _Block()))
-    return inner, None
-
-
-def _frames_of_checkpoints() -> Iterator[FrameType]:
-    """torch's frames on the call stack that run a block, from the inside out."""
+def _frames() -> Iterator[FrameType]:
+    """The call stack, from the inside out."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            yield frame
+        yield frame
         frame = frame.f_back
 
 

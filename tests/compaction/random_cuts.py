@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -67,51 +68,44 @@ def _words() -> dict[str, Tensor]:
 
 
 def gpt2() -> _Made:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    hf = import_module("transformers")
     sizes = {"n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **sizes)), _words()
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, **sizes)), _words()
 
 
 def bert() -> _Made:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig(**_TEXT, **_SIZES)), _words()
+    hf = import_module("transformers")
+    return hf.BertForSequenceClassification(hf.BertConfig(**_TEXT, **_SIZES)), _words()
 
 
 def distilbert() -> _Made:
-    from transformers import DistilBertConfig, DistilBertForSequenceClassification
-
+    hf = import_module("transformers")
     sizes = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}
-    return DistilBertForSequenceClassification(DistilBertConfig(**_TEXT, **sizes)), _words()
+    return hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**_TEXT, **sizes)), _words()
 
 
 def llama() -> _Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**_TEXT, **_SIZES, num_key_value_heads=2)), _words()
+    hf = import_module("transformers")
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, **_SIZES, num_key_value_heads=2)), _words()
 
 
 def mistral() -> _Made:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**_TEXT, **_SIZES, num_key_value_heads=2)), _words()
+    hf = import_module("transformers")
+    return hf.MistralForCausalLM(hf.MistralConfig(**_TEXT, **_SIZES, num_key_value_heads=2)), _words()
 
 
 def t5() -> _Made:
-    from transformers import T5Config, T5ForConditionalGeneration
-
+    hf = import_module("transformers")
     sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4}
-    network = T5ForConditionalGeneration(
-        T5Config(vocab_size=WORDS, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0, **sizes)
+    network = hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=WORDS, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0, **sizes)
     )
     return network, {**_words(), "decoder_input_ids": torch.randint(WORDS, (2, 5))}
 
 
 def vit() -> _Made:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **_SIZES)), {
+    hf = import_module("transformers")
+    return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **_SIZES)), {
         "pixel_values": torch.randn(2, 3, 8, 8)
     }
 

@@ -15,7 +15,7 @@ from tests.engine.zoo import ZOO
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "T5" else name for name in MODELS])
 def model(request):
     if request.param != "nn.TransformerEncoder" and not HAS_TRANSFORMERS:
         pytest.skip("needs the package transformers, which is not installed")

@@ -114,8 +114,8 @@ def test_no_warnings_are_left_for_later():
     run = start(FAULTS["gates not in the optimiser"].make).to(0.005)
     for _ in range(10):
         run.diagnosis()
-    with pytest.warns(UserWarning, match="no optimiser holds them"):
-        run.to(0.1)
+    with pytest.warns(UserWarning, match="no optimiser has moved"):
+        run.to(1.0)
 
 
 @pytest.mark.parametrize(

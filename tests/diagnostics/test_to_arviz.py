@@ -22,6 +22,7 @@ az = import_arviz()
 
 NOISE, RATE = 0.5, 0.3
 # arviz divides 0 by 0 for the r-hat of a gate that never moves.
+pytestmark = pytest.mark.usefixtures("svi")  # which takes a while, and is set up before a test begins
 CONSTANT = pytest.mark.filterwarnings("ignore:invalid value encountered in scalar divide:RuntimeWarning")
 
 # Few draws of a chain, and models that fit badly.

@@ -73,9 +73,9 @@ def test_a_checkpoint_that_lacks_an_entry_is_refused(trained, tmp_path, monkeypa
 
 def test_fewer_epochs_than_the_checkpoint_has(tmp_path):
     """Two would be reported as one."""
-    mnist.main(Options(epochs=2, out=tmp_path))
+    mnist.main(Options(epochs=2, lam=(0.05,), out=tmp_path))
     with pytest.raises(ValueError, match=r"Expected epochs of at least 2, as many as .*checkpoint\.pt has, but got 1"):
-        mnist.main(Options(epochs=1, out=tmp_path, resume=True))
+        mnist.main(Options(epochs=1, lam=(0.05,), out=tmp_path, resume=True))
 
 
 def test_options_that_change_the_training_are_those_of_the_checkpoint(trained):
