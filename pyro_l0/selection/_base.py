@@ -20,7 +20,7 @@ from pyro_l0.selection.columns import Columns, coded, levels_of
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Design, make_design
 from pyro_l0.selection.methods import find_posterior
-from pyro_l0.selection.posterior import Draws, SelectionPosterior
+from pyro_l0.selection.posterior import MOST_ERROR, Draws, SelectionPosterior
 from pyro_l0.selection.problem import Family
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ RandomState = int | np.random.RandomState | None
 _DRAWS = 2000
 # Those that are handed to arviz: log likelihoods take room for each of them and each observation.
 _FOR_ARVIZ = 1000
-# Standard error of an inclusion probability, beyond which the sampler is said to have failed.
-_UNSURE = 0.05
 
 
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
@@ -152,7 +150,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         if not 0 <= fdr <= 1:
             raise ValueError(f"Expected fdr to be between 0 and 1, but got {fdr!r}.")
-        pips = self.pip_ if self._standard_error is None else np.where(self._standard_error > _UNSURE, 0.0, self.pip_)
+        pips = (
+            self.pip_ if self._standard_error is None else np.where(self._standard_error > MOST_ERROR, 0.0, self.pip_)
+        )
         order = np.argsort(-pips, kind="stable")
         false = np.cumsum(1 - pips[order]) / np.arange(1, len(order) + 1)
         # The means increase with the size of the set, as 1 - PIP does.
@@ -252,14 +252,14 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _warn_of_chains(self) -> None:
         """Say which inclusion probability is the least certain, if it is too uncertain to be used."""
         standard_error = self._standard_error
-        if standard_error is None or standard_error.max() <= _UNSURE:
+        if standard_error is None or standard_error.max() <= MOST_ERROR:
             return
         worst = int(standard_error.argmax())
-        unsure = int((standard_error > _UNSURE).sum())
+        unsure = int((standard_error > MOST_ERROR).sum())
         warnings.warn(
             f"The sampler's chains disagree: the inclusion probability of feature {self._gate_names()[worst]!r} has a "
             f"standard error of {standard_error[worst]:.2f}, and {unsure} of {len(standard_error)} have one of more "
-            f"than {_UNSURE}. Do not use this fit before another random_state agrees with it. Up to 20 features, "
+            f"than {MOST_ERROR}. Do not use this fit before another random_state agrees with it. Up to 20 features, "
             "method='enumerate' has no such error; otherwise a given expected_size, fewer copies of the same feature, "
             "or fewer features help.",
             ConvergenceWarning,

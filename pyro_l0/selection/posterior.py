@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-__all__ = ["Draws", "SelectionPosterior"]
+__all__ = ["MOST_ERROR", "Draws", "SelectionPosterior"]
+
+# Standard error of an inclusion probability, beyond which it is of no use.
+MOST_ERROR = 0.05
 
 
 class Draws(NamedTuple):

@@ -205,6 +205,13 @@ def test_selection_keeps_the_mean_of_false_discoveries(pips, fdr, chosen):
     assert with_pips(pips).select(fdr).tolist() == chosen
 
 
+def test_an_unsure_feature_is_not_selected():
+    """Whatever its inclusion probability, if its standard error is above the limit."""
+    model = with_pips([0.99, 0.95, 0.98])
+    model._standard_error = np.array([0.06, 0.05, 0.0])
+    assert model.select(0.5).tolist() == [1, 2]
+
+
 def test_an_empty_selection_warns_as_in_scikit_learn():
     """Of pure noise nothing is selected, and transform gives no columns."""
     rng = np.random.default_rng(0)

@@ -13,8 +13,9 @@ from pyro_l0.selection.gate_vectors.hyper_axis import log_half_normal
 from pyro_l0.selection.gate_vectors.laplace_states import laplace, laplace_draws
 from pyro_l0.selection.gate_vectors.states import gate_prior
 from pyro_l0.selection.methods.expansion import Expansion, expanded, gate_of, null_predictor
+from pyro_l0.selection.methods.laplace_chains import LaplaceChains, laplace_chains
 from pyro_l0.selection.methods.tempered_chains import Effort, at_inclusion, chain_evidence, resampled, sampled_walk
-from pyro_l0.selection.posterior import SelectionPosterior
+from pyro_l0.selection.posterior import MOST_ERROR, SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
 
 __all__ = ["expanded_posterior"]
@@ -22,6 +23,10 @@ __all__ = ["expanded_posterior"]
 _EXPANSIONS = 2  # at the mean linear predictor, after that of the model without features
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
+_CHAINS = 64  # on the Laplace evidence
+# Their proposals: of the warm-up and of the first run, which is doubled so often at most; fewer where a state has more
+# numbers in its Hessians.
+_ROUNDS, _FEWEST_ROUNDS, _DOUBLINGS, _WORK = 150, 20, 3, 2**24
 _NODES = 50  # of the slab scale's logarithm, over e^10 below its unit to e^2 above
 
 
@@ -29,7 +34,8 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     """The posterior of a regression that is not Gaussian.
 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
-    chains find. Draws of the last chains are re-weighted by the Laplace evidence of their gates and slab scales.
+    chains find. Draws of the last chains are re-weighted by the Laplace evidence of their gates and slab scales. Where
+    that leaves a standard error above ``MOST_ERROR``, chains on the Laplace evidence itself go on from there.
 
     Args:
         problem: of any family but the Gaussian.
@@ -52,18 +58,41 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     change = weights - 1 / _DRAWS
     inclusion = (run.active_probs + change @ z.double()).clamp(0, 1)
     of_weights = change.square() @ (z.double() - inclusion).square()
-    moments = fit.moments(weights, problem.x.shape[1])
-    mean, square = at_inclusion(problem, inclusion, weights @ z.double(), moments)
+    error = (run.standard_error().square() + of_weights).sqrt()
     which = resampled(weights, draws, generator)
     log_evidence = chain_evidence(_ExpandedMarginal(walk, problem.prior), walk, run, generator)
+    if error.max() > MOST_ERROR:
+        chains = _continued(problem, walk, z[:_CHAINS], slab[:_CHAINS].log(), generator)
+        inclusion, error = chains.states.double().mean((0, 1)), chains.standard_error()
+        some = torch.randperm(chains.log_slab.numel(), generator=generator)[:_DRAWS]
+        z, slab = chains.states.flatten(0, 1)[some], chains.log_slab.flatten()[some].exp()
+        fit, weights = laplace(problem, z, slab), torch.full_like(slab, 1 / len(slab))
+        which = resampled(weights, draws, generator)
+    moments = fit.moments(weights, problem.x.shape[1])
+    mean, square = at_inclusion(problem, inclusion, weights @ z.double(), moments)
     return SelectionPosterior(
         inclusion.numpy(),
         mean.numpy(),
         (square - mean.square()).clamp(min=0).sqrt().numpy(),
         log_evidence + float(log_ratio.logsumexp(0)) - math.log(_DRAWS),
         laplace_draws(problem, z[which], slab[which], generator),
-        (run.standard_error().square() + of_weights).sqrt().numpy(),
+        error.numpy(),
     )
+
+
+def _continued(
+    problem: Problem, walk: ScaleWalk, z: Tensor, log_slab: Tensor, generator: torch.Generator
+) -> LaplaceChains:
+    """Chains on the Laplace evidence, run until their standard error holds or as long as there is time for."""
+    entries = problem.size * (problem.outputs * (1 + float(problem.switched(z).sum(1).double().mean()))) ** 2
+    rounds = max(_FEWEST_ROUNDS, min(_ROUNDS, int(_WORK / entries)))
+    for doubling in range(_DOUBLINGS + 1):
+        chains = laplace_chains(problem, walk, z, log_slab, rounds, generator)
+        if doubling and chains.standard_error().max() <= MOST_ERROR:  # the first ones warm up
+            break
+        rounds *= 1 + bool(doubling)
+        z, log_slab = chains.states[-1], chains.log_slab[-1]
+    return chains
 
 
 def _sampled(expansion: Expansion, effort: Effort, generator: torch.Generator) -> tuple[ScaleWalk, GibbsRun]:
