@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.elbo import L0_ELBO
 from pyro_l0.infer.evidence import Evidence, is_mapped, log_ratios
@@ -149,7 +148,6 @@ class _Run:
     ) -> None:
         self.model, self.guide, self.args, self.kwargs, self.mapped = model, guide, args, kwargs, mapped
         self.num_particles = num_particles
-        self.two_valued = guide.family is BernoulliGate
 
     def ratios(self, draws: int) -> Tensor:
         """Log ratios of model and guide."""
@@ -164,9 +162,9 @@ class _Run:
         elbo = L0_ELBO(
             "spike_slab",
             slab=self.guide.slab,
-            estimator="leave_one_out" if self.two_valued else None,
+            estimator="leave_one_out",
             num_particles=self.num_particles,
-            vectorize_particles=self.mapped and self.two_valued,
+            vectorize_particles=self.mapped,
             temper=lambda k: min(1.0, (k + 1) / (_TEMPERED * steps)),
         )
         losses: list[Tensor] = []

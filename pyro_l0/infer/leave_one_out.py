@@ -13,19 +13,13 @@ from pyro_l0.fast.record import Site
 
 
 def gates_log_prob(sites: Mapping[str, Site]) -> Tensor:
-    """Log probability of a guide's gates of two values at its draws, shape ``()``.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Log probability of a guide's gates of two values at its draws, shape ``()``; 0 if all are pathwise."""
     found = [
         site["fn"].log_prob(site["value"]).sum()
         for site in sites.values()
         if site["type"] == "sample" and isinstance(find_gate(site["fn"]), BernoulliGate)
     ]
-    if not found:
-        raise ValueError("Expected a BernoulliGate in the guide for estimator='leave_one_out', but found none.")
-    return torch.stack(found).sum()
+    return torch.stack(found).sum() if found else torch.zeros(())
 
 
 def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:

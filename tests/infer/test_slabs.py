@@ -9,7 +9,7 @@ import torch
 from torch.distributions import kl_divergence
 
 from pyro_l0 import HardConcrete, RectifiedNormal
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, fit
 
 
 def model_of(prior, event=False):
@@ -151,3 +151,25 @@ def test_median_is_a_copy():
         assert all(not torch.equal(x, before[name]) for name, x in guide.median().items())
     assert guides[0].slabs()["w"].mean.requires_grad
     assert guides[0].posterior()["z"].log_alpha is guides[0].sites["z"]["log_alpha"]
+
+
+def test_fit_maps_the_particles_of_pathwise_gates():
+    """A hard concrete's 128 particles take one run of the model, as those of Bernoulli gates do."""
+    runs = []
+
+    def model(x, y):
+        runs.append(None)
+        with pyro.plate("features", 4):
+            z = pyro.sample("z", HardConcrete.from_active_prob(0.3))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
+
+    torch.manual_seed(0)
+    x = torch.randn(100, 4)
+    guide = AutoSpikeSlab(model, slab={"w": "z"})
+    with pytest.warns(UserWarning, match="still falling"):
+        fit(model, guide, x, x @ torch.tensor([1.0, 0.0, -1.0, 0.0]), steps=40, seed=0)
+    assert len(runs) < 80
+    probs = guide.active_probs()["z"]
+    assert probs[[0, 2]].min() > 0.9 > 0.7 > probs[[1, 3]].max()
