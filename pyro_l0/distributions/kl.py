@@ -115,8 +115,10 @@ def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
         A tensor of the broadcast batch shape.
 
     Raises:
-        TypeError: the atoms differ.
+        TypeError: the atoms differ, or an argument is no gate.
     """
+    if not (isinstance(q, GateDistribution) and isinstance(p, GateDistribution)):
+        raise TypeError(f"Expected two gates, but got {q!r} and {p!r}.")
     _check_atoms(q, p)
     return integrate(_kl_between, q, p)
 

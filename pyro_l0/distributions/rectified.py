@@ -19,14 +19,15 @@ from pyro_l0.maths.special import Number, inside_unit_interval
 # Of the mass between the atoms, below the places where panels end.
 _SHARES = (1e-14, 1e-10, 1e-7, 1e-4, 0.01, 0.15, 0.5, 0.85, 0.99, 1 - 1e-4, 1 - 1e-7, 1 - 1e-10, 1 - 1e-14)
 _HALVINGS = 50
+_TAIL = 1e-3  # below it a base's cdf has lost three digits or more
 
 
 class Rectified(QuadratureGate):
     r"""Gate :math:`z = \min(1, \max(0, x))` of any continuous real variable with a cdf and pathwise draws.
 
     The general form of the L0 paper's gates (end of section 2.2). The named families are cases of it with closed forms
-    and float32-safe tails, and are to be preferred: here the atoms' log masses are logs of the base's own cdf, which
-    lose accuracy where that is near 0 or 1, and a base in half precision stays in it.
+    and float32-safe tails, and are to be preferred: here the atoms' log masses are logs of the base's own cdf, or, in
+    the far tails of a base on the whole line, integrals of its density; and a base in half precision stays in it.
 
     Args:
         base: a distribution of real numbers with ``cdf``, ``log_prob`` and ``rsample``, shape ``batch_shape``; its
@@ -37,6 +38,7 @@ class Rectified(QuadratureGate):
 
     Raises:
         ValueError: the base is not a univariate continuous distribution with pathwise draws.
+        TypeError: the base is no distribution.
 
     Example:
         >>> from pyro.distributions import Normal
@@ -51,6 +53,8 @@ class Rectified(QuadratureGate):
     learned: ClassVar = {}
 
     def __init__(self, base: Distribution, validate_args: bool | None = None) -> None:
+        if not isinstance(base, Distribution):
+            raise TypeError(f"Expected a base that is a distribution, but got {base!r}.")
         support: constraints.Constraint | None = base.support
         if base.event_shape or support is None or support.is_discrete or not base.has_rsample:
             raise ValueError(
@@ -92,12 +96,12 @@ class Rectified(QuadratureGate):
     @property
     def log_prob_zero(self) -> Tensor:
         """log P(z = 0), shape ``batch_shape``."""
-        return torch.log(self.base.cdf(self._at(0.0)))
+        return self._log_beyond(0.0, upper=False)
 
     @property
     def log_prob_one(self) -> Tensor:
         """log P(z = 1), shape ``batch_shape``."""
-        return torch.log1p(-self.base.cdf(self._at(1.0)))
+        return self._log_beyond(1.0, upper=True)
 
     @property
     def log_interior_prob(self) -> Tensor:
@@ -107,7 +111,26 @@ class Rectified(QuadratureGate):
     @property
     def log_active_prob(self) -> Tensor:
         """log P(z != 0), shape ``batch_shape``."""
-        return torch.log1p(-self.base.cdf(self._at(0.0)))
+        return self._log_beyond(0.0, upper=True)
+
+    def _log_beyond(self, edge: float, upper: bool) -> Tensor:
+        """Log of the base's mass above or below an edge; in a far tail from its log density, as the cdf is rounded."""
+        cdf = self.base.cdf(self._at(edge))
+        is_tail = (1 - cdf if upper else cdf) < _TAIL
+        is_real = getattr(type(self.base), "support", None) is constraints.real
+        cdf = torch.where(is_tail, 0.5, cdf) if is_real else cdf
+        near = torch.log1p(-cdf) if upper else torch.log(cdf)
+        if not is_real:
+            return near
+        s = torch.arange(-58, 59, dtype=cdf.dtype, device=cdf.device).view(-1, *(1,) * cdf.dim()) / 16
+        log_t = 0.5 * math.pi * torch.sinh(s)  # exp-sinh quadrature, which suits tails of any length
+        log_weight = log_t + torch.log(math.pi / 32 * torch.cosh(s))
+        x = torch.where(is_tail, edge + (1 if upper else -1) * torch.exp(log_t), 0.5)
+        with torch.no_grad():  # where the density is nothing, its derivative may be no number
+            terms = self.base.log_prob(x) + log_weight
+            is_seen = terms > terms.amax(0) - 100
+        terms = self.base.log_prob(torch.where(is_seen, x, edge)) + log_weight
+        return torch.where(is_tail, torch.where(is_seen, terms, -math.inf).logsumexp(0), near)
 
     @property
     def median(self) -> Tensor:

@@ -131,6 +131,14 @@ class AutoGate(AutoGuide):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Load a state before the first call, too, which finds the parameters here and keeps them."""
+        for name, value in state_dict.items():
+            if (
+                name.startswith(prefix)
+                and isinstance(value, Tensor)
+                and not value.is_meta
+                and bool(value.isnan().any())
+            ):
+                raise ValueError(f"Expected a state of numbers, but {name!r} has NaN; load one from before that.")
         if self.prototype_trace is None:
             sites = self.sites
             for name, value in state_dict.items():

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
+from numbers import Real
 from typing import Literal, NamedTuple, TypedDict, get_args
 
 import torch
@@ -147,6 +148,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         size = 1.0 if group_size is None else group_size
         check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
         check_particles(num_particles, estimator, vectorize_particles)
+        if not callable(temper) and not (isinstance(temper, Real) and 0 < temper <= 1):
+            raise ValueError(f"Expected temper to be a number in (0, 1] or a function of the step, but got {temper!r}.")
         check_slab(objective, slab, lam=lam, weight_decay=weight_decay)
         super().__init__(  # type: ignore[no-untyped-call]
             num_particles=num_particles,

@@ -93,6 +93,7 @@ def fit(
 
     Raises:
         ValueError: an option is out of range.
+        RuntimeError: gradients are switched off.
 
     Warns:
         UserWarning: the loss was still falling at the last step, or restarts disagree.
@@ -106,6 +107,11 @@ def fit(
             raise ValueError(f"Expected {name} of at least {least}, but got {value!r}.")
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"Expected a positive, finite learning_rate, but got {learning_rate!r}.")
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected gradients to be switched on, but got a call inside of torch.no_grad() or inference_mode(); "
+            "call it outside of them."
+        )
     if seed is not None:
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)

@@ -10,6 +10,7 @@ from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.tape import Value
+from pyro_l0.nn.gate import check_given
 from pyro_l0.nn.read_called import record_example
 
 __all__ = ["Followed", "ModuleCall", "follow_calls", "refuse_computed"]
@@ -58,8 +59,7 @@ def follow_calls(network: nn.Module, example: Example) -> Followed:
     Raises:
         ValueError: the network does not take the example.
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected a network that is an nn.Module, but got a {type(network).__name__}.")
+    check_given(network)
     seen: list[tuple[nn.Module, Tensor | None, object, str, int]] = []
     begun: list[object] = []  # calls of the whole network
     makers: dict[int, str] = {}

@@ -17,6 +17,7 @@ from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_o
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Axis
 from pyro_l0.nn.expectation import Expectations
+from pyro_l0.nn.fixed import check_value
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.read_called import record_called
 from pyro_l0.nn.report import Report, report
@@ -49,8 +50,9 @@ class NetworkCost:
             included.
 
     Raises:
-        ValueError: a gate is never called or computes weights, or a gate value is missing or misshapen.
-        TypeError: the example is of an integer type that the network does not take.
+        ValueError: a gate is never called or computes weights, or a gate value is missing, misshapen or outside [0, 1].
+        TypeError: ``network`` is no module, a gate value no tensor, or the example is of an integer type that the
+            network does not take.
 
     Example:
         >>> from pyro_l0.nn import Gate
@@ -149,11 +151,13 @@ class NetworkCost:
         return sizes
 
     def _check(self, active: Mapping[str, Tensor]) -> None:
-        if active.keys() != self.sizes.keys():
-            raise ValueError(f"Expected one entry per gate site {sorted(self.sizes)}, but got {sorted(active)}.")
+        if not isinstance(active, Mapping) or active.keys() != self.sizes.keys():
+            got = sorted(map(str, active)) if isinstance(active, Mapping) else repr(active)
+            raise ValueError(f"Expected one entry per gate site {sorted(self.sizes)}, but got {got}.")
         for name, value in active.items():
-            if value.shape != (self.sizes[name],):
-                raise ValueError(f"Expected {name!r} of shape ({self.sizes[name]},), but got {tuple(value.shape)}.")
+            # Read where no device has to be waited for; differences go beyond 0 and 1.
+            is_read = getattr(value, "is_cpu", True) and not torch._C._are_functorch_transforms_active()
+            check_value(name, self.sizes[name], value, 1e-3 if is_read else None)
 
 
 @dataclass(frozen=True)

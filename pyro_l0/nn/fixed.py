@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.fast.deferred import multiply_along
-from pyro_l0.nn.gate import Gate, check_units, gate_names, keep_being_called
+from pyro_l0.nn.gate import Gate, check_given, check_units, gate_names, keep_being_called
 
-__all__ = ["FixedGate", "check_gates", "fix_gates"]
+__all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 
 
 class FixedGate(nn.Module):
@@ -77,9 +77,8 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
 
 def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Gate]:
     """The gates of a network by site, after their values were checked; raises as :func:`fix_gates`."""
+    check_given(network, gates, "gates by site name, such as guide.test_gates()")
     layers = gate_names(network)
-    if not isinstance(gates, Mapping):
-        raise TypeError(f"Expected gates by site name, such as guide.test_gates(), but got a {type(gates).__name__}.")
     differences = [
         f"{what} for {', '.join(map(repr, sorted(names)))}"
         for what, names in (("no value", layers.keys() - gates.keys()), ("no layer", gates.keys() - layers.keys()))
@@ -91,17 +90,18 @@ def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Ga
             f"but there is {' and '.join(differences)}{_why(network, layers, gates)}."
         )
     for name, layer in layers.items():
-        _check_value(name, layer, gates[name])
+        check_value(name, layer.size, gates[name])
     return layers
 
 
-def _check_value(name: str, layer: Gate, value: object) -> None:
+def check_value(name: str, size: int, value: object, slack: float | None = 0.0) -> None:
+    """Refuse what is no tensor of a value for each unit, and values outside of [0, 1] by more than a slack."""
     if not isinstance(value, Tensor):
         raise TypeError(f"Expected gates[{name!r}] to be a tensor, but got a {type(value).__name__}.")
-    if value.shape != (layer.size,):
+    if value.shape != (size,):
         why = " (a gate per example, as of a network that is called inside the data plate?)" if value.dim() > 1 else ""
-        raise ValueError(f"Expected gates[{name!r}] of shape ({layer.size},), but got {tuple(value.shape)}{why}.")
-    if not bool(((value >= 0) & (value <= 1)).all()):
+        raise ValueError(f"Expected gates[{name!r}] of shape ({size},), but got {tuple(value.shape)}{why}.")
+    if slack is not None and not bool(((value >= -slack) & (value <= 1 + slack)).all()):
         raise ValueError(f"Expected gates[{name!r}] in [0, 1], but got {value}.")
 
 

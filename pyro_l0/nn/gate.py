@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import FrameType, MappingProxyType
 
+import numpy as np
 import pyro
 import torch
 from pyro.infer.elbo import ELBOModule
@@ -22,7 +23,16 @@ from pyro_l0.fast.deferred import defer_product, may_be_in_block, may_defer, mul
 from pyro_l0.fast.record import sample
 from pyro_l0.nn.recompute import draw_in_block, keep_with, refuse_reentrant
 
-__all__ = ["Gate", "GateHolder", "check_tensor", "check_units", "gate_names", "keep_being_called", "name_gates"]
+__all__ = [
+    "Gate",
+    "GateHolder",
+    "check_given",
+    "check_tensor",
+    "check_units",
+    "gate_names",
+    "keep_being_called",
+    "name_gates",
+]
 
 
 class Gate(nn.Module):
@@ -54,7 +64,7 @@ class Gate(nn.Module):
     Raises:
         ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has
             another number of units.
-        TypeError: the input is no tensor of a floating or complex type.
+        TypeError: ``dim`` is no integer, or the input no tensor of a floating or complex type.
         RuntimeError: the layer is exported, or called in a reentrant checkpoint.
 
     Example:
@@ -71,8 +81,10 @@ class Gate(nn.Module):
 
     def __init__(self, size: int, dim: int = -1, prior: GateDistribution | None = None) -> None:
         super().__init__()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"Expected size to be a positive number of units, but got {size!r}.")
+        if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
+            raise TypeError(f"Expected dim to be an integer, but got {dim!r}.")
         if dim == 0:
             raise ValueError("Expected dim to be a dimension of units, but got 0, the batch.")
         if prior is None:
@@ -81,9 +93,9 @@ class Gate(nn.Module):
             raise TypeError(f"Expected prior to be a gate distribution, but got {prior!r}.")
         if prior.batch_shape not in ((), (1,), (size,)):
             raise ValueError(f"Expected a prior of shape () or ({size},), but got {tuple(prior.batch_shape)}.")
-        self.size = size
-        self.dim = dim
-        self.prior = prior.expand((size,))
+        self.size = int(size)
+        self.dim = int(dim)
+        self.prior = prior.expand((self.size,))
         self.site_name: str | None = None
         self.place = "gate"  # its name where no module that contains it is being called
         self.is_reported = False  # that it draws from the prior where it should not
@@ -169,6 +181,9 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
         >>> list(name_gates(nn.Sequential(Gate(4), nn.Linear(4, 2), Gate(2)), prefix="net."))
         ['net.0', 'net.2']
     """
+    check_given(network)
+    if not isinstance(prefix, str):
+        raise TypeError(f"Expected prefix to be a string, but got {prefix!r}.")
     paths = {path: gate for path, gate in network.named_modules() if isinstance(gate, Gate)}
     gates = {prefix + (_site_path(network, path) or "gate"): gate for path, gate in paths.items()}
     for name, gate in gates.items():
@@ -181,7 +196,9 @@ def gate_names(network: nn.Module) -> dict[str, Gate]:
 
     Raises:
         ValueError: two gates have one name.
+        TypeError: ``network`` is no module.
     """
+    check_given(network)
     gates: dict[str, Gate] = {}
     for path, module in network.named_modules():
         if isinstance(module, Gate):
@@ -193,6 +210,14 @@ def gate_names(network: nn.Module) -> dict[str, Gate]:
                 )
             gates[name] = module
     return gates
+
+
+def check_given(network: object, entries: object = MappingProxyType({}), what: str = "") -> None:
+    """Refuse what is no network, and entries that are no mapping of strings; ``what`` says in words what they are."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected a network, an nn.Module, but got a {type(network).__name__}.")
+    if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
+        raise TypeError(f"Expected {what}, but got a {type(entries).__name__}.")
 
 
 def _warn_inside_data(name: str) -> None:

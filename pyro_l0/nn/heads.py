@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from pyro_l0.nn.attention import PlainAttention
-from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate import Gate, check_given
 from pyro_l0.nn.hooks import GateHook, arrange, hooks_of
 
 __all__ = ["gate_heads", "is_dense"]
@@ -47,6 +47,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     References:
         Voita, Talbot, Moiseev, Sennrich, Titov (2019), arXiv:1905.09418; section 5.1, with the gates in the same place.
     """
+    check_given(network, heads, "numbers of heads by module path")
     new = copy.deepcopy(network)
     for path, number in heads.items():
         _check_number(path, number)

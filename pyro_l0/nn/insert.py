@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.calls import ModuleCall, follow_calls
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.tape import Value
-from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate import Gate, check_given
 from pyro_l0.nn.hooks import GateHook, arrange
 from pyro_l0.nn.places import are_same_units, unit_dim
 
@@ -39,13 +39,14 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
     Raises:
         ValueError: a path is not a module of the network, or a gate could not act behind this module: the module is
             never called, is passed by by the module that holds it, returns more than a tensor, or has a gate already.
-        TypeError: a value is not a gate.
+        TypeError: ``network`` is no module, ``gates`` no mapping, or a value no gate.
 
     Example:
         >>> from pyro_l0.nn import gate_names
         >>> gate_names(insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": Gate(3)}))
         {'1.1': Gate(3, dim=-1)}
     """
+    check_given(network, gates, "gates by module path, such as {'1': Gate(3)}")
     _check_gates(network, gates, example)
     new = copy.deepcopy(network)
     for path, gate in gates.items():
@@ -165,6 +166,7 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
         >>> gate_dropout(net, torch.ones(1, 2))[1]
         {'2': 0.8}
     """
+    check_given(network)
     paths = {
         path: module
         for path, module in network.named_modules(remove_duplicate=False)

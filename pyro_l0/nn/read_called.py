@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_l0.nn.engine.record import Example, calls_of, record
 from pyro_l0.nn.engine.tape import Recording
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate import check_given, gate_names
 
 __all__ = ["record_called", "record_example"]
 
@@ -19,8 +19,6 @@ def record_called(network: nn.Module, example: Example) -> Recording:
         ValueError: a gate is never called or computes weights, or the network does not take the example.
         TypeError: ``network`` is no module, or the example is of no kind that is known.
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected a network that is an nn.Module, but got a {type(network).__name__}.")
     gates = gate_names(network)
     paths = {module: path for path, module in network.named_modules()}
     for site, gate in gates.items():
@@ -36,8 +34,7 @@ def record_called(network: nn.Module, example: Example) -> Recording:
 
 def record_example(network: nn.Module, example: Example) -> Recording:
     """:func:`~pyro_l0.nn.engine.record`, which names the example where the network does not take it."""
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected a network that is an nn.Module, but got a {type(network).__name__}.")
+    check_given(network)
     calls = calls_of(example)
     tensors = [x for call in calls for x in tree_leaves(call) if isinstance(x, Tensor)]
     given = " and ".join(f"one of shape {tuple(x.shape)} and dtype {x.dtype}" for x in tensors) or "no tensor"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.fixed import check_gates
-from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate import Gate, check_given
 from pyro_l0.nn.hooks import GateHook, arrange, hooks_of, replace_gate
 
 __all__ = ["fix_weights", "gate_weights", "pack_zeros", "unpack_zeros"]
@@ -49,6 +49,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, with groups of one weight.
     """
+    check_given(network, dict.fromkeys(paths), "paths of layers")
     new = copy.deepcopy(network)
     for path in paths:
         _WeightsHook(_layer(new, path))

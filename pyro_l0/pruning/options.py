@@ -126,7 +126,10 @@ def check_network(network: object) -> torch.device:
             f"Expected the network itself, but got a {type(network).__name__} around it; give network.{inner}."
         )
     if not torch.is_grad_enabled():
-        raise RuntimeError("Expected gradients to be switched on, but got a call inside of torch.no_grad().")
+        raise RuntimeError(
+            "Expected gradients to be switched on, but got a call inside of torch.no_grad() or inference_mode(); "
+            "call it outside of them."
+        )
     first = next(network.parameters(), None)
     if first is None:
         raise ValueError(f"Expected a network with parameters, but {type(network).__name__} has none.")

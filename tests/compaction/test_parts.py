@@ -175,3 +175,79 @@ def test_plans_of_other_networks_are_refused():
         with pytest.raises(ValueError, match=message):
             rewrite(other, found)
     assert Plan.from_json(found.to_json()) == found
+
+
+class Halves(nn.Module):
+    """Halves of gated units, of which one has a layer."""
+
+    def __init__(self, parts, sizes=(4, 4)):
+        super().__init__()
+        units = sum(sizes)
+        self.one, self.gate, self.parts = nn.Linear(6, units), Gate(units), parts
+        self.mid, self.out = nn.Linear(sizes[0], 5), nn.Linear(5 + units - sizes[0], 2)
+
+    def forward(self, x):
+        first, *others = self.parts(self.gate(self.one(x).relu()))
+        return self.out(torch.cat([self.mid(first), *others], -1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "sizes"),
+    [
+        (lambda h: h.chunk(2, -1), (4, 4)),
+        (lambda h: torch.tensor_split(h, 2, dim=-1), (4, 4)),
+        (lambda h: torch.chunk(h, 3, -1), (3, 3, 1)),
+        (lambda h: h.tensor_split(3, -1), (3, 2, 2)),
+    ],
+    ids=["chunk", "tensor_split", "uneven chunk", "uneven tensor_split"],
+)
+def test_parts_that_close_unequally_stay_as_large_as_they_are_cut(parts, sizes):
+    """Every pattern of closed gates is cut, and units stay for the parts' sizes alone."""
+    torch.manual_seed(3)
+    network = Halves(parts, sizes).double().eval()
+    generator = torch.Generator().manual_seed(4)
+    patterns = [(torch.rand(sum(sizes), generator=generator) < share).double() for share in (0.2, 0.4, 0.6, 0.8)]
+    for gates in [*patterns, torch.tensor([0.0] * sizes[0] + [1.0] * (sum(sizes) - sizes[0])).double()]:
+        x = torch.randn(3, 6, dtype=torch.float64)
+        small = compact(network, {"gate": gates}, x).network
+        torch.testing.assert_close(small(x), fix_gates(network, {"gate": gates})(x))
+    even = torch.ones(sum(sizes), dtype=torch.float64)
+    even[[0, sizes[0]]] = 0.0
+    if len(sizes) == 2:
+        assert compact(network, {"gate": even}, torch.ones(1, 6).double()).network.one.out_features == sum(sizes) - 2
+
+
+def test_a_buffer_of_places_stays_whole():
+    """``index_select`` behind a gate reads every entry of the index, as ``h[:, index]`` does."""
+
+    class Picked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(8), nn.Linear(3, 2)
+            self.register_buffer("places", torch.tensor([0, 3, 5]))
+
+        def forward(self, x):
+            return self.out(self.gate(self.one(x)).index_select(1, self.places))
+
+    torch.manual_seed(5)
+    gates = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 1])
+    assert compact(Picked(), {"gate": gates}, torch.ones(1, 6)).network.places.tolist() == [0, 3, 5]
+
+
+def test_a_stream_that_closes_wholly_behind_views():
+    """Its constants are computed with the strides of the recorded tensors, which views rely on."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(4), nn.Linear(8, 2)
+
+        def forward(self, x):
+            h = self.gate(self.one(x).view(len(x), -1, 2).transpose(-1, -2))
+            return self.out(h.exp().transpose(-1, -2).flatten(-2))
+
+    torch.manual_seed(6)
+    network, x = Turned().double().eval(), torch.randn(5, 6, dtype=torch.float64)
+    gates = {"gate": torch.zeros(4, dtype=torch.float64)}
+    small = compact(network, gates, x).network
+    torch.testing.assert_close(small(x), fix_gates(network, gates)(x))

@@ -132,6 +132,7 @@ STAYING = {
     "roll": (lambda h: h.roll(3, -1), "roll in the network"),
     "select": (lambda h: h[:, 2:3] + h[:, :1] + h.select(1, 4)[:, None], "select in the network"),
     "index": (lambda h: h[:, [0, 3, 5]], "index in the network"),
+    "index select": (lambda h: h.index_select(1, torch.tensor([0, 3, 5])), "index_select in the network"),
     "gather": (lambda h: h.gather(1, torch.zeros(len(h), 8, dtype=torch.long)), "gather in the network"),
     "reflected": (lambda h: F.pad(h[:, None], (2, 1), mode="reflect")[:, 0], "pad in the network"),
     "unknown": (lambda h: torch.linalg.pinv(h).T, "linalg_pinv in the network"),

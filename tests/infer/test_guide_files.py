@@ -12,7 +12,7 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_l0 import HardConcrete, RectifiedNormal
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, fit
 
 
 def model(size=4):
@@ -123,3 +123,28 @@ def test_a_first_call_that_fails_leaves_a_fresh_guide():
     with pytest.raises(TypeError):
         guide("no number")
     assert guide(4)["a.z"].shape == (4,)
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_state_with_nan_is_refused(is_called):
+    """Before the guide's first call and after it; its own parameters stay."""
+    state, guide = trained().state_dict(), new()
+    state["sites.w.loc"][0] = float("nan")
+    if is_called:
+        guide()
+    before = copy.deepcopy(guide.state_dict())
+    with pytest.raises(ValueError, match=r"'sites\.w\.loc' has NaN"):
+        guide.load_state_dict(state)
+    assert all(torch.equal(x, before[name]) for name, x in guide.state_dict().items())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_fitting_without_gradients_is_refused(context):
+    with context(), pytest.raises(RuntimeError, match=r"no_grad\(\) or inference_mode\(\); call it outside"):
+        fit(model, new())
+
+
+@pytest.mark.parametrize("temper", ["abc", 0.0, -1.0, 2.0, float("nan"), None])
+def test_a_temper_is_a_number_or_a_function(temper):
+    with pytest.raises(ValueError, match=r"temper to be a number in \(0, 1\] or a function of the step"):
+        L0_ELBO("l0", temper=temper)

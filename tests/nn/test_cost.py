@@ -213,5 +213,10 @@ def test_wrong_gate_values_are_refused():
     cost = NetworkCost(mlp((3, 2, 2)), torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"one entry per gate site \['0', '3'\], but got \['0'\]"):
         cost.weights({"0": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"'3' of shape \(2,\), but got \(3,\)"):
+    with pytest.raises(ValueError, match=r"gates\['3'\] of shape \(2,\), but got \(3,\)"):
         cost.weights({"0": torch.ones(3), "3": torch.ones(3)})
+    with pytest.raises(ValueError, match="one entry per gate site"):
+        cost.weights([1.0])
+    for bad in (2.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"gates\['3'\] in \[0, 1\]"):
+            cost.weights({"0": torch.ones(3), "3": torch.tensor([1.0, bad])})

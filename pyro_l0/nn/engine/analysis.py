@@ -15,7 +15,7 @@ from pyro_l0.nn.engine import rules
 from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
 from pyro_l0.nn.engine.registry import find_rule
-from pyro_l0.nn.engine.shared_sizes import pin_shared_sizes
+from pyro_l0.nn.engine.shared_sizes import keep_parts_even, pin_shared_sizes
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
 from pyro_l0.nn.engine.solve import Solution, solve
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
@@ -172,7 +172,7 @@ def analyse(
     maps = _apply_rules(recording, _masks(recording, closed), values, folds)
     constants = settle_constants(maps)
     solution = solve(maps)
-    while read_what_stays(maps, solution):
+    while read_what_stays(maps, solution) or keep_parts_even(maps, solution):
         solution = solve(maps)
     return _answer(maps, solution, constants)
 

@@ -151,5 +151,6 @@ class _Evaluation:
         if self.maps.values is not None and site in self.maps.values:
             x = x * self.maps.values[site].to(x).view(shape)
         if site in self.maps.closed:
-            x = x.masked_fill(torch.from_numpy(self.maps.closed[site]).to(x.device).view(shape), ZERO)
+            # In place on a copy: a new tensor would be contiguous, where recorded views may rely on the strides of x.
+            x = x.clone().masked_fill_(torch.from_numpy(self.maps.closed[site]).to(x.device).view(shape), ZERO)
         return x

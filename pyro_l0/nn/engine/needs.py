@@ -53,7 +53,8 @@ class _Finder:
                 continue
             for value in operation.inputs:
                 self._numbers[value] = self.formulas.some((self._numbers.get(value, FALSE), runs))
-            relations = zip(self.opened.relations[operation], self.closed.relations[operation], strict=True)
+            # What one of them has more, at the end, are entries that stayed for the sake of even parts.
+            relations = zip(self.opened.relations[operation], self.closed.relations[operation], strict=False)
             for relation, other in reversed(list(relations)):
                 if isinstance(relation, Link):
                     self._link(operation, relation, runs)

@@ -298,6 +298,11 @@ _WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
     F.rms_norm: ("aten::rms_norm", _of_python(F.rms_norm)),
     F.instance_norm: ("aten::instance_norm", _of_python(F.instance_norm)),
     F.pad: ("aten::pad", _of_python(F.pad)),
+    **dict.fromkeys((torch.chunk, Tensor.chunk), ("aten::chunk", [("input", None), ("chunks", None), ("dim", 0)])),
+    **dict.fromkeys(
+        (torch.tensor_split, Tensor.tensor_split),
+        ("aten::tensor_split", [("input", None), ("indices_or_sections", None), ("dim", 0)]),
+    ),
     torch.bilinear: ("aten::bilinear", _signature("input1 input2 weight bias")),
     **{
         getattr(torch, f"{kind}{cell}"): (f"recurrent{cell}", [])

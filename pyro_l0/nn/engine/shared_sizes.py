@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
 
 from pyro_l0.nn.engine.held import Held, Holder
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.slots import Axis
+from pyro_l0.nn.engine.slots import Axis, Read
+from pyro_l0.nn.engine.solve import Solution
 from pyro_l0.nn.engine.tape import SizeUse
 
-__all__ = ["find_integers", "pin_shared_sizes"]
+__all__ = ["find_integers", "keep_parts_even", "pin_shared_sizes"]
 
 
 def pin_shared_sizes(maps: Maps) -> None:
@@ -35,6 +40,32 @@ def pin_shared_sizes(maps: Maps) -> None:
             for block in apart:
                 maps.pin(block, f"{text}, which is the size of other units, too")
             is_changed |= bool(apart)
+
+
+def keep_parts_even(maps: Maps, solution: Solution) -> bool:
+    """Keep units where ``chunk`` or ``tensor_split`` would cut what is left elsewhere; says whether any are."""
+    is_changed = False
+    for operation in maps.recording.operations:
+        number = operation.arguments.get("chunks", operation.arguments.get("indices_or_sections"))
+        if operation not in solution.running or not isinstance(number, int):
+            continue
+        dim = operation.integer("dim")
+        axes = [maps.axes[part][dim] for part in operation.outputs if part is not None]
+        kept = [solution.kept(axis) for axis in axes]
+        now = [len(entries) for entries in kept]
+        parts: Any = operation.function(torch.empty(sum(now)), number)
+        even = [len(part) for part in parts]
+        even += [0] * (len(now) - len(even))
+        if even == now:
+            continue
+        left = [np.setdiff1d(np.arange(axis.size), entries) for axis, entries in zip(axes, kept, strict=True)]
+        more = [entries[: max(want - n, 0)] for entries, want, n in zip(left, even, now, strict=True)]
+        for axis, entries in zip(axes, more if any(map(len, more)) else left, strict=True):
+            where = np.isin(np.arange(axis.size), entries)
+            text = f"even parts in {operation.path or 'the network'}"
+            maps.relations[operation].append(Read((axis,), where, text))
+        is_changed = True
+    return is_changed
 
 
 class _Factors:

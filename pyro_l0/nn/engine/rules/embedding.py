@@ -35,6 +35,7 @@ def index_select(maps: Maps, operation: Operation) -> None:
     _look_up(maps, x, [index], output)
     maps.fixes(x, dim)
     maps.fixes(output, dim)
+    maps.fixes(index, *range(index.rank))
     for d in range(x.rank):
         if d != dim:
             _pass_on(maps, x, d, output, d, [index])

@@ -172,10 +172,10 @@ def cut(maps: Maps, operation: Operation) -> None:
     _take(maps, x, output, dim, entries)
 
 
-@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split", "aten::chunk", "aten::unsafe_chunk")
+@rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split", "aten::chunk", "aten::tensor_split")
 def split(maps: Maps, operation: Operation) -> None:
     """Ranges of one dimension that stand behind each other; the other dimensions are the same."""
-    x = operation.value("self")
+    x = operation.inputs[0]
     dim = operation.integer("dim") % x.rank
     start = 0
     for output in operation.outputs:
