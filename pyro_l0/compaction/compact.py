@@ -16,6 +16,7 @@ from pyro_l0.compaction.plan import Plan, names_before
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import check_gates
+from pyro_l0.nn.gate import check_given
 
 __all__ = ["CompactionError", "compact", "compact_or_fix", "plan", "rewrite"]
 
@@ -111,6 +112,9 @@ def rewrite(network: nn.Module, plan: Plan, example_input: Example | None = None
     Raises:
         ValueError: the plan is of another network, or asks for an example.
     """
+    check_given(network)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"Expected what plan() returns, but got {plan!r}.")
     plan = plan.renamed(names_before([plan], network))
     gates = {site: torch.tensor(values) for site, values in plan.gates.items()}
     if plan.folds and example_input is None:

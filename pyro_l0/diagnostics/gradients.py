@@ -202,6 +202,8 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
     """
     if isinstance(gate, BernoulliGate):
         raise TypeError("A BernoulliGate has no pathwise derivative.")
+    if not isinstance(gate, GateDistribution):
+        raise TypeError(f"Expected a gate, but got {gate!r}.")
     name = next(iter(gate.learned))
     location = getattr(gate, name).detach().requires_grad_()
     others = {key: getattr(gate, key).detach() for key in gate.learned if key != name}

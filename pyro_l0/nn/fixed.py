@@ -30,6 +30,8 @@ class FixedGate(nn.Module):
 
     def __init__(self, value: Tensor, dim: int = -1) -> None:
         super().__init__()
+        if not isinstance(value, Tensor):
+            raise TypeError(f"Expected a tensor of values, but got {value!r}.")
         if value.dim() != 1 or dim == 0:
             raise ValueError(
                 f"Expected one value per unit, shape (size,), and not the batch's dimension 0, but got a value of "

@@ -103,6 +103,7 @@ def pack_zeros(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> torch.equal(unpack_zeros(packed)["weight"], torch.eye(8))
         True
     """
+    _check_tensors(state)
     packed: dict[str, Tensor] = {}
     for name, value in state.items():
         value = value.detach()
@@ -124,6 +125,7 @@ def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: a tensor's parts are not all there or do not fit each other.
     """
+    _check_tensors(packed)
     state: dict[str, Tensor] = {}
     for name, value in packed.items():
         base, mark, part = name.rpartition("#")
@@ -134,6 +136,12 @@ def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif mark + part not in (_BITS, _VALUES) or base + _SHAPE not in packed:
             raise ValueError(f"Expected {base!r} with {_SHAPE}, {_BITS} and {_VALUES}, but got {name!r} without them.")
     return state
+
+
+def _check_tensors(state: object) -> None:
+    """Refuse what is no mapping of tensors by name."""
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise TypeError(f"Expected tensors by name, such as network.state_dict(), but got {state!r}.")
 
 
 class _WeightsHook(GateHook):

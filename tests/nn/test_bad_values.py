@@ -5,7 +5,10 @@ import pytest
 import torch
 from torch import nn
 
+from pyro_l0.compaction import rewrite
+from pyro_l0.diagnostics import pathwise_noise
 from pyro_l0.nn import (
+    FixedGate,
     Gate,
     NetworkCost,
     fix_gates,
@@ -16,8 +19,10 @@ from pyro_l0.nn import (
     gate_weights,
     insert_gates,
     name_gates,
+    pack_zeros,
     square_norms,
     suggest_gates,
+    unpack_zeros,
 )
 
 DOORS = {
@@ -57,3 +62,21 @@ def test_sizes_and_dimensions_of_gates():
     for dim in ("abc", None, 1.0, True):
         with pytest.raises(TypeError, match="Expected dim to be an integer"):
             Gate(6, dim=dim)
+
+
+@pytest.mark.parametrize("bad", [None, "abc", [1.0], {"weight": 3}])
+def test_what_holds_no_tensors(bad):
+    """A state to be packed or unpacked, and the values of a fixed gate."""
+    for door in (pack_zeros, unpack_zeros):
+        with pytest.raises(TypeError, match="Expected tensors by name"):
+            door(bad)
+    with pytest.raises(TypeError, match="Expected a tensor of values"):
+        FixedGate(bad)
+
+
+@pytest.mark.parametrize("bad", [None, "abc", {}])
+def test_what_is_no_plan_and_no_gate(bad):
+    with pytest.raises(TypeError, match=r"Expected what plan\(\) returns"):
+        rewrite(nn.Linear(2, 2), bad)
+    with pytest.raises(TypeError, match="Expected a gate, but got"):
+        pathwise_noise(bad)
