@@ -88,6 +88,7 @@ def listed(requirements):
     return {re.match(r"[\w.-]+", text).group() for text in requirements}
 
 
+@pytest.mark.slow
 def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     """The package's own, those of its optional functions, the examples' and the tests'."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

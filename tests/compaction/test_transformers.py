@@ -81,6 +81,7 @@ def test_files_are_as_large_as_what_is_left(tmp_path):
     assert sizes[0] - sizes[1] > 3 * (numbers[0] - numbers[1])  # four bytes each, and the plan
 
 
+@pytest.mark.slow
 def test_exports_compute_the_same(tmp_path):
     """torch.export, and ONNX in onnxruntime; a hook, a selection and zeros in between."""
     net, x = network(), torch.randn(4, 8)

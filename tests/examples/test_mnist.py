@@ -105,6 +105,7 @@ def test_bad_options(options, error, message, tmp_path):
         mnist.main(Options(**{"out": tmp_path, "epochs": 1, **options}))
 
 
+@pytest.mark.slow
 def test_bad_checkpoints(tmp_path):
     """Of another run, and damaged: refused by name, and the one before is offered."""
     mnist.main(Options(epochs=2, out=tmp_path))
@@ -172,6 +173,7 @@ def test_the_digits_have_a_target_if_no_price_is_given():
     assert Options(target=0.3).budget == 0.3
 
 
+@pytest.mark.slow
 def test_retraining_the_compacted_network(tmp_path):
     """The small network is trained in place, and what is saved is what was measured; noise makes it another one."""
     images = load_digits()
@@ -188,6 +190,7 @@ def test_retraining_the_compacted_network(tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text())["retrained_error_percent"] == pytest.approx(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target_of", "shrink"), [("macs", True), ("weights", False), ("parameters", True)])
 def test_a_target_is_met_with_nothing_else_to_choose(target_of, shrink, tmp_path):
     """By the network that is saved, whose costs are counted here by hand; it is trained further, for a third longer."""

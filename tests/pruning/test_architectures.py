@@ -124,6 +124,7 @@ def test_gates_on_the_stream_of_a_transformer():
     check_saved(result.network, x[:5])
 
 
+@pytest.mark.slow
 def test_a_tiny_bert():
     """Heads and units of a model of Hugging Face's, trained by the loss that it returns itself."""
     transformers = pytest.importorskip("transformers", reason="Hugging Face's library is not installed")

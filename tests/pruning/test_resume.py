@@ -148,6 +148,7 @@ def test_a_killed_process(tmp_path):
     assert resumed.history == whole.history
 
 
+@pytest.mark.slow
 def test_a_file_of_another_run_is_refused(tmp_path):
     """By the name of what differs."""
     path = tmp_path / "run.pt"
