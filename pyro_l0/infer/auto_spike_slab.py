@@ -77,8 +77,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             ``init_scale`` is not positive; when called, ``slab`` or ``hyper`` names a site that the model does not
             have or that is of another kind, a slab's support is neither real numbers nor an interval of them,
             ``init_loc`` has another shape or lies outside of it, or, if anything depends on another, a slab's prior is
-            not normal, a site is subsampled, or ``z`` and ``w`` enter the model otherwise than as their product; and
-            what :class:`AutoGate` and :class:`L0_ELBO` refuse of latents and slabs.
+            not normal, a site is subsampled, or ``z`` and ``w`` enter otherwise than as their product; as AutoGate.
 
     Example:
         >>> import pyro
