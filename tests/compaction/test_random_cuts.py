@@ -32,23 +32,23 @@ def entry(request):
 
 def test_a_cut_of_heads_and_units(model):
     network, example = gated(model, with_heads=True)
-    assert not list(refusals(network, example, range(1), rates=(0.5,)))
+    assert not list(refusals(network, example, 1, first=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_heads", [False, True])
 def test_twenty_cuts_at_three_rates(model, with_heads):
     network, example = gated(model, with_heads)
-    assert not list(refusals(network, example, range(20)))
+    assert not list(refusals(network, example, 20))
 
 
 def test_a_cut_of_the_zoo(entry):
-    assert not list(refusals(entry.network(), entry.example(), range(1), rates=(0.5,)))
+    assert not list(refusals(entry.network(), entry.example(), 1, first=1))
 
 
 @pytest.mark.slow
 def test_cuts_of_the_zoo(entry):
-    assert not list(refusals(entry.network(), entry.example(), range(1, 2)))
+    assert not list(refusals(entry.network(), entry.example(), 3, first=3))
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs the package transformers, which is not installed")
