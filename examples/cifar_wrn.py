@@ -39,7 +39,7 @@ from progress import Progress
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Compacted, Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
 from wide_resnet import wide_resnet
 

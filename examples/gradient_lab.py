@@ -46,7 +46,7 @@ from pyro_l0 import (
 )
 from pyro_l0.diagnostics import GradientReport, measure_gradient, pathwise_noise, plot_gradients
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.elbo.estimators import EstimatorName
 
 __all__ = ["Options", "main"]
 

@@ -25,7 +25,7 @@ from pyro_l0 import (
 )
 from pyro_l0.distributions import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
-from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.nn import Gate, NetworkCost, gate_names
 
 __all__ = [

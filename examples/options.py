@@ -10,7 +10,7 @@ from typing import Any, Literal
 import networks
 import ranges
 from networks import KEEP_RATES, FamilyName, NetworkName
-from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.elbo.estimators import EstimatorName
 
 __all__ = ["Options", "check", "describe"]
 

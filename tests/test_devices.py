@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate, GateDistribution, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, factor
-from pyro_l0.infer.elbo import Objective
-from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.elbo.elbo import Objective
+from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.nn import Gate, NetworkCost, name_gates, square_norms
 from tests.cases import ATOMIC, FAMILIES
 

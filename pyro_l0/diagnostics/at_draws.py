@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from pyro_l0.diagnostics.posterior_draws import refuse_subsample
 from pyro_l0.distributions.wrappers import inside_events
 from pyro_l0.fast.record import Site, is_deterministic, is_likelihood
-from pyro_l0.infer.expansion import run_at
-from pyro_l0.infer.pairs import Args, Kwargs, Program
+from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program
+from pyro_l0.infer.guides.expansion import run_at
 
 __all__ = ["AtDraws", "at_draws", "sites_of"]
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyro_l0.diagnostics.findings import Finding
 from pyro_l0.diagnostics.pulls import arguments_of
-from pyro_l0.infer.guide import GateGuide
+from pyro_l0.infer.guides.protocol import GateGuide
 from pyro_l0.nn.fixed import fix_gates
 
 __all__ = ["Error", "check_gap", "check_statistics"]

@@ -12,9 +12,9 @@ from pyro_l0.diagnostics.check_movement import total_steps
 from pyro_l0.diagnostics.findings import Finding
 from pyro_l0.diagnostics.gate_sites import GateSite
 from pyro_l0.diagnostics.pulls import Pulls
-from pyro_l0.infer.coefficients import by_site
-from pyro_l0.infer.elbo import L0_ELBO
-from pyro_l0.infer.terms import TERMS
+from pyro_l0.infer.elbo.coefficients import by_site
+from pyro_l0.infer.elbo.elbo import L0_ELBO
+from pyro_l0.infer.elbo.terms import TERMS
 
 __all__ = [
     "Target",

@@ -24,7 +24,7 @@ from pyro_l0.diagnostics.gate_sites import GateSite, gate_sites
 from pyro_l0.diagnostics.holdings import AnyOptimiser, steps_taken
 from pyro_l0.diagnostics.pulls import Loss, Pulls, measure_pulls, objective_of
 from pyro_l0.diagnostics.untouched import first_batches, untouched
-from pyro_l0.infer.guide import GateGuide, check_guide
+from pyro_l0.infer.guides.protocol import GateGuide, check_guide
 
 __all__ = ["diagnose"]
 

@@ -12,8 +12,8 @@ from torch.distributions import transform_to
 
 from pyro_l0.diagnostics.holdings import AnyOptimiser, Holding, find_holding
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.infer.auto_gate import AutoGate
-from pyro_l0.infer.guide import GateGuide
+from pyro_l0.infer.guides.auto_gate import AutoGate
+from pyro_l0.infer.guides.protocol import GateGuide
 
 __all__ = ["GateSite", "gate_sites"]
 

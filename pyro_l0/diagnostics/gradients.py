@@ -18,9 +18,9 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Record
-from pyro_l0.infer.elbo import L0_ELBO
-from pyro_l0.infer.guide import GateGuide, check_guide
-from pyro_l0.infer.pairs import Program
+from pyro_l0.infer.elbo.elbo import L0_ELBO
+from pyro_l0.infer.elbo.pairs import Program
+from pyro_l0.infer.guides.protocol import GateGuide, check_guide
 from pyro_l0.maths.quadrature import Nodes, Stretch
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyro_l0.diagnostics.at_draws import AtDraws, at_draws, is_observation, sites_of
 from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of
-from pyro_l0.infer.pairs import Program
-from pyro_l0.infer.slabs import Switch, switches_of
+from pyro_l0.infer.elbo.pairs import Program
+from pyro_l0.infer.elbo.slabs import Switch, switches_of
 
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import

@@ -13,12 +13,12 @@ from torch import Tensor
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import active_prob, find_gate
 from pyro_l0.fast.record import Site, is_deterministic
-from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.mcmc import PosteriorSamples
-from pyro_l0.infer.pairs import Args, Kwargs
-from pyro_l0.infer.refine import RefinedPosterior
-from pyro_l0.infer.runs import record_run
-from pyro_l0.infer.slabs import Switch, gate_site, places_of, product_name
+from pyro_l0.infer.elbo.pairs import Args, Kwargs
+from pyro_l0.infer.elbo.runs import record_run
+from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of, product_name
+from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
+from pyro_l0.infer.posterior.mcmc import PosteriorSamples
+from pyro_l0.infer.posterior.refine import RefinedPosterior
 
 __all__ = ["PosteriorDraws", "completed", "draws_of", "refuse_subsample"]
 

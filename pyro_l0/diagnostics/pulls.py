@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_l0.diagnostics.untouched import probe_of
 from pyro_l0.fast.record import Record
-from pyro_l0.infer.elbo import L0_ELBO
+from pyro_l0.infer.elbo.elbo import L0_ELBO
 
 __all__ = ["Loss", "Pulls", "measure_pulls", "objective_of"]
 

@@ -12,9 +12,9 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pyro_l0.infer.auto_gate import AutoGate
-from pyro_l0.infer.elbo import L0_ELBO
-from pyro_l0.infer.watch import Watch
+from pyro_l0.infer.elbo.elbo import L0_ELBO
+from pyro_l0.infer.elbo.watch import Watch
+from pyro_l0.infer.guides.auto_gate import AutoGate
 
 __all__ = ["first_batches", "probe_of", "untouched"]
 

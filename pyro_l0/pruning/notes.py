@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.infer import TargetReport
-from pyro_l0.infer.budget import Cost
+from pyro_l0.infer.target.budget import Cost
 from pyro_l0.pruning.batches import BatchLoss
 
 __all__ = ["Note", "largest_unit", "looks_untrained", "notes_on"]

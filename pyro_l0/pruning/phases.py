@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pyro_l0.diagnostics import Diagnosis, diagnose
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
-from pyro_l0.infer.budget import Cost
-from pyro_l0.infer.sparsity_target import OnBudget
+from pyro_l0.infer.target.budget import Cost
+from pyro_l0.infer.target.sparsity_target import OnBudget
 from pyro_l0.pruning.batches import BatchLoss, average_gradients
 
 __all__ = ["FineTuning", "GatedPhase", "MakeOptimiser", "MakeSchedule", "Phase", "TargetOptions"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.infer.budget import BudgetTooSmallError, Cost
+from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
 from pyro_l0.nn.engine import Example
 from pyro_l0.pruning.batches import BatchLoss, LossFunction, share

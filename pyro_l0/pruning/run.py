@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyro_l0.compaction import Compacted, compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.infer import TargetReport
-from pyro_l0.infer.budget import Cost
+from pyro_l0.infer.target.budget import Cost
 from pyro_l0.nn import FixedGate, Gate
 from pyro_l0.nn.engine import Example
 from pyro_l0.pruning.batch_norm import renew_statistics

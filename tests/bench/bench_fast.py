@@ -28,7 +28,7 @@ from cifar import Cifar
 from cifar_wrn import Options, Run
 from pyro_l0 import fast
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.infer.elbo import Objective
+from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.nn import name_gates, square_norms
 
 Step = Callable[[], None]

@@ -37,8 +37,8 @@ from pyro_l0 import (
     RectifiedNormal,
 )
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
-from pyro_l0.infer.elbo import Objective
-from pyro_l0.infer.estimators import EstimatorName
+from pyro_l0.infer.elbo.elbo import Objective
+from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.maths import hard_concrete_kl, quadrature
 from pyro_l0.nn import Gate, name_gates
 

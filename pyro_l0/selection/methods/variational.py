@@ -15,8 +15,8 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.infer.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.fitting import fit
+from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
+from pyro_l0.infer.posterior.fit import fit
 from pyro_l0.selection.posterior import Draws, SelectionPosterior
 from pyro_l0.selection.problem import Problem
 

@@ -1,0 +1,1 @@
+"""The objectives: terms over blocks of sites, and gradients through gates."""

@@ -1,0 +1,104 @@
+"""An objective's coefficients: numbers, tensors or both by gate site; what is refused of them, and what sites have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from numbers import Real
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_l0.infer.elbo.estimators import Estimators
+from pyro_l0.infer.elbo.slabs import Switch
+
+Coefficient = float | Tensor | Mapping[str, float | Tensor]
+BySite = float | Tensor | dict[str, float | Tensor]
+
+
+class Options(Protocol):
+    """What blocks and terms read of an objective; :class:`~pyro_l0.infer.L0_ELBO` has it."""
+
+    lam: BySite
+    group_size: BySite
+    weight_decay: BySite
+    square_norm: dict[str, Callable[[], Tensor]]
+    slab: dict[str, Switch]
+    estimator: Estimators | None
+    step: int
+
+
+def as_dict(value: Coefficient) -> BySite:
+    """A coefficient whose kind is told faster than an abstract mapping's."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def by_site(value: BySite, name: str, default: float = 0.0) -> float | Tensor:
+    """What a coefficient is for one site."""
+    return value.get(name, default) if isinstance(value, dict) else value
+
+
+def is_zero(value: float | Tensor) -> bool:
+    """Whether a coefficient is known to be zero without reading a device."""
+    return isinstance(value, float | int) and value == 0
+
+
+def check_numbers(kl_scale: float | Callable[[int], float], **coefficients: Coefficient) -> None:
+    """Refuse coefficients that are negative or not finite."""
+    numbers = coefficients if callable(kl_scale) else {**coefficients, "kl_scale": kl_scale}
+    for name, value in numbers.items():
+        for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
+            where = f"{name}[{key!r}]" if key else name
+            if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
+                raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
+            number = torch.as_tensor(entry)
+            if not bool((torch.isfinite(number) & (number >= 0)).all()):
+                raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
+    if isinstance(kl_scale, Tensor) and kl_scale.dim():
+        raise ValueError(f"Expected kl_scale to be one number, but got a shape of {tuple(kl_scale.shape)}.")
+
+
+def kl_scale_at(kl_scale: float | Callable[[int], float], step: int) -> float | Tensor:
+    """The factor on every KL at a step; what a schedule returns is looked at without reading a device."""
+    if not callable(kl_scale):
+        return kl_scale
+    value: float | Tensor = kl_scale(step)
+    if isinstance(value, Tensor):
+        if value.dim():
+            raise ValueError(f"Expected kl_scale({step}) to be one number, but got a shape of {tuple(value.shape)}.")
+        if value.device.type != "cpu":
+            return value
+    elif not isinstance(value, Real):
+        raise TypeError(f"Expected kl_scale({step}) to be a number or a tensor, but got {type(value).__name__}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"Expected kl_scale({step}) to be finite and not negative, but got {float(value)}.")
+    return value
+
+
+def check_shapes(options: Options, name: str, gates: Tensor) -> None:
+    """Refuse coefficients that have more than a number per gate, given a tensor of the gates' shape."""
+    for option in ("lam", "group_size", "weight_decay"):
+        value = by_site(getattr(options, option), name)
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        try:
+            fits = torch.broadcast_shapes(value.shape, gates.shape) == gates.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"Expected {option} to broadcast against gate site {name!r} of shape {tuple(gates.shape)}, but got "
+                f"shape {tuple(value.shape)}; give a dict by site if it is meant for another one."
+            )
+
+
+def check_names(options: Options, gates: Collection[str]) -> None:
+    """Refuse coefficients by site for what is no gate site."""
+    for option in ("lam", "group_size", "weight_decay", "square_norm"):
+        value = getattr(options, option)
+        unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
+        if unknown:
+            got = ", ".join(map(repr, unknown))
+            hint = "; call the guide before NetworkCost, which then has these names" if option == "group_size" else ""
+            raise ValueError(f"Expected {option} by gate site, one of {sorted(gates)}, but got {got}{hint}.")

@@ -1,0 +1,403 @@
+"""The three objectives of the L0 paper as one Pyro ELBO whose gate terms are exact."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+from numbers import Real
+from typing import Literal, NamedTuple, TypedDict, get_args
+
+import torch
+from pyro.infer.elbo import ELBO
+from pyro.infer.util import torch_item
+from torch import Tensor
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Record
+from pyro_l0.infer.elbo.blocks import Kind, Run, blocks_of
+from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
+from pyro_l0.infer.elbo.estimators import (
+    Estimate,
+    EstimatorName,
+    Estimators,
+    Evaluation,
+    check_particles,
+    gates_log_prob,
+    leave_one_out,
+)
+from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program, check_arguments, odd_arguments
+from pyro_l0.infer.elbo.particles import over_particles
+from pyro_l0.infer.elbo.runs import record_run
+from pyro_l0.infer.elbo.slabs import Switch, switches_of
+from pyro_l0.infer.elbo.terms import TERMS, Term, check_slab, joint_norms, terms_of
+from pyro_l0.infer.elbo.watch import Watch, bad_values, number_of_bad
+
+Objective = Literal["l0", "free_energy", "spike_slab"]
+_LOG_Q = "log q(z)"  # beside the terms of a particle
+_Add = Callable[[str, str, Tensor], None]  # term, site, value
+
+
+class ElboState(TypedDict):
+    """What a resumed run needs of an objective: the step, and the score function's baseline."""
+
+    step: int
+    baseline: Tensor | None
+
+
+class _Outcome(NamedTuple):
+    """The terms of a loss, the runs they are from, and what to say if they are not finite."""
+
+    parts: dict[str, Tensor]
+    runs: list[Run]
+    explain: Callable[[], str]
+
+
+class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
+    r"""Training objectives for models with gates, in nats, summed over the data set; ``loss = -elbo``.
+
+    ==================  ==========================================================================  ===========
+    ``objective``       loss                                                                        L0 paper
+    ==================  ==========================================================================  ===========
+    ``"l0"``            :math:`-E \log p(D) + \sum \lambda\, |g|\, P(z \neq 0)`                     Eq. 22
+    ``"free_energy"``   the same :math:`+ \sum KL(q(z) \| p(z))`                                    Eq. 21
+    ``"spike_slab"``    :math:`-E \log p(D) + \sum KL(q(z) \| p(z)) + \sum P(z \neq 0)\, KL(w)`     Eq. 20
+    ==================  ==========================================================================  ===========
+
+    The KL of a gate is analytic: for a gate with a density, a sampled one has a biased gradient, however many
+    particles are drawn. Under ``estimator="leave_one_out"`` that of gates of two values is a part of the log ratio at
+    the draws, which is unbiased, as is the gradient. Latent variables other than gates and slabs contribute their KL
+    in every objective, in closed form where one is registered and by the pathwise sample otherwise.
+
+    Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
+    returns the loss, with a torch optimiser. The loss is a tensor and is not read back from an accelerator, but for a
+    look at every hundredth step: at the losses since the last look, and at whether all gates of a site have closed. In
+    main memory every loss that is trained is looked at. One that is not finite raises.
+
+    Args:
+        objective: which loss; a row of :data:`~pyro_l0.infer.OBJECTIVES`.
+        lam: price :math:`\lambda` of one open weight in nats; a number, a tensor that broadcasts against the gates,
+            or a dict of these by site (other sites are free). The paper's :math:`\lambda / N` on the mean loss is
+            ``lam`` :math:`= \lambda` here.
+        group_size: weights that a gate switches, :math:`|g|` of Eq. 16, in the same forms; 1 if not given.
+        slab: for ``"spike_slab"``, the gate site of each slab site. A gate without event dimensions switches a whole
+            event of its slab (in the same plates), as a group of weights; gates with event dimensions switch its
+            elements, and broadcast along the last dimensions as in ``z * w``. ``{"w": ("z", index)}`` is for
+            ``z[..., index] * w``: integers along the last dimension of z, such as the group of each weight. The KL of
+            a slab that has no registered one (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw,
+            which is unbiased; P(z != 0) stays analytic.
+        kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
+            losses taken so far with a gradient, kept in the attribute ``step``.
+        weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
+            :math:`\sum P(z \neq 0) \tfrac12 \|\theta_g\|^2`; a number or a dict by site. For a weight decay w on the
+            mean loss it is :math:`N w`.
+        square_norm: for ``weight_decay``, a function per gate site that returns :math:`\|\theta_g\|^2` of every
+            gate's weights; see :func:`pyro_l0.nn.square_norms`.
+        estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
+            ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
+            :class:`~pyro_l0.infer.Estimators`. The gates' KL and price stay analytic, but for the KL under
+            ``"leave_one_out"``.
+        num_particles: samples per step.
+        max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
+        vectorize_particles: draw the particles in one run of the model: in a plate, as in Pyro; with
+            ``"leave_one_out"`` by ``torch.vmap``, for which the model need not broadcast.
+        temper: factor in (0, 1] on the model's side of the log ratio in the gradient of ``"leave_one_out"`` for the
+            gates; a number, or a function of the step. Rising to 1 over the first third of a training, it keeps the
+            gates from settling before the slabs have.
+        extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.Term`.
+
+    Raises:
+        ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a
+            site that is not a gate or has another shape, a gate has no gate as posterior or the other way round,
+            shapes, scales or masks of model and guide differ, a latent variable is not reparameterised, gates fit
+            their slab in no way or in several, the minibatch is empty, the loss is not finite, or the model is given
+            data or returns a loss but has no likelihood. Each names the site, the term or the argument.
+
+    Warns:
+        UserWarning: all gates of a site have closed; once for each site.
+
+    Example:
+        >>> import pyro
+        >>> from pyro_l0 import HardConcrete
+        >>> def model():
+        ...     pyro.sample("z", HardConcrete.from_active_prob(0.1))
+        >>> def guide():
+        ...     pyro.sample("z", HardConcrete(torch.tensor(2.0)))
+        >>> round(L0_ELBO("l0", lam=0.5).loss(model, guide), 4)  # 0.5 * P(z != 0)
+        0.4867
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 15-17 and 20-22.
+    """
+
+    def __init__(
+        self,
+        objective: Objective | str = "free_energy",
+        lam: Coefficient = 0.0,
+        group_size: Coefficient | None = None,
+        slab: Mapping[str, Switch] | None = None,
+        kl_scale: float | Callable[[int], float] = 1.0,
+        num_particles: int = 1,
+        *,
+        weight_decay: Coefficient = 0.0,
+        square_norm: Mapping[str, Callable[[], Tensor]] | None = None,
+        estimator: EstimatorName | None = None,
+        max_plate_nesting: float = math.inf,
+        vectorize_particles: bool = False,
+        temper: float | Callable[[int], float] = 1.0,
+        extra_terms: Sequence[Term] = (),
+    ) -> None:
+        self.objective_terms = terms_of(objective, extra_terms)
+        size = 1.0 if group_size is None else group_size
+        check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
+        check_particles(num_particles, estimator, vectorize_particles)
+        if not callable(temper) and not (isinstance(temper, Real) and 0 < temper <= 1):
+            raise ValueError(f"Expected temper to be a number in (0, 1] or a function of the step, but got {temper!r}.")
+        check_slab(objective, slab, lam=lam, weight_decay=weight_decay)
+        super().__init__(  # type: ignore[no-untyped-call]
+            num_particles=num_particles,
+            max_plate_nesting=max_plate_nesting,
+            vectorize_particles=vectorize_particles,
+        )
+        self.objective = objective
+        self.lam = as_dict(lam)
+        self.group_size = as_dict(size)
+        self.slab = switches_of(slab)
+        self.kl_scale = kl_scale
+        self.weight_decay = as_dict(weight_decay)
+        # A copy of its own class: that of square_norms computes all sites' norms together.
+        self.square_norm = copy.copy(square_norm) if isinstance(square_norm, dict) else dict(square_norm or {})
+        self.estimator = None if estimator is None else Estimators(estimator)
+        self.temper = temper
+        self.step = 0
+        self._kls = {term.name for term in self.objective_terms if term.is_kl}
+        self._by_kind = {k: [term for term in self.objective_terms if term.kind == k] for k in get_args(Kind)}
+        self._watch = Watch()
+
+    def differentiable_loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Tensor:
+        """The loss with its graph, shape ``()``; advances ``step`` unless gradients are off."""
+        return self._step(model, guide, args, kwargs)[0]
+
+    def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
+        """The loss as a number, without gradients; ``step`` stays."""
+        with torch.no_grad():
+            outcome = self._terms(model, guide, args, kwargs)
+            value = float(torch_item(_total(outcome.parts)))
+        self._watch.value(self.step, value, outcome.explain)
+        return value
+
+    def loss_and_grads(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
+        """The loss as a number, after adding its gradients to the parameters' ``.grad``."""
+        step = self.step
+        loss, outcome = self._step(model, guide, args, kwargs)
+        if loss.requires_grad:
+            loss.backward()
+        value = float(torch_item(loss))
+        self._watch.value(step, value, outcome.explain)
+        return value
+
+    def terms(self, model: Program, guide: Program, *args: object, **kwargs: object) -> dict[str, Tensor]:
+        """The parts that add up to the loss, without gradients; ``step`` stays.
+
+        Returns:
+            Tensors of shape ``()``: ``nll`` (expected negative log likelihood), ``l0``, ``l2`` (the penalties),
+            ``kl_gate``, ``kl_slab``, ``kl_other`` (as they enter the loss, that is times ``kl_scale``; a part that
+            the objective does not have is 0).
+        """
+        with torch.no_grad():
+            parts = self._terms(model, guide, args, kwargs).parts
+        return {term.name: torch.as_tensor(parts.get(term.name, 0.0)) for term in (*TERMS, *self.objective_terms)}
+
+    def drop(self, sites: Collection[str]) -> None:
+        """Forget the coefficients and norms of gate sites that have left the model.
+
+        Args:
+            sites: names; what has no entry is passed over.
+        """
+        for value in (self.lam, self.group_size, self.weight_decay, self.square_norm):
+            if isinstance(value, dict):
+                for site in sites:
+                    value.pop(site, None)
+
+    def state_dict(self) -> ElboState:
+        """What a resumed run needs: the step, and the score function's baseline."""
+        return {"step": self.step, "baseline": None if self.estimator is None else self.estimator.baseline}
+
+    def load_state_dict(self, state: ElboState) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Args:
+            state: of an objective with the same options.
+        """
+        self.step = state["step"]
+        if self.estimator is not None:
+            self.estimator.baseline = state["baseline"]
+
+    def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Run:
+        of_guide = record_run(guide, args, kwargs, self.step)
+        return Run(
+            record_run(model, args, kwargs, self.step, of_guide.sites).sites, of_guide.sites, of_guide.joint_draws
+        )
+
+    def _step(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> tuple[Tensor, _Outcome]:
+        """The loss, looked at where that is cheap or due, and how it came about."""
+        outcome = self._terms(model, guide, args, kwargs)
+        loss = _total(outcome.parts)
+        if loss.requires_grad:  # it is trained
+            self._watch.loss(self.step, loss, outcome.parts, outcome.explain)
+            if outcome.runs:
+                self._watch.gates(self.step, outcome.runs[0].guide)
+        if torch.is_grad_enabled():
+            self.step += 1
+        return loss, outcome
+
+    def kl_scale_now(self) -> float | Tensor:
+        """The factor on every KL at the present step."""
+        return kl_scale_at(self.kl_scale, self.step)
+
+    def _terms(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> _Outcome:
+        check_arguments(model, args, kwargs)
+        parts: dict[str, Tensor] = {}
+        runs: list[Run] = []
+        kl_scale = self.kl_scale_now()
+        particles = self.num_particles
+        surrogate: Tensor | None = None
+        add = partial(_add_to, parts)
+        norms = joint_norms(self.square_norm)
+        decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
+        with nullcontext() if norms is None else norms.during(decayed):
+            if self.estimator is not None and self.estimator.name == "leave_one_out":
+                surrogate = self._leave_one_out(model, guide, args, kwargs, parts, runs)
+            elif self.estimator is not None and torch.is_grad_enabled():
+                evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs, runs)
+                particles = len(evaluations)
+                for evaluation in evaluations:
+                    for name, value in evaluation.parts.items():
+                        add(name, "", value)
+            else:
+                for run in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
+                    runs.append(run)
+                    self._add_particle(add, run)
+        for name in parts:
+            factor = (kl_scale if name in self._kls else 1.0) / particles
+            if factor != 1.0:
+                parts[name] = parts[name] * factor
+        if surrogate is not None:
+            add("nll", "", surrogate)
+        return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
+
+    @torch.no_grad()
+    def _explain(self, runs: Sequence[Run], model: Program, args: Args, kwargs: Kwargs) -> str:
+        """Which terms of some runs are not finite, and where that may come from."""
+        bad: list[str] = []
+        suspects: list[str] = []
+        causes = odd_arguments(model, args, kwargs)
+
+        def note(term: str, name: str, value: Tensor) -> None:
+            if number_of_bad(value):
+                bad.append(f"{term} of site {name!r} is {float(value)}")
+                suspects.append(name)
+
+        for run in runs:
+            self._add_particle(note, run, apart=True)
+            # An estimator's surrogate is no term of its own: then any site may be the cause.
+            for name in suspects or run.model:
+                causes += [cause for of in (run.model, run.guide) if name in of for cause in bad_values(of[name])]
+        for option in ("lam", "group_size", "weight_decay", "kl_scale"):
+            value = getattr(self, option)
+            entries = value.items() if isinstance(value, dict) else [("", value)]
+            causes += [f"{option} is not finite" for _, x in entries if not callable(x) and number_of_bad(x)]
+        what = ", ".join(bad) or "every term is finite by itself"
+        return f"{what}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
+
+    def _leave_one_out(
+        self, model: Program, guide: Program, args: Args, kwargs: Kwargs, parts: dict[str, Tensor], runs: list[Run]
+    ) -> Tensor | None:
+        """Add the terms of every particle to the parts; a surrogate for the gradient of gates of two values."""
+
+        def evaluate(of_guide: Record) -> dict[str, Tensor]:
+            of_model = record_run(model, args, kwargs, self.step, of_guide.sites)
+            run = Run(of_model.sites, of_guide.sites, of_guide.joint_draws, at_draws=torch.is_grad_enabled())
+            if not self.vectorize_particles:
+                runs.append(run)
+            found: dict[str, Tensor] = {}
+            self._add_particle(partial(_add_to, found), run)
+            return {**found, _LOG_Q: gates_log_prob(run.guide)}
+
+        def run_guide() -> Record:
+            return record_run(guide, args, kwargs, self.step)
+
+        found = over_particles(evaluate, run_guide, guide, self.num_particles, self.vectorize_particles)
+        log_q = found.pop(_LOG_Q)
+        for name, values in found.items():
+            parts[name] = values.sum()
+        if not torch.is_grad_enabled():
+            return None
+        kl_scale = self.kl_scale_now()
+        loss = reduce(operator.add, (x * kl_scale if name in self._kls else x for name, x in found.items()))
+        temper = self.temper(self.step) if callable(self.temper) else self.temper
+        return leave_one_out(loss, log_q, temper)
+
+    def _estimate(
+        self, estimator: Estimators, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]
+    ) -> Estimate:
+        """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
+        of_guide = record_run(guide, args, kwargs, self.step)
+        found = {name: find_gate(site["fn"]) for name, site in of_guide.sites.items() if site["type"] == "sample"}
+        gates = {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
+        if not gates:
+            raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
+
+        def evaluate(values: Mapping[str, Tensor]) -> Evaluation:
+            return self.evaluate(model, of_guide, values, args, kwargs, runs)
+
+        return estimator(evaluate, gates, self.num_particles)
+
+    def evaluate(
+        self,
+        model: Program,
+        of_guide: Record,
+        values: Mapping[str, Tensor],
+        args: Args,
+        kwargs: Kwargs,
+        runs: list[Run] | None = None,
+    ) -> Evaluation:
+        """The objective of one particle, whose gates have given values in the place of what a guide's run drew.
+
+        The run at these values is added to ``runs``.
+        """
+        drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in of_guide.sites.items()}
+        run = Run(record_run(model, args, kwargs, self.step, drawn).sites, drawn, of_guide.joint_draws)
+        if runs is not None:
+            runs.append(run)
+        parts: dict[str, Tensor] = {}
+        self._add_particle(partial(_add_to, parts), run)
+        kl_scale = self.kl_scale_now()
+        present = [term for term in self.objective_terms if term.name in parts]
+        scaled = [(term, parts[term.name] * kl_scale if term.is_kl else parts[term.name]) for term in present]
+        cost = [part for term, part in scaled if term.uses_draws]
+        analytic = [part for term, part in scaled if not term.uses_draws]
+        return Evaluation(parts, reduce(operator.add, cost) if cost else torch.zeros(()), analytic)
+
+    def _add_particle(self, add: _Add, run: Run, apart: bool = False) -> None:
+        """Hand out every term of one run, on request site by site."""
+        for block in blocks_of(run, self):
+            for term in self._by_kind[block.kind]:
+                whole = block.joint is None or (not apart and term.takes(block, self))
+                for part in (block,) if whole else block.apart:
+                    value = term.value(part, self)
+                    if value is not None:
+                        add(term.name, ", ".join(part.names), value)
+
+
+def _add_to(parts: dict[str, Tensor], term: str, site: str, value: Tensor) -> None:
+    """Sum terms over sites and particles."""
+    parts[term] = parts[term] + value if term in parts else value
+
+
+def _total(parts: Mapping[str, Tensor]) -> Tensor:
+    return reduce(operator.add, parts.values()) if parts else torch.zeros(())

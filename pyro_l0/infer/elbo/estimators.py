@@ -1,0 +1,246 @@
+"""Gradient estimators for gates of two values, whose draws have no derivative.
+
+Each draws the gates, evaluates the cost at its draws and returns a surrogate: a tensor whose value is 0 and whose
+gradient, for the gates' log odds, estimates that of the expected cost. The gates' own KL never comes in: it is exact.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site
+
+EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
+BIASED: tuple[EstimatorName, ...] = ("straight_through",)
+
+_DECAY = 0.9  # of the score function's baseline
+_TEMPERATURE = 0.5  # of REBAR's concrete
+_Values = dict[str, Tensor]
+_Gates = Mapping[str, BernoulliGate]
+
+
+class Evaluation(NamedTuple):
+    """The objective at given gates.
+
+    Attributes:
+        parts: its parts by name, shape ``()``.
+        cost: the sum of the parts that depend on the gates' values.
+        analytic: the other parts as they enter the loss.
+    """
+
+    parts: dict[str, Tensor]
+    cost: Tensor
+    analytic: Sequence[Tensor] = ()
+
+
+_Evaluate = Callable[[_Values], Evaluation]
+
+
+class Estimate(NamedTuple):
+    """What an estimator found.
+
+    Attributes:
+        evaluations: evaluations at exact draws, whose mean is the loss.
+        surrogate: 0 with the gradient for the gates' log odds, shape ``()``.
+    """
+
+    evaluations: list[Evaluation]
+    surrogate: Tensor
+
+
+class Estimators:
+    """The estimators by name, with what they keep from step to step.
+
+    Args:
+        name: ``"score_function"`` (REINFORCE, with a decaying average of the cost as its baseline),
+            ``"leave_one_out"`` (each draw's baseline is the mean of the others), ``"arm"`` (augment, reinforce, merge:
+            two antithetic draws), ``"straight_through"`` (the draw's derivative is taken for that of its mean; biased)
+            or ``"rebar"`` (the score function with a binary concrete as control variate).
+
+    References:
+        Williams (1992); Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples; Yin, Zhou (2019), arXiv:1807.11143;
+        Bengio, Leonard, Courville (2013), arXiv:1308.3432; Tucker et al. (2017), arXiv:1703.07370.
+    """
+
+    def __init__(self, name: EstimatorName) -> None:
+        self.name = name
+        self.baseline: Tensor | None = None
+
+    def __call__(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
+        """Estimate the cost and its gradient.
+
+        Args:
+            evaluate: the objective at values of the gates by site.
+            gates: the gates by site.
+            draws: independent draws (pairs of draws for ``"arm"``).
+        """
+        return _ESTIMATORS[self.name](self, evaluate, gates, draws)
+
+    def _score_function(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
+        drawn, evaluations, costs = _evaluate_draws(evaluate, gates, draws)
+        baseline = costs.new_zeros(()) if self.baseline is None else self.baseline.to(costs)
+        surrogate = _surrogate(gates, drawn, costs - baseline)
+        # Only now: a baseline that knew these draws would bias the gradient.
+        mean = costs.mean()
+        self.baseline = mean if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * mean
+        return Estimate(evaluations, surrogate / draws)
+
+    def _leave_one_out(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
+        drawn, evaluations, costs = _evaluate_draws(evaluate, gates, draws)
+        # cost - mean of the others = (cost - mean of all) * draws / (draws - 1)
+        return Estimate(evaluations, _surrogate(gates, drawn, (costs - costs.mean()) / (draws - 1)))
+
+    def _arm(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
+        evaluations: list[Evaluation] = []
+        surrogates: list[Tensor] = []
+        for _ in range(draws):
+            noise = {name: torch.rand_like(gate.logits) for name, gate in gates.items()}
+            first, second = (
+                evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()}),
+                evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()}),
+            )
+            evaluations += [first, second]
+            slope = [((noise[name] - 0.5) * _change(gate.logits)).sum() for name, gate in gates.items()]
+            surrogates.append((first.cost - second.cost).detach() * torch.stack(slope).sum() / draws)
+        return Estimate(evaluations, reduce(operator.add, surrogates))
+
+    def _straight_through(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
+        evaluations = []
+        for _ in range(draws):
+            drawn = _draw(gates)
+            evaluations.append(evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()}))
+        return Estimate(evaluations, evaluations[0].cost.new_zeros(()))
+
+    def _rebar(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
+        evaluations: list[Evaluation] = []
+        surrogates: list[Tensor] = []
+        for _ in range(draws):
+            hard, free, tied = _relaxations(gates)
+            evaluations.append(evaluate(hard))
+            _, free_slope = _cost_and_slope(evaluate, free)
+            tied_cost, tied_slope = _cost_and_slope(evaluate, tied)
+            term = (evaluations[-1].cost.detach() - tied_cost) * _score(gates, hard)
+            for name in gates:
+                term = term + (free_slope[name] * _change(free[name])).sum()
+                term = term - (tied_slope[name] * _change(tied[name])).sum()
+            surrogates.append(term / draws)
+        return Estimate(evaluations, reduce(operator.add, surrogates))
+
+
+_ESTIMATORS: dict[EstimatorName, Callable[[Estimators, _Evaluate, _Gates, int], Estimate]] = {
+    "score_function": Estimators._score_function,
+    "leave_one_out": Estimators._leave_one_out,
+    "arm": Estimators._arm,
+    "straight_through": Estimators._straight_through,
+    "rebar": Estimators._rebar,
+}
+
+
+def _change(x: Tensor) -> Tensor:
+    """0 with the gradient of x."""
+    return x - x.detach()
+
+
+def _draw(gates: _Gates) -> _Values:
+    return {name: gate.sample() for name, gate in gates.items()}
+
+
+def _evaluate_draws(evaluate: _Evaluate, gates: _Gates, draws: int) -> tuple[list[_Values], list[Evaluation], Tensor]:
+    """Exact draws, the objective at them, and its costs without their graph, shape ``(draws,)``."""
+    drawn = [_draw(gates) for _ in range(draws)]
+    evaluations = [evaluate(values) for values in drawn]
+    return drawn, evaluations, torch.stack([evaluation.cost.detach() for evaluation in evaluations])
+
+
+def _surrogate(gates: _Gates, drawn: Sequence[_Values], advantages: Tensor) -> Tensor:
+    """0 with the gradient of the draws' log probabilities, each times its advantage."""
+    scores = (x * _score(gates, values) for x, values in zip(advantages, drawn, strict=True))
+    return reduce(operator.add, scores, advantages.new_zeros(()))
+
+
+def _score(gates: _Gates, values: _Values) -> Tensor:
+    """0 with the gradient of the draws' log probability."""
+    scores = [_change((values[name].detach() * g.logits + F.logsigmoid(-g.logits)).sum()) for name, g in gates.items()]
+    return torch.stack(scores).sum()
+
+
+def _relaxations(gates: _Gates) -> tuple[_Values, _Values, _Values]:
+    """Exact draws, the concretes that they round, and concretes drawn anew given the exact draws."""
+    hard: _Values = {}
+    free: _Values = {}
+    tied: _Values = {}
+    for name, gate in gates.items():
+        logits, p = gate.logits, torch.sigmoid(gate.logits)
+        eps = torch.finfo(logits.dtype).eps
+        u, v = torch.rand((2, *logits.shape), dtype=logits.dtype, device=logits.device).clamp(eps, 1 - eps)
+        relaxed = logits + torch.logit(u)
+        hard[name] = (relaxed > 0).to(logits.dtype).detach()
+        # The uniform that leads to the same side of the threshold at 1 - p.
+        again = torch.where(hard[name] > 0, 1 - p * (1 - v), (1 - p) * v)
+        free[name] = torch.sigmoid(relaxed / _TEMPERATURE)
+        tied[name] = torch.sigmoid((logits + torch.logit(again.clamp(eps, 1 - eps))) / _TEMPERATURE)
+    return hard, free, tied
+
+
+def _cost_and_slope(evaluate: _Evaluate, values: _Values) -> tuple[Tensor, _Values]:
+    """The cost at relaxed gates and its gradient for them alone; the weights keep out of the control variate."""
+    leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
+    cost = evaluate(leaves).cost
+    slopes = torch.autograd.grad(cost, list(leaves.values()), materialize_grads=True)
+    return cost.detach(), dict(zip(leaves, slopes, strict=True))
+
+
+def check_particles(num_particles: object, estimator: EstimatorName | None, vectorize_particles: bool) -> None:
+    """Refuse numbers of particles, and estimators that do not go with them."""
+    if isinstance(num_particles, bool) or not isinstance(num_particles, int) or num_particles < 1:
+        raise ValueError(f"Expected num_particles of at least 1, but got {num_particles!r}.")
+    if estimator is not None and estimator not in get_args(EstimatorName):
+        raise ValueError(f"Expected estimator to be one of {get_args(EstimatorName)}, but got {estimator!r}.")
+    if estimator == "leave_one_out" and num_particles < 2:
+        raise ValueError(f"Expected num_particles of at least 2 for 'leave_one_out', but got {num_particles}.")
+    if estimator not in (None, "leave_one_out") and vectorize_particles:
+        raise ValueError(
+            f"Expected no vectorize_particles with an estimator such as {estimator!r}, which draws its own; "
+            "'leave_one_out' can."
+        )
+
+
+def gates_log_prob(sites: Mapping[str, Site]) -> Tensor:
+    """Log probability of a guide's gates of two values at its draws, shape ``()``; 0 if all are pathwise."""
+    found = [
+        site["fn"].log_prob(site["value"]).sum()
+        for site in sites.values()
+        if site["type"] == "sample" and isinstance(find_gate(site["fn"]), BernoulliGate)
+    ]
+    return torch.stack(found).sum() if found else torch.zeros(())
+
+
+def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:
+    r"""0 with an estimate of the mean loss's gradient for the gates' parameters.
+
+    :math:`\sum_s (c_s - \bar c) \nabla \log q(z_s) / (S - 1)` with the cost
+    :math:`c = \kappa (loss - \log q) + \log q`: each draw's baseline is the mean of the others. Where
+    :math:`\log q` is a part of the loss and the posterior is exact, all costs are the same and the estimate has no
+    variance; taking the gates' KL out would leave one.
+
+    Args:
+        loss: of each particle, shape ``(S,)``.
+        log_q: log probability of its gates under the guide, shape ``(S,)``.
+        temper: :math:`\kappa` in (0, 1], what the model's side of the ratio counts.
+
+    References:
+        Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples, get a baseline for free; Richter et al. (2020),
+        VarGrad, arXiv:2010.10436.
+    """
+    cost = (temper * (loss - log_q) + log_q).detach() if temper != 1 else loss.detach()
+    centred = (cost - cost.mean()) / (len(cost) - 1)
+    return (centred * (log_q - log_q.detach())).sum()  # they may be of different dtypes

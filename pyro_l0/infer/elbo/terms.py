@@ -1,0 +1,325 @@
+"""The terms of the objectives, each written once over a block of sites, and which objective has which."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, cast, get_args, runtime_checkable
+
+import torch
+from pyro.distributions import Delta
+from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.infer.util import is_validation_enabled
+from pyro.util import check_site_shape
+from torch import Tensor
+from torch.distributions import Distribution, kl_divergence
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.wrappers import find_gate, inside_events
+from pyro_l0.fast.record import Site
+from pyro_l0.infer.elbo.blocks import Block, Kind
+from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero
+from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
+from pyro_l0.infer.guides.drawn import Drawn
+
+_Objective = Any  # the Options; a user's function may ask for an L0_ELBO
+
+
+@runtime_checkable
+class JointNorms(Protocol):
+    """Squared norms by site that can be computed together; :func:`pyro_l0.nn.square_norms` returns such."""
+
+    def during(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """A context for the network's forward pass, which computes the norms of some sites on the way."""
+        ...
+
+    def together(self, names: Sequence[str]) -> Tensor | None:
+        """The norms of several sites side by side."""
+        ...
+
+
+def joint_norms(norms: object) -> JointNorms | None:
+    """Norms by site as what computes them together; None if they can't."""
+    kind: Any = type(norms)  # mypy takes a class's __hash__ for its instances'
+    return cast(JointNorms, norms) if _are_joint(kind) else None
+
+
+@lru_cache(maxsize=16)
+def _are_joint(kind: type) -> bool:
+    # Once for a class: a step would take a hundredth longer for asking a protocol about an object.
+    return issubclass(kind, JointNorms)
+
+
+class Term(NamedTuple):
+    """One term of an objective.
+
+    Attributes:
+        name: its name in :meth:`L0_ELBO.terms <pyro_l0.infer.L0_ELBO.terms>`.
+        value: what a block adds to the loss, in nats, shape ``()``, as a function of the block and the objective; None
+            for nothing.
+        kind: the blocks that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"`` sites.
+        is_kl: whether ``kl_scale`` scales it.
+        uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator where gates have two
+            values.
+        takes: whether it is evaluated over a block of several sites at once; it gets them one by one otherwise.
+    """
+
+    name: str
+    value: Callable[[Block, _Objective], Tensor | None]
+    kind: Kind = "gates"
+    is_kl: bool = False
+    uses_draws: bool = False
+    takes: Callable[[Block, _Objective], bool] = lambda block, options: False
+
+
+# ------------------------------------------------------------ gates
+
+
+def _coefficients(value: BySite, block: Block, options: Options) -> list[float | Tensor]:
+    """A coefficient of each of a block's sites; none where all are 0."""
+    found = [by_site(value, name) for name in block.names]
+    if all(map(is_zero, found)):
+        return []
+    if block.joint is None:
+        check_shapes(options, block.name, block.active_prob)
+    return found
+
+
+def _price(block: Block, options: Options) -> Tensor | None:
+    prices = _coefficients(options.lam, block, options)
+    if not prices:
+        return None
+    sizes = [by_site(options.group_size, name, 1.0) for name in block.names]
+    return block.open_gates([price * size for price, size in zip(prices, sizes, strict=True)])
+
+
+def _decay(block: Block, options: Options) -> Tensor | None:
+    decays = _coefficients(options.weight_decay, block, options)
+    if not decays:
+        return None
+    return block.open_gates([0.5 * decay for decay in decays], _square_norms(block, decays, options))
+
+
+def _are_numbers(block: Block, options: Options) -> bool:
+    """Whether the coefficients of a block's sites are numbers."""
+    values = (options.lam, options.group_size, options.weight_decay)
+    return not any(isinstance(by_site(value, name), Tensor) for value in values for name in block.names)
+
+
+def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Options) -> Tensor:
+    """Squared norms of the weights of a block's gates; 0 for sites without a decay."""
+    norms = options.square_norm
+    if block.joint is None:
+        return _square_norm(block.name, block.shapes[0], options)
+    joint = joint_norms(norms)
+    if joint is not None and all(decays) and norms.keys() >= set(block.names):
+        found = joint.together(block.names)
+        if found is not None:
+            return found
+    each = [
+        _square_norm(name, shape, options) if decay else block.active_prob.new_zeros(shape)
+        for name, shape, decay in zip(block.names, block.shapes, decays, strict=True)
+    ]
+    return torch.cat([norm.flatten() for norm in each])
+
+
+def _square_norm(name: str, shape: torch.Size, options: Options) -> Tensor:
+    """The squared norms of the weights of one site's gates."""
+    if name not in options.square_norm:
+        raise ValueError(
+            f"Expected a square_norm for gate site {name!r}, which has a weight_decay; "
+            f"got some for {sorted(options.square_norm)}."
+        )
+    norm = options.square_norm[name]()
+    if norm.shape != shape:
+        raise ValueError(
+            f"Expected a square_norm of shape {tuple(shape)} for gate site {name!r}, but got {tuple(norm.shape)}."
+        )
+    return norm
+
+
+def _gate_kl(block: Block, options: Options) -> Tensor:
+    if block.run.at_draws and isinstance(find_gate(block.posterior["fn"]), BernoulliGate):
+        # The leave-one-out gradient has its share of the posterior's log probability, whose own has mean 0.
+        ratios = [_log_prob_sum(one.posterior).detach() - _log_prob_sum(one.prior) for one in block.apart]
+        return torch.stack(ratios).sum()
+    assert block.pair is not None
+    posterior, prior = block.pair
+    try:
+        kl = kl_divergence(posterior, prior)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"No KL is derived for gate site {block.name!r} with posterior {posterior} and prior {prior}; "
+            "sampling it would give a biased gradient."
+        ) from error
+    if kl.shape != posterior.batch_shape:
+        raise ValueError(
+            f"Expected a KL of shape {tuple(posterior.batch_shape)} at gate site {block.name!r}, but got "
+            f"{tuple(kl.shape)}."
+        )
+    return block.total(kl)
+
+
+# ------------------------------------------------------------ other sites
+
+
+def _nll(block: Block, options: Options) -> Tensor:
+    try:
+        return _log_prob_sum(block.prior, -1.0)
+    except ValueError as error:
+        raise ValueError(f"The nll of site {block.name!r} failed at step {options.step}: {error}") from error
+
+
+def _other_kl(block: Block, options: Options) -> Tensor:
+    """KL of a latent variable that is neither gate nor slab, or the log density of one of the guide's alone."""
+    if block.name not in block.run.model:
+        return _log_prob_sum(block.posterior)
+    q = block.posterior["fn"]
+    _check_pathwise(block.name, q)
+    # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
+    if not isinstance(inside_events(q), Delta):
+        try:
+            return block.total(kl_divergence(q, block.prior["fn"]))
+        except NotImplementedError:
+            pass
+    return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
+
+
+def _slab_kl(block: Block, options: Options) -> Tensor:
+    r"""The term :math:`\sum P(z \neq 0)\, KL(q(w) \| p(w))` of Eq. 20.
+
+    Batch dimensions of gates and slab belong together. A gate without event dimensions switches a whole event: its KL
+    is summed over the event first. Gates with event dimensions switch elements along the event's last dimensions, as
+    torch broadcasts ``z * w``; one of size 1 is shared.
+    """
+    name, gates = block.name, Block("gates", (gate_site(options.slab[block.name]),), block.run)
+    if find_gate(gates.posterior["fn"]) is None:
+        raise ValueError(
+            f"Expected a gate at site {gates.name!r} for slab site {name!r}, but got {gates.posterior['fn']}."
+        )
+    q, p = block.posterior["fn"], block.prior["fn"]
+    if isinstance(q, Drawn):  # given its gates, and its prior where they are closed
+        return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
+    # Elements have KLs of their own where both sides are products of them.
+    inner, inner_prior = inside_events(q), inside_events(p)
+    if inner.event_dim != inner_prior.event_dim:
+        inner, inner_prior = q, p
+    joint: int = inner.event_dim
+    places = places_of(name, options.slab[name], block.run.model, block.run.guide)
+    split = len(places.shape) - joint
+    if any(size > 1 for size in places.shape[split:]):
+        raise ValueError(
+            f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, whose joint distribution "
+            f"{inner} has no KL by element, but got gates of shape {places.shape} against {tuple(q.shape())}."
+        )
+    kl = _kl_or_sample(name, inner, inner_prior, block.posterior["value"])
+    active = places.of(gates.active_prob).reshape(places.shape[:split])
+    return block.total(sum_rightmost(kl * active, q.event_dim - joint))
+
+
+def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
+    """The log probability of a site's value, or its negative, under the site's scale and mask."""
+    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    if site["cond_indep_stack"] and is_validation_enabled():
+        shaped: Site = {**site, "log_prob": log_prob}
+        check_site_shape(shaped, sys.maxsize)
+    scale, mask = site["scale"], site["mask"]
+    if mask is None and not isinstance(scale, Tensor):
+        # One number, not one per row; and no sum over one number.
+        total: Tensor = (log_prob.sum() if log_prob.dim() else log_prob) * (sign * scale)
+        return total
+    return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
+
+
+def _kl_or_sample(name: str, q: Distribution, p: Distribution, value: Tensor) -> Tensor:
+    """KL(q || p) of a variable that is no gate: in closed form if registered, else log q - log p at a draw of q.
+
+    The sampled difference is unbiased, and so is its pathwise gradient, as both densities are smooth: it may be the
+    draw that the likelihood sees too. With a gate's atoms neither would hold.
+    """
+    try:
+        return kl_divergence(q, p)
+    except NotImplementedError:
+        _check_pathwise(name, q)
+    try:
+        log_prior = p.log_prob(value)
+    except ValueError as error:
+        raise ValueError(
+            f"Expected a posterior at site {name!r} whose draws its prior {p} admits, but got {q}: {error}"
+        ) from error
+    return q.log_prob(value) - log_prior
+
+
+def _check_pathwise(name: str, q: Distribution) -> None:
+    """Refuse a posterior through whose draw no gradient goes."""
+    if not q.has_rsample:
+        raise ValueError(
+            f"Expected a reparameterised posterior at latent site {name!r}, whose gradient goes through its sample, "
+            f"but got {q}."
+        )
+
+
+NLL = Term("nll", _nll, "observed", uses_draws=True)
+PRICE = Term("l0", _price, takes=_are_numbers)
+DECAY = Term("l2", _decay, takes=_are_numbers)
+GATE_KL = Term("kl_gate", _gate_kl, is_kl=True, takes=lambda block, options: block.pair is not None)
+SLAB_KL = Term("kl_slab", _slab_kl, "slab", is_kl=True, uses_draws=True)
+OTHER_KL = Term("kl_other", _other_kl, "other", is_kl=True, uses_draws=True)
+
+TERMS = (NLL, PRICE, DECAY, GATE_KL, SLAB_KL, OTHER_KL)
+#: The terms of each objective, whose order is that of their sum.
+OBJECTIVES: dict[str, tuple[Term, ...]] = {
+    "l0": (NLL, OTHER_KL, PRICE, DECAY),
+    "free_energy": (NLL, OTHER_KL, PRICE, DECAY, GATE_KL),
+    "spike_slab": (NLL, OTHER_KL, SLAB_KL, GATE_KL),
+}
+
+
+# ------------------------------------------------------------ what is refused
+
+
+def check_slab(objective: str, slab: Mapping[str, Switch] | None, **prices: Coefficient) -> None:
+    """Refuse slabs for an objective without their KL, and none for one with it; and prices for one without them."""
+    terms = OBJECTIVES[objective]
+    if slab and SLAB_KL not in terms:
+        raise ValueError(f"Expected slab for objective='spike_slab' only, but got {slab!r} for {objective!r}.")
+    if not slab and SLAB_KL in terms:
+        raise ValueError(f"Expected slab={{'w': 'z', ...}} for objective={objective!r}, but got none.")
+    for name, value in prices.items() if PRICE not in terms else ():
+        if isinstance(value, Tensor | Mapping) or value != 0:
+            raise ValueError(
+                f"Expected no {name} for objective={objective!r}, whose slab KL is the price of a weight, "
+                f"but got {value!r}."
+            )
+
+
+def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
+    """An objective's row, and a user's own terms, whose values are looked at where those of the table are right."""
+    if objective not in OBJECTIVES:
+        *others, last = map(repr, OBJECTIVES)
+        raise ValueError(f"Expected objective {', '.join(others)} or {last}, but got {objective!r}.")
+    names = [term.name for term in TERMS]
+    for term in extra_terms:
+        if not isinstance(term, Term):
+            raise TypeError(f"Expected extra_terms to be pyro_l0.infer.Term, but got {type(term).__name__}.")
+        if term.kind not in get_args(Kind):
+            raise ValueError(
+                f"Expected the kind of extra term {term.name!r} in {get_args(Kind)}, but got {term.kind!r}."
+            )
+        if term.name in names:
+            raise ValueError(f"Expected extra terms with names other than {names}, but got {term.name!r}.")
+        names.append(term.name)
+    return (*OBJECTIVES[objective], *(term._replace(value=partial(_scalar, term)) for term in extra_terms))
+
+
+def _scalar(term: Term, block: Block, options: Options) -> Tensor | None:
+    value = term.value(block, options)
+    if value is not None and not (isinstance(value, Tensor) and value.shape == ()):
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"Expected extra term {term.name!r} to be a tensor of shape () at site {block.name!r}, but got {got}; sum "
+            "it over the gates."
+        )
+    return value

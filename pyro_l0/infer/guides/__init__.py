@@ -1,0 +1,1 @@
+"""Posteriors of gates, slabs and other latent variables."""

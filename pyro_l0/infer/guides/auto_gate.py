@@ -1,0 +1,349 @@
+"""A mean-field guide over gates, and over the other latents beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.guides import AutoGuide, prototype_hide_fn
+from pyro.params.param_store import param_with_module_name
+from pyro.poutine import Trace, runtime
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.hard_concrete import HardConcrete
+from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Record, Site, sole_record
+from pyro_l0.infer.guides.lone_latents import LoneLatents, first_latents
+from pyro_l0.infer.guides.mean_field import (
+    Drawing,
+    GatesPosterior,
+    MeanField,
+    SitePosterior,
+    first_gates,
+    plates_and_shape,
+    site_key,
+    take_over,
+)
+from pyro_l0.infer.guides.parameters import Displaced, OptimiserWatch, enter_store, state_parameter
+from pyro_l0.infer.guides.prior import DrawsElsewhere, check_supports, inherited_options
+from pyro_l0.infer.guides.protocol import ActiveRate
+
+__all__ = ["AutoGate"]
+
+_Posterior = TypeVar("_Posterior", bound=SitePosterior)
+
+
+class AutoGate(AutoGuide):
+    """Mean-field guide over every gate site of a model, and over its other latents.
+
+    Those are normals, carried to the support of the prior. In an :class:`~pyro.infer.autoguide.AutoGuideList` they are
+    left to the guides beside it. The parameters exist after the first call.
+
+    Args:
+        model: a Pyro model.
+        family: the posterior's family. One equal to the prior's takes over the prior's fixed parameters
+            (temperature and stretch of a hard concrete), which makes the KL a closed form.
+        init_active_prob: P(z != 0) at the start, for all sites or by site (0.9 for sites that are not named).
+        init_jitter: standard deviation of the normal noise on the location at the start (0.01 in the L0 paper).
+        family_options: keywords of ``family.from_active_prob`` that replace the defaults.
+        create_plates: as in Pyro's guides.
+
+    Raises:
+        ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate; when called,
+            another latent is discrete, stands in a sequential plate, or its support depends on other sites.
+
+    Example:
+        >>> import pyro
+        >>> def model():
+        ...     with pyro.plate("units", 3):
+        ...         pyro.sample("z", HardConcrete.from_active_prob(0.1))
+        >>> guide = AutoGate(model, init_active_prob=0.5, init_jitter=0.0)
+        >>> guide()["z"].shape
+        torch.Size([3])
+        >>> guide.posterior()["z"].active_prob.detach()
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., object],
+        family: type[GateDistribution] = HardConcrete,
+        init_active_prob: float | Mapping[str, float] = 0.9,
+        init_jitter: float = 0.01,
+        *,
+        family_options: Mapping[str, object] | None = None,
+        create_plates: Callable[..., object] | None = None,
+    ) -> None:
+        super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
+        if not (isinstance(family, type) and issubclass(family, GateDistribution)):
+            raise TypeError(f"Expected family to be a gate's class, but got {family!r}.")
+        for rate in init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]:
+            check_rate("init_active_prob", rate, family.__name__)
+        if not 0 <= init_jitter < math.inf:
+            raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
+        self.family = family
+        self.init_active_prob = init_active_prob
+        self.init_jitter = init_jitter
+        self.family_options = dict(family_options or {})
+        # Plain modules: their attribute access costs far less per step than a PyroModule's.
+        self.sites = nn.ModuleDict()
+        self._posteriors: dict[str, SitePosterior] = {}
+        self._drawing: Drawing = MeanField(self._posteriors)
+        self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
+        self._watches: list[OptimiserWatch | Displaced] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
+        state = self.__dict__.copy()
+        state.update(_model=(None,), master=None, _names=None, _watches=[])
+        if self.prototype_trace is not None:  # of which the posteriors have what is needed
+            state["prototype_trace"] = Trace()
+        for parameter in self.sites.parameters():  # a weak reference, which SVI has asked for
+            parameter.__dict__.pop("unconstrained", None)
+        return state
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The guide's parameters, which its first call makes.
+
+        Raises:
+            RuntimeError: the guide was not called yet, so that an optimiser would get none.
+        """
+        if not self._has_parameters:
+            raise RuntimeError(
+                f"Expected a {type(self).__name__} that has its parameters, but it makes them at its first call. Call "
+                "guide(*args) once with the model's arguments, and then make the optimiser."
+            )
+        return super().named_parameters(*args, **kwargs)
+
+    @property
+    def _has_parameters(self) -> bool:
+        return self.prototype_trace is not None or any(True for _ in self.sites.parameters())
+
+    def _check_module_local_param_usage(self) -> None:
+        if self._has_parameters:  # which Pyro asks for when the guide becomes a part of a list, too
+            super()._check_module_local_param_usage()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
+        """Load a state before the first call, too, which finds the parameters here and keeps them."""
+        for name, value in state_dict.items():
+            if (
+                name.startswith(prefix)
+                and isinstance(value, Tensor)
+                and not value.is_meta
+                and bool(value.isnan().any())
+            ):
+                raise ValueError(f"Expected a state of numbers, but {name!r} has NaN; load one from before that.")
+        if self.prototype_trace is None:
+            sites = self.sites
+            for name, value in state_dict.items():
+                key, _, parameter = name.removeprefix(f"{prefix}sites.").rpartition(".")
+                if name.startswith(f"{prefix}sites.") and key and "." not in key:
+                    held = dict(sites[key].named_parameters()) if key in sites else {}
+                    new = held.get(parameter, nn.Parameter(torch.empty_like(value)))
+                    sites[key] = nn.ParameterDict({**held, parameter: new})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # ------------------------------------------------------------ set-up
+
+    def _prototype_hide_fn(self, msg: Site) -> bool:
+        return bool(prototype_hide_fn(msg)) or not (find_gate(msg["fn"]) is not None or self._takes(msg["name"]))
+
+    def _takes(self, name: str) -> bool:
+        """Whether a latent that is no gate is this guide's: in a list of guides it is another's."""
+        return self.master is None
+
+    def _setup_prototype(self, *args: object, **kwargs: object) -> None:
+        if self.model is None:
+            raise ValueError(
+                f"This {type(self).__name__} was copied or loaded from a guide that had not been called, and has no "
+                "model; call a guide once with the model's arguments before copying or pickling it."
+            )
+        model, elsewhere, displaced = self._model, DrawsElsewhere(), Displaced()
+        self._model = (displaced(elsewhere(self.model)),)
+        try:
+            super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except NotImplementedError as error:
+            found = [] if self.prototype_trace is None else self.prototype_trace.stochastic_nodes
+            raise ValueError(
+                "Expected latent sites in no plate or in vectorized ones, but one of "
+                f"{', '.join(map(repr, found))} is in a sequential plate. Write "
+                "'with pyro.plate(...)', or hide these sites by poutine.block and give them a guide of their own."
+            ) from error
+        finally:
+            self._model = model
+            # None until all is well: the next call meets the same error, not half a guide.
+            prototype = self.prototype_trace
+            self.prototype_trace = None
+        assert prototype is not None
+        sites: dict[str, Site] = dict(prototype.iter_stochastic_nodes())
+        self._check_sites(sites)
+        trace = poutine.block(poutine.trace(poutine.block(self.model, self._prototype_hide_fn)).get_trace)
+        check_supports(sites, lambda: trace(*args, **kwargs))
+        inherited = inherited_options(self.family, prototype, elsewhere.found, lambda: trace(*args, **kwargs))
+        found = {name: self._first(name, site, inherited.get(name, {})) for name, site in sites.items()}
+        first = {name: posterior for name, posterior in found.items() if posterior is not None}
+        modules = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
+        assert isinstance(modules, nn.ModuleDict)
+        self._posteriors = take_over(modules, first)
+        self._drawing = MeanField(self._posteriors)
+        self.prototype_trace = prototype
+        # The guide's own sites have no use for the plates of the data.
+        used = {plate for site in sites.values() for plate in plates_and_shape(site)[0]}
+        self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
+        prototype.detach_()
+        what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
+        self._watches = [displaced, OptimiserWatch(what, list(modules.parameters()))]
+        with self._pyro_context:
+            enter_store(self._full_names)
+
+    def _check_sites(self, sites: Mapping[str, Site]) -> None:
+        """Refuse a model that does not have the sites that the guide was told of."""
+        gates = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
+        if not gates:
+            raise ValueError("AutoGate found no gate site in the model.")
+        if isinstance(self.init_active_prob, Mapping):
+            unknown = [name for name in self.init_active_prob if name not in gates]
+            if unknown:
+                raise ValueError(
+                    f"Expected init_active_prob by gate site, one of {sorted(gates)}, "
+                    f"but got {', '.join(map(repr, unknown))}."
+                )
+
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
+        """The posterior that a site starts from; None for one without parameters of its own."""
+        if find_gate(site["fn"]) is None:
+            return first_latents(name, site, is_slab=False)
+        rate = self.init_active_prob
+        rate = rate.get(name, 0.9) if isinstance(rate, Mapping) else rate
+        return first_gates(site, self.family, rate, {**inherited, **self.family_options}, self.init_jitter)
+
+    # ------------------------------------------------------------ the guide
+
+    def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
+        """Sample every site of this guide; takes the model's arguments."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        elif self._watches and torch.is_grad_enabled():
+            self._watches = [watch for watch in self._watches if not watch.is_over()]
+        self._state_parameters()
+        record = sole_record()
+        if record is not None and not self._prototype_frames:
+            return self._drawing.draw_for(record)
+        return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def _state_parameters(self) -> None:
+        """Tell the store the parameters, and handlers such as SVI's, which ask for them."""
+        enter_store(self._full_names)
+        if any(type(handler) is not Record for handler in runtime._PYRO_STACK):  # which has no use for them
+            for name, parameters, key in self._full_names():
+                if parameters[key].requires_grad:
+                    state_parameter(parameters[key], constraint=constraints.real, name=name)
+
+    def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
+        """Names of the parameters in the store, as ``pyro.module`` would make them, and where they are."""
+        if self._names is None or self._names[0] != self._pyro_name:
+            prefix = self._pyro_get_fullname("sites")
+            names = [
+                (param_with_module_name(prefix, f"{site_key(name)}.{key}"), posterior.parameters, key)
+                for name, posterior in self._posteriors.items()
+                for key in posterior.parameters
+            ]
+            self._names = self._pyro_name, names
+        return self._names[1]
+
+    # ------------------------------------------------------------ summaries
+
+    def _of_kind(self, kind: type[_Posterior]) -> dict[str, _Posterior]:
+        """The posteriors of one kind, by site."""
+        if not self._posteriors and self.prototype_trace is None:
+            raise ValueError("The guide has not seen the model yet; call it once with the model's arguments.")
+        return {name: posterior for name, posterior in self._posteriors.items() if isinstance(posterior, kind)}
+
+    def posterior(self) -> dict[str, GateDistribution]:
+        """The posterior gates by site, of the full size of subsampled plates.
+
+        They are live: their parameters are the guide's own, so that they are differentiable and change with training.
+        """
+        return {name: gates.distribution(gates.parameters) for name, gates in self._of_kind(GatesPosterior).items()}
+
+    def locations(self) -> list[nn.Parameter]:
+        """The parameter that each site's locations are computed from, in the order of :meth:`posterior`."""
+        key = next(iter(self.family.learned))
+        return [gates.parameters[key] for gates in self._of_kind(GatesPosterior).values()]
+
+    def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
+        """Drop all but some units of some gate sites, as when they leave the network.
+
+        Args:
+            units: by site, the places of the units that stay, shape ``(n,)``; a site without any leaves.
+
+        Returns:
+            For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
+
+        Raises:
+            ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
+        """
+        if not isinstance(self._drawing, MeanField):
+            raise ValueError("Expected gates that leave to depend on no other site, but got a correlated guide.")
+        replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
+        for name, index in units.items():
+            gates = self._posteriors.get(name)
+            flat = gates is not None and all(x.dim() == 1 for x in gates.parameters.values())
+            if not isinstance(gates, GatesPosterior) or gates.plates or not flat:
+                raise ValueError(f"Expected units of gate sites of one dimension, outside of plates, but got {name!r}.")
+            self._posteriors[name] = gates.cut(index)
+            for key, old in gates.parameters.items():
+                new = nn.Parameter(old.detach()[index.to(old.device)].clone()) if len(index) else None
+                replaced[old] = new, index
+                if new is not None:
+                    gates.parameters[key] = new
+            if not len(index):
+                del self._posteriors[name], self.sites[site_key(name)]
+        self._drawing = MeanField(self._posteriors)
+        self._names = None
+        return replaced
+
+    @torch.no_grad()
+    def close(self, name: str, places: Tensor) -> None:
+        """Close some gates of a site for good: a test gate of 0 and P(z != 0) of 1e-6 or the least that there is.
+
+        Args:
+            name: a gate site.
+            places: places of the gates in the flattened site.
+
+        Raises:
+            ValueError: the name is not a gate site.
+        """
+        gates = self._of_kind(GatesPosterior)
+        if name not in gates:
+            raise ValueError(f"Expected a gate site, one of {sorted(gates)}, but got {name!r}.")
+        gates[name].close(places)
+
+    @torch.no_grad()
+    def test_gates(self) -> dict[str, Tensor]:
+        """The deterministic gates that prune, by site."""
+        return {name: gate.test_gate for name, gate in self.posterior().items()}
+
+    @torch.no_grad()
+    def active_rate(self) -> ActiveRate:
+        """Realised rate of open gates, by site and over all gates."""
+        probs = {name: gate.active_prob for name, gate in self.posterior().items()}
+        overall = torch.cat([prob.flatten() for prob in probs.values()]).mean()
+        return ActiveRate({name: prob.mean() for name, prob in probs.items()}, overall)
+
+    @torch.no_grad()
+    def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
+        """Posterior median of every gate and of other latents, by site; a copy. Takes the model's arguments."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        medians = {name: gate.median.clone() for name, gate in self.posterior().items()}
+        for name, latent in self._of_kind(LoneLatents).items():
+            loc = latent.parameters["loc"].detach().clone()
+            medians[name] = loc if latent.transform is None else latent.transform(loc)
+        return medians

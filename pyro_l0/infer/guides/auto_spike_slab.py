@@ -1,0 +1,399 @@
+"""Guides over gates and slabs: a mean field, or one in which they depend on each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pyro import poutine
+from pyro.distributions import TorchDistribution
+from pyro.params.param_store import param_with_module_name
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.distributions.utils import clamp_probs
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site, is_deterministic
+from pyro_l0.infer.elbo.pairs import Args, Kwargs
+from pyro_l0.infer.elbo.particles import each
+from pyro_l0.infer.elbo.slabs import Switch, check_used, gate_site, places_of, switches_of
+from pyro_l0.infer.guides.auto_gate import AutoGate
+from pyro_l0.infer.guides.correlated import Correlated, CorrelatedPosterior, Part
+from pyro_l0.infer.guides.correlated_start import Structure, correlated_posterior, structure_of
+from pyro_l0.infer.guides.expansion import log_likelihood, run_at
+from pyro_l0.infer.guides.lone_latents import LoneLatents, Slab, first_latents, transform_to_support
+from pyro_l0.infer.guides.mean_field import GatesPosterior, SitePosterior, plates_and_shape
+from pyro_l0.infer.guides.parameters import parameters_in
+from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
+from pyro_l0.infer.posterior.collapse import Collapsed, collapse
+from pyro_l0.infer.posterior.refine import Method, RefinedPosterior, refined
+from pyro_l0.infer.posterior.summaries import JointDraws
+from pyro_l0.maths.laplace import LogLikelihood
+
+__all__ = ["AutoSpikeSlab"]
+
+
+class AutoSpikeSlab(JointDraws, AutoGate):
+    r"""Gates, slabs and other latents in one guide, made for :func:`fit` or ``L0_ELBO("spike_slab", slab=...)``.
+
+    Take ``gates="autoregressive", slabs="structured"`` for inclusion probabilities with up to about 30 gates, whatever
+    the likelihood; with more, :meth:`refine`. The default is a mean field, wrong by up to a half where features are
+    correlated: slabs are normal where their prior lives on the real line, log-normal on the positive numbers, normals
+    carried by torch's ``biject_to`` on an interval, and independent, the entries of a multivariate one too.
+
+    Structured slabs are one Gaussian given the gates, with normal latents that have no gate: the log likelihood of
+    :math:`\beta = z \circ w` is taken as :math:`b^T \beta - \tfrac12 \beta^T A \beta`, from the model's mode and
+    Hessian with open gates at first, then learned. Autoregressive gates have
+    :math:`\mathrm{logit}\, q(z_j = 1 | z_{<j}) = a_j + \sum_{k<j} B_{jk} z_k`. Both depend on further latents, a
+    Gaussian of full covariance; a Beta rate of the gates is drawn given them.
+
+    Args:
+        model: a Pyro model.
+        slab: the gate site of each slab site, as given to the ELBO: ``{"w": "z"}``, or ``{"w": ("z", index)}`` for
+            weights in groups, ``z[..., index] * w``.
+        init_scale: standard deviation of a mean field's slabs at the start, or of the normals that are carried over.
+        init_loc: median of each of its slabs at the start, by site; where not given, the prior's mean (the median of
+            some draws where it has none) plus a hundredth of its standard deviation times normal noise.
+        gates: ``"mean_field"``, or ``"autoregressive"`` for gates of two values that depend on those before them.
+        slabs: ``"independent"``, or ``"structured"``.
+        hyper: the model's other latents (noise, scale of the slabs, rate, random effects). By default all of them are
+            in this guide (in an ``AutoGuideList``: none), each as suits it: in a mean field an independent normal,
+            carried to the prior's support; otherwise normal latents on which no other prior depends are drawn with the
+            slabs, and the rest before the gates. Names restrict the guide to these, all drawn before the gates.
+        **options: those of :class:`AutoGate`. ``family`` is ``BernoulliGate`` by default where all priors are, and
+            if gates or slabs depend on anything; then ``init_active_prob`` is 0.5 and ``init_jitter`` 0.1.
+
+    Shape:
+        Sites have the model's. n draws of structured slabs with p elements in all factorise ``(n, p, p)``.
+
+    Raises:
+        TypeError: ``hyper`` is a string, or an entry of ``slab`` no name or name and index.
+        ValueError: ``gates`` or ``slabs`` is unknown, ``family`` has no two values but gates are autoregressive, or
+            ``init_scale`` is not positive; when called, ``slab`` or ``hyper`` names a site that the model does not
+            have or that is of another kind, a slab's support is neither real numbers nor an interval of them,
+            ``init_loc`` has another shape or lies outside of it, or, if anything depends on another, a slab's prior is
+            not normal, a site is subsampled, or ``z`` and ``w`` enter otherwise than as their product; as AutoGate.
+
+    Example:
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_l0 import BernoulliGate
+        >>> from pyro_l0.infer import fit
+        >>> x = torch.linspace(-1, 1, 20).expand(2, 20)  # the same feature twice: either explains y
+        >>> def regression():
+        ...     with pyro.plate("features", 2):
+        ...         z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.1)))
+        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal((z * w) @ x, 0.3).to_event(1), obs=x[0])
+        >>> guide = AutoSpikeSlab(regression, slab={"w": "z"}, gates="autoregressive", slabs="structured")
+        >>> result = fit(regression, guide, steps=400, seed=0)
+        >>> bool((guide.active_probs()["z"] - 0.52).abs().max() < 0.05)
+        True
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20. Slabs given gates: docs/maths.md.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., object],
+        slab: Mapping[str, Switch],
+        init_scale: float = 0.1,
+        init_loc: Mapping[str, Tensor] | None = None,
+        *,
+        gates: Literal["mean_field", "autoregressive"] = "mean_field",
+        slabs: Literal["independent", "structured"] = "independent",
+        hyper: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        if not 0 < init_scale < math.inf:
+            raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
+        self._family_of_prior = "family" not in options
+        switches = switches_of(slab)
+        self._structure, options = structure_of(switches, gates, slabs, hyper, options)
+        super().__init__(model, **options)
+        self.slab = switches
+        self._hyper = None if hyper is None else tuple(hyper)
+        self._others: list[str] = []  # sites of this guide that are neither gates nor slabs
+        self._pending: dict[str, Tensor] = {}
+        self.init_scale = init_scale
+        self.init_loc = dict(init_loc or {})
+
+    def _takes(self, name: str) -> bool:
+        return name in self.slab or (super()._takes(name) if self._hyper is None else name in self._hyper)
+
+    def _check_sites(self, sites: Mapping[str, Site]) -> None:
+        super()._check_sites(sites)
+        found = [find_gate(site["fn"]) for site in sites.values()]
+        if self._family_of_prior and all(isinstance(gate, BernoulliGate) for gate in found if gate is not None):
+            self.family = BernoulliGate  # any other posterior would have an infinite KL
+        for slab, switch in self.slab.items():
+            for name, is_gate in ((slab, False), (gate_site(switch), True)):
+                if name not in sites or (find_gate(sites[name]["fn"]) is not None) != is_gate:
+                    raise ValueError(f"Expected slab to name latent sites of the model, but {name!r} is none.")
+        self._others = [name for name in sites if name not in self.slab and find_gate(sites[name]["fn"]) is None]
+        for name in self._hyper or ():
+            if name not in sites or name in self.slab or find_gate(sites[name]["fn"]) is not None:
+                raise ValueError(f"Expected hyper to name latent sites other than gates and slabs, but got {name!r}.")
+
+    def _first(self, name: str, site: Site, inherited: Mapping[str, object]) -> SitePosterior | None:
+        if find_gate(site["fn"]) is not None:
+            return super()._first(name, site, inherited)
+        if self._structure is not None:
+            return None
+        return first_latents(name, site, name in self.slab, self.init_loc.get(name), self.init_scale)
+
+    # ------------------------------------------------------------ parts that depend on each other
+
+    def _setup_prototype(self, *args: object, **kwargs: object) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
+        assert prototype is not None
+        nodes: dict[str, Site] = prototype.nodes
+        self._places = {name: places_of(name, switch, nodes) for name, switch in self.slab.items()}
+        check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
+        if self._structure is not None:
+            with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
+                self._set_up_joint(self._structure, args, kwargs)
+        self._names, self.prototype_trace = None, prototype
+
+    def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
+        sites = self._sites(args, kwargs)
+        joint = self._new_posterior(self._with_others(structure), sites, args, kwargs)
+        if self._pending:
+            joint.load_state_dict(self._pending)
+            self._pending = {}
+        self.joint = joint
+        self._drawing = Correlated(
+            joint, self._posteriors, {name: plates_and_shape(site)[0] for name, site in sites.items()}
+        )
+
+    def _sites(self, args: Args, kwargs: Kwargs) -> dict[str, Site]:
+        """The model's sites in one run."""
+        nodes: dict[str, Site] = poutine.trace(self.model).get_trace(*args, **kwargs).nodes
+        found = {name: site for name, site in nodes.items() if site["type"] == "sample"}
+        return {name: x for name, x in found.items() if not site_is_subsample(x) and not is_deterministic(x)}
+
+    def _run_at(self, values: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> dict[str, Site]:
+        return run_at(lambda: self.model(*args, **kwargs), values)
+
+    def _with_others(self, structure: Structure) -> Structure:
+        """A structure of this guide's other latents: of those that are named as they say, of all as suits them."""
+        takes_all = self._hyper is None and super()._takes("")
+        return structure._replace(hyper=None if takes_all else tuple(self._others))
+
+    def _new_posterior(
+        self, structure: Structure, sites: Mapping[str, Site], args: Args, kwargs: Kwargs
+    ) -> CorrelatedPosterior:
+        return correlated_posterior(
+            sites,
+            lambda values: self._run_at(values, args, kwargs),
+            structure,
+            lambda name, site: transform_to_support(name, site["fn"], is_slab=False),
+        )
+
+    def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
+        """The model with its slabs integrated out, for samplers of gates.
+
+        Normal latents without a gate are integrated out as slabs are, where this guide draws them with the slabs or is
+        a mean field. The others are at draws of this guide, one for each chain, or for one at their mean (of a mean
+        field: at their mode). The log likelihood is taken to second order: as this guide's structured slabs have it, or
+        about its mode.
+
+        Args:
+            *args: arguments of the model.
+            chains: how many.
+            **kwargs: keyword arguments of the model.
+
+        Raises:
+            ValueError: the guide has not been called; the model has other latent sites than this guide, or slabs whose
+                prior has a mean other than 0.
+        """
+        probs = self.active_probs(1)
+        if self.model is None:
+            raise ValueError(
+                "Expected a guide with its model, but this one was copied or loaded; load its state into a new one."
+            )
+        joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
+        if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
+            structure = self._with_others(Structure(self.slab, None, False, True, True))
+            joint = self._new_posterior(structure, sites, args, kwargs)
+        others = [name for name, site in sites.items() if not site["is_observed"] and name not in self.slab]
+        unknown = [name for name in others if name not in probs and name not in self._others]
+        if unknown:
+            raise ValueError(
+                f"Expected a guide of all latent sites of the model, but {', '.join(map(repr, unknown))} are none of "
+                "its sites; name them in hyper."
+            )
+        at = joint.hyper_start.unsqueeze(0)  # not where a mean field starts, at the prior's mean: it may be untrained
+        if joint.hyper.size and (chains > 1 or self._structure is not None):
+            at = joint.hyper.together(self.draws(chains if chains > 1 else 1000))
+            at = at if chains > 1 else at.mean(0, keepdim=True)
+        return collapse(joint, lambda values: self._run_at(values, args, kwargs), at)
+
+    def collapsed_at_means(self, *args: object, **kwargs: object) -> tuple[Collapsed, LogLikelihood]:
+        """As :meth:`collapsed` for one chain, and the log likelihood itself, of coefficients ``(S, p)`` to ``(S,)``."""
+        collapsed = self.collapsed(*args, chains=1, **kwargs)
+        values = {name: site["value"] for name, site in self._sites(args, kwargs).items() if not site["is_observed"]}
+        fixed = {**values, **collapsed.others}
+        ones = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
+
+        def log_likelihood_at(slabs: Tensor) -> Tensor:
+            return log_likelihood(
+                self._run_at({**fixed, **ones, **collapsed.slabs.apart(slabs + collapsed.offset)}, args, kwargs)
+            )
+
+        return collapsed, each(log_likelihood_at)
+
+    def refine(
+        self,
+        *args: object,
+        method: Method = "tempered",
+        chains: int = 16,
+        flips: int = 1200,
+        seed: int | None = None,
+        **kwargs: object,
+    ) -> RefinedPosterior:
+        """Gates and slabs of a large design, by sampling the gates with the slabs integrated out; needs no training.
+
+        Normal latents are sampled with the slabs where :meth:`collapsed` says so, the others held fixed. A log
+        likelihood that is not quadratic is expanded anew at the coefficients' mean, and the gates are re-weighted by
+        their Laplace evidence.
+
+        Args:
+            *args: arguments of the model.
+            method: ``"tempered"`` for weighted tempered Gibbs, whose draws are joint ones; ``"mean_field"`` for
+                independent gates by natural gradients, which is quicker and blind to which features stand for others.
+            chains: of the sampler.
+            flips: of each chain.
+            seed: of the sampler's random numbers.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            A posterior with ``active_probs``, ``draws``, ``coefficients``, ``quantiles`` and ``summary``.
+
+        Raises:
+            ValueError: as :meth:`collapsed`, or the method is unknown.
+
+        References:
+            Zanella and Roberts (2019), arXiv:1805.00541.
+        """
+        if self.prototype_trace is None:
+            self(*args, **kwargs)
+        collapsed, log_likelihood = self.collapsed_at_means(*args, **kwargs)
+        device = collapsed.quadratic.scale.device
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        return refined(
+            collapsed, log_likelihood, method, self.slab, self._places, generator, chains=chains, flips=flips
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
+        if self._structure is not None and self.prototype_trace is None:
+            start = f"{prefix}joint."
+            for name in [name for name in state_dict if name.startswith(start)]:
+                self._pending[name.removeprefix(start)] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
+        known = self._names is not None and self._names[0] == self._pyro_name
+        names = super()._full_names()
+        joint = self._modules.get("joint")
+        if not known and joint is not None:
+            prefix = self._pyro_get_fullname("joint")
+            names += [(param_with_module_name(prefix, name), held, key) for name, held, key in parameters_in(joint)]
+        return names
+
+    def draw_together(self, number: int) -> dict[str, Part] | None:
+        """Parts of joint draws by site, for a loss that takes many particles at once; None in subsampled plates."""
+        self._state_parameters()
+        if isinstance(self._drawing, Correlated):
+            return self._drawing.draw_together(number)
+        if any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
+            return None
+        parts = {}
+        for name, posterior in self._posteriors.items():
+            fn = posterior.distribution(posterior.parameters)
+            values = fn.rsample((number,)) if fn.has_rsample else fn.sample((number,))
+            parts[name] = Part.alone(values, fn, posterior.event_dim)
+        return parts
+
+    def parameter_groups(self, learning_rate: float = 0.1) -> list[dict[str, object]]:
+        """The guide's parameters for an optimiser, each kind with the learning rate that suits it.
+
+        Args:
+            learning_rate: of the gates; slabs get a fifth of it, other latents 0.3 of it.
+
+        Raises:
+            ValueError: the guide has not been called.
+        """
+        joint = self._modules.get("joint")
+        posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(LoneLatents).values()]
+        sites = [x for posterior in posteriors for x in posterior.parameters.values()]
+        if not isinstance(joint, CorrelatedPosterior):
+            return [{"params": sites, "lr": learning_rate}]
+        return joint.parameter_groups(sites, learning_rate)
+
+    # ------------------------------------------------------------ summaries
+
+    def posterior(self) -> dict[str, GateDistribution]:
+        """The posterior gates by site; live and differentiable where gates do not depend on each other.
+
+        Otherwise gates of two values with the marginal probabilities of :meth:`active_probs`, without a gradient.
+        """
+        if isinstance(self._drawing, Correlated) and self._drawing.is_chain:
+            return {name: BernoulliGate(probs=clamp_probs(probs)) for name, probs in self.active_probs().items()}
+        return super().posterior()
+
+    @torch.no_grad()
+    def active_probs(self, draws: int = 40_000) -> dict[str, Tensor]:
+        """Marginal P(z != 0) of every gate, by site and in its shape.
+
+        Args:
+            draws: over which the probabilities given other gates are averaged, where gates depend on each other; the
+                error is below 0.5 / sqrt(draws).
+        """
+        if isinstance(self._drawing, Correlated):
+            return self._drawing.active_probs(draws)
+        return {name: gate.active_prob.clone() for name, gate in super().posterior().items()}
+
+    @torch.no_grad()
+    def draws(self, number: int) -> dict[str, Tensor]:
+        """Joint draws of gates, slabs and the other latents of this guide.
+
+        Args:
+            number: n.
+
+        Returns:
+            By site, shape ``(n, *shape of the site)``.
+        """
+        if isinstance(self._drawing, Correlated):
+            return {name: part.supported() for name, part in self._drawing.draw_together(number).items()}
+        lone = {name: x.distribution(x.parameters) for name, x in self._of_kind(LoneLatents).items()}
+        sites: dict[str, TorchDistribution] = {**super().posterior(), **lone}
+        return {name: fn.sample((number,)) for name, fn in sites.items()}
+
+    def _is_gate(self, name: str) -> bool:
+        return name in self._of_kind(GatesPosterior)
+
+    def slabs(self) -> dict[str, Slab]:
+        """The posterior slabs by site; live and differentiable, as :meth:`posterior`.
+
+        Raises:
+            ValueError: slabs depend on their gates.
+        """
+        if self._structure is not None:
+            raise ValueError("Expected slabs that depend on nothing, but they depend on their gates; use draws.")
+        found = self._of_kind(LoneLatents)
+        return {name: slab.distribution(slab.parameters) for name, slab in found.items() if name in self.slab}
+
+    @torch.no_grad()
+    def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
+        """Posterior median of every site of this guide; a copy. Takes the model's arguments."""
+        medians = super().median(*args, **kwargs)
+        if self._structure is not None:
+            return {**{name: x.median(0).values for name, x in self.draws(1000).items()}, **medians}
+        return medians

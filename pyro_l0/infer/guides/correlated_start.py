@@ -1,0 +1,214 @@
+"""Makes a correlated posterior for a model: what its sites are to each other, and where it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import Beta, Normal
+from torch import Tensor
+from torch.distributions import Transform
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.wrappers import find_gate, innermost
+from pyro_l0.fast.record import Site
+from pyro_l0.infer.elbo.runs import log_prob
+from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
+from pyro_l0.infer.guides.autoregressive import GateChain
+from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
+from pyro_l0.infer.guides.expansion import OpenModel, expand
+from pyro_l0.infer.guides.hyper import HyperPosterior
+from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
+from pyro_l0.infer.guides.lone_latents import middle
+from pyro_l0.infer.guides.structured_slabs import IndependentSlabs, StructuredSlabs
+
+_RATES = (0.3, 0.6)  # at which a rate is tried
+_MOVE = 0.5  # on the real line
+
+RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]
+
+
+class Structure(NamedTuple):
+    """What a user asks of a correlated posterior.
+
+    Attributes:
+        slab: the gate site of each slab site.
+        hyper: the sites of the other latents; None for all of them, normal ones drawn with the slabs where they can be.
+        coupled: whether gates depend on the gates before them.
+        structured: whether slabs depend on their gates.
+        chain: whether the gates have two values.
+    """
+
+    slab: Mapping[str, Switch]
+    hyper: Sequence[str] | None
+    coupled: bool
+    structured: bool
+    chain: bool
+
+
+Options = dict[str, Any]  # of a guide
+
+
+def structure_of(
+    slab: Mapping[str, Switch], gates: str, slabs: str, hyper: Sequence[str] | None, options: Options
+) -> tuple[Structure | None, Options]:
+    """What a user's words ask for, None for a mean field; and a guide's options with the defaults that suit it.
+
+    Raises:
+        TypeError: ``hyper`` is a string.
+        ValueError: a word is unknown, or autoregressive gates are of a family that has more than two values.
+    """
+    for name, value, known in (
+        ("gates", gates, ("mean_field", "autoregressive")),
+        ("slabs", slabs, ("independent", "structured")),
+    ):
+        if value not in known:
+            raise ValueError(f"Expected {name} to be one of {known}, but got {value!r}.")
+    if isinstance(hyper, str):
+        raise TypeError(f"Expected hyper to be a sequence of names, but got the string {hyper!r}; write ({hyper!r},).")
+    if gates == "mean_field" and slabs == "independent" and not hyper:
+        return None, options
+    options = {"family": BernoulliGate, "init_active_prob": 0.5, "init_jitter": 0.1, **options}
+    is_chain = options["family"] is BernoulliGate
+    if gates == "autoregressive" and not is_chain:
+        raise ValueError(
+            f"Expected family=BernoulliGate for gates='autoregressive', but got {options['family'].__name__}."
+        )
+    named = None if hyper is None else tuple(hyper)
+    return Structure(dict(slab), named, gates == "autoregressive", slabs == "structured", is_chain), options
+
+
+def correlated_posterior(
+    sites: Mapping[str, Site], run_at: RunAt, structure: Structure, transform: Callable[[str, Site], Transform | None]
+) -> CorrelatedPosterior:
+    """The posterior that a guide learns from.
+
+    Args:
+        sites: the model's sites in one run.
+        run_at: runs the model and returns its sites, at values of its latent sites by name.
+        structure: what is asked for.
+        transform: the map from the real line to the support of a site; None for the real line itself.
+
+    Raises:
+        ValueError: a site is subsampled, a prior or a support is of another kind, or ``z`` and ``w`` do not enter the
+            model as their product.
+    """
+    gate_names = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
+    slab_names = [name for name in sites if name in structure.slab]
+    latent = [name for name, site in sites.items() if not site["is_observed"]]
+    others = [name for name in latent if name not in (*gate_names, *slab_names)]
+    if structure.hyper is None:
+        slab_names += [name for name in others if _is_effect(name, sites, run_at)]
+    hyper_names = structure.hyper if structure.hyper is not None else [x for x in others if x not in slab_names]
+    for name in (*gate_names, *slab_names, *hyper_names):
+        _check_whole(name, sites[name])
+    gates = Layout({name: sites[name] for name in gate_names})
+    rates = [rate for name in hyper_names if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None]
+    learned = [name for name in hyper_names if name not in {rate.name for rate in rates}]
+    transforms = {name: found for name in learned if (found := transform(name, sites[name])) is not None}
+    hyper = Layout({name: sites[name] for name in learned}, transforms)
+    slabs = Layout({name: sites[name] for name in slab_names})
+    like = sites[gate_names[0]]["value"]
+    medians = {name: middle(sites[name]["fn"], transforms.get(name)).to(like) for name in learned}
+    start = hyper.together(medians) if learned else like.new_zeros(0)
+    values = {name: sites[name]["value"] for name in latent}
+    values |= {rate.name: _mean(sites[rate.name]) for rate in rates}
+    gate_of = _gates_of(sites, structure.slab, slab_names, gates)
+    held = _held(hyper, start, lambda at: run_at({**values, **hyper.apart(at)}))
+    expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start, gate_of, held)
+    kind = StructuredSlabs if structure.structured else IndependentSlabs
+    posterior = kind(expansion, gate_of)
+    chain = GateChain(gates.size, hyper.size, structure.coupled, like) if structure.chain else None
+    return CorrelatedPosterior(gates, hyper, slabs, rates, chain, HyperPosterior(expansion.hyper), posterior)
+
+
+def _is_effect(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
+    """Whether a latent is like a slab without a gate: normal, and no other latent's prior moves with it."""
+    if not isinstance(innermost(sites[name]["fn"]), Normal):
+        return False
+    latent = {key: site["value"] for key, site in sites.items() if not site["is_observed"]}
+    moved = run_at({**latent, name: latent[name] + 1})
+    others = [key for key in latent if key != name]
+    return all(key in moved and torch.equal(log_prob(moved[key]), log_prob(sites[key])) for key in others)
+
+
+def _held(hyper: Layout, start: Tensor, run: Callable[[Tensor], dict[str, Site]]) -> Tensor:
+    """Which entries have no useful mode: those that the priors of more entries depend on, as a scale of many latents.
+
+    The joint density of a scale and its latents is without bound where all of them go to 0.
+    """
+    held = []
+    before = {name: log_prob(site) for name, site in run(start).items() if name in hyper.shapes}
+    for name, place in hyper.pieces(torch.arange(hyper.size, device=start.device)).items():
+        moved = run(start.index_add(0, place, torch.full_like(start[place], _MOVE)))
+        below = [hyper.shapes[x].numel() for x in before if x != name and not _same(log_prob(moved[x]), before[x])]
+        held.append(torch.full_like(place, sum(below) > len(place), dtype=torch.bool))
+    return torch.cat(held) if held else start.bool()
+
+
+def _check_whole(name: str, site: Site) -> None:
+    """Refuse a site that is in a minibatch: its posterior would depend on sites that are not drawn."""
+    small = [frame.name for frame in site["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
+    if small:
+        raise ValueError(
+            f"Expected site {name!r} in plates of their full size, but {', '.join(map(repr, small))} is subsampled; "
+            f"{MEAN_FIELD}."
+        )
+
+
+def _conjugate_rate(
+    name: str, sites: Mapping[str, Site], run_at: RunAt, gate_names: Sequence[str]
+) -> ConjugateRate | None:
+    """A Beta variable that is itself the prior probability of all gates of some sites; None for any other."""
+    prior = innermost(sites[name]["fn"])
+    if not isinstance(prior, Beta) or sites[name]["value"].numel() != 1:
+        return None
+    moved: dict[str, list[bool]] = {gate: [] for gate in gate_names}
+    latent = {key: site["value"] for key, site in sites.items() if not site["is_observed"]}
+    before = {gate: _odds(sites[gate]) for gate in gate_names}
+    for rate in _RATES:
+        value = torch.full_like(sites[name]["value"], rate)
+        run = run_at({**latent, name: value})
+        for gate in gate_names:
+            odds = _odds(run[gate])
+            is_rate = odds is not None and torch.allclose(odds, torch.logit(value).to(odds), atol=1e-4)
+            moved[gate].append(is_rate)
+            if not is_rate and not _same(odds, before[gate]):
+                return None  # it sets something else about these gates
+    own = tuple(gate for gate, found in moved.items() if all(found))
+    if not own:
+        return None
+    first, second = (x.detach().reshape(()) for x in (prior.concentration1, prior.concentration0))
+    return ConjugateRate(name, own, first, second, sites[name]["value"].shape)
+
+
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is not None and y is not None and torch.equal(x, y)
+
+
+def _odds(site: Site) -> Tensor | None:
+    gate = find_gate(site["fn"])
+    return gate.logits.detach() if isinstance(gate, BernoulliGate) else None
+
+
+def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, Switch], names: Sequence[str], gates: Layout) -> Tensor:
+    """Which gate switches each element of the slabs, shape ``(p,)``."""
+    offsets, at = {}, 0
+    for name, shape in gates.shapes.items():
+        offsets[name], at = at, at + shape.numel()
+    found = []
+    for name in names:
+        if name not in slab:
+            found.append(torch.full(sites[name]["value"].shape, -1).reshape(-1))
+            continue
+        gate = gate_site(slab[name])
+        index = torch.arange(gates.shapes[gate].numel()).reshape(gates.shapes[gate]) + offsets[gate]
+        found.append(places_of(name, slab[name], sites).of(index).expand(sites[name]["value"].shape).reshape(-1))
+    return torch.cat(found).to(sites[names[0]]["value"].device)
+
+
+def _mean(site: Site) -> Tensor:
+    """The mean of a prior in the shape of the site."""
+    mean: Tensor = site["fn"].mean.detach().expand_as(site["value"])
+    return mean

@@ -1,0 +1,290 @@
+"""A model's log likelihood to second order in its coefficients, with open gates; where a correlated guide starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0.fast.record import Record, Site, is_likelihood
+from pyro_l0.infer.elbo.runs import log_prob
+from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
+from pyro_l0.maths.collapsed import opened
+
+_NEWTON_STEPS = 50
+_ARMIJO = 1e-4  # least part of the promised increase
+_LEAST_CURVATURE = 1e-6
+_ROUNDS = 3  # of coefficients and other latents in turn
+_DRAWS = 4  # pairs of them, of the coefficients for the other latents' mode
+_STEP = 0.05  # of differences in other latents, on the real line
+
+
+class OpenModel:
+    """A model's log densities as functions of its coefficients and other latent variables, every gate open.
+
+    Args:
+        run: runs the model and returns its sites, at values of its latent sites by name.
+        values: values of all latent sites; those that the layouts do not name stay.
+        slabs: the slab sites, side by side.
+        gates: the gate sites.
+        hyper: the other sites, on the real line.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Mapping[str, Tensor]], dict[str, Site]],
+        values: Mapping[str, Tensor],
+        slabs: Layout,
+        gates: Layout,
+        hyper: Layout,
+    ) -> None:
+        self._run, self._values = run, values
+        self.slabs, self.gates, self.hyper = slabs, gates, hyper
+
+    def sites(self, slabs: Tensor, hyper: Tensor, gates: Tensor | None = None) -> dict[str, Site]:
+        """The model's sites at slabs, shape ``(p,)``, other latents, shape ``(d,)``, and open gates or those given."""
+        gates = torch.ones(self.gates.size, dtype=slabs.dtype, device=slabs.device) if gates is None else gates
+        given = {**self.slabs.apart(slabs), **self.hyper.apart(hyper), **self.gates.apart(gates)}
+        return self._run({**self._values, **given})
+
+    def log_likelihood(self, slabs: Tensor, hyper: Tensor, gates: Tensor | None = None) -> Tensor:
+        """Log probability of the observed sites in nats, shape ``()``."""
+        return log_likelihood(self.sites(slabs, hyper, gates))
+
+    def slab_prior(self, hyper: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations of the slabs' priors, shapes ``(p,)``."""
+        sites = self.sites(torch.zeros(self.slabs.size, dtype=hyper.dtype, device=hyper.device), hyper)
+        priors = [self.slabs.normal(name, sites[name]["fn"]) for name in self.slabs.shapes]
+        return torch.cat([loc for loc, _ in priors]), torch.cat([scale for _, scale in priors])
+
+    def hyper_prior(self, hyper: Tensor) -> Tensor:
+        """Log density of the other latents on the real line, shape ``()``."""
+        sites = self.sites(torch.zeros(self.slabs.size, dtype=hyper.dtype, device=hyper.device), hyper)
+        found = [log_prob(sites[name]).sum() for name in self.hyper.shapes]
+        return torch.stack([*found, self.hyper.log_jacobian(hyper)]).sum()
+
+    @torch.no_grad()
+    def check_product(self, slab_scale: Tensor, hyper: Tensor, gate_of: Tensor) -> None:
+        """Refuse a model in which closed gates do not switch their slabs off: ``z`` and ``w`` must enter as ``z * w``.
+
+        Raises:
+            ValueError: the likelihood changes with the slabs of closed gates, or by itself.
+        """
+        closed = torch.zeros(self.gates.size, dtype=hyper.dtype, device=hyper.device)
+        slabs = 0.5 * slab_scale
+        first, again = (self.log_likelihood(slabs, hyper, closed) for _ in range(2))
+        if not _is_close(first, again):
+            raise ValueError(
+                "Expected a model whose log likelihood is the same in every run at the same values, but got "
+                f"{float(first):.6g} and {float(again):.6g}, as where a plate draws a part of the data anew; hand the "
+                f"part on by subsample=..., or {MEAN_FIELD}."
+            )
+        # Of any two gates one is open where the other is closed, which tells whose slab is whose.
+        number = torch.arange(self.gates.size, device=hyper.device)
+        bits = [(number >> bit & 1).to(hyper.dtype) for bit in range((self.gates.size - 1).bit_length())]
+        for gates in (closed, *bits, *(1 - bit for bit in bits)):
+            first = self.log_likelihood(slabs, hyper, gates)
+            second = self.log_likelihood(torch.where(opened(gates, gate_of) > 0, slabs, -2 * slabs), hyper, gates)
+            if bool(first.isfinite()) and not _is_close(first, second):
+                raise ValueError(
+                    f"Expected slabs {', '.join(map(repr, self.slabs.shapes))} to enter the model as products with "
+                    f"their gates, but with closed gates its log likelihood changes from {float(first):.6g} to "
+                    f"{float(second):.6g} when the slabs do; {MEAN_FIELD}."
+                )
+
+
+def _is_close(x: Tensor, y: Tensor) -> bool:
+    return math.isclose(float(x), float(y), rel_tol=1e-5, abs_tol=1e-6)
+
+
+def log_likelihood(sites: Mapping[str, Site]) -> Tensor:
+    """Log probability of the observed sites of one run, shape ``()``."""
+    return torch.stack([log_prob(site).sum() for site in sites.values() if is_likelihood(site)]).sum()
+
+
+def run_at(program: Callable[[], object], values: Mapping[str, Tensor]) -> dict[str, Site]:
+    """The sample sites of a model at values of its latent sites."""
+    record = Record({name: {"value": x, "is_observed": False, "infer": {}} for name, x in values.items()})
+    with record:
+        program()
+    return record.sites
+
+
+class Expansion(NamedTuple):
+    r"""Second-order expansion of a log likelihood in p coefficients, and how it moves with d other latents.
+
+    With :math:`t = \theta - \theta_0` on the real line and :math:`f = \exp(c^T t)`, curvature and linear term are
+    :math:`f A` and :math:`f (b + K t)`, and the slabs' prior deviations :math:`s \exp(E t)`.
+
+    Attributes:
+        curvature: A, positive definite, shape ``(p, p)``.
+        linear: b, shape ``(p,)``.
+        mode: of likelihood and prior, shape ``(p,)``.
+        loc: means of the slabs' priors, shape ``(p,)``.
+        scale: s, shape ``(p,)``.
+        loc_shifts: by which the means move with t, shape ``(p, d)``.
+        hyper: :math:`\theta_0`, shape ``(d,)``.
+        exponents: c, shape ``(d,)``.
+        shifts: K, shape ``(p, d)``.
+        scale_exponents: E, shape ``(p, d)``.
+    """
+
+    curvature: Tensor
+    linear: Tensor
+    mode: Tensor
+    loc: Tensor
+    scale: Tensor
+    loc_shifts: Tensor
+    hyper: Tensor
+    exponents: Tensor
+    shifts: Tensor
+    scale_exponents: Tensor
+
+
+@torch.enable_grad()
+def expand(model: OpenModel, hyper: Tensor, gate_of: Tensor, held: Tensor) -> Expansion:
+    """Find the mode and expand about it.
+
+    Args:
+        model: the model with open gates.
+        hyper: where the other latents start, on the real line, shape ``(d,)``.
+        gate_of: which gate switches each coefficient, shape ``(p,)``; -1 for those that none does.
+        held: which of the other latents stay where they start, bool, shape ``(d,)``.
+    """
+    slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device)
+    loc, scale = (x.detach() for x in model.slab_prior(hyper))
+    model.check_product(scale, hyper, gate_of)
+    for _ in range(_ROUNDS if len(hyper) else 1):
+        slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
+        if len(hyper):
+            hyper = _hyper_mode(model, slabs, hyper, held, curvature, scale)
+            loc, scale = (x.detach() for x in model.slab_prior(hyper))
+    if len(hyper):
+        slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
+    at, theta = slabs.clone().requires_grad_(), hyper.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model.log_likelihood(at, theta), at, create_graph=True)
+    exponents = _exponents(model, slabs, hyper, curvature)
+    moves = _rows(gradient, theta) if len(hyper) else gradient.new_zeros(len(slabs), 0)
+    gradient = gradient.detach()
+    moving_loc, moving_scale = model.slab_prior(theta)
+    return Expansion(
+        curvature,
+        gradient + curvature @ slabs,
+        slabs,
+        loc,
+        scale,
+        _moves(moving_loc, theta),
+        hyper,
+        exponents,
+        moves - gradient.unsqueeze(-1) * exponents,
+        _moves(moving_scale.log(), theta),
+    )
+
+
+def _moves(values: Tensor, at: Tensor) -> Tensor:
+    """The Jacobian of what may not depend on a vector at all."""
+    return _rows(values, at) if len(at) and values.requires_grad else at.new_zeros(len(values), len(at))
+
+
+@torch.enable_grad()
+def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Mode of log likelihood and Gaussian prior by damped Newton steps, and the likelihood's curvature there.
+
+    Args:
+        model: the model with open gates.
+        slabs: where to start, shape ``(p,)``.
+        hyper: the other latents, shape ``(d,)``.
+        loc: means of the prior, shape ``(p,)``.
+        scale: its standard deviations, shape ``(p,)``.
+
+    Returns:
+        The mode and A, the negative Hessian with eigenvalues of at least 1e-6.
+    """
+
+    def value(x: Tensor) -> Tensor:
+        return model.log_likelihood(x, hyper) - 0.5 * ((x - loc) / scale).square().sum()
+
+    for _ in range(_NEWTON_STEPS):
+        curvature = curvature_at(model, slabs, hyper)
+        at = slabs.clone().requires_grad_()
+        before = value(at)
+        (slope,) = torch.autograd.grad(before, at)
+        step = torch.linalg.solve(curvature + torch.diag(scale**-2), slope)
+        promised = float(step @ slope)
+        if not promised > 1e-7 * max(1.0, abs(float(before.detach()))):
+            return slabs, curvature
+        length = 1.0
+        with torch.no_grad():
+            while (
+                not float(value(slabs + length * step) - before.detach()) >= _ARMIJO * length * promised
+                and length > 1e-6
+            ):
+                length /= 2
+        slabs = slabs + length * step
+    return slabs, curvature_at(model, slabs, hyper)
+
+
+@torch.enable_grad()
+def curvature_at(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
+    """The negative Hessian of the log likelihood in the coefficients, made positive definite, shape ``(p, p)``."""
+    at = slabs.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model.log_likelihood(at, hyper), at, create_graph=True)
+    if not slope.requires_grad:
+        return torch.eye(len(slabs), dtype=slabs.dtype, device=slabs.device) * _LEAST_CURVATURE
+    hessian = -_rows(slope, at)
+    _, not_positive = torch.linalg.cholesky_ex(hessian - _LEAST_CURVATURE * torch.eye(len(slabs)).to(slabs))
+    if not int(not_positive):
+        return 0.5 * (hessian + hessian.mT)
+    values, vectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT).double())
+    positive: Tensor = (vectors * values.clamp(min=_LEAST_CURVATURE)) @ vectors.mT
+    return positive.to(slabs.dtype)
+
+
+def _rows(values: Tensor, at: Tensor) -> Tensor:
+    """Jacobian of a vector, shape ``(len(values), len(at))``."""
+    unit = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    (jacobian,) = torch.autograd.grad(
+        values, at, unit, is_grads_batched=True, allow_unused=True, materialize_grads=True, retain_graph=True
+    )
+    return jacobian.detach()
+
+
+def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor) -> Tensor:
+    """Derivatives of the log of the curvature's trace for the other latents, by central differences."""
+    found = [
+        (torch.log(curvature_at(model, slabs, hyper + move).trace() / curvature_at(model, slabs, hyper - move).trace()))
+        / (2 * _STEP)
+        for move in _STEP * torch.eye(len(hyper), dtype=hyper.dtype, device=hyper.device)
+    ]
+    return torch.stack(found) if found else hyper.new_zeros(0)
+
+
+def _hyper_mode(
+    model: OpenModel, slabs: Tensor, hyper: Tensor, held: Tensor, curvature: Tensor, scale: Tensor
+) -> Tensor:
+    """The other latents' mode under the Gaussian of the coefficients, one step of expectation maximisation.
+
+    The coefficients at their mode alone would make deviations of prior and noise too small.
+    """
+    precision = curvature + torch.diag(scale**-2)
+    noise = torch.randn(_DRAWS, len(slabs), dtype=slabs.dtype, device=slabs.device)
+    spread = torch.linalg.solve_triangular(torch.linalg.cholesky(precision).mT, noise.mT, upper=True).mT
+    draws = torch.cat([slabs + spread, slabs - spread])
+    theta = hyper.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS([theta], max_iter=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        at = torch.where(held, hyper, theta)
+        loc, deviation = model.slab_prior(at)
+        prior = -0.5 * ((draws - loc) / deviation).square().sum(-1) - deviation.log().sum()
+        likelihood = torch.stack([model.log_likelihood(draw, at) for draw in draws])
+        loss = -(likelihood + prior).mean() - model.hyper_prior(at)
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    return theta.detach() if bool(torch.isfinite(theta).all()) else hyper

@@ -1,0 +1,1 @@
+"""Fitting a guide, checking it, sampling without one, and what is read off the draws."""

@@ -1,0 +1,175 @@
+"""A model as samplers of its gates see it: a quadratic log likelihood, slabs integrated out, and the gates' prior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.fast.record import Site
+from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
+from pyro_l0.infer.guides.layout import Layout
+from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.gate_priors import BetaBinomialGates
+from pyro_l0.maths.quadratic import DenseQuadratic
+
+
+class SiteGates:
+    """The prior of the gates of several sites: independent, or with a Beta rate in common that is summed out.
+
+    Args:
+        logits: log odds of each gate, shape ``(chains, G)`` or ``(1, G)``; those with a rate are not looked at.
+        rates: with the gates that each is of, as places.
+    """
+
+    def __init__(self, logits: Tensor, rates: Sequence[tuple[Tensor, BetaBinomialGates]]) -> None:
+        self._logits, self._rates = logits, rates
+        self.active_prob = torch.sigmoid(logits).mean(0)
+        for places, rate in rates:
+            self.active_prob[places] = rate.active_prob.to(logits)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Log odds that a gate is open, given the others, shape of z."""
+        odds = self._logits.expand(z.shape)
+        for places, rate in self._rates:
+            odds = odds.index_copy(1, places, rate.logits(z[:, places]))
+        return odds
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Log probability of each vector, shape ``(S,)``."""
+        each = torch.where(z > 0, 1.0, -1.0) * self._logits.expand(z.shape)
+        each = torch.nn.functional.logsigmoid(each)
+        for places, _ in self._rates:
+            each = each.index_fill(1, places, 0.0)
+        rates = [rate.log_prob(z[:, places]) for places, rate in self._rates]
+        return torch.stack([each.sum(1), *rates]).sum(0)
+
+
+class Collapsed(NamedTuple):
+    """What a sampler of gates needs, for some values of the other latents.
+
+    Attributes:
+        quadratic: likelihood and slabs.
+        prior: of the gates.
+        gates: the gate sites.
+        slabs: the slab sites.
+        rates: Beta variables that follow from the gates.
+        others: values of the other latents, by site; of the first chain.
+        offset: means of the slabs' priors, shape ``(p,)``, from which the quadratic's coefficients are measured; 0 for
+            those with a gate.
+    """
+
+    quadratic: CollapsedQuadratic
+    prior: SiteGates
+    gates: Layout
+    slabs: Layout
+    rates: Sequence[ConjugateRate]
+    others: Mapping[str, Tensor]
+    offset: Tensor
+
+
+@torch.no_grad()
+def collapse(
+    joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
+) -> Collapsed:
+    """Take the slabs out of a model.
+
+    Args:
+        joint: a posterior with structured slabs.
+        run_at: runs the model and returns its sites, at values of its latent sites by name.
+        hyper: values of the other latents on the real line, shape ``(chains, d)``; one row for all chains.
+
+    Raises:
+        ValueError: a slab's prior has a mean other than 0; a gate has no slab, more than two values, or a prior that
+            depends on other gates.
+    """
+    slabs = joint.slab_posterior
+    assert isinstance(slabs, StructuredSlabs)
+    _check_slabs(joint)
+    shift = hyper - joint.hyper_start
+    curvature, linear = slabs.quadratic()
+    loc = slabs.prior_loc(shift)
+    linear = linear + shift @ slabs.shifts.mT - loc @ curvature
+    factor = slabs.likelihood_factor(shift)
+    scale = slabs.prior_scale(shift)
+    if len(hyper) == 1:
+        curvature, linear = (x if factor is None else factor.reshape(()) * x for x in (curvature, linear[0]))
+        factor, scale = None, scale.reshape(-1)
+    has_own_gate = torch.equal(slabs.gate_of, torch.arange(joint.gates.size, device=slabs.gate_of.device))
+    quadratic = CollapsedQuadratic(
+        DenseQuadratic(curvature, linear if linear.dim() == 1 else linear.mean(0)),
+        scale,
+        gate_of=None if has_own_gate else slabs.gate_of,
+        factor=None if factor is None else factor.reshape(-1),
+        linear=linear if linear.dim() == 2 else None,
+    )
+    prior, others = _prior(joint, run_at, hyper), joint.hyper.apart(hyper[0])
+    offset = loc if loc.dim() == 1 else loc[0]
+    return Collapsed(quadratic, prior, joint.gates, joint.slabs, joint.rates, others, offset)
+
+
+def _check_slabs(joint: CorrelatedPosterior) -> None:
+    """Refuse slabs with gates and a prior mean, and gates without slabs."""
+    slabs = joint.slab_posterior
+    gated = slabs.gate_of >= 0
+    if bool(slabs.loc[gated].any() or slabs.loc_shifts[gated].any()):
+        raise ValueError(
+            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
+            f"sampled, but got means of up to {float(slabs.loc[gated].abs().max()):.3g}."
+        )
+    alone = (torch.bincount(slabs.gate_of[gated], minlength=joint.gates.size) == 0).nonzero().flatten()
+    if len(alone):
+        raise ValueError(
+            f"Expected gates that enter the model as products with their slabs alone, but got no slab of gate site "
+            f"{_site_at(joint.gates, alone[0])!r}; use sample_posterior."
+        )
+
+
+def _prior(
+    joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
+) -> SiteGates:
+    """The gates' prior at values of the other latents."""
+    rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # not looked at
+
+    def odds(row: Tensor, gates: Tensor) -> Tensor:
+        sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(gates)})
+        found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
+        return torch.cat([x.reshape(-1) for x in found])
+
+    opened = hyper.new_ones(joint.gates.size)
+    rows = [odds(row, opened) for row in hyper]
+    moved = (rows[0] - odds(hyper[0], torch.zeros_like(opened))).nonzero().flatten()
+    if len(moved):
+        raise ValueError(
+            f"Expected gates that are independent given the other latents, but the prior of gate site "
+            f"{_site_at(joint.gates, moved[0])!r} changes with the gates before; use sample_posterior."
+        )
+    return SiteGates(torch.stack(rows), [_places(joint.gates, rate) for rate in joint.rates])
+
+
+def _site_at(gates: Layout, place: Tensor) -> str:
+    """The site of the gate at a place."""
+    pieces = gates.pieces(torch.arange(gates.size, device=place.device))
+    return next(name for name, piece in pieces.items() if bool((piece == place).any()))
+
+
+def _log_odds(name: str, site: Site) -> Tensor:
+    gate = find_gate(site["fn"])
+    if not isinstance(gate, BernoulliGate):
+        raise ValueError(
+            f"Expected gates of two values at site {name!r}, which samplers of gates switch, but got {gate}; use a "
+            "BernoulliGate in the model, or sample_posterior."
+        )
+    return gate.logits
+
+
+def _places(gates: Layout, rate: ConjugateRate) -> tuple[Tensor, BetaBinomialGates]:
+    """Where the gates of a rate are, and their prior."""
+    pieces = gates.pieces(torch.arange(gates.size, device=rate.open.device))
+    places = torch.cat([pieces[name] for name in rate.gates])
+    return places, BetaBinomialGates(float(rate.open), float(rate.closed))

@@ -1,0 +1,118 @@
+"""Estimates of a model's log evidence from draws of a guide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_l0.fast.record import Record, Site
+from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program, check_pair
+from pyro_l0.infer.elbo.particles import can_be_mapped, over_particles
+from pyro_l0.infer.elbo.runs import log_prob, record_run
+from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
+from pyro_l0.infer.guides.drawn import Drawn
+
+_AT_ONCE = 250
+
+
+class Evidence(NamedTuple):
+    """What log ratios of model and guide say of the log evidence, in nats.
+
+    Attributes:
+        elbo: their mean, a lower bound.
+        standard_error: of that mean.
+        importance_weighted: log of the mean ratio, a tighter bound that misses modes of which the guide has no draw.
+        effective: effective sample size of the weights as a fraction of the draws.
+    """
+
+    elbo: float
+    standard_error: float
+    importance_weighted: float
+    effective: float
+
+    @classmethod
+    def of(cls, ratios: Tensor) -> Evidence:
+        """From log ratios at draws, shape ``(n,)``."""
+        weights = torch.softmax(ratios, 0)
+        return cls(
+            float(ratios.mean()),
+            float(ratios.std()) / math.sqrt(len(ratios)),
+            float(torch.logsumexp(ratios, 0)) - math.log(len(ratios)),
+            1 / float(weights.square().sum()) / len(ratios),
+        )
+
+
+def log_ratios(
+    model: Program,
+    guide: Program,
+    args: Args,
+    kwargs: Kwargs,
+    slab: Mapping[str, Switch],
+    draws: int,
+    mapped: bool | None = None,
+) -> Tensor:
+    """log p(D, z, w, ...) - log q(z, w, ...) at draws of the guide, shape ``(draws,)``.
+
+    A slab that does not depend on its gates counts where they are open; where they are closed, its posterior is its
+    prior, as in Eq. 20 of the L0 paper.
+
+    Args:
+        model: the model.
+        guide: the guide.
+        args: their arguments.
+        kwargs: their keyword arguments.
+        slab: the gate site of each slab site.
+        draws: how many.
+        mapped: whether ``torch.vmap`` takes them at once; by default, where it can.
+    """
+    evaluate, run_guide = _runs(model, guide, args, kwargs, slab)
+    with torch.no_grad():
+        if mapped is None:
+            mapped = can_be_mapped(evaluate, run_guide, guide)
+        pieces = [min(_AT_ONCE, draws - i) for i in range(0, draws, _AT_ONCE)]
+        return torch.cat([over_particles(evaluate, run_guide, guide, n, mapped)["ratio"] for n in pieces])
+
+
+@torch.no_grad()
+def is_mapped(model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, Switch]) -> bool:
+    """Whether ``torch.vmap`` can take many draws at once; arguments as of :func:`log_ratios`."""
+    return can_be_mapped(*_runs(model, guide, args, kwargs, slab), guide)
+
+
+def _runs(
+    model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, Switch]
+) -> tuple[Callable[[Record], dict[str, Tensor]], Callable[[], Record]]:
+    """What evaluates a run of the guide, and what runs it."""
+
+    def evaluate(of_guide: Record) -> dict[str, Tensor]:
+        of_model = record_run(model, args, kwargs, 0, of_guide.sites)
+        return {"ratio": _log_ratio(of_model.sites, of_guide.sites, slab)}
+
+    return evaluate, lambda: record_run(guide, args, kwargs, 0)
+
+
+def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, Switch]) -> Tensor:
+    found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and _is_latent(site)]
+    for name, site in model.items():
+        if site["type"] != "sample" or site_is_subsample(site):
+            continue
+        if not site["is_observed"]:
+            check_pair(name, site, guide.get(name))
+        value = log_prob(site)
+        if name in guide:
+            value = value - log_prob(guide[name])
+            if name in slab and not isinstance(guide[name]["fn"], Drawn):
+                gates = guide[gate_site(slab[name])]["value"]
+                opened = (places_of(name, slab[name], model, guide).of(gates) != 0).to(value.dtype)
+                value = value * opened.reshape(opened.shape[: value.dim()])
+        found.append(value.sum())
+    return torch.stack(found).sum()
+
+
+def _is_latent(site: Site) -> bool:
+    return site["type"] == "sample" and not site_is_subsample(site)

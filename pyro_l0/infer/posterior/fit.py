@@ -1,0 +1,215 @@
+"""Trains a guide over gates and slabs in one call: the recipe that the measured results are from."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pyro
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from pyro_l0.infer.elbo.elbo import L0_ELBO
+from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
+from pyro_l0.infer.posterior.evidence import Evidence, is_mapped, log_ratios
+
+_BETAS = (0.9, 0.99)
+_LEAST_RATE = 0.02  # of the learning rates, at the end
+_TEMPERED = 0.3  # of the steps
+_LOOK = 50  # steps between looks at the variance of the log ratio
+_DRAWS_TO_LOOK = 256
+_SMALL = 1e-3  # nats that the evidence lower bound may lack, estimated as half that variance
+_DRAWS = 8_000  # for the evidence in the end
+_FALLING = 0.1  # nats by which a loss that has converged does not fall any more
+_DISAGREE = 0.1  # in an inclusion probability, between restarts
+
+
+@dataclass
+class Fit:
+    """How a training went.
+
+    Attributes:
+        losses: of each step in nats, of the restart that was kept.
+        evidence: estimates of the log evidence from the trained guide.
+        restarts: evidence lower bound of each restart.
+        disagreement: largest difference of an inclusion probability between a restart and the one that was kept.
+        converged: whether the loss had stopped falling.
+    """
+
+    losses: list[float]
+    evidence: Evidence
+    restarts: list[float] = field(default_factory=list)
+    disagreement: float = 0.0
+    converged: bool = True
+
+    @property
+    def elbo(self) -> float:
+        """The evidence lower bound in nats, from fresh draws."""
+        return self.evidence.elbo
+
+    @property
+    def log_evidence(self) -> float:
+        """The importance-weighted bound in nats, which is above the evidence lower bound and nearer to the evidence."""
+        return self.evidence.importance_weighted
+
+
+def fit(
+    model: Callable[..., object],
+    guide: AutoSpikeSlab,
+    *args: object,
+    steps: int = 600,
+    restarts: int = 1,
+    num_particles: int = 128,
+    learning_rate: float = 0.1,
+    seed: int | None = None,
+    progress: bool = False,
+    **kwargs: object,
+) -> Fit:
+    """Train a guide on the spike-and-slab bound (Eq. 20) until it is a posterior or the steps are used up.
+
+    Adam with a learning rate that falls by a cosine; the likelihood is tempered for the gates over the first third; all
+    particles are drawn in one run of the model where ``torch.vmap`` can map it. Training ends early once the log ratio
+    of model and guide hardly varies over draws: half its variance is what the bound lacks.
+
+    Args:
+        model: a Pyro model.
+        guide: its guide, which is left with the best restart's parameters.
+        *args: arguments of the model.
+        steps: most steps of each restart.
+        restarts: trainings from different starts, of which the one with the largest bound is kept.
+        num_particles: draws per step.
+        learning_rate: of the gates at the start; see :meth:`AutoSpikeSlab.parameter_groups`.
+        seed: of all random numbers.
+        progress: whether to print the loss now and then, to the standard error.
+        **kwargs: keyword arguments of the model.
+
+    Returns:
+        How it went.
+
+    Raises:
+        ValueError: an option is out of range.
+        RuntimeError: gradients are switched off.
+
+    Warns:
+        UserWarning: the loss was still falling at the last step, or restarts disagree.
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20.
+    """
+    for name, value in (("steps", steps), ("restarts", restarts), ("num_particles", num_particles)):
+        least = 2 if name == "num_particles" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"Expected {name} of at least {least}, but got {value!r}.")
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(f"Expected a positive, finite learning_rate, but got {learning_rate!r}.")
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected gradients to be switched on, but got a call inside of torch.no_grad() or inference_mode(); "
+            "call it outside of them."
+        )
+    if seed is not None:
+        pyro.set_rng_seed(seed)
+    guide(*args, **kwargs)
+    start = copy.deepcopy(guide.state_dict())
+    mapped = is_mapped(model, guide, args, kwargs, guide.slab)
+    found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
+    for i in range(restarts):
+        if i:
+            _start_anew(guide, start)
+        run = _Run(model, guide, args, kwargs, num_particles, mapped)
+        result = run.train(steps, learning_rate, f"restart {i + 1} of {restarts}, " if progress else None)
+        found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
+    best, state, probs = max(found, key=lambda entry: entry[0].elbo)
+    guide.load_state_dict(state)
+    best.restarts = [result.elbo for result, _, _ in found]
+    best.disagreement = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
+    _warn(best)
+    return best
+
+
+@torch.no_grad()
+def _start_anew(guide: AutoSpikeSlab, start: dict[str, Tensor]) -> None:
+    """Go back to the start, with other gates: normal noise of deviation 1 on the log odds."""
+    guide.load_state_dict(start)
+    for location in guide.locations():
+        location.add_(torch.randn_like(location))
+
+
+class _Run:
+    """One training."""
+
+    def __init__(
+        self,
+        model: Callable[..., object],
+        guide: AutoSpikeSlab,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        num_particles: int,
+        mapped: bool,
+    ) -> None:
+        self.model, self.guide, self.args, self.kwargs, self.mapped = model, guide, args, kwargs, mapped
+        self.num_particles = num_particles
+
+    def ratios(self, draws: int) -> Tensor:
+        """Log ratios of model and guide."""
+        return log_ratios(self.model, self.guide, self.args, self.kwargs, self.guide.slab, draws, self.mapped)
+
+    def train(self, steps: int, learning_rate: float, progress: str | None) -> Fit:
+        """Train for some steps, or until the log ratio hardly varies; the text goes before the progress."""
+        optimiser = torch.optim.Adam(self.guide.parameter_groups(learning_rate), betas=_BETAS)
+        schedule = LambdaLR(
+            optimiser, lambda k: _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * k / steps))
+        )
+        elbo = L0_ELBO(
+            "spike_slab",
+            slab=self.guide.slab,
+            estimator="leave_one_out",
+            num_particles=self.num_particles,
+            vectorize_particles=self.mapped,
+            temper=lambda k: min(1.0, (k + 1) / (_TEMPERED * steps)),
+        )
+        losses: list[Tensor] = []
+        for k in range(1, steps + 1):
+            optimiser.zero_grad()
+            loss = elbo.differentiable_loss(self.model, self.guide, *self.args, **self.kwargs)
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+            losses.append(loss.detach())
+            if progress is not None and k % max(1, steps // 10) == 0:
+                print(f"{progress}step {k} of {steps}: loss {float(loss):.2f} nats", file=sys.stderr, flush=True)
+            if k % _LOOK == 0 and k > _TEMPERED * steps and 0.5 * float(self.ratios(_DRAWS_TO_LOOK).var()) < _SMALL:
+                break
+        path = torch.stack(losses)
+        return Fit(path.tolist(), Evidence.of(self.ratios(_DRAWS)), converged=_has_converged(path, steps))
+
+
+def _has_converged(losses: Tensor, steps: int) -> bool:
+    """Whether the loss of the last tenth is no more below that before it than its noise lets one tell."""
+    tenth = steps // 10
+    if len(losses) < steps or tenth < 10:
+        return len(losses) < steps
+    before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
+    error = math.sqrt((float(before.var()) + float(last.var())) / tenth)
+    return float(before.mean() - last.mean()) < _FALLING + 3 * error
+
+
+def _warn(result: Fit) -> None:
+    if not result.converged:
+        warnings.warn(
+            f"The loss was still falling after {len(result.losses)} steps; inclusion probabilities may move further. "
+            "Give more steps.",
+            stacklevel=3,
+        )
+    if result.disagreement > _DISAGREE:
+        warnings.warn(
+            f"Restarts disagree by {result.disagreement:.2f} in an inclusion probability, with evidence lower bounds "
+            f"{', '.join(f'{x:.2f}' for x in result.restarts)}; the best is kept. Use check_fit, and more steps or "
+            "gates='autoregressive'.",
+            stacklevel=3,
+        )

@@ -1,0 +1,302 @@
+"""Samples of a posterior with gates, by NUTS or HMC, and whether they can be trusted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from pyro.infer import HMC, MCMC, NUTS
+from torch import Tensor
+
+from pyro_l0.infer.elbo.slabs import Switch, gate_site, product_name, switches_of
+from pyro_l0.infer.posterior.log_joint import LogJoint, Model
+from pyro_l0.infer.posterior.recorded import recorded_with_slope
+from pyro_l0.infer.posterior.swaps import gates_of_slabs, moved_by_swaps
+from pyro_l0.maths.chains import bulk_ess, r_hat
+
+__all__ = ["PosteriorSamples", "sample_posterior"]
+
+Kernel = Literal["nuts", "hmc"] | Callable[..., HMC]
+
+# Trajectories of more than 63 steps take minutes; r-hat tells where they would be needed.
+_KERNELS: dict[str, Callable[..., HMC]] = {"nuts": partial(NUTS, max_tree_depth=6), "hmc": HMC}
+_STARTS = 100
+# Right runs of tests/bench/bench_samplers.py have an r-hat of at most 1.014, the wrong one has 5.5.
+_AGREE = 1.05
+_APART = 0.15  # between the largest and the least of four chains: a standard error of .035 of their mean
+_MOVED = 0.15  # right runs move by .02, the wrong one by .5
+_DIVERGENT = 0.01  # of the transitions
+
+
+@dataclass(frozen=True)
+class PosteriorSamples:
+    """Draws of a posterior by chain, and how well the chains agree.
+
+    Attributes:
+        samples: by site, shape ``(chains, draws, *shape)``: latent variables, gates, deterministic sites, and the
+            product of every slab with its gates under a name such as ``"z * w"``. A gate that has a density between its
+            atoms comes with the variable before rectification, ``"z_base"``.
+        chain_probs: P(z != 0) of every gate site in each chain, shape ``(chains, *shape)``. For gates that were summed
+            out, the mean of their probabilities given the other latent variables, which has less noise than their
+            draws.
+        r_hat: rank-normalised split r-hat of each entry of a sample.
+        ess: bulk effective sample size of each entry.
+        moved: by gate site, how far P(z != 0) moves when coefficients change places (only for gates in ``slab``).
+        divergences: number of divergent transitions in each chain.
+        problems: what is wrong with the sample, in sentences; empty if nothing was found.
+    """
+
+    samples: dict[str, Tensor]
+    chain_probs: dict[str, Tensor]
+    r_hat: dict[str, Tensor]
+    ess: dict[str, Tensor]
+    moved: dict[str, Tensor]
+    divergences: tuple[int, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found to be wrong."""
+        return not self.problems
+
+    def active_probs(self) -> dict[str, Tensor]:
+        """P(z != 0) of every gate site, over all chains."""
+        return {name: probability.mean(0) for name, probability in self.chain_probs.items()}
+
+    def draws(self, n: int | None = None) -> dict[str, Tensor]:
+        """Joint draws of all chains in one row, shape ``(n, *shape)`` by site.
+
+        Args:
+            n: how many, evenly spaced; all of them if not given, or if there are not as many.
+        """
+        flat = {name: x.flatten(0, 1) for name, x in self.samples.items()}
+        if n is None:
+            return flat
+        return {name: x[torch.linspace(0, len(x) - 1, min(n, len(x))).long()] for name, x in flat.items()}
+
+    def quantiles(self, q: float | list[float]) -> dict[str, Tensor]:
+        """Posterior quantiles by site, with a dimension in front for each of several ``q``."""
+        level = torch.as_tensor(q, dtype=torch.float64)
+        return {name: x.double().quantile(level.to(x.device), 0) for name, x in self.draws().items()}
+
+    def summary(self) -> str:
+        """A table: mean, deviation, 90 % interval, P(not 0), r-hat and effective sample size of every entry."""
+        rows = [f"{'':20}{'mean':>9}{'sd':>9}{'5 %':>9}{'95 %':>9}{'P(not 0)':>10}{'r-hat':>8}{'ess':>8}"]
+        active = self.active_probs()
+        for name, x in self.draws().items():
+            flat = x.double().reshape(len(x), -1)
+            low, high = flat.quantile(torch.tensor([0.05, 0.95]).to(flat), 0)
+            not_zero = active[name] if name in active else (flat != 0).double().mean(0)
+            columns = (flat.mean(0), flat.std(0), low, high, not_zero, self.r_hat[name], self.ess[name])
+            for i, (mean, sd, a, b, p, r, n) in enumerate(zip(*(c.flatten().tolist() for c in columns), strict=True)):
+                label = _entry(name, x.shape[1:], i)
+                rows.append(f"{label:20}{mean:9.3f}{sd:9.3f}{a:9.3f}{b:9.3f}{p:10.3f}{r:8.3f}{n:8.0f}")
+        return "\n".join([*rows, f"divergent transitions by chain: {list(self.divergences)}", *self.problems])
+
+
+def sample_posterior(
+    model: Model,
+    *args: object,
+    slab: Mapping[str, Switch] | None = None,
+    kernel: Kernel = "nuts",
+    num_samples: int = 500,
+    warmup_steps: int = 300,
+    num_chains: int = 4,
+    seed: int | None = None,
+    **kwargs: object,
+) -> PosteriorSamples:
+    """Sample the posterior of a model with gates by NUTS or HMC.
+
+    Bernoulli gates are summed out exactly, all values of all of them in one run of the model under ``torch.vmap``, so
+    that the sampler sees a smooth density of the other latent variables; then they are drawn given those. (Pyro's own
+    enumeration gives all gates of a plate one value where what they multiply lies outside of the plate.) Gates with a
+    density between their atoms are reparameterised by :class:`RectifyReparam`. Chains run one after the other, from
+    starts far apart.
+
+    Args:
+        model: a Pyro model whose latent variables are continuous or gates.
+        *args: its arguments.
+        slab: the gate site of each slab site, as for :class:`AutoSpikeSlab`; their products are among the samples, and
+            coefficients of features that could stand in for one another change places to test the draws.
+        kernel: ``"nuts"``, ``"hmc"``, or a function such as ``functools.partial(NUTS, target_accept_prob=0.95)``.
+        num_samples: draws of each chain.
+        warmup_steps: steps of each chain before them, in which step size and mass matrix are adapted.
+        num_chains: number of chains, at least two, as a single one can't tell that there are several modes.
+        seed: of the random numbers; the global state of generators is then left as it was.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        The draws.
+
+    Raises:
+        ValueError: a latent variable is discrete and no gate, Bernoulli gates are more than 12 or decide what the model
+            runs, ``slab`` names other sites, or no start with a finite density was found.
+
+    Warns:
+        UserWarning: the draws are not to be trusted: chains disagree, probabilities move when coefficients change
+            places, or many transitions diverge.
+
+    Example:
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_l0 import BernoulliGate
+        >>> def regression(x, y):
+        ...     with pyro.plate("features", 2):
+        ...         z = pyro.sample("z", BernoulliGate(probs=0.2))
+        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
+        >>> x = torch.stack((torch.linspace(-1, 1, 50), torch.linspace(1, -1, 50) ** 2), 1)
+        >>> posterior = sample_posterior(regression, x, 2 * x[:, 0], slab={"w": "z"}, seed=1, num_samples=200)
+        >>> [round(p, 1) for p in posterior.active_probs()["z"].tolist()]
+        [1.0, 0.1]
+        >>> sorted(posterior.samples)
+        ['w', 'z', 'z * w']
+    """
+    _check_counts(num_samples=(num_samples, 8), warmup_steps=(warmup_steps, 0), num_chains=(num_chains, 2))
+    if isinstance(kernel, str) and kernel not in _KERNELS:
+        raise ValueError(f"Expected kernel 'nuts', 'hmc' or a function of a potential, but got {kernel!r}.")
+    switches = switches_of(slab)
+    with torch.random.fork_rng() if seed is not None else nullcontext():
+        if seed is not None:
+            torch.manual_seed(seed)
+        posterior = LogJoint(model, args, kwargs)
+        gates_of_slabs(posterior, switches)
+        vectors, divergences = _run_chains(posterior, kernel, num_samples, warmup_steps, num_chains)
+        result = _complete(posterior, vectors, switches, divergences)
+    if result.problems:
+        warnings.warn(" ".join((*result.problems, _ADVICE)), stacklevel=2)
+    return result
+
+
+def _check_counts(**counts: tuple[int, int]) -> None:
+    for name, (count, least) in counts.items():
+        if count < least:
+            raise ValueError(f"Expected {name} of at least {least}, but got {count}.")
+
+
+def _run_chains(
+    posterior: LogJoint, kernel: Kernel, num_samples: int, warmup_steps: int, num_chains: int
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Places of the draws, shape ``(num_chains, num_samples, size)``, and divergent transitions of each chain."""
+    if not posterior.latent:
+        return posterior.start.new_zeros(num_chains, num_samples, 0), (0,) * num_chains
+    starts = [_start(posterior) for _ in range(num_chains)]
+    potential = recorded_with_slope(posterior.potential, starts[0], starts[1])
+    vectors, divergences = [], []
+    for start in starts:
+        mcmc = MCMC(
+            (_KERNELS[kernel] if isinstance(kernel, str) else kernel)(
+                potential_fn=lambda place: potential(place["vector"])
+            ),
+            num_samples=num_samples,
+            warmup_steps=warmup_steps,
+            initial_params={"vector": start},
+            disable_progbar=True,
+        )
+        mcmc.run()
+        vectors.append(mcmc.get_samples()["vector"])
+        divergences.append(len(mcmc.diagnostics()["divergences"]["chain 0"]))
+    return torch.stack(vectors), tuple(divergences)
+
+
+def _start(posterior: LogJoint) -> Tensor:
+    """A place where a chain may start: each entry between -2 and 2, as in Stan and Pyro.
+
+    Raises:
+        ValueError: none of some has a finite density and gradient.
+    """
+    for _ in range(_STARTS):
+        start = (4 * torch.rand_like(posterior.start) - 2).requires_grad_()
+        potential = posterior.potential(start)
+        (slope,) = torch.autograd.grad(potential, start)
+        if bool(torch.isfinite(potential) & torch.isfinite(slope).all()):
+            return start.detach()
+    raise ValueError(
+        f"Expected a model with a finite log density somewhere, but found none at {_STARTS} places between -2 and 2 on "
+        f"the real line of {sorted(posterior.latent)}; look at its data and its constraints, or rescale them."
+    )
+
+
+def _complete(
+    posterior: LogJoint, vectors: Tensor, slab: Mapping[str, Switch], divergences: tuple[int, ...]
+) -> PosteriorSamples:
+    """Gates that were summed out are drawn, values and products computed, and the draws are looked at."""
+    flat, by_chain = vectors.flatten(0, 1), vectors.shape[:2]
+    weights = posterior.tables(flat).double().softmax(-1)
+    codes = posterior.codes[weights.multinomial(1).squeeze(-1)]
+    values = posterior.many(flat, codes)[1]
+    conditional = weights @ posterior.codes.double()
+    for name, places in gates_of_slabs(posterior, slab).items():
+        gate = gate_site(slab[name])
+        values[product_name(gate, name)] = places.of(values[gate], 1) * values[name]
+    gates = dict.fromkeys((*posterior.gates, *map(gate_site, slab.values())))
+    probabilities = {name: (values[name] != 0).double() for name in gates}
+    for name, piece in posterior.switches.items():
+        probabilities[name] = conditional[:, piece.places].reshape(values[name].shape)
+    samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}
+    chain_probs = {name: x.unflatten(0, by_chain).mean(1) for name, x in probabilities.items()}
+    agreement = {name: r_hat(x) for name, x in samples.items()}
+    moved = moved_by_swaps(posterior, flat, codes, slab)
+    problems = _problems(agreement, chain_probs, moved, sum(divergences) / len(flat))
+    ess = {name: bulk_ess(x) for name, x in samples.items()}
+    return PosteriorSamples(samples, chain_probs, agreement, ess, moved, divergences, problems)
+
+
+def _problems(
+    agreement: Mapping[str, Tensor],
+    chain_probs: Mapping[str, Tensor],
+    moved: Mapping[str, Tensor],
+    divergent: float,
+) -> tuple[str, ...]:
+    """What speaks against a sample, in sentences."""
+    problems = []
+    if worst := _largest(agreement, _AGREE):
+        problems.append(
+            f"Chains disagree: rank-normalised split r-hat is {worst}, where 1 is agreement and {_AGREE} the most that "
+            "we accept."
+        )
+    spread = {name: x.amax(0) - x.amin(0) for name, x in chain_probs.items()}
+    if worst := _largest(spread, _APART):
+        problems.append(f"P(z != 0) differs between chains by {worst}.")
+    if worst := _largest({name: x.abs() for name, x in moved.items()}, _MOVED):
+        problems.append(
+            f"P(z != 0) moves by {worst} when gates and their coefficients change places, as those of features that "
+            "are nearly the same may: the chains have all stayed in some of several modes."
+        )
+    if divergent > _DIVERGENT:
+        problems.append(
+            f"{divergent:.1%} of the transitions diverged, so that places where the density bends sharply are missing; "
+            "raise the kernel's target_accept_prob."
+        )
+    return tuple(problems)
+
+
+_ADVICE = (
+    "These draws are not the posterior. Take more warmup_steps and num_samples; BernoulliGate gates, which are summed "
+    "out, where there are at most 12; or AutoSpikeSlab with gates='autoregressive' and its check_fit."
+)
+
+
+def _largest(values: Mapping[str, Tensor], limit: float) -> str:
+    """The largest entries of some sites, above a limit, in words."""
+    above = [
+        (value, _entry(name, x.shape, i))
+        for name, x in values.items()
+        for i, value in enumerate(x.flatten().tolist())
+        if value > limit
+    ]
+    above.sort(reverse=True)
+    more = f" and over {limit} at {len(above) - 3} more" if len(above) > 3 else ""
+    return ", ".join(f"{value:.2f} at {label}" for value, label in above[:3]) + more
+
+
+def _entry(name: str, shape: torch.Size, i: int) -> str:
+    """An entry of a site in words, such as ``w[1,0]``."""
+    place = [int(k) for k in torch.unravel_index(torch.tensor(i), shape)] if shape else []
+    return f"{name}{place}" if place else name

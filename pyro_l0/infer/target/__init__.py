@@ -1,0 +1,1 @@
+"""Budgets that the deterministic network keeps to."""

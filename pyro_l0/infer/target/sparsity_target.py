@@ -1,0 +1,387 @@
+"""Sparsity as a constraint: budgets that the deterministic network keeps to, without a setting to tune."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from pyro_l0.infer.guides.protocol import GateGuide, check_guide
+from pyro_l0.infer.target.budget import Budget, Cost, apart
+from pyro_l0.infer.target.options import falling, named
+from pyro_l0.infer.target.positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
+from pyro_l0.infer.target.report import TargetReport
+from pyro_l0.infer.target.schedule import LEAST_REACH, BudgetSchedule
+
+__all__ = ["SparsityTarget", "TargetState"]
+
+OnBudget = Callable[[float, dict[str, Tensor]], None]
+_START = 0.999  # P(z != 0) at the start, or all but one gate in expectation where that is more
+_BETAS, _EPS = (0.9, 0.99), 1e-15
+_MEMORY = 0.98  # of the moving averages of squared gradients
+_GAIN, _FAR, _MOST = 10.0, 0.1, 6.0  # of the multiplier's logarithm: speed, clipped violation, largest size
+_HARDENING = 10.0  # of the logarithm of positions in the last steps: what stands at OPENED or further stays on its side
+
+
+class TargetState(TypedDict):
+    """What a resumed run needs of a target."""
+
+    step: int
+    integral: Tensor
+    of_loss: Tensor
+    of_penalty: Tensor
+    prices: Tensor | None
+
+
+class SparsityTarget:
+    r"""Keeps a network within a budget of multiply-adds, weights, parameters or another cost while it trains.
+
+    Everything is set by the number of steps, the number of gates and the budget. All gates start open. In every step
+    :meth:`add_gradient` adds to the gates' gradients that of a penalty,
+
+    .. math:: \mu \sum_j p_j P(z_j \neq 0), \qquad
+        p_j = \frac{\partial \log E[c(z)]}{\partial P(z_j \neq 0)}, \qquad
+        \mu = e^I \frac{\operatorname{rms}(\nabla_a \text{loss})}
+            {\operatorname{rms}(\nabla_a \sum_j p_j P(z_j \neq 0))},
+
+    where a are the gates' locations. So the multiplier μ has the scale of the loss, whatever that is, and
+    its logarithm's integral part I rises while the *deterministic* network (test gates) costs more than the
+    budget of the moment, and falls while it costs less. That budget falls from 1 to its final value by a cubic curve. A
+    hundred times on the way :meth:`ascend` looks at the deterministic network and puts it onto the curve: the open
+    gates of lowest location close, just below the point where test gates close, or closed ones of highest location
+    open, just above it. In the last steps all gates move away from that point, so that few test gates are neither 0
+    nor 1. Leave prices and expected weight decay of gates out of the loss: what closes more gates than the budget asks
+    would work against a target that opens them again. Weight decay of the network's optimiser does not.
+
+    A site keeps as many gates as three quarters of those that an equal rate of open gates at every site would leave,
+    and at least one of several, until all other sites have no more to close.
+
+    Args:
+        guide: the gates' guide, after its first call; an AutoGate, or another :class:`~pyro_l0.infer.GateGuide`. Its
+            gates are opened. To resume, make the target first and load the guide's state afterwards.
+        budget: largest fraction of the cost of the full network, in (0, 1). Several falling ones are met one after
+            the other in one run, and each is handed to ``on_budget``. A dict gives one by name of several costs, or,
+            without a cost, by gate site the largest fraction of open gates.
+        cost: differentiable cost of given gates by site (P(z != 0) or 0 and 1), of shape ``()``, such as
+            :meth:`NetworkCost.macs <pyro_l0.nn.NetworkCost.macs>`; a dict of several for budgets by their names.
+        steps: steps of the optimiser in which there are gates, at least 10; some hundreds are needed for a network
+            that is as good as it can be. Further steps leave the gates as they are.
+        pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
+        on_budget: is called with a budget and the deterministic gates by site, when this budget is met: the last
+            one at the last step, the others on the way, at once after the gates have changed.
+
+    Attributes:
+        steps: as given.
+        start: steps before the gates begin to move.
+        settled: steps until the final budget holds.
+        step: steps taken.
+        budget: final budgets, shape ``(k,)`` for k constraints.
+        total: costs of the full network, shape ``(k,)``.
+        multiplier: :math:`\mu` in nats, shape ``(k,)``.
+        gate_learning_rate: of the gates under Adam. With it a gate could close four times while the budget falls, and
+            more often in runs of more than about a thousand steps.
+
+    Raises:
+        TypeError: the guide lacks a method.
+        ValueError: a budget is outside (0, 1) or below the cost of one open gate per site, does not go with the costs,
+            or names an unknown site; budgets do not fall; there are fewer than ten steps.
+
+    Example:
+        >>> import pyro
+        >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer import L0_ELBO, AutoGate, factor
+        >>> pyro.set_rng_seed(0)
+        >>> def model():
+        ...     z = pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
+        ...     factor("data", (z * torch.arange(10.0)).sum())
+        >>> guide = AutoGate(model)
+        >>> _ = guide()
+        >>> target = SparsityTarget(guide, {"z": 0.3}, steps=100)
+        >>> optimiser = torch.optim.Adam(guide.locations(), **target.optimiser_options)
+        >>> loss = L0_ELBO("l0")(model, guide)
+        >>> for _ in range(100):
+        ...     optimiser.zero_grad()
+        ...     loss().backward()
+        ...     target.add_gradient()
+        ...     optimiser.step()
+        ...     target.ascend()
+        >>> target.fraction()
+        tensor([0.3000])
+
+    References:
+        Gallego-Posada et al. (2022), Controlled Sparsity via Constrained Optimization, arXiv:2208.04425; Cotter et al.
+        (2019), arXiv:1804.06500 (a proxy for the gradient, the true constraint for the multiplier); Zhu, Gupta (2017),
+        arXiv:1710.01878 (the cubic curve).
+    """
+
+    def __init__(
+        self,
+        guide: GateGuide,
+        budget: float | Sequence[float] | Mapping[str, float],
+        cost: Cost | Mapping[str, Cost] | None = None,
+        *,
+        steps: int,
+        pretrained: bool = False,
+        on_budget: OnBudget | None = None,
+    ) -> None:
+        check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "locations")
+        self.guide = guide
+        gates = guide.test_gates()
+        budgets, costs = named(budget, cost, gates)
+        self._on_the_way = falling(budget)[:-1]
+        self._schedule = BudgetSchedule.of(steps, pretrained)
+        self._budget = Budget(costs, budgets, gates)
+        self._positions = GatePositions(guide)
+        self._on_budget = on_budget
+        number = sum(gate.numel() for gate in gates.values())
+        distance = self._positions.open_all(max(_START, 1 - 1 / number))
+        self.gate_learning_rate = self._schedule.rate(distance)
+        self.step = 0
+        # At the loss's scale for gates that can go just far enough; the further they can go, the weaker a penalty does.
+        self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.reach / LEAST_REACH))
+        self._of_loss = torch.zeros_like(self._integral)
+        self._of_penalty = torch.zeros_like(self._integral)
+        self._prices: Tensor | None = None
+        self._shares = torch.zeros(0)
+
+    # ------------------------------------------------------------ what a run asks
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimiser in which there are gates."""
+        return self._schedule.steps
+
+    @property
+    def start(self) -> int:
+        """Steps before the gates begin to move."""
+        return self._schedule.start
+
+    @property
+    def settled(self) -> int:
+        """Steps until the final budget holds."""
+        return self._schedule.settled
+
+    @property
+    def budget(self) -> Tensor:
+        """Final budgets, shape ``(k,)``."""
+        return self._budget.final
+
+    @property
+    def total(self) -> Tensor:
+        """Costs of the full network, shape ``(k,)``."""
+        return self._budget.total
+
+    @property
+    def optimiser_options(self) -> dict[str, float | tuple[float, float]]:
+        """Keywords for the parameter group of ``guide.locations()`` in Adam; the loss's scale does not change its step.
+
+        Of an AutoGate over hard concretes, locations are all parameters. Of families with further ones leave these as
+        they are: at this rate they would go far from where gates close.
+        """
+        return {"lr": self.gate_learning_rate, "betas": _BETAS, "eps": _EPS, "weight_decay": 0.0}
+
+    @property
+    def multiplier(self) -> Tensor:
+        """The multiplier of each constraint in nats, shape ``(k,)``."""
+        # Where no gate has a price yet, both averages are 0.
+        return torch.sqrt(self._of_loss / self._of_penalty.clamp(min=1e-30)) * torch.exp(self._integral)
+
+    @property
+    def saturated(self) -> Tensor:
+        """Whether a multiplier has risen as far above the loss's scale as it may, shape ``(k,)``."""
+        return self._integral >= _MOST
+
+    @torch.no_grad()
+    def fraction(self) -> Tensor:
+        """Cost of the deterministic network as a fraction of the full one's, shape ``(k,)``."""
+        self._follow()
+        return self._budget.fraction({site: is_open.float() for site, is_open in self._open().items()})
+
+    @torch.no_grad()
+    def report(self) -> TargetReport:
+        """What has been reached so far."""
+        tests, names = self.guide.test_gates(), self._budget.names
+        fraction = self.fraction()
+        values = torch.cat([gate.flatten() for gate in tests.values()]) if tests else torch.ones(1)
+        opened = {site: (int((gate != 0).sum()), gate.numel()) for site, gate in tests.items()}
+        expected = self._budget.fraction({site: gate.active_prob for site, gate in self.guide.posterior().items()})
+        per_unit = self.multiplier / (expected * self.total)
+        return TargetReport(
+            step=self.step,
+            steps=self.steps,
+            fraction=dict(zip(names, fraction.tolist(), strict=True)),
+            budget=dict(zip(names, self.budget.tolist(), strict=True)),
+            undecided=float(((values > 0) & (values < 1)).float().mean()),
+            multiplier=dict(zip(names, per_unit.tolist(), strict=True)),
+            at_floor=tuple(site for site, (n, _) in opened.items() if n <= self._budget.floors[site]),
+            open=opened,
+        )
+
+    # ------------------------------------------------------------ what a step asks
+
+    @torch.no_grad()
+    def add_gradient(self) -> None:
+        """Add the penalty's gradient to that of the gates' locations; between ``loss.backward()`` and the step.
+
+        Before the gates move and after the last step with gates their gradients are set to None, so that the
+        optimiser passes them over. Nothing is read back from the device.
+
+        Raises:
+            ValueError: no location has a gradient, as where the loss does not depend on the gates.
+        """
+        locations = self.guide.locations()
+        if not self.start <= self.step < self.steps:
+            for location in locations:
+                location.grad = None
+            return
+        if locations and all(location.grad is None for location in locations):
+            raise ValueError(
+                "Expected gradients of the gates' locations, but none has one; call add_gradient after "
+                "loss.backward(), with a loss that draws the gates from this target's guide."
+            )
+        self._follow()
+        if not locations:
+            return
+        grad = torch.cat([_grad(location).flatten() for location in locations]).float()
+        prices = self._prices_of(len(grad))
+        slopes = prices * self._positions.slopes()
+        self._of_loss.lerp_(self._shares @ grad.nan_to_num(0.0, 0.0, 0.0).square(), 1 - _MEMORY)
+        self._of_penalty.lerp_((slopes.square() * self._shares).sum(1), 1 - _MEMORY)
+        start, added = 0, self.multiplier @ slopes
+        for location in locations:
+            end = start + location.numel()
+            location.grad = _grad(location) + added[start:end].view(location.shape).to(location)
+            start = end
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        """Go on by a step, after that of the optimiser: look at the deterministic network, and harden decided gates."""
+        self.step += 1
+        if not self.start <= self.step <= self.steps or not self.guide.locations():
+            return
+        if self._schedule.is_look(self.step):
+            self._look()
+        if self.settled <= self.step < self.steps:
+            positions = self._positions.read()
+            # Meanwhile Adam can push a gate by a quarter of the reach, in distances of about eight: by less than this.
+            hardening = _HARDENING * self._schedule.reach / LEAST_REACH
+            harder = positions * (1 + hardening / (self.steps - self.settled))
+            self._positions.write(harder.clamp(LOWEST, HIGHEST))
+        if self.step == self.steps and self._on_budget is not None:
+            self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
+
+    def _look(self) -> None:
+        """Put the deterministic network onto the curve, and let the multiplier follow."""
+        self._follow()
+        self._positions.follow()
+        if self.step > self.start:  # where no gate has moved yet, none is better than another
+            self._keep_to_curve()
+        self._take_prices()
+
+    def _keep_to_curve(self) -> None:
+        schedule = self._schedule
+        budget = schedule.budget(self.step, self.budget)
+        violation = torch.log(self.fraction() / budget)
+        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * schedule.look / (self.settled - self.start)
+        self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
+        before = 1.0
+        if self.step > self.start + schedule.look:
+            before = float(schedule.budget(self.step - schedule.look, self.budget)[0])
+        for on_the_way in self._on_the_way:
+            if float(budget[0]) <= on_the_way < before:
+                self._correct(torch.full_like(self.budget, on_the_way))
+                if self._on_budget is not None:
+                    self._on_budget(on_the_way, dict(self.guide.test_gates()))
+        self._correct(budget)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Put the deterministic network onto the final budget now, as a run that ends early needs it.
+
+        The open gates of lowest location close, or closed ones of highest location open.
+        """
+        self._follow()
+        self._correct(self.budget)
+
+    def _correct(self, budget: Tensor) -> None:
+        positions, is_open = self._positions.read(), self._open()
+        shapes = {site: gate.shape for site, gate in is_open.items()}
+        now = torch.cat([gate.flatten() for gate in is_open.values()])
+        prices = self._prices_of(len(now))
+        wanted = self._budget.keep_within(budget, apart(positions, shapes), is_open, prices)
+        # Until the end a gate can go back; those of the last look are decided.
+        opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
+        moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))
+        self._positions.write(moved.clamp(LOWEST, HIGHEST))
+
+    # ------------------------------------------------------------ the guide
+
+    def _open(self) -> dict[str, Tensor]:
+        return {site: gate != 0 for site, gate in self.guide.test_gates().items()}
+
+    def _active(self) -> dict[str, Tensor]:
+        return {site: gate.active_prob.detach().float() for site, gate in self.guide.posterior().items()}
+
+    def _prices_of(self, number: int) -> Tensor:
+        """The prices of the last look at so many gates; anew if units have left since."""
+        if self._prices is None or self._prices.shape[1] != number:
+            return self._take_prices()
+        return self._prices
+
+    def _take_prices(self) -> Tensor:
+        """Take the prices of units where the gates are now."""
+        return self._put_prices(self._budget.prices(self._active()))
+
+    def _put_prices(self, prices: Tensor) -> Tensor:
+        """Keep prices, and the share of each gate in a mean over those that have one."""
+        priced = (prices != 0).float()
+        self._shares = priced / priced.sum(1, keepdim=True).clamp(min=1)
+        self._prices = prices
+        return prices
+
+    def _follow(self) -> None:
+        """Move this target's tensors to where the guide's gates have moved."""
+        like = next(iter(self.guide.locations()), None)
+        if like is None or like.device == self.budget.device:
+            return
+        self._budget.to(like.device)
+        for name in ("_integral", "_of_loss", "_of_penalty"):
+            setattr(self, name, getattr(self, name).to(like.device))
+        self._prices = None
+
+    # ------------------------------------------------------------ resuming
+
+    def state_dict(self) -> TargetState:
+        """What a resumed run needs, beside the guide's state."""
+        return {
+            "step": self.step,
+            "integral": self._integral.clone(),
+            "of_loss": self._of_loss.clone(),
+            "of_penalty": self._of_penalty.clone(),
+            "prices": self._prices,
+        }
+
+    def load_state_dict(self, state: TargetState) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state is of another number of constraints.
+        """
+        if state["integral"].shape != self._integral.shape:
+            raise ValueError(
+                f"Expected the state of {len(self._integral)} constraints, but got {len(state['integral'])}."
+            )
+        self.step = state["step"]
+        self._integral = state["integral"].to(self._integral).clone()
+        self._of_loss = state["of_loss"].to(self._integral).clone()
+        self._of_penalty = state["of_penalty"].to(self._integral).clone()
+        self._prices = None
+        if state["prices"] is not None:
+            self._put_prices(state["prices"].to(self._integral))
+
+
+def _grad(location: Tensor) -> Tensor:
+    return torch.zeros_like(location) if location.grad is None else location.grad

@@ -1,0 +1,286 @@
+"""The parts of a correlated guide, each by itself: gates, other latents, rates, draws, gradient and evidence."""
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+from pyro_l0 import BernoulliGate
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, Evidence
+from pyro_l0.infer.elbo.estimators import leave_one_out
+from pyro_l0.infer.guides.autoregressive import GateChain
+from pyro_l0.infer.guides.drawn import Drawn
+from pyro_l0.infer.guides.hyper import HyperPosterior
+from pyro_l0.infer.posterior.evidence import log_ratios
+from tests.maths.spike_and_slab import log_evidence
+
+P, SIGMA, TAU, RATE = 3, 0.9, 0.7, 0.3
+SLAB = {"w": "z"}
+STATES = torch.tensor(list(itertools.product((0.0, 1.0), repeat=P)), dtype=torch.float64)
+X = torch.randn(12, P, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+X[:, 1] = X[:, 0] + 0.3 * X[:, 1]
+Y = 0.6 * X[:, 0] + torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def model(p=P):
+    with pyro.plate("features", p):
+        z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
+        w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_tensor(TAU)))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal((z * w) @ X[:, :p].T, X.new_tensor(SIGMA)), obs=Y)
+
+
+def correlated(program=model, **options):
+    pyro.set_rng_seed(3)
+    guide = AutoSpikeSlab(program, SLAB, gates="autoregressive", slabs="structured", **options)
+    guide()
+    return guide
+
+
+@torch.no_grad()
+def shaken(guide):
+    """The guide at parameters of no special values."""
+    torch.manual_seed(4)
+    for parameter in guide.parameters():
+        parameter.add_(0.5 * torch.randn_like(parameter))
+    return guide
+
+
+def chain(hyper=0):
+    found = GateChain(P, hyper, coupled=True, like=X)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(found.coupling)
+    if hyper:
+        torch.nn.init.normal_(found.tilt)
+    return found
+
+
+# ------------------------------------------------------------ gates
+
+
+def test_log_odds_are_those_of_the_gates_before():
+    """Entry by entry, for every set of gates; the upper triangle counts for nothing."""
+    gates, base, shift = chain(hyper=2), X.new_tensor([0.4, -1.0, 0.2]), X.new_tensor([0.7, -0.3])
+    found = gates.log_odds(base, STATES, shift.expand(len(STATES), 2))
+    for i, z in enumerate(STATES):
+        for j in range(P):
+            exact = base[j] + gates.tilt[j] @ shift + sum(gates.coupling[j, k] * z[k] for k in range(j))
+            torch.testing.assert_close(found[i, j], exact)
+
+
+def test_sampling_frequencies_are_the_product_of_the_conditionals():
+    """All eight sets within four standard errors; given other latents."""
+    gates, base, shift, n = chain(hyper=1), X.new_tensor([0.4, -1.0, 0.2]), X.new_tensor([0.6]), 40_000
+    torch.manual_seed(6)
+    draws = gates.sample(base, shift.expand(n, 1))
+    odds = gates.log_odds(base, STATES, shift.expand(len(STATES), 1)).detach()
+    exact = BernoulliGate(odds).log_prob(STATES).sum(-1).exp()
+    torch.testing.assert_close(exact.sum(), X.new_ones(()))
+    found = (draws[:, None] == STATES).all(-1).double().mean(0)
+    assert bool(((found - exact).abs() < 4 * (exact * (1 - exact) / n).sqrt()).all())
+
+
+def test_marginals_are_those_of_the_enumeration():
+    """active_probs, the posterior's gates and draws, within the error that is promised."""
+    guide = shaken(correlated())
+    odds = guide.joint.chain.log_odds(guide.sites["z"]["logits"], STATES, X.new_zeros(8, 0)).detach()
+    exact = BernoulliGate(odds).log_prob(STATES).sum(-1).exp() @ STATES
+    torch.manual_seed(7)
+    for found in (guide.active_probs()["z"], guide.posterior()["z"].active_prob, guide.draws(10_000)["z"].mean(0)):
+        torch.testing.assert_close(found, exact, rtol=0, atol=0.02)
+
+
+def test_drawn_is_a_density_of_its_value_alone():
+    """Its value, its density there, and refusals of others."""
+    value = torch.tensor([0.3, -0.2])
+    fn = Drawn(dist.Normal(torch.zeros(2), 2.0), value)
+    assert fn.sample() is value
+    assert fn.rsample() is value
+    torch.testing.assert_close(fn.log_prob(value), dist.Normal(0.0, 2.0).log_prob(value))
+    with pytest.raises(ValueError, match="Expected the value that was drawn"):
+        fn.log_prob(value + 1)
+    with pytest.raises(ValueError, match=r"Expected one draw .* sample_shape \(2,\)"):
+        fn.sample((2,))
+
+
+# ------------------------------------------------------------ other latents
+
+
+def test_hyper_posterior_is_one_gaussian():
+    """The conditionals multiply to the density of mean and covariance; draws have these moments."""
+    posterior = HyperPosterior(X.new_tensor([1.0, -2.0, 0.5]))
+    torch.manual_seed(8)
+    with torch.no_grad():
+        posterior.coupling.normal_()
+        posterior.log_scale.normal_()
+        found = posterior.draw(20_000)
+    root = posterior.log_scale.exp().diag() + posterior.coupling.tril(-1)
+    exact = torch.distributions.MultivariateNormal(posterior.loc, scale_tril=root)
+    density = dist.Normal(found.means, found.deviations).log_prob(found.values).sum(-1)
+    torch.testing.assert_close(density, exact.log_prob(found.values).detach())
+    error = exact.variance.sqrt().detach() / math.sqrt(20_000)
+    assert bool(((found.values.mean(0) - posterior.loc.detach()).abs() < 4 * error).all())
+
+
+def with_rate(transform=lambda rate: rate):
+    def program():
+        rate = pyro.sample("rate", dist.Beta(X.new_tensor(1.5), X.new_tensor(4.0)))
+        with pyro.plate("features", P):
+            z = pyro.sample("z", BernoulliGate(probs=transform(rate)))
+            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_tensor(TAU)))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal((z * w) @ X.T, X.new_tensor(SIGMA)), obs=Y)
+
+    return program
+
+
+def test_a_conjugate_rate_leaves_the_beta_binomial():
+    """log p(z, rate) - log q(rate | z) is log B(a + k, b + p - k) - log B(a, b), whatever rate was drawn."""
+    program = with_rate()
+    guide = correlated(program, hyper=("rate",))
+    assert [rate.name for rate in guide.joint.rates] == ["rate"]
+    seen = set()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        drawn = poutine.trace(guide).get_trace()
+        scored = poutine.trace(poutine.replay(program, drawn)).get_trace()
+        drawn.compute_log_prob()
+        scored.compute_log_prob()
+        k = drawn.nodes["z"]["value"].sum()
+        found = sum(scored.nodes[name]["log_prob_sum"] for name in ("rate", "z")) - drawn.nodes["rate"]["log_prob_sum"]
+        a, b = 1.5 + k, 4.0 + P - k
+        exact = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+        exact = exact - math.lgamma(1.5) - math.lgamma(4.0) + math.lgamma(5.5)
+        torch.testing.assert_close(found.detach(), exact)
+        seen.add(int(k))
+    assert len(seen) > 1
+
+
+def test_a_rate_that_is_not_itself_the_gates_probability_is_learned():
+    """Half a Beta variable has no Beta posterior."""
+    guide = correlated(with_rate(lambda rate: 0.5 * rate), hyper=("rate",))
+    assert guide.joint.rates == ()
+    assert guide.joint.hyper.size == 1
+
+
+# ------------------------------------------------------------ gradient and evidence
+
+
+def exact_loss(guide, objective, lam):
+    """The objective as a sum over all gates, slabs integrated out, differentiable for the guide's parameters."""
+    base = guide.sites["z"]["logits"]
+    odds = guide.joint.chain.log_odds(base, STATES, X.new_zeros(len(STATES), 0))
+    log_q = BernoulliGate(odds).log_prob(STATES).sum(-1)
+    given = guide.joint.slab_posterior.given(STATES, X.new_zeros(len(STATES), 0))
+    precision = torch.diag(X.new_full((P,), 1 / TAU)) @ given.cholesky @ given.cholesky.mT / TAU
+    slabs = torch.distributions.MultivariateNormal(given.mean, precision_matrix=precision)
+    prior = torch.distributions.MultivariateNormal(X.new_zeros(P), torch.eye(P, dtype=X.dtype) * TAU**2)
+    gated = X * STATES[:, None]
+    residual = Y - (gated @ given.mean.unsqueeze(-1)).squeeze(-1)
+    spread = torch.einsum("sni,sij,snj->s", gated, slabs.covariance_matrix, gated)
+    loss = 0.5 * (residual.square().sum(-1) + spread) / SIGMA**2 + len(X) * math.log(SIGMA * math.sqrt(2 * math.pi))
+    loss = loss + torch.distributions.kl_divergence(slabs, prior)
+    if objective != "l0":
+        loss = loss + log_q - BernoulliGate(probs=X.new_tensor(RATE)).log_prob(STATES).sum(-1)
+    return (log_q.exp() * loss).sum() + lam * (log_q.exp() @ STATES).sum()
+
+
+@pytest.mark.parametrize("temper", [1.0, 0.3])
+@pytest.mark.parametrize("particles", [2, 3])
+def test_leave_one_out_is_unbiased_over_all_draws(particles, temper):
+    """Summed over every pair and triple of gates: the gradient of E[log q] and the tempered rest, without noise."""
+    gates, base = chain(), X.new_tensor([0.4, -1.0, 0.2]).requires_grad_()
+    log_q = BernoulliGate(gates.log_odds(base, STATES, X.new_zeros(8, 0))).log_prob(STATES).sum(-1)
+    rest = STATES @ X.new_tensor([2.0, -3.0, 1.0]) + 4 * STATES[:, 0] * STATES[:, 1]  # of the loss, beside log q
+    parameters = [base, gates.coupling]
+    objective = (log_q.exp() * (log_q + temper * rest)).sum()
+    expected = torch.autograd.grad(objective, parameters, retain_graph=True)
+    total = X.new_zeros(())
+    for drawn in itertools.product(range(8), repeat=particles):
+        i = torch.tensor(drawn)
+        total = total + log_q[i].sum().exp().detach() * leave_one_out(rest[i] + log_q[i].detach(), log_q[i], temper)
+    for found, exact in zip(torch.autograd.grad(total, parameters), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("objective", ["spike_slab", "free_energy", "l0"])
+def test_gradient_is_that_of_the_enumerated_objective(objective, mapped):
+    """Mean loss and gradient for gates, couplings and slabs, within 4.5 standard errors of the exact ones."""
+    guide = shaken(correlated())
+    lam = 0.0 if objective == "spike_slab" else 0.4
+    parameters = [x for x in guide.parameters() if x.numel()]
+    exact = exact_loss(guide, objective, lam)
+    expected = torch.cat([x.flatten() for x in torch.autograd.grad(exact, parameters)])
+    elbo = L0_ELBO(
+        objective,
+        lam=lam,
+        slab=SLAB if objective == "spike_slab" else None,
+        estimator="leave_one_out",
+        num_particles=40 if mapped else 3,
+        vectorize_particles=mapped,
+    )
+    pyro.set_rng_seed(9)
+    losses, rows = [], []
+    for _ in range(100):
+        loss = elbo.differentiable_loss(model, guide)
+        rows.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, parameters)]))
+        losses.append(loss.detach())
+    found, values = torch.stack(rows), torch.stack(losses)
+    error = found.std(0) / math.sqrt(len(found))
+    assert bool(((found.mean(0) - expected).abs() <= 4.5 * error + 1e-9).all())
+    assert bool((expected.abs() > 4.5 * error).sum() >= 6)  # else a gradient of 0 would do
+    assert abs(float(values.mean() - exact.detach())) < 4.5 * float(values.std()) / math.sqrt(len(values))
+
+
+def exactly(p=2):
+    """A guide that is the posterior of two features."""
+    guide = correlated(lambda: model(p))
+    x, slabs = X[:, :p], guide.joint.slab_posterior
+    curvature, linear = x.mT @ x / SIGMA**2, x.mT @ Y / SIGMA**2
+    slabs.factor.copy_(torch.linalg.cholesky(curvature))
+    slabs.linear.copy_(torch.linalg.solve_triangular(slabs.factor, linear.unsqueeze(-1), upper=False).squeeze(-1))
+    states = X.new_tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]])
+    scores = log_evidence(curvature, linear, states, X.new_tensor(TAU)) + states.sum(-1) * math.log(RATE / (1 - RATE))
+    total = scores.logsumexp(0) + p * math.log(1 - RATE) + dist.Normal(X.new_zeros(()), SIGMA).log_prob(Y).sum()
+    with torch.no_grad():
+        guide.sites["z"]["logits"][0] = scores[2:].logsumexp(0) - scores[:2].logsumexp(0)
+        guide.sites["z"]["logits"][1] = scores[1] - scores[0]
+        guide.joint.chain.coupling[1, 0] = scores[3] - scores[2] - scores[1] + scores[0]
+    return guide, float(total)
+
+
+@pytest.mark.parametrize("mapped", [True, False, None])
+def test_log_ratios_of_the_exact_posterior_are_the_evidence(mapped):
+    """Every draw's, to nine digits; and all bounds of them."""
+    guide, exact = exactly()
+    ratios = log_ratios(guide.model, guide, (), {}, SLAB, 20, mapped)
+    torch.testing.assert_close(ratios, X.new_full((20,), exact), rtol=1e-9, atol=0)
+    evidence = Evidence.of(ratios)
+    assert evidence.elbo == pytest.approx(exact, rel=1e-9)
+    assert evidence.importance_weighted == pytest.approx(exact, rel=1e-9)
+    assert evidence.effective == pytest.approx(1.0)
+    assert evidence.standard_error < 1e-8
+
+
+def test_an_exact_posterior_has_no_gradient():
+    """With the costs of all draws the same, the gates' gradient is 0 at every step, not on average."""
+    guide, exact = exactly()
+    elbo = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=6, vectorize_particles=True)
+    loss = elbo.differentiable_loss(guide.model, guide)
+    assert float(loss.detach()) == pytest.approx(-exact, rel=1e-9)
+    gradients = torch.autograd.grad(loss, [guide.sites["z"]["logits"], guide.joint.chain.coupling])
+    assert all(float(x.abs().max()) < 1e-8 for x in gradients)
+
+
+def test_evidence_of_unequal_ratios():
+    """Mean, its error, log mean and effective size of three numbers."""
+    evidence = Evidence.of(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).log())
+    assert evidence.elbo == pytest.approx(math.log(2))
+    assert evidence.importance_weighted == pytest.approx(math.log(7 / 3))
+    assert evidence.effective == pytest.approx(49 / 21 / 3)
+    assert evidence.standard_error == pytest.approx(math.log(2) / math.sqrt(3))

@@ -1,0 +1,159 @@
+"""A guide whose parameters no optimiser holds."""
+
+import copy
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from pyro_l0 import HardConcrete
+from pyro_l0.diagnostics import measure_gradient
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.guides.parameters import OptimiserWatch
+
+
+class Model(nn.Module):
+    """A network whose inputs have gates."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def forward(self, x):
+        z = pyro.sample("z", HardConcrete.from_active_prob(0.5).expand([4]).to_event(1))
+        pyro.sample("y", dist.Normal(self.net(x * z)[:, 0], 0.5).to_event(1), obs=x[:, 0])
+
+
+X = torch.linspace(-1, 1, 40).view(10, 4)
+
+
+@pytest.fixture
+def module():
+    model = Model()
+    return L0_ELBO("free_energy")(model, AutoGate(model))
+
+
+def train(loss, *optimisers, steps=8, micro_batches=1, clear=None):
+    """Steps of some optimisers on a loss."""
+    for _ in range(steps):
+        for optimiser in optimisers:
+            (clear or optimiser).zero_grad()
+        for _ in range(micro_batches):
+            loss(X).backward()
+        for optimiser in optimisers:
+            optimiser.step()
+
+
+def is_watching(guide):
+    """Whether a guide is waiting for an optimiser."""
+    return any(isinstance(watch, OptimiserWatch) for watch in guide._watches)
+
+
+@pytest.mark.parametrize("clear_all", [False, True])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_optimiser_made_before_the_first_call(module, clear_all, scheduled):
+    """One warning that names the guide, its sites and the remedy; a second optimiser for something else is none."""
+    optimisers = [torch.optim.Adam(module.parameters(), lr=0.01)]
+    if scheduled:
+        optimisers.append(torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1))
+    with pytest.warns(
+        UserWarning, match=r"AutoGate \(gate sites 'z'\) have had gradients for 100 losses, but no optimiser"
+    ) as seen:
+        train(module, *optimisers, steps=130, clear=module if clear_all else None)
+    assert len(seen) == 1
+    assert "call it once with the model's arguments before making an optimiser" in str(seen[0].message)
+    assert not is_watching(module.guide)
+
+
+def test_a_part_of_a_list_of_guides():
+    """A list's parameters that were read before its first call; each guide speaks for its own sites."""
+    scale = nn.Parameter(torch.zeros(()))
+
+    def model(x):
+        bias = pyro.sample("bias", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", HardConcrete(torch.zeros(4)).to_event(1))
+        pyro.sample("y", dist.Normal(x @ z + bias, scale.exp()).to_event(1), obs=x[:, 0])
+
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(pyro.poutine.block(model, expose=["bias"])))
+    guide.append(AutoGate(pyro.poutine.block(model, hide=["bias"])))
+    optimiser = torch.optim.Adam([scale, *guide.parameters()])
+    with pytest.warns(UserWarning, match="gate sites 'z'"):
+        train(partial(L0_ELBO("free_energy").differentiable_loss, model, guide), optimiser, steps=110)
+
+
+def test_parameters_that_are_read_early_for_something_else(module):
+    """Moving, printing, counting and saving before the first call are no optimisers."""
+    module.to(torch.float32).train()
+    assert sum(x.numel() for x in module.parameters()) == 5
+    str(module)
+    module.state_dict()
+    module.guide(X)
+    train(module, torch.optim.Adam(module.parameters(), lr=0.01))
+
+
+def test_many_micro_batches(module):
+    """Gradients that add up while nothing moves."""
+    module.guide(X)
+    train(module, torch.optim.Adam(module.parameters(), lr=0.01), micro_batches=100, steps=2)
+
+
+def test_gates_with_an_optimiser_that_waits(module):
+    """The network's optimiser steps at every loss, the gates' at every tenth."""
+    module.guide(X)
+    network = torch.optim.Adam(module.model.parameters(), lr=0.01)
+    gates = torch.optim.Adam(module.guide.parameters(), lr=0.01)
+    for _ in range(3):
+        train(module, network, steps=10)
+        gates.step()
+
+
+def test_losses_that_train_nothing(module):
+    """Measured gradients, evaluations, backward passes without a step, and another guide's training."""
+    module.guide(X)
+    other = copy.deepcopy(module.guide)
+    other_loss = L0_ELBO("free_energy")(module.model, other)
+    for _ in range(8):
+        with torch.no_grad():
+            module(X)
+        module(X).backward()
+    measure_gradient(L0_ELBO("free_energy"), module.model, module.guide, X, draws=8)
+    train(other_loss, torch.optim.Adam(other.parameters()))
+
+
+@pytest.mark.parametrize("optimiser", [pyro.optim.Adam, pyro.optim.ClippedAdam])
+def test_pyros_optimisers(optimiser):
+    """Which make one for each parameter, some of them stepping behind autograd's back."""
+    model = Model()
+    guide = AutoGate(model)
+    svi = SVI(model, guide, optimiser({"lr": 0.01}), L0_ELBO("free_energy"))
+    for _ in range(8):
+        svi.step(X)
+
+
+def test_nothing_of_torchs_is_touched():
+    """Optimisers have no hooks, and after a hundred losses the guide's parameters have none."""
+    model = Model()
+    loss = L0_ELBO("free_energy")(model, AutoGate(model))
+    loss(X)
+    assert not torch_optimizer._global_optimizer_post_hooks
+    train(loss, torch.optim.Adam(loss.parameters()), steps=101)
+    assert not is_watching(loss.guide)
+    assert not any(x._post_accumulate_grad_hooks for x in loss.guide.parameters())
+
+
+def test_parameters_that_are_asked_for_before_the_first_call():
+    """An optimiser of them would hold none: refused, with what to do; a guide whose state was loaded has them."""
+    guide = AutoGate(Model())
+    with pytest.raises(RuntimeError, match=r"AutoGate that has its parameters.*Call guide\(\*args\) once"):
+        torch.optim.Adam(guide.parameters())
+    called = AutoGate(Model())
+    called(X)
+    guide.load_state_dict(called.state_dict())
+    assert len(list(guide.parameters())) == len(list(called.parameters()))

@@ -1,0 +1,287 @@
+"""What correlated guides and their fits refuse or warn of, and the dtypes and sizes that they take."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+from pyro_l0 import BernoulliGate, HardConcrete
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
+from pyro_l0.infer.posterior import fit as fitting
+from pyro_l0.infer.posterior.evidence import log_ratios
+
+SLAB = {"w": "z"}
+X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+Y = X[:, 0] + torch.randn(20, generator=torch.Generator().manual_seed(1))
+INSTEAD = "use gates='mean_field' and slabs='independent', without hyper"
+
+
+def model(prior=None, combine=torch.mul, gate=None, size=2, **plate):
+    with pyro.plate("features", size, **plate):
+        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)) if gate is None else gate)
+        w = pyro.sample("w", dist.Normal(0.0, 1.0) if prior is None else prior)
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal(combine(z, w) @ X.mT, 1.0), obs=Y)
+
+
+def with_noise():
+    with poutine.scale(scale=1.0):
+        sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
+    with pyro.plate("features", 2):
+        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Normal((z * w) @ X.mT, sigma), obs=Y)
+
+
+def correlated(program=model, slab=SLAB, **options):
+    pyro.set_rng_seed(0)
+    return AutoSpikeSlab(program, slab, **{"gates": "autoregressive", "slabs": "structured", **options})
+
+
+# ------------------------------------------------------------ refused when it is made or first called
+
+
+@pytest.mark.parametrize("slabs", ["structured", "independent"])
+def test_slabs_whose_prior_is_not_normal(slabs):
+    """Whether slabs depend on each other or on their gates alone."""
+    guide = correlated(lambda: model(dist.Laplace(0.0, 1.0)), slabs=slabs)
+    for _ in range(2):  # and again: it is not half set up
+        with pytest.raises(ValueError, match=f"Expected a Normal prior of slab site 'w'.*Laplace.*; {INSTEAD}"):
+            guide()
+
+
+def test_slabs_that_are_no_product_with_their_gates():
+    """z + w; the message has both log likelihoods."""
+    with pytest.raises(ValueError, match=f"Expected slabs 'w' to enter .* as products .* changes from .*; {INSTEAD}"):
+        correlated(lambda: model(combine=torch.add))()
+
+
+def test_subsampled_plates():
+    """Of gates and slabs, by their name; of data that are drawn anew, while a part that is handed on will do."""
+    with pytest.raises(ValueError, match=f"Expected site 'z' in plates of their full size, but 'features' .*{INSTEAD}"):
+        correlated(lambda: model(size=4, subsample_size=2))()
+
+    def of_minibatches(**options):
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(X), **options) as i:
+            pyro.sample("y", dist.Normal((z * w) @ X[i].mT, 1.0), obs=Y[i])
+
+    with pytest.raises(ValueError, match=r"log likelihood is the same in every run .* by subsample=\.\.\., or use"):
+        correlated(lambda: of_minibatches(subsample_size=5))()
+    half = correlated(lambda: of_minibatches(subsample=torch.arange(10)))
+    half()
+    curvature = half.joint.slab_posterior.quadratic()[0].detach()
+    torch.testing.assert_close(curvature, 2 * X[:10].mT @ X[:10], rtol=1e-3, atol=1e-2)  # for all 20
+
+
+def test_options_that_do_not_fit():
+    """Families without a chain, kinds that there are not, names that are no sites."""
+    for options, message in (
+        ({"family": HardConcrete}, "Expected family=BernoulliGate for gates='autoregressive', but got HardConcrete"),
+        ({"gates": "chain"}, "Expected gates to be one of .*'autoregressive'.* but got 'chain'"),
+        ({"slabs": "full"}, "Expected slabs to be one of .*'structured'.* but got 'full'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            correlated(**options)
+    with pytest.raises(TypeError, match="Expected hyper to be a sequence of names, but got the string 'sigma'"):
+        correlated(with_noise, hyper="sigma")
+    for name in ("sigm", "w", "z", "y"):
+        with pytest.raises(ValueError, match=f"Expected hyper to name latent sites .* but got '{name}'"):
+            correlated(with_noise, hyper=(name,))()
+    with pytest.raises(ValueError, match="Expected slab to name latent sites of the model, but 'v' is none"):
+        correlated(slab={"w": "v"})()
+
+
+# ------------------------------------------------------------ refused later
+
+
+def test_a_guide_that_was_not_called():
+    """Summaries and parameters, of which there are none yet."""
+    for kind in ({}, {"gates": "mean_field", "slabs": "independent"}):
+        guide = correlated(**kind)
+        for ask in (
+            guide.parameter_groups,
+            guide.active_probs,
+            guide.summary,
+            lambda: guide.draws(2),  # noqa: B023
+            lambda: check_fit(guide),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match="The guide has not seen the model yet; call it once"):
+                ask()
+
+
+def test_slabs_of_a_correlated_guide():
+    """There are none by themselves."""
+    guide = correlated()
+    guide()
+    with pytest.raises(ValueError, match="they depend on their gates; use draws"):
+        guide.slabs()
+
+
+@pytest.mark.parametrize("kind", [{}, {"gates": "mean_field", "slabs": "independent", "family": BernoulliGate}])
+def test_a_latent_site_that_no_guide_has(kind):
+    """By its name, from a fit, its evidence and its check, and without a warning of something else before."""
+    guide = correlated(with_noise, hyper=(), **kind)
+    guide()
+    for ask in (
+        lambda: fit(with_noise, guide, steps=5),
+        lambda: log_ratios(with_noise, guide, (), {}, SLAB, 5),
+        lambda: log_ratios(with_noise, guide, (), {}, SLAB, 5, False),
+    ):
+        with pytest.raises(ValueError, match="Latent site 'sigma' of the model has no posterior in the guide"):
+            ask()
+    with pytest.raises(ValueError, match="'sigma' are none of its sites; name them in hyper"):
+        check_fit(guide)
+
+
+def test_slabs_with_a_prior_mean():
+    """A fit takes them; the check refuses them."""
+    program = lambda: model(dist.Normal(0.5, 1.0))  # noqa: E731
+    guide = correlated(program)
+    guide()
+    with pytest.raises(ValueError, match=r"Expected slabs 'w' with a prior mean of 0.* but got means of up to 0\.5"):
+        check_fit(guide)
+
+
+def test_gates_that_chains_do_not_know():
+    """A fit takes gates without a slab and gates whose prior hangs on others; the check refuses them by their site."""
+
+    def program(rate, offset):
+        v = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.3)))
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=0.1 + rate * v))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        u = pyro.sample("u", dist.Normal(0.0, 1.0)) if not offset else 1.0
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(u * v + (z * w) @ X.mT, 1.0), obs=Y)
+
+    for rate, offset, message in (
+        (0.0, True, "Expected gates that enter the model as products .* no slab of gate site 'v'"),
+        (0.5, False, "Expected gates that are independent .* prior of gate site 'z' changes with the gates before"),
+    ):
+        guide = correlated(lambda: program(rate, offset), SLAB if offset else {**SLAB, "u": "v"})  # noqa: B023
+        guide()
+        with pytest.raises(ValueError, match=message):
+            check_fit(guide)
+
+
+def test_units_of_a_correlated_guide_do_not_leave():
+    """Its other parts would not know."""
+
+    def program():
+        z = pyro.sample("z", BernoulliGate(probs=torch.full((2,), 0.2)).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal((z * w) @ X.mT, 1.0).to_event(1), obs=Y)
+
+    guide = correlated(program)
+    guide()
+    with pytest.raises(ValueError, match="depend on no other site, but got a correlated guide"):
+        guide.keep({"z": torch.tensor([0])})
+
+
+def test_a_model_that_cannot_be_mapped(monkeypatch):
+    """It is fitted particle by particle, with a warning that says so; a loss that was told to map it refuses."""
+
+    def branching():
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        mean = (z * w) @ X.mT if z[0].item() > 0 else z[1] * w[1] * X[:, 1]
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=Y)
+
+    guide = correlated(branching)
+    monkeypatch.setattr(fitting, "_DRAWS", 50)
+    with pytest.warns(UserWarning, match="one after the other|still falling") as caught:
+        result = fit(branching, guide, steps=12, num_particles=4, seed=0)
+    assert sum("one after the other" in str(warning.message) for warning in caught) == 1
+    assert len(result.losses) == 12
+    elbo = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4, vectorize_particles=True)
+    with pytest.raises(ValueError, match=r"torch\.vmap can't map it; set vectorize_particles=False"):
+        elbo.differentiable_loss(branching, guide)
+
+
+# ------------------------------------------------------------ dtypes and sizes
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_data_of_another_dtype_than_the_default(default):
+    """Priors of the default dtype over data of the other: a step of training, its check, and finite numbers."""
+    other = torch.float64 if default is torch.float32 else torch.float32
+    x, y = X.to(other), Y.to(other)
+    torch.set_default_dtype(default)
+
+    def mixed():
+        sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal((z * w * x).sum(-1), sigma), obs=y)
+
+    guide = correlated(mixed, hyper=("sigma",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The loss was still falling")
+        fit(mixed, guide, steps=3, num_particles=4)
+        assert check_fit(guide, flips=9).active_probs["z"].isfinite().all()
+    assert {x.dtype for x in guide.draws(2).values()} == {default}
+
+
+@pytest.mark.parametrize("p", [1, 12])
+def test_one_feature_and_more_features_than_observations(p):
+    """With every hyperparameter unknown, in one pass of fit and check; probabilities stay apart from 0 and 1."""
+    x = torch.randn(8, p, generator=torch.Generator().manual_seed(2))
+    y = x[:, 0] + torch.randn(8, generator=torch.Generator().manual_seed(3))
+
+    def program():
+        sigma, tau = pyro.sample("sigma", dist.HalfCauchy(1.0)), pyro.sample("tau", dist.HalfNormal(1.0))
+        rate = pyro.sample("rate", dist.Beta(1.0, 4.0))
+        with pyro.plate("features", p):
+            z = pyro.sample("z", BernoulliGate(probs=rate))
+            w = pyro.sample("w", dist.Normal(0.0, tau))
+        pyro.deterministic("beta", z * w)
+        with pyro.plate("data", 8):
+            pyro.sample("y", dist.Normal((z * w) @ x.mT, sigma), obs=y)
+
+    guide = correlated(program, hyper=("sigma", "tau", "rate"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The loss was still falling")
+        fit(program, guide, steps=40, num_particles=16, seed=0)
+    probs = guide.active_probs()["z"]
+    assert probs.shape == (p,)
+    assert float(probs.min()) > 0.02
+    assert float(probs.max()) < 0.98
+    draws = guide.draws(500)
+    assert bool((draws["sigma"] > 0).all() and (draws["tau"] > 0).all())
+    assert 0.05 < float(draws["rate"].mean()) < 0.6
+    assert check_fit(guide, flips=9).active_probs["z"].isfinite().all()
+
+
+def test_the_likelihood_may_be_a_factor():
+    """pyro.factor in the place of observed sites gives the same bound, up to the factor's constant."""
+
+    def program():
+        with pyro.plate("features", 2):
+            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.factor("fit", dist.Normal(pyro.deterministic("beta", z * w) @ X.mT, 1.0).log_prob(Y).sum() + 3.0)
+
+    bounds = []
+    for one in (model, program):
+        guide = correlated(one)
+        bounds.append(fit(one, guide, steps=100, num_particles=16, seed=0).log_evidence)
+    assert bounds[1] == pytest.approx(bounds[0] + 3.0, abs=0.05)
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, float("nan"), float("inf")])
+def test_fit_refuses_a_learning_rate_that_trains_nothing(rate):
+    """Before the model is run."""
+    with pytest.raises(ValueError, match="Expected a positive, finite learning_rate, but got"):
+        fit(print, AutoSpikeSlab(print, slab={"w": "z"}), learning_rate=rate)

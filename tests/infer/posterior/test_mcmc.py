@@ -1,0 +1,281 @@
+"""Posteriors with gates by NUTS: right against sums over all gates, or a warning."""
+
+import functools
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import NUTS
+
+from pyro_l0 import BernoulliGate, HardConcrete
+from pyro_l0.infer import RectifyReparam, sample_posterior
+from pyro_l0.infer.posterior.log_joint import LogJoint
+from pyro_l0.infer.posterior.recorded import recorded_with_slope
+from pyro_l0.infer.posterior.swaps import moved_by_swaps
+
+# What the warning of a sample that cannot be trusted ends with.
+DISTRUST = "These draws are not the posterior"
+
+
+def data(columns=3, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(30, columns, generator=generator)
+    return x, 0.5 * x[:, 0] + torch.randn(30, generator=generator)
+
+
+def twins(strength):
+    """Two features that are the same, and one that is not."""
+    x, y = data()
+    x[:, 1] = x[:, 0]
+    return x, y + strength * x[:, 0]
+
+
+def bernoulli():
+    return BernoulliGate(probs=0.3)
+
+
+def sharp():
+    return HardConcrete.from_active_prob(torch.tensor(0.3), one_given_active=0.9)
+
+
+def regression(x, y, gate=bernoulli):
+    with pyro.plate("features", x.shape[1]):
+        z = pyro.sample("z", gate())
+        w = pyro.sample("w", dist.Normal(0.0, 0.5))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
+
+
+def exact(x, y, rate=0.3, scale=0.5):
+    """P(z = 1 | y) and E[z w | y] by a sum over all gates, weights integrated out."""
+    x, y = x.double(), y.double()
+    codes = torch.tensor(list(itertools.product((0.0, 1.0), repeat=x.shape[1])), dtype=torch.float64)
+    scores, means = [], []
+    for z in codes:
+        active = x * z * scale
+        inner = torch.eye(len(z)).double() + active.T @ active
+        mean = torch.linalg.solve(inner, active.T @ y)
+        scores.append((active.T @ y) @ mean / 2 - inner.logdet() / 2 + z.sum() * math.log(rate / (1 - rate)))
+        means.append(scale * z * mean)
+    weights = torch.stack(scores).softmax(0)
+    return weights @ codes, weights @ torch.stack(means)
+
+
+def test_tables_integrate_to_the_exact_posterior():
+    """All gates at places on a grid of weights, whose sums are the integrals."""
+    x, y = data(columns=2)
+    posterior = LogJoint(regression, (x, y), {})
+    grid = torch.linspace(-2.5, 2.5, 101)
+    vectors = torch.cartesian_prod(grid, grid)
+    weights = posterior.tables(vectors).double().flatten().softmax(0).reshape(len(vectors), 4)
+    probability, mean = exact(x, y)
+    torch.testing.assert_close(weights.sum(0) @ posterior.codes.double(), probability, rtol=1e-4, atol=0)
+    product = (weights.unsqueeze(-1) * posterior.codes * vectors.unsqueeze(1)).sum((0, 1))
+    torch.testing.assert_close(product, mean, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_bernoulli_gates():
+    """Probabilities, draws and products against enumeration; the global generator is left as it was."""
+    x, y = data()
+    state = torch.get_rng_state()
+    result = sample_posterior(
+        regression, x, y, slab={"w": "z"}, num_samples=100, warmup_steps=100, num_chains=3, seed=1
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert result.ok
+    probability, mean = exact(x, y)
+    # Five standard errors of as many draws as the least effective sample size.
+    error = 5 * 0.5 / math.sqrt(min(v.min().item() for v in result.ess.values()))
+    torch.testing.assert_close(result.active_probs()["z"], probability, rtol=0, atol=error)
+    draws = result.draws()
+    torch.testing.assert_close(draws["z"].double().mean(0), probability, rtol=0, atol=error)
+    torch.testing.assert_close(draws["z * w"].double().mean(0), mean, rtol=0, atol=error / 2)
+    assert torch.equal(draws["z * w"], draws["z"] * draws["w"])
+    assert {name: v.shape for name, v in result.samples.items()} == dict.fromkeys(("z", "w", "z * w"), (3, 100, 3))
+    assert result.quantiles([0.1, 0.9])["z * w"].shape == (2, 3)
+    assert len(result.divergences) == 3
+    assert result.draws(50)["w"].shape == (50, 3)
+    assert "z * w[2]" in result.summary()
+
+
+@pytest.mark.slow
+def test_one_seed_one_sample():
+    """By HMC and by a kernel with options."""
+    x, y = data()
+    for kernel in ("hmc", functools.partial(NUTS, max_tree_depth=2)):
+        runs = []
+        for seed in (1, 1, 2):
+            with pytest.warns(UserWarning, match=DISTRUST):
+                runs.append(
+                    sample_posterior(
+                        regression, x, y, kernel=kernel, num_samples=8, warmup_steps=0, num_chains=2, seed=seed
+                    ).samples
+                )
+        assert all(torch.equal(v, runs[1][name]) for name, v in runs[0].items())
+        assert not torch.equal(runs[0]["w"], runs[2]["w"])
+
+
+@pytest.mark.slow
+def test_chains_in_different_modes_warn():
+    """Sharp gates of two features that are the same: a chain stays with one of the two."""
+    x, y = twins(1.5)
+    short = functools.partial(NUTS, max_tree_depth=3)
+    with pytest.warns(UserWarning, match=rf"(?s)(z\[0\]|z\[1\]).*{DISTRUST}"):
+        result = sample_posterior(
+            regression, x, y, sharp, slab={"w": "z"}, kernel=short, num_samples=25, warmup_steps=25, seed=2
+        )
+    assert not result.ok
+    assert set(result.samples) == {"z", "z_base", "w", "z * w"}
+    assert (result.samples["z"] == 0).any()
+
+
+def test_chains_that_all_stay_in_one_mode_are_found_out():
+    """They agree with one another; the other feature's turn shows by an exchange, also one of opposite sign."""
+    x, y = twins(1.5)
+    for sign, gate in itertools.product((1.0, -1.0), (bernoulli, sharp)):
+        x[:, 1] = sign * x[:, 0]
+        posterior = LogJoint(regression, (x, y, gate), {})
+        draws = torch.tensor([2.0, 0.1, -0.2]) + 0.05 * torch.randn(200, 3)
+        codes = torch.tensor([1.0, 0.0, 0.0]).expand(200, 3)
+        if gate is sharp:
+            draws, codes = torch.cat((40 * (codes - 0.5), draws), -1), codes[:, :0]
+        moved = moved_by_swaps(posterior, draws, codes, {"w": "z"})["z"]
+        assert moved[0] < -0.5
+        assert moved[1] > 0.5
+        assert moved[2].abs() < 0.3
+
+
+def test_draws_that_are_right_stay_under_exchanges():
+    """Independent draws of the posterior of two features that are the same, by resampling the prior's."""
+    x, y = twins(0.3)
+    posterior = LogJoint(regression, (x, y), {})
+    vectors, codes = 0.5 * torch.randn(100_000, 3), (torch.rand(100_000, 3) < 0.3).float()
+    prior = dist.Normal(0.0, 0.5).log_prob(vectors).sum(-1) + BernoulliGate(probs=0.3).log_prob(codes).sum(-1)
+    chosen = torch.distributions.Categorical(logits=posterior.many(vectors, codes)[0] - prior).sample((1000,))
+    moved = moved_by_swaps(posterior, vectors[chosen], codes[chosen], {"w": "z"})["z"]
+    assert moved.abs().max() < 5 * 1 / math.sqrt(1000)
+
+
+def hierarchical(counts, groups, *, width):
+    """Group gates and gates inside, a rate, a scale, an interval that hangs on it, and gates of another kind."""
+    rate = pyro.sample("rate", dist.Beta(2.0, 2.0))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    shift = pyro.sample("shift", dist.Uniform(-tau, tau))
+    with pyro.plate("groups", groups):
+        z = pyro.sample("z", BernoulliGate(probs=rate))
+        w = pyro.sample("w", dist.Normal(torch.zeros(width), tau).to_event(1))
+    v = pyro.sample("v", BernoulliGate(logits=z.sum() - 1))
+    r = pyro.sample("r", sharp().expand([2]).to_event(1))
+    u = pyro.sample("u", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    effect = pyro.deterministic("effect", (z.unsqueeze(-1) * w).sum(0))
+    with pyro.plate("data", len(counts)):
+        pyro.sample("y", dist.Poisson((effect.sum() + v * shift + (r * u).sum()).exp()), obs=counts)
+
+
+def test_any_model():
+    """Shapes of what is sampled; the density against Pyro's own at the draws."""
+    counts = torch.tensor([1.0, 2.0, 0.0, 3.0])
+    with pytest.warns(UserWarning, match=DISTRUST):
+        result = sample_posterior(
+            hierarchical,
+            counts,
+            2,
+            width=3,
+            slab={"w": "z", "u": "r"},
+            kernel=functools.partial(NUTS, max_tree_depth=2),
+            num_samples=8,
+            warmup_steps=4,
+            num_chains=2,
+            seed=1,
+        )
+    shapes = {"z": (2,), "w": (2, 3), "z * w": (2, 3), "v": (), "r": (2,), "r * u": (2,), "effect": (3,), "rate": ()}
+    assert {name: result.samples[name].shape[2:] for name in shapes} == shapes
+    assert set(result.active_probs()) == {"z", "v", "r"}
+    draws = result.draws()
+    torch.testing.assert_close(draws["effect"], draws["z * w"].sum(-2))
+    assert (draws["shift"].abs() <= draws["tau"]).all()
+
+
+def test_density_is_pyros():
+    """At places where the support of a site hangs on another site; recorded or not."""
+    counts = torch.tensor([1.0, 2.0, 0.0, 3.0])
+    posterior = LogJoint(hierarchical, (counts, 2), {"width": 3})
+    vector, code = torch.randn(len(posterior.start)), posterior.codes[5]
+    log_density, values = posterior(vector, code)
+    reparameterised = pyro.poutine.reparam(hierarchical, {"r": RectifyReparam()})
+    given = {name: value for name, value in values.items() if name not in ("effect", "r")}
+    trace = pyro.poutine.trace(pyro.poutine.condition(reparameterised, given)).get_trace(counts, 2, width=3)
+    jacobian = 0.0
+    for name in posterior.latent:
+        transform = torch.distributions.biject_to(trace.nodes[name]["fn"].support)
+        real = transform.inv(values[name])
+        jacobian += transform.log_abs_det_jacobian(real, values[name]).sum()
+    torch.testing.assert_close(log_density, trace.log_prob_sum() + jacobian, rtol=1e-5, atol=1e-4)
+
+    record = recorded_with_slope(posterior.potential, posterior.start, torch.randn_like(vector))
+    assert record is not posterior.potential
+    a, b = vector.clone().requires_grad_(), vector.clone().requires_grad_()
+    torch.testing.assert_close(record(a), posterior.potential(b))
+    torch.testing.assert_close(torch.autograd.grad(record(a), a), torch.autograd.grad(posterior.potential(b), b))
+
+
+def branching():
+    z = pyro.sample("z", BernoulliGate(probs=0.5))
+    pyro.sample("y", dist.Normal(1.0 if z > 0 else 0.0, 1.0), obs=torch.tensor(0.5))
+
+
+def subsampled():
+    z = pyro.sample("z", BernoulliGate(probs=0.5))
+    with pyro.plate("rows", 10, subsample_size=3):
+        pyro.sample("y", dist.Normal(z, 1.0), obs=torch.zeros(3))
+
+
+def counting():
+    pyro.sample("k", dist.Poisson(3.0))
+
+
+def too_many():
+    pyro.sample("z", BernoulliGate(probs=torch.full((13,), 0.5)).to_event(1))
+
+
+def impossible():
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    pyro.factor("never", w - math.inf)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (branching, {}, r"gates at \['z'\] at once, under torch.vmap, but .*\.item\(\)"),
+        (subsampled, {}, r"plate 'rows' draws 3 of 10 anew.*Leave subsample_size out"),
+        (counting, {}, r"latent site 'k' to be continuous or a gate, but got Poisson"),
+        (too_many, {}, r"at most 12 BernoulliGate gates.*got 13 at \['z'\].*one_given_active=0.9.*AutoSpikeSlab"),
+        (impossible, {}, r"finite log density somewhere.*\['w'\]"),
+        (impossible, {"slab": {"w": "z"}}, r"slab to name latent sites of the model, such as \['w'\], but 'z' is none"),
+        (impossible, {"kernel": "gibbs"}, r"kernel 'nuts', 'hmc' or a function .*, but got 'gibbs'"),
+        (impossible, {"num_chains": 1}, r"num_chains of at least 2, but got 1"),
+    ],
+)
+def test_what_cannot_be_sampled(model, options, message):
+    """Named, with what to do."""
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        sample_posterior(model, **options)
+
+
+def test_gates_alone_are_drawn_exactly():
+    """Without a continuous variable nothing is left to a sampler."""
+
+    def gates():
+        z = pyro.sample("z", BernoulliGate(probs=torch.tensor([0.2, 0.6])).to_event(1))
+        pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.tensor(1.5))
+
+    result = sample_posterior(gates, num_samples=50, seed=1)
+    both = itertools.product((0, 1), repeat=2)
+    weights = {(a, b): (0.8, 0.2)[a] * (0.4, 0.6)[b] * math.exp(-((1.5 - a - b) ** 2) / 2) for a, b in both}
+    first = (weights[1, 0] + weights[1, 1]) / sum(weights.values())
+    assert result.active_probs()["z"][0].item() == pytest.approx(first, rel=1e-5)
+    assert result.samples["z"].shape == (4, 50, 2)

@@ -1,0 +1,504 @@
+"""Budgets that the deterministic network keeps to, with nothing to tune."""
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_l0 import HardConcrete, HardKumaraswamy, PowerLawGate, RectifiedNormal
+from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
+from pyro_l0.infer.target.budget import Budget, first_that
+from pyro_l0.infer.target.schedule import BudgetSchedule
+
+CLOSING = -math.log(11)  # of a hard concrete's log alpha
+SIZE = torch.tensor([3.0, 0.1, 2.0, 0.2, 2.5, 0.15, 0.3, 1.5, 0.05, 0.25])
+
+
+def model():
+    pyro.sample("a", HardConcrete(torch.zeros(4)).to_event(1))
+    pyro.sample("b", HardConcrete(torch.zeros(6)).to_event(1))
+
+
+def make(family=HardConcrete):
+    guide = AutoGate(model, family=family, init_jitter=0.0)
+    guide()
+    return guide
+
+
+def count(gates):
+    """Four for each gate of a, one for each of b: 22 in all."""
+    return 4 * gates["a"].sum() + gates["b"].sum()
+
+
+def test_the_start():
+    """All gates open with .999, or, of more than a thousand, so that one is closed in expectation."""
+    guide = make()
+    target = SparsityTarget(guide, 0.5, count, steps=100)
+    for gate in guide.posterior().values():
+        torch.testing.assert_close(gate.active_prob, torch.full_like(gate.active_prob, 0.999), rtol=1e-5, atol=0)
+    assert target.fraction().item() == 1
+    start = math.log(0.999 / 0.001) - 2 / 3 * math.log(11)
+    assert target.gate_learning_rate == pytest.approx(4 * (start - CLOSING) / (target.settled - target.start), rel=1e-5)
+
+    def many():
+        pyro.sample("z", HardConcrete(torch.zeros(1200)).to_event(1))
+
+    guide = AutoGate(many, init_jitter=0.5)
+    guide()
+    SparsityTarget(guide, 0.5, lambda gates: gates["z"].sum(), steps=100)
+    assert guide.posterior()["z"].active_prob.detach().numpy() == pytest.approx(1 - 1 / 1200, rel=1e-6)
+
+
+def test_long_runs_have_further_to_go_and_start_with_a_smaller_multiplier():
+    """What a random walk of Adam's steps covers is the same in all of them, and a weaker force is enough."""
+    targets = [SparsityTarget(make(), 0.5, count, steps=steps) for steps in (100, 40_000, 160_000)]
+    falling = [target.settled - target.start for target in targets]
+    distance = targets[0].gate_learning_rate * falling[0] / 4
+    walks = [target.gate_learning_rate * math.sqrt(n) for target, n in zip(targets, falling, strict=True)]
+    assert walks[1:] == pytest.approx([distance / 6, distance / 6], rel=1e-5)
+    multipliers = []
+    for target in targets:
+        target.step = target.start
+        for location in target.guide.locations():
+            location.grad = torch.ones_like(location)
+        target.add_gradient()
+        multipliers.append(target.multiplier.item())
+    assert multipliers[1] / multipliers[0] == pytest.approx(24 / math.sqrt(falling[1]), rel=1e-4)
+    assert multipliers[2] / multipliers[1] == pytest.approx(math.sqrt(falling[1] / falling[2]), rel=1e-4)
+
+
+def test_no_gate_closes_before_one_has_moved():
+    """Where all stand alike, none is worse than another."""
+    target = SparsityTarget(make(), 0.5, count, steps=100)
+    for step in range(1, 100):
+        target.ascend()
+        assert (target.fraction() == 1) == (step <= target.start), step
+
+
+@pytest.mark.parametrize(
+    ("steps", "pretrained", "start"), [(750, True, 20), (3000, True, 80), (30, True, 4), (750, False, 200)]
+)
+def test_phases(steps, pretrained, start):
+    """Gates wait, the budget falls over four fifths of what is left, and holds."""
+    schedule = BudgetSchedule.of(steps, pretrained)
+    assert schedule.start == start
+    assert schedule.settled == start + int(0.8 * (steps - start))
+    looks = [step for step in range(1, steps + 1) if schedule.is_look(step)]
+    assert looks[0] == start
+    assert looks[-1] == steps
+    final = torch.tensor([0.2])
+    budgets = [schedule.budget(step, final).item() for step in looks]
+    assert all(a >= b for a, b in itertools.pairwise(budgets))
+    assert budgets[-1] == pytest.approx(0.2)
+    assert schedule.budget(start - schedule.look, final).item() == 1
+    halfway = schedule.start + (schedule.settled - schedule.start) / 2 - schedule.look
+    assert schedule.budget(halfway, final).item() == pytest.approx(0.2 + 0.8 / 8)
+
+
+def test_the_gradient_that_is_added():
+    """The multiplier is e^I times the ratio of root mean squares; the slope of P(z != 0) is P (1 - P)."""
+    guide = make()
+    target = SparsityTarget(guide, 0.3, count, steps=100)
+    for _ in range(target.start):
+        target.ascend()
+    with torch.no_grad():
+        for location in guide.locations():
+            location.copy_(torch.linspace(-1, 2, location.numel()))
+    target._take_prices()
+    active = {site: gate.active_prob.detach() for site, gate in guide.posterior().items()}
+    expected = count(active)
+    given = {"a": torch.tensor([1.0, -2.0, 0.5, 0.0]), "b": torch.arange(6.0)}
+    for location, grad in zip(guide.locations(), given.values(), strict=True):
+        location.grad = grad.clone()
+    target.add_gradient()
+    slopes = {site: (4 if site == "a" else 1) / expected * p * (1 - p) for site, p in active.items()}
+    rms = {k: math.sqrt(torch.cat(list(x.values())).square().mean()) for k, x in (("g", given), ("q", slopes))}
+    assert target.multiplier.item() == pytest.approx(rms["g"] / rms["q"], rel=1e-5)
+    for location, site in zip(guide.locations(), given, strict=True):
+        torch.testing.assert_close(
+            location.grad, given[site] + rms["g"] / rms["q"] * slopes[site], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_gates_rest_before_and_after():
+    """Their gradients are taken away, so that no optimiser moves them, whatever it remembers."""
+    guide = make()
+    target = SparsityTarget(guide, 0.3, count, steps=100)
+    for step in range(130):
+        for location in guide.locations():
+            location.grad = torch.ones_like(location)
+        target.add_gradient()
+        moves = all(location.grad is not None for location in guide.locations())
+        assert moves == (target.start <= step < 100)
+        target.ascend()
+    with torch.no_grad():
+        before = [location.clone() for location in guide.locations()]
+    target.ascend()
+    assert all(torch.equal(a, b) for a, b in zip(before, guide.locations(), strict=True))
+
+
+def signal(scale=1.0):
+    """Gates that scale known signals of different sizes."""
+
+    def signals():
+        z = pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
+        with pyro.plate("data", 10), pyro.poutine.scale(scale=scale):
+            pyro.sample("y", dist.Normal(SIZE * z, 0.3), obs=SIZE)
+
+    return signals
+
+
+def train(target, loss, guide, steps):
+    optimiser = torch.optim.Adam(guide.locations(), **target.optimiser_options)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss().backward()
+        target.add_gradient()
+        optimiser.step()
+        target.ascend()
+
+
+@pytest.mark.parametrize(
+    ("budget", "steps"),
+    [(0.8, 60), (0.4, 60), (0.1, 60), (0.1, 300), pytest.param(0.4, 1500, marks=pytest.mark.slow)],
+)
+def test_training_ends_at_the_most_valuable_units(budget, steps):
+    """The budget keeps the largest signals, uses all of it, and decides every gate."""
+    pyro.set_rng_seed(5)
+    described = signal()
+    guide = AutoGate(described)
+    loss = L0_ELBO("l0")(described, guide)
+    loss()
+    target = SparsityTarget(guide, {"z": budget}, steps=steps)
+    train(target, loss, guide, steps)
+    report = target.report()
+    assert report.of_budget == pytest.approx(1)
+    assert report.undecided <= 0.1
+    kept = set(guide.test_gates()["z"].nonzero().flatten().tolist())
+    best = SIZE.argsort(descending=True)[: round(10 * budget)].tolist()
+    if steps == 1500:  # of ten alike at the start, chance chooses the first that leave
+        assert kept == set(best)
+    assert len(kept) == round(10 * budget)
+
+
+def test_the_scale_of_the_loss_does_not_matter():
+    """A hundred times the loss moves the gates alike, step for step."""
+    found = []
+    for scale in (1.0, 100.0):
+        pyro.set_rng_seed(5)
+        described = signal(scale)
+        guide = AutoGate(described)
+        loss = L0_ELBO("l0")(described, guide)
+        loss()
+        guide.double()
+        target = SparsityTarget(guide, {"z": 0.4}, steps=200)
+        train(target, loss, guide, 200)
+        found.append((guide.locations()[0].detach().clone(), target.multiplier.item()))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-3)
+    assert found[1][1] == pytest.approx(100 * found[0][1], rel=1e-3)
+
+
+@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal, HardKumaraswamy, PowerLawGate])
+def test_every_family_closes_and_opens(family):
+    """Positions are 0 where test gates close: just below they are 0, just above they are not."""
+    guide = make(family)
+    target = SparsityTarget(guide, 0.5, count, steps=100)
+    positions = target._positions
+    for place, is_open in ((0.01, True), (-0.01, False)):
+        positions.write(torch.full((10,), place))
+        assert positions.read().tolist() == pytest.approx([place] * 10, abs=1e-4)
+        assert all(bool((gate != 0).all()) == is_open for gate in guide.test_gates().values())
+    positions.write(torch.full((10,), 0.5))
+    for slope, location, gate in zip(
+        positions.slopes().split([4, 6]), guide.locations(), guide.posterior().values(), strict=True
+    ):
+        before = gate.active_prob.detach().double().clone()
+        with torch.no_grad():
+            location += 1e-2
+        above = next(
+            x.active_prob.detach().double() for x in guide.posterior().values() if x.batch_shape == location.shape
+        )
+        with torch.no_grad():
+            location -= 2e-2
+        below = next(
+            x.active_prob.detach().double() for x in guide.posterior().values() if x.batch_shape == location.shape
+        )
+        assert bool((below < before).all())
+        torch.testing.assert_close(slope.double(), (above - below) / 2e-2, rtol=5e-3, atol=1e-5)
+
+
+def test_gates_that_the_loss_would_close_are_decided_in_a_long_run():
+    """The budget opens what the loss closes again and again; where gates are fast, hardening is as much faster."""
+    pyro.set_rng_seed(0)
+    guide = AutoGate(lambda: pyro.sample("z", HardConcrete(torch.zeros(200)).to_event(1)), init_jitter=0.0)
+    guide()
+    target = SparsityTarget(guide, {"z": 0.5}, steps=3000)
+    optimiser = torch.optim.Adam(guide.locations(), **target.optimiser_options)
+    for _ in range(3000):
+        for location in guide.locations():
+            location.grad = torch.randn(location.shape) + 1
+        target.add_gradient()
+        optimiser.step()
+        target.ascend()
+    assert (target.report().of_budget, target.report().undecided) == (1, 0)
+
+
+@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal, HardKumaraswamy, PowerLawGate])
+def test_every_family_meets_a_budget(family):
+    """By training, not by the last correction alone."""
+    pyro.set_rng_seed(2)
+    described = signal()
+    guide = AutoGate(described, family=family)
+    loss = L0_ELBO("l0")(described, guide)
+    loss()
+    target = SparsityTarget(guide, {"z": 0.5}, steps=300)
+    train(target, loss, guide, 300)
+    assert target.fraction().item() == pytest.approx(0.5)
+    assert target.report().undecided <= 0.1
+
+
+def within(limit, positions, is_open, floors=(0, 0)):
+    """What a budget of :func:`count` keeps open."""
+    gates = {"a": torch.ones(4), "b": torch.ones(6)}
+    budget = Budget({"cost": count}, {"cost": 0.9}, gates)
+    budget.floors = dict(zip("ab", floors, strict=True))
+    prices = budget.prices({site: torch.full_like(gate, 0.8) for site, gate in gates.items()})
+    positions = {"a": torch.tensor(positions[:4]), "b": torch.tensor(positions[4:])}
+    opened = {"a": torch.tensor(is_open[:4]) > 0, "b": torch.tensor(is_open[4:]) > 0}
+    return budget.keep_within(torch.tensor([limit]), positions, opened, prices).int().tolist()
+
+
+def test_a_correction_closes_the_lowest_and_opens_the_highest():
+    """As few as it takes; then what still fits."""
+    rising = [float(i) for i in range(10)]
+    assert within(10 / 22, rising, [1] * 10) == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]  # 12 leave: three of four
+    assert within(18 / 22, rising, [1] * 10) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert within(20 / 22, rising, [1] * 10) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]  # none of four fits into the rest
+    low = [*(5.0 + i for i in range(4)), *(float(i) for i in range(6))]
+    assert within(20 / 22, low, [1] * 10) == [1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert within(1.0, rising, [0] * 10) == [1] * 10
+    assert within(5 / 22, rising, [0] * 10) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_a_correction_leaves_a_site_its_floor():
+    """Those come last, whatever their positions; the highest of a site never leaves."""
+    falling = [float(-i) for i in range(10)]
+    assert within(10 / 22, falling, [1] * 10, (1, 3)) == [1, 0, 0, 0, 1, 1, 1, 1, 1, 1]
+    rising = [float(i) for i in range(10)]
+    assert within(12 / 22, rising, [1] * 10, (2, 1)) == [0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert within(0.01, rising, [1] * 10, (2, 1)) == [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_correction_is_within_its_limits_and_wastes_nothing(seed):
+    """Of random costs of products of two sites: all limits hold, and no closed gate fits any more."""
+    torch.manual_seed(seed)
+    weight = {site: torch.randint(1, 6, (n,)).float() for site, n in (("a", 5), ("b", 7))}
+
+    def product(gates):
+        return (weight["a"] * gates["a"]).sum() * (weight["b"] * gates["b"]).sum()
+
+    def total(gates):
+        return (weight["a"] * gates["a"]).sum() + 3 * (weight["b"] * gates["b"]).sum()
+
+    gates = {"a": torch.ones(5), "b": torch.ones(7)}
+    budget = Budget({"one": product, "other": total}, {"one": 0.2, "other": 0.5}, gates)
+    prices = budget.prices({site: torch.rand_like(gate) for site, gate in gates.items()})
+    positions = {site: torch.randn_like(gate) for site, gate in gates.items()}
+    limits = torch.tensor([0.2, 0.5])
+    kept = budget.keep_within(limits, positions, {site: x > 0 for site, x in positions.items()}, prices)
+
+    def fractions(flat):
+        a, b = flat.float().split([5, 7])
+        return budget.fraction({"a": a, "b": b})
+
+    assert bool((fractions(kept) <= limits * (1 + 1e-5)).all())
+    for j in (~kept).nonzero().flatten().tolist():
+        more = kept.clone()
+        more[j] = True
+        site = positions["a"] if j < 5 else positions["b"]
+        above = site > site[j if j < 5 else j - 5]
+        if bool(kept[:5][above].all() if j < 5 else kept[5:][above].all()):  # the next of its site
+            assert bool((fractions(more) > limits).any())
+
+
+@pytest.mark.parametrize("first", [0, 1, 5, 9, 10])
+@pytest.mark.parametrize("guess", [-3, 0, 4, 9, 50])
+def test_a_search_from_any_guess(first, guess):
+    """Finds the first number for which a statement holds."""
+    assert first_that(lambda n: n >= first, 10, guess) == first
+
+
+def test_floors():
+    """Three quarters of what an equal rate of open gates leaves; at least one of several, none of one alone."""
+    gates = {"a": torch.ones(100), "b": torch.ones(10), "one": torch.ones(1)}
+    budget = Budget({"cost": lambda z: (z["a"].sum() + 1) * z["b"].sum() + z["one"].sum()}, {"cost": 0.25}, gates)
+    assert budget.floors == {"a": 37, "b": 4, "one": 0}
+
+
+def test_several_budgets_in_one_run():
+    """Each is met at once after it is reached, and handed over with the gates of that moment."""
+    pyro.set_rng_seed(5)
+    described = signal()
+    guide = AutoGate(described)
+    loss = L0_ELBO("l0")(described, guide)
+    loss()
+    met = []
+    target = SparsityTarget(
+        guide,
+        [0.8, 0.5, 0.2],
+        lambda gates: gates["z"].sum(),
+        steps=300,
+        on_budget=lambda budget, gates: met.append((budget, int((gates["z"] != 0).sum()), target.step)),
+    )
+    train(target, loss, guide, 300)
+    assert [(budget, n) for budget, n, _ in met] == [(0.8, 8), (0.5, 5), (pytest.approx(0.2), 2)]
+    assert met[0][2] < met[1][2] < met[2][2] == 300
+
+
+def test_several_costs_at_once():
+    """All hold, and one of them is used up."""
+    guide = make()
+    target = SparsityTarget(
+        guide, {"all": 0.5, "of b": 0.3}, {"all": count, "of b": lambda gates: gates["b"].sum()}, steps=100
+    )
+    target.project()
+    fraction = target.fraction()
+    assert bool((fraction <= target.budget * (1 + 1e-5)).all())
+    assert int((guide.test_gates()["b"] != 0).sum()) == 1
+
+
+def test_budgets_by_site():
+    """Sites without a budget keep their gates."""
+    guide = make()
+    target = SparsityTarget(guide, {"b": 0.5}, steps=100)
+    target.project()
+    assert [int((gate != 0).sum()) for gate in guide.test_gates().values()] == [4, 3]
+    assert target.report().fraction == {"b": pytest.approx(0.5)}
+
+
+def test_a_run_that_goes_on():
+    """From a state, bit for bit."""
+    described = signal()
+
+    def start():
+        pyro.set_rng_seed(7)
+        guide = AutoGate(described)
+        loss = L0_ELBO("l0")(described, guide)
+        loss()
+        return guide, loss, SparsityTarget(guide, {"z": 0.4}, steps=100)
+
+    guide, loss, target = start()
+    optimiser = torch.optim.Adam(guide.parameters(), **target.optimiser_options)
+    for step in range(100):
+        if step == 61:
+            kept = [x.state_dict() for x in (guide, target, optimiser)], torch.get_rng_state()
+            kept = torch.load(_saved(kept), weights_only=True)
+        optimiser.zero_grad()
+        loss().backward()
+        target.add_gradient()
+        optimiser.step()
+        target.ascend()
+    other, loss, resumed = start()
+    again = torch.optim.Adam(other.parameters(), **resumed.optimiser_options)
+    for part, state in zip((other, resumed, again), kept[0], strict=True):
+        part.load_state_dict(state)
+    torch.set_rng_state(kept[1])
+    for _ in range(61, 100):
+        again.zero_grad()
+        loss().backward()
+        resumed.add_gradient()
+        again.step()
+        resumed.ascend()
+    assert torch.equal(guide.locations()[0], other.locations()[0])
+    assert torch.equal(target.multiplier, resumed.multiplier)
+    with pytest.raises(ValueError, match="the state of 2 constraints, but got 1"):
+        SparsityTarget(make(), {"a": 0.5, "b": 0.5}, steps=100).load_state_dict(target.state_dict())
+
+
+def _saved(state):
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_units_that_leave_on_the_way():
+    """The cost goes on to be that of the network at the start."""
+    guide = make()
+    left = {"a": torch.arange(4), "b": torch.arange(6)}
+
+    def full(gates):
+        return count({site: torch.zeros(n).index_put((left[site],), gates[site]) for site, n in (("a", 4), ("b", 6))})
+
+    target = SparsityTarget(guide, 0.5, full, steps=100)
+    for step in range(100):
+        if step == 50:
+            target.project()
+            left = {site: (gate != 0).nonzero().flatten() for site, gate in guide.test_gates().items()}
+            guide.keep(left)
+        for location in guide.locations():
+            location.grad = torch.randn_like(location)
+        target.add_gradient()
+        target.ascend()
+    assert target.total.item() == 22
+    assert target.fraction().item() <= 0.5
+    guide.keep({site: torch.arange(0) for site in guide.test_gates()})
+    target.add_gradient()
+    target.ascend()
+
+
+def test_a_report():
+    """In numbers and as text."""
+    guide = make()
+    target = SparsityTarget(guide, 0.5, count, steps=100)
+    with torch.no_grad():
+        guide.locations()[0].copy_(torch.tensor([-3.0, 0.0, 1.0, 3.0]))
+    report = target.report()
+    assert report.fraction == {"cost": pytest.approx(18 / 22)}
+    assert report.undecided == pytest.approx(0.2)
+    assert report.open == {"a": (3, 4), "b": (6, 6)}
+    assert report.of_budget == pytest.approx(18 / 11)
+    assert "a  3 of 4 gates open" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0.0, count), {}, "Expected budget strictly between 0 and 1"),
+        ((1.5, count), {}, r"Expected budget .* got 1.5"),
+        (([0.3, 0.5], count), {}, r"budgets that fall from one to the next, but got \[0.3, 0.5\]"),
+        (({"a": 2.0},), {}, r"Expected budget\['a'\] strictly between 0 and 1"),
+        (({"c": 0.5},), {}, r"one of \['a', 'b'\], but got 'c'"),
+        ((0.5,), {}, "one cost with one budget"),
+        (({"a": 0.5}, count), {}, r"a cost for each budget of \['a'\], but got one cost without a name"),
+        (({"x": 0.5}, {"y": count}), {}, r"a cost for each budget of \['x'\], but got \['y'\]"),
+        ((0.5, count), {"steps": 9}, "an integer of at least 10, but got 9"),
+        ((0.5, count), {"steps": 10.5}, "an integer of at least 10, but got 10.5"),
+        ((0.01, count), {}, r"one open gate per site meets, which costs {'cost': 0.2273} .* got {'cost': 0.01}"),
+        ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
+    ],
+)
+def test_bad_targets(arguments, options, message):
+    """Named, with what arrived."""
+    with pytest.raises(ValueError, match=message):
+        SparsityTarget(make(), *arguments, **{"steps": 100, **options})
+
+
+def test_a_loss_without_gates():
+    """Says so."""
+    target = SparsityTarget(make(), 0.5, count, steps=100)
+    target.step = target.start
+    with pytest.raises(ValueError, match=r"none has one; call add_gradient after loss.backward\(\)"):
+        target.add_gradient()
+
+
+def test_closing_an_unknown_site():
+    """By name."""
+    with pytest.raises(ValueError, match="Expected a gate site"):
+        make().close("c", torch.tensor([0]))
