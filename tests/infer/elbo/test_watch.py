@@ -13,7 +13,8 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor, watch
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
+from pyro_l0.infer.elbo import watch
 from pyro_l0.nn import Gate
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
