@@ -21,6 +21,7 @@ class _Ends(NamedTuple):
     Attributes:
         d: log alpha of q minus that of p.
         mirrored: where z was replaced by 1 - z, under which the KL does not change.
+        sign: -1 where mirrored, else 1.
         v0, u0, v1, u1: cdf of q at 0, its complement, and the same below 1.
         between: v1 - v0, without cancellation.
         a0, a1: logits of v0 and v1.
@@ -28,6 +29,7 @@ class _Ends(NamedTuple):
 
     d: Tensor
     mirrored: Tensor
+    sign: Tensor
     v0: Tensor
     u0: Tensor
     v1: Tensor
@@ -42,13 +44,13 @@ def _ends(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number, stretch
     a1 = temperature * stretch.t1 - log_alpha_q
     d = log_alpha_q - log_alpha_p
     mirrored = a0 + a1 > 0
-    sign = 1 - 2 * mirrored.to(d.dtype)
+    sign = torch.where(mirrored, -1.0, 1.0).to(d.dtype)
     a0, a1, d = torch.where(mirrored, -a1, a0), torch.where(mirrored, -a0, a1), d * sign
     v0, u0, v1, u1 = torch.sigmoid(a0), torch.sigmoid(-a0), torch.sigmoid(a1), torch.sigmoid(-a1)
     # v1 * u0 - v0 * u1 = v1 * u0 * (1 - exp(a0 - a1)), and the gap of the logits does not depend on q.
     gap = -temperature * (stretch.t1 - stretch.t0)
     between = v1 * u0 * -expm1(gap)
-    return _Ends(d, mirrored, v0, u0, v1, u1, between, a0, a1)
+    return _Ends(d, mirrored, sign, v0, u0, v1, u1, between, a0, a1)
 
 
 class _Near(NamedTuple):
@@ -105,16 +107,21 @@ def _far_ratios(e: _Ends, near: Tensor) -> _Far:
 def _closed_form(log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number, stretch: Stretch, rule: Rule) -> Tensor:
     e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
     near = e.d.abs() < 3
-    n = _near_ratios(e, near, rule)
-    inner = plain_psi((n.d - 2 * n.l0).unsqueeze(-1) - 2 * n.step) * torch.exp(n.step)
-    small = e.v0 * plain_psi(n.d - n.l0) + e.u1 * plain_psi(-n.l1) + e.between * n.ratio * (inner @ n.w)
+    return _value(e, near, _near_ratios(e, near, rule), _far_ratios(e, near))
 
-    f = _far_ratios(e, near)
+
+def _value(e: _Ends, near: Tensor, n: _Near, f: _Far) -> Tensor:
+    """The KL."""
+    inner = (n.d - 2 * n.l0).unsqueeze(-1) - 2 * n.step
+    # One call for both atoms and the nodes: a layer has few gates, and a call costs more than its elements.
+    terms = plain_psi(torch.cat([(n.d - n.l0).unsqueeze(-1), -n.l1.unsqueeze(-1), inner], -1))
+    zero, one, inner = terms[..., 0], terms[..., 1], terms[..., 2:] * torch.exp(n.step)
+    small = e.v0 * zero + e.u1 * one + e.between * n.ratio * (inner @ n.w)
     large = -f.d * e.v1 - 2 * e.between - f.l1 * (e.u1 + 2 / f.kappa_bar) - f.l0 * (e.v0 + 2 / f.kappa)
     return torch.where(near, small, large)
 
 
-def _slopes(
+def _value_and_slopes(
     log_alpha_q: Tensor,
     log_alpha_p: Tensor,
     temperature: Number,
@@ -122,19 +129,20 @@ def _slopes(
     rule: Rule,
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Derivatives of the KL with respect to both locations and the temperature, those that are needed."""
+    """The KL and its derivatives for both locations and the temperature, those that are needed."""
     e = _ends(log_alpha_q, log_alpha_p, temperature, stretch)
     near = e.d.abs() < 3
     n, f = _near_ratios(e, near, rule), _far_ratios(e, near)
-    v, u = _cdf_at_nodes(e, n)
-    sign = torch.where(e.mirrored, -1.0, 1.0)
-    return [
-        sign * torch.where(near, *_slopes_q(e, n, f, v * u)) if needed[0] else None,
-        sign * torch.where(near, *_slopes_p(e, n, f, v, u)) if needed[1] else None,
-        _slope_temperature(e, torch.where(near, n.l0, f.l0), torch.where(near, n.l1, f.l1), stretch)
-        if needed[2]
-        else None,
-    ]
+    out: list[Tensor | None] = [_value(e, near, n, f), None, None, None]
+    if needed[0] or needed[1]:
+        v, u = _cdf_at_nodes(e, n)
+        if needed[0]:
+            out[1] = e.sign * torch.where(near, *_slopes_q(e, n, f, v * u))
+        if needed[1]:
+            out[2] = e.sign * torch.where(near, *_slopes_p(e, n, f, v, u))
+    if needed[2]:
+        out[3] = _slope_temperature(e, torch.where(near, n.l0, f.l0), torch.where(near, n.l1, f.l1), stretch)
+    return out
 
 
 def _cdf_at_nodes(e: _Ends, n: _Near) -> tuple[Tensor, Tensor]:
@@ -221,8 +229,9 @@ def _flat(x: Tensor) -> Tensor:
 class _SameTemperature(torch.autograd.Function):
     """KL of two hard concretes with one temperature; see :func:`same_temperature`.
 
-    The derivatives are written out, because autograd would keep some eighty intermediate tensors per step. They are
-    sums of terms of one sign wherever the parameters saturate, and are themselves differentiable.
+    The derivatives are written out, because autograd would keep some eighty intermediate tensors per step. They share
+    most of their parts with the value, so that both are computed at once. They are sums of terms of one sign wherever
+    the parameters saturate, and are themselves differentiable.
     """
 
     @staticmethod
@@ -235,25 +244,36 @@ class _SameTemperature(torch.autograd.Function):
         rule: Rule,
     ) -> Tensor:
         ctx.options = 0.0 if isinstance(temperature, Tensor) else temperature, stretch, rule
-        ctx.save_for_backward(log_alpha_q, log_alpha_p, *((temperature,) if isinstance(temperature, Tensor) else ()))
-
-        def value(q: Tensor, p: Tensor, t: Number) -> list[Tensor | None]:
-            return [_closed_form(q, p, t, stretch, rule)]
-
-        (kl,) = _in_blocks(value, stretch, log_alpha_q, log_alpha_p, temperature)
+        kl, *slopes = _at_once(ctx, log_alpha_q, log_alpha_p, temperature)
+        given = (temperature,) if isinstance(temperature, Tensor) else ()
+        ctx.save_for_backward(log_alpha_q, log_alpha_p, *given, *(slope for slope in slopes if slope is not None))
         assert kl is not None
         return kl
 
     @staticmethod
     def backward(ctx: Context[tuple[float, Stretch, Rule]], grad: Tensor) -> tuple[Tensor | None, ...]:
         log_alpha_q, log_alpha_p, *rest = ctx.saved_tensors
-        number, stretch, rule = ctx.options
+        needed = ctx.needs_input_grad[:3]
+        kept = rest[len(rest) - sum(needed) :]
+        if torch.is_grad_enabled():  # a derivative of the derivative is asked for
+            temperature = rest[0] if len(rest) > len(kept) else ctx.options[0]
+            _, *slopes = _at_once(ctx, log_alpha_q, log_alpha_p, temperature)
+        else:
+            found = iter(kept)
+            slopes = [next(found) if needs else None for needs in needed]
+        return *(None if slope is None else grad * slope for slope in slopes), None, None
 
-        def slopes(q: Tensor, p: Tensor, t: Number) -> list[Tensor | None]:
-            return _slopes(q, p, t, stretch, rule, ctx.needs_input_grad[:3])
 
-        found = _in_blocks(slopes, stretch, log_alpha_q, log_alpha_p, rest[0] if rest else number)
-        return *(None if slope is None else grad * slope for slope in found), None, None
+def _at_once(
+    ctx: Context[tuple[float, Stretch, Rule]], log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number
+) -> list[Tensor | None]:
+    """The value and its slopes, block by block."""
+    _, stretch, rule = ctx.options
+
+    def block(q: Tensor, p: Tensor, t: Number) -> list[Tensor | None]:
+        return _value_and_slopes(q, p, t, stretch, rule, ctx.needs_input_grad[:3])
+
+    return _in_blocks(block, stretch, log_alpha_q, log_alpha_p, temperature)
 
 
 def same_temperature(
