@@ -24,14 +24,14 @@ def retired_names(module: str, names: Mapping[str, str]) -> Callable[[str], obje
         The function to assign to ``__getattr__``. It raises AttributeError for every other name.
     """
 
-    def __getattr__(name: str) -> object:
+    def find(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         warnings.warn(f"{module}.{name} is deprecated. Use {names[name]}.", FutureWarning, stacklevel=2)
         home, _, new = names[name].rpartition(".")
         return getattr(importlib.import_module(home), new)
 
-    return __getattr__
+    return find
 
 
 def renamed_arguments(**names: str) -> Callable[[_Function], _Function]:
