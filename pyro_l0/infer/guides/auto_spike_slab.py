@@ -32,7 +32,7 @@ from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
 from pyro_l0.infer.posterior.collapse import Collapsed, collapse
 from pyro_l0.infer.posterior.refine import Method, RefinedPosterior, refined
 from pyro_l0.infer.posterior.summaries import JointDraws
-from pyro_l0.maths.laplace import LogLikelihood
+from pyro_l0.maths.spike_slab.laplace import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.elbo.runs import log_prob
 from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
-from pyro_l0.maths.collapsed import opened
+from pyro_l0.maths.spike_slab.collapsed import opened
 
 _NEWTON_STEPS = 50
 _ARMIJO = 1e-4  # least part of the promised increase

@@ -14,9 +14,9 @@ from pyro_l0.fast.record import Site
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.layout import Layout
 from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
-from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.gate_priors import BetaBinomialGates
-from pyro_l0.maths.quadratic import DenseQuadratic
+from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
+from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates
+from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
 
 
 class SiteGates:

@@ -12,10 +12,10 @@ from pyro_l0.infer.elbo.slabs import Places, Switch
 from pyro_l0.infer.guides.correlated import ConjugateRate
 from pyro_l0.infer.posterior.collapse import Collapsed
 from pyro_l0.infer.posterior.summaries import JointDraws
-from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.expansion import gibbs_by_expansion
-from pyro_l0.maths.laplace import LogLikelihood
-from pyro_l0.maths.tempered_gibbs import GibbsRun, collapsed_mean_field, tempered_gibbs
+from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
+from pyro_l0.maths.spike_slab.expansion import gibbs_by_expansion
+from pyro_l0.maths.spike_slab.laplace import LogLikelihood
+from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, collapsed_mean_field, tempered_gibbs
 
 __all__ = ["Method", "RefinedPosterior", "refined"]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.quadratic import quadratic_of
+from pyro_l0.maths.spike_slab.quadratic import quadratic_of
 from pyro_l0.selection.gate_vectors.gaussian_grid import GaussianGrid, GridAxes
 from pyro_l0.selection.gate_vectors.laying import Laid, heaviest, integrated, lay
 from pyro_l0.selection.gate_vectors.states import (

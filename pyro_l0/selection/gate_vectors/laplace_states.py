@@ -17,7 +17,7 @@ from scipy.interpolate import CubicSpline
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from pyro_l0.maths.tempered_gibbs import distinct_rows
+from pyro_l0.maths.spike_slab.tempered_gibbs import distinct_rows
 from pyro_l0.selection.gate_vectors.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
 from pyro_l0.selection.gate_vectors.laying import Axes, Laid, heaviest, integrated, lay
 from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from pyro_l0.maths.gate_priors import BetaBinomialGates, GatePrior, IndependentGates
+from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates, GatePrior, IndependentGates
 from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Prior
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.tempered_gibbs import collapsed_mean_field
+from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
+from pyro_l0.maths.spike_slab.tempered_gibbs import collapsed_mean_field
 from pyro_l0.selection.gate_vectors.states import States, gate_prior
 from pyro_l0.selection.methods.enumeration import states_of
 from pyro_l0.selection.methods.expansion import expanded, gate_of, null_predictor
@@ -26,7 +26,7 @@ _BOUND = 500  # draws that the evidence is bounded with
 def mean_field_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) -> SelectionPosterior:
     """The posterior of a problem with gates that are independent of one another; fast, and right where features are.
 
-    Gates are fitted with the slabs integrated out (:func:`~pyro_l0.maths.tempered_gibbs.collapsed_mean_field`), at
+    Gates are fitted with the slabs integrated out (``collapsed_mean_field``), at
     draws of the unknown scales; these are drawn given gates of the fit before. For families other than the Gaussian the
     likelihood is taken to second order, at the mean linear predictor of the fit before. Coefficients and unknowns are
     then what they are given draws of the gates. Of features that are nearly the same, the mean field may take one for

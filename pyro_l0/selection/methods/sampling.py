@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.quadratic import quadratic_of
-from pyro_l0.maths.scale_walk import ScaleWalk
-from pyro_l0.maths.tempered_gibbs import GibbsRun
+from pyro_l0.maths.spike_slab.quadratic import quadratic_of
+from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
+from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun
 from pyro_l0.selection.gate_vectors.gaussian_grid import smallest_noise
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.hyper_axis import log_half_cauchy, log_half_normal

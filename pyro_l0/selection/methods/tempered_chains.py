@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.scale_walk import ScaleWalk
-from pyro_l0.maths.tempered_gibbs import GibbsRun, sampled_target
+from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
+from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, sampled_target
 from pyro_l0.selection.methods.bridge import bridged_evidence
 from pyro_l0.selection.problem import Problem
 

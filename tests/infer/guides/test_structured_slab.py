@@ -10,9 +10,9 @@ from torch.distributions import MultivariateNormal
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab
-from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.quadratic import DenseQuadratic
-from pyro_l0.maths.structured_slab import slab_given_gates
+from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
+from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
+from pyro_l0.maths.spike_slab.structured_slab import slab_given_gates
 
 P = 4
 GATES = torch.tensor([[1.0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]], dtype=torch.float64)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.gate_priors import GatePrior
+from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
+from pyro_l0.maths.spike_slab.gate_priors import GatePrior
 
 # Open gates that a start from the prior has at most on average: a prior that is vague about the rate opens hundreds,
 # and a chain closes one in a step.

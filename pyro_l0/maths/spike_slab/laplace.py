@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.collapsed import open_positions
-from pyro_l0.maths.quadratic import DenseQuadratic
+from pyro_l0.maths.spike_slab.collapsed import open_positions
+from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
 
 LogLikelihood = Callable[[Tensor], Tensor]
 

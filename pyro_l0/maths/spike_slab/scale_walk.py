@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.gate_priors import GatePrior
-from pyro_l0.maths.quadratic import Quadratic
-from pyro_l0.maths.tempered_gibbs import Tempering
+from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
+from pyro_l0.maths.spike_slab.gate_priors import GatePrior
+from pyro_l0.maths.spike_slab.quadratic import Quadratic
+from pyro_l0.maths.spike_slab.tempered_gibbs import Tempering
 
 # Share of the proposals that a walk in one dimension accepts at its best (Gelman, Roberts and Gilks 1996).
 _ACCEPTED = 0.44
 
 
 class ScaleWalk:
-    """Gates with the scales of a quadratic log likelihood, for :func:`~pyro_l0.maths.tempered_gibbs.sampled_target`.
+    """Gates with the scales of a quadratic log likelihood: a target of ``sampled_target``.
 
     The chains sample p(z, theta | y) Z(z, theta) with theta the logarithms of the scales and Z the sum of the rates
     at which gates are tried. Every few flips one of the unknown scales is proposed anew, a random step away, and
@@ -61,7 +61,7 @@ class ScaleWalk:
         return CollapsedQuadratic(self._quadratic, slab[:, None], gate_of=self._gate_of, factor=noise**-2)
 
     def logits(self, z: Tensor) -> Tensor:
-        """See :class:`~pyro_l0.maths.tempered_gibbs.Target`."""
+        """See :class:`~pyro_l0.maths.spike_slab.tempered_gibbs.Target`."""
         logits, self._log_joint = self._at(self.hyper, z)
         return logits
 
@@ -74,7 +74,7 @@ class ScaleWalk:
         adapts: bool,
         generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`~pyro_l0.maths.tempered_gibbs.Target`; what is moved are the chains that ``logits`` saw last."""
+        """See ``Target``; moves the chains that ``logits`` saw last."""
         rates = tempering.rates(z, logits)
         self._flips += 1
         if not self._unknown or self._flips % self._every:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.quadratic import BATCH, Quadratic
+from pyro_l0.maths.spike_slab.quadratic import BATCH, Quadratic
 
 
 class CollapsedQuadratic:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.collapsed import CollapsedQuadratic
-from pyro_l0.maths.gate_priors import GatePrior
-from pyro_l0.maths.laplace import LogLikelihood, expanded, laplace_evidence
-from pyro_l0.maths.tempered_gibbs import GibbsRun, tempered_gibbs
+from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
+from pyro_l0.maths.spike_slab.gate_priors import GatePrior
+from pyro_l0.maths.spike_slab.laplace import LogLikelihood, expanded, laplace_evidence
+from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, tempered_gibbs
 
 
 def gibbs_by_expansion(
