@@ -37,10 +37,12 @@ from plots import plot_training
 from processes import parallel, process_group, shuffled
 from progress import Progress
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Compacted, Shrinker, compact
+from pyro_l0.compaction import Shrinker, compact
+from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
+from pyro_l0.nn import NetworkCost, fix_gates, square_norms
+from pyro_l0.nn.gate import name_gates
 from wide_resnet import wide_resnet
 
 __all__ = ["Options", "Run", "fingerprint", "main"]

@@ -44,7 +44,8 @@ from data import Images, load_images
 from gated_run import check_finite
 from networks import mlp
 from pyro_l0.compaction import compact
-from pyro_l0.nn import NetworkCost, fix_gates, name_gates
+from pyro_l0.nn import NetworkCost, fix_gates
+from pyro_l0.nn.gate import name_gates
 
 __all__ = ["Options", "main", "train"]
 

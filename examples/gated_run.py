@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from cifar import Cifar
 from data import Images
 from processes import check_shares, parallel, place, random_states, set_random_state
-from pyro_l0.compaction import Plan, Shrinker
+from pyro_l0.compaction import Shrinker
+from pyro_l0.compaction.plan import Plan
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import NetworkCost
 

@@ -2,8 +2,9 @@
 
 Three tables on scikit-learn's digits, each with a figure:
 
-1. ``noise``: the noise of a draw's derivative by itself (:func:`pyro_l0.diagnostics.pathwise_noise`), for families of
-   equal sharpness. The paper on mixtures states that they have less than the concrete; here is where they do.
+1. ``noise``: the noise of a draw's derivative by itself (:func:`pyro_l0.diagnostics.gradients.pathwise_noise`), for
+   families of equal sharpness. The paper on mixtures states that they have less than the concrete; here is where they
+   do.
 2. ``linear``: a logistic regression whose pixels have gates, two at a time so that the exact gradient of every family
    is known (a sum over states and quadrature nodes), and ten at a time, where that of Bernoulli gates is.
 3. ``mlp``: a network with ten gated hidden units, half-trained, with the exact gradient of Bernoulli gates.
@@ -44,7 +45,7 @@ from pyro_l0 import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.diagnostics import GradientReport, measure_gradient, pathwise_noise, plot_gradients
+from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, pathwise_noise, plot_gradients
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
 

@@ -29,9 +29,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn import FixedGate, NetworkCost, fix_gates, gate_names, name_gates
+from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import gate_names, name_gates
 
 __all__ = ["SCORES", "Batches", "Outcome", "ScoreName", "Units", "derivatives", "prune_by_importance", "train"]
 

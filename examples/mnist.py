@@ -42,7 +42,7 @@ from options import Options, check, describe
 from plots import plot_inputs, plot_training
 from processes import process_group
 from progress import Progress
-from pyro_l0.infer import TargetReport
+from pyro_l0.infer.target.report import TargetReport
 from run import Run
 
 __all__ = ["Options", "describe", "main"]

@@ -23,10 +23,11 @@ from pyro_l0 import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.distributions import MixtureGate
+from pyro_l0.distributions.mixture import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.nn import Gate, NetworkCost, gate_names
+from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn.gate import gate_names
 
 __all__ = [
     "FAMILIES",

@@ -28,10 +28,15 @@ from networks import (
 from options import Options
 from processes import parallel, shuffled
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction import Compacted, Replica, SelectedInputs, Shrinker, compact
-from pyro_l0.diagnostics import Diagnosis, diagnose
+from pyro_l0.compaction import Shrinker, compact
+from pyro_l0.compaction.selected_inputs import SelectedInputs
+from pyro_l0.compaction.shrinker import Replica
+from pyro_l0.compaction.storage import Compacted
+from pyro_l0.diagnostics import diagnose
+from pyro_l0.diagnostics.findings import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
-from pyro_l0.nn import NetworkCost, fix_gates, name_gates, square_norms
+from pyro_l0.nn import NetworkCost, fix_gates, square_norms
+from pyro_l0.nn.gate import name_gates
 
 __all__ = ["Run"]
 

@@ -37,7 +37,8 @@ from data import Images, load_images
 from networks import Classifier
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, fix_gates, gate_heads, gate_names, name_gates
+from pyro_l0.nn import Gate, fix_gates, gate_heads
+from pyro_l0.nn.gate import gate_names, name_gates
 
 __all__ = ["Options", "Row", "VisionTransformer", "main"]
 

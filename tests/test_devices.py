@@ -21,7 +21,8 @@ from pyro_l0 import BernoulliGate, GateDistribution, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, factor
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.nn import Gate, NetworkCost, name_gates, square_norms
+from pyro_l0.nn import Gate, NetworkCost, square_norms
+from pyro_l0.nn.gate import name_gates
 from tests.cases import ATOMIC, FAMILIES
 
 NUM_DATA = 100

@@ -39,7 +39,7 @@ parts = ("compaction", "diagnostics", "infer", "nn")
 assert not [name for name in sys.modules if name.startswith(tuple(f"pyro_l0.{part}" for part in parts))]
 assert {*parts, *pyro_l0.__all__, "__version__"} <= set(dir(pyro_l0))
 assert pyro_l0.nn.Gate(3).size == 3
-assert callable(pyro_l0.infer.L0_ELBO) and callable(pyro_l0.diagnostics.measure_gradient)
+assert callable(pyro_l0.infer.L0_ELBO) and callable(pyro_l0.diagnostics.gradients.measure_gradient)
 assert pyro_l0.compaction is sys.modules["pyro_l0.compaction"]
 assert not hasattr(pyro_l0, "compression")
 """)

@@ -1,22 +1,25 @@
 """Network and gates in, the same network with fewer units, that computes the same, out."""
 
-from pyro_l0.compaction.certificate import Certificate
-from pyro_l0.compaction.compact import CompactionError, compact, plan, rewrite
-from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.selected_inputs import SelectedInputs
-from pyro_l0.compaction.shrinker import Replica, Shrinker
-from pyro_l0.compaction.storage import Compacted, load_compacted
+from pyro_l0.compaction.compact import compact, plan  # noqa: F401  the submodule of this name would hide it
+from pyro_l0.compaction.shrinker import Shrinker
+from pyro_l0.compaction.storage import load_compacted
+from pyro_l0.retired import retired_names
 
 __all__ = [
-    "Certificate",
-    "Compacted",
-    "CompactionError",
-    "Plan",
-    "Replica",
-    "SelectedInputs",
     "Shrinker",
     "compact",
     "load_compacted",
-    "plan",
-    "rewrite",
 ]
+
+__getattr__ = retired_names(
+    __name__,
+    {
+        "Certificate": "pyro_l0.compaction.certificate.Certificate",
+        "CompactionError": "pyro_l0.compaction.compact.CompactionError",
+        "rewrite": "pyro_l0.compaction.compact.rewrite",
+        "Plan": "pyro_l0.compaction.plan.Plan",
+        "SelectedInputs": "pyro_l0.compaction.selected_inputs.SelectedInputs",
+        "Replica": "pyro_l0.compaction.shrinker.Replica",
+        "Compacted": "pyro_l0.compaction.storage.Compacted",
+    },
+)

@@ -24,7 +24,7 @@ class SelectedInputs:
         inputs: all examples, shape ``(n, ...)``.
 
     Example:
-        >>> from pyro_l0.compaction import plan, rewrite
+        >>> from pyro_l0.compaction.compact import plan, rewrite
         >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(Gate(3), nn.Linear(3, 1))
         >>> small = rewrite(net, plan(net, {"0": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 3)))

@@ -46,7 +46,7 @@ def diagnose(
     """Look at a training with gates and name what is wrong with it; at any time, and as often as you like.
 
     Everything but the guide may be left out: what can't be checked then is said in
-    :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.Diagnosis>`. Nothing is changed: random states, gradients,
+    :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.findings.Diagnosis>`. Nothing is changed: random states, gradients,
     optimisers, modes, BatchNorm's statistics and the objective's step are as before.
 
     ===================================  =====================================================================
@@ -71,7 +71,7 @@ def diagnose(
 
     Args:
         guide: the gates' guide, after its first call; an AutoGate, or another
-            :class:`~pyro_l0.infer.GateGuide`.
+            :class:`~pyro_l0.infer.guides.protocol.GateGuide`.
         optimiser: of the gates, one of torch's or of Pyro's, or a list of all optimisers.
         loss: what is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` comes apart into data and price; of
             others, the price can't be checked. Give it without a wrapper for data parallelism.

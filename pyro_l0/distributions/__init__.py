@@ -1,30 +1,34 @@
 """Gates: distributions on [0, 1] with atoms, and their KL divergences."""
 
-from pyro_l0.distributions import no_transform  # noqa: F401  registers a refusal
+from pyro_l0.distributions import kl, no_transform  # noqa: F401  registers KLs and a refusal
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.exponential import ExponentialGate
 from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
-from pyro_l0.distributions.kl import kl_by_quadrature
-from pyro_l0.distributions.mixture import MixtureGate
 from pyro_l0.distributions.power_law import PowerLawGate
 from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
+from pyro_l0.retired import retired_names
 
 __all__ = [
     "BernoulliGate",
-    "BinaryConcrete",
     "ExponentialGate",
     "ExponentialUniformGate",
     "GateDistribution",
     "HardConcrete",
     "HardKumaraswamy",
-    "MixtureGate",
     "PowerLawGate",
     "Rectified",
     "RectifiedNormal",
-    "kl_by_quadrature",
 ]
+
+__getattr__ = retired_names(
+    __name__,
+    {
+        "BinaryConcrete": "pyro_l0.distributions.binary_concrete.BinaryConcrete",
+        "kl_by_quadrature": "pyro_l0.distributions.kl.kl_by_quadrature",
+        "MixtureGate": "pyro_l0.distributions.mixture.MixtureGate",
+    },
+)

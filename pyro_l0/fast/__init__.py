@@ -4,6 +4,6 @@ Whoever reads the rest of the library sees the maths. What is done otherwise for
 asks :func:`is_open` where it is chosen.
 """
 
-from pyro_l0.fast.switch import Door, disabled, is_open
+from pyro_l0.fast.switch import disabled, is_open
 
-__all__ = ["Door", "disabled", "is_open"]
+__all__ = ["disabled", "is_open"]

@@ -42,7 +42,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
         TypeError: ``network`` is no module, ``gates`` no mapping, or a value no gate.
 
     Example:
-        >>> from pyro_l0.nn import gate_names
+        >>> from pyro_l0.nn.gate import gate_names
         >>> gate_names(insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": Gate(3)}))
         {'1.1': Gate(3, dim=-1)}
     """

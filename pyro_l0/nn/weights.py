@@ -41,7 +41,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
         TypeError: a module has no weight of two dimensions or more.
 
     Example:
-        >>> from pyro_l0.nn import gate_names
+        >>> from pyro_l0.nn.gate import gate_names
         >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), "0")
         >>> gate_names(net)
         {'0.gate': Gate(6, dim=-1)}

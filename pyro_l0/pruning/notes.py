@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.infer import TargetReport
 from pyro_l0.infer.target.budget import Cost
+from pyro_l0.infer.target.report import TargetReport
 from pyro_l0.pruning.batches import BatchLoss
 
 __all__ = ["Note", "largest_unit", "looks_untrained", "notes_on"]

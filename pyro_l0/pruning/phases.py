@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from pyro_l0.diagnostics import Diagnosis, diagnose
+from pyro_l0.diagnostics import diagnose
+from pyro_l0.diagnostics.findings import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
 from pyro_l0.infer.target.budget import Cost
 from pyro_l0.infer.target.sparsity_target import OnBudget

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pyro_l0.compaction import CompactionError, plan
-from pyro_l0.nn import Gate, NetworkCost, gate_heads, gate_names, insert_gates, name_gates, suggest_gates
+from pyro_l0.compaction.compact import CompactionError, plan
+from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.hooks import hooks_of
 from pyro_l0.nn.suggest import Suggestions
 

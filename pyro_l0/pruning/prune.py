@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
+from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.gate import gate_names
 from pyro_l0.pruning.batches import BatchLoss, LossFunction, share
 from pyro_l0.pruning.checkpoint import Checkpoint, checksum, numbers, told
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on

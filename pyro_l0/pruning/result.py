@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from pyro_l0.compaction import Plan
-from pyro_l0.infer import TargetReport
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.infer.target.report import TargetReport
 
 __all__ = ["Pruned", "PruningReport"]
 
@@ -54,7 +54,7 @@ class Pruned:
         network: of the class that was given, in evaluation mode, trained further after its units were taken out.
         report: what was reached, and notes.
         certificate: largest relative difference between the compacted network and the one with fixed gates that it
-            was made from; see :class:`~pyro_l0.compaction.Compacted`.
+            was made from; see :class:`~pyro_l0.compaction.storage.Compacted`.
         history: an entry for every epoch, with its number, the steps taken, the mean loss, what the network costs of
             the full one, and what ``evaluate`` said.
         plan: what stayed of every tensor, by the names of the network with gates.

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction import Compacted, compact
+from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
-from pyro_l0.infer import TargetReport
+from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer.target.budget import Cost
-from pyro_l0.nn import FixedGate, Gate
+from pyro_l0.infer.target.report import TargetReport
+from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.pruning.batch_norm import renew_statistics
 from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, is_first
 from pyro_l0.pruning.checkpoint import Checkpoint

@@ -8,25 +8,29 @@ if find_spec("sklearn") is None:
         "do: pip install 'pyro-l0[selection]'"
     )
 
+from pyro_l0.retired import retired_names
 from pyro_l0.selection.classifier import SpikeSlabClassifier
-from pyro_l0.selection.credible_sets import CredibleSet, credible_sets
-from pyro_l0.selection.methods.enumeration import exact_posterior
+from pyro_l0.selection.credible_sets import credible_sets
 from pyro_l0.selection.neural import NeuralFeatureSelector
 from pyro_l0.selection.poisson import SpikeSlabPoissonRegressor
-from pyro_l0.selection.posterior import Draws, SelectionPosterior
-from pyro_l0.selection.problem import Prior, Problem
 from pyro_l0.selection.regressor import SpikeSlabRegressor
 
 __all__ = [
-    "CredibleSet",
-    "Draws",
     "NeuralFeatureSelector",
-    "Prior",
-    "Problem",
-    "SelectionPosterior",
     "SpikeSlabClassifier",
     "SpikeSlabPoissonRegressor",
     "SpikeSlabRegressor",
     "credible_sets",
-    "exact_posterior",
 ]
+
+__getattr__ = retired_names(
+    __name__,
+    {
+        "CredibleSet": "pyro_l0.selection.credible_sets.CredibleSet",
+        "exact_posterior": "pyro_l0.selection.methods.enumeration.exact_posterior",
+        "Draws": "pyro_l0.selection.posterior.Draws",
+        "SelectionPosterior": "pyro_l0.selection.posterior.SelectionPosterior",
+        "Prior": "pyro_l0.selection.problem.Prior",
+        "Problem": "pyro_l0.selection.problem.Problem",
+    },
+)

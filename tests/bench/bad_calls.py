@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pyro_l0
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.compaction import compact, plan
+from pyro_l0.compaction import compact
+from pyro_l0.compaction.compact import plan
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.nn import Gate, NetworkCost
 

@@ -16,8 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn import Gate, gate_names
+from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
+from pyro_l0.nn.gate import gate_names
 
 _Result = TypeVar("_Result")
 

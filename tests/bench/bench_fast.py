@@ -29,7 +29,8 @@ from cifar_wrn import Options, Run
 from pyro_l0 import fast
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.elbo import Objective
-from pyro_l0.nn import name_gates, square_norms
+from pyro_l0.nn import square_norms
+from pyro_l0.nn.gate import name_gates
 
 Step = Callable[[], None]
 # The doors that a loss passes; "all" closes every one.

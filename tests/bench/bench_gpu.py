@@ -44,7 +44,8 @@ from networks import Classifier, build
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
-from pyro_l0.nn import NetworkCost, gate_names, name_gates, square_norms
+from pyro_l0.nn import NetworkCost, square_norms
+from pyro_l0.nn.gate import gate_names, name_gates
 from tests.cases import ATOMIC, FAMILIES
 from wide_resnet import wide_resnet
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from networks import NetworkName, build
 from pyro_l0.compaction import load_compacted
-from pyro_l0.nn import fix_gates, gate_names, name_gates
+from pyro_l0.nn import fix_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 
 BATCHES: dict[NetworkName, tuple[int, ...]] = {"mlp": (1, 1000), "lenet5": (1, 256)}
 

@@ -28,7 +28,8 @@ from averages import Average
 from data import Images, load_mnist
 from networks import build
 from options import Options
-from pyro_l0.nn import fix_gates, gate_names, name_gates
+from pyro_l0.nn import fix_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 from run import Run
 
 ROUNDS, STEPS = 60, 10  # of the runs that do not shrink

@@ -23,7 +23,7 @@ from data import load_mnist
 from networks import build
 from options import Options
 from pyro_l0.compaction import load_compacted
-from pyro_l0.nn import name_gates
+from pyro_l0.nn.gate import name_gates
 from run import Run
 
 

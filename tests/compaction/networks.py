@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from pyro_l0.nn import Gate, fix_gates, gate_names, name_gates
+from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 
 
 class Net(nn.Module):

@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import lenet5, mlp
-from pyro_l0.compaction import CompactionError, Plan, compact, load_compacted, plan, rewrite
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names
+from pyro_l0.compaction import compact, load_compacted
+from pyro_l0.compaction.compact import CompactionError, plan, rewrite
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
+from pyro_l0.nn.gate import gate_names
 from tests.compaction.networks import Drawer, FlattenBy, Residual, draw_gates, randomise
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

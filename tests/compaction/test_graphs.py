@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.compaction import CompactionError, Shrinker, compact, load_compacted
+from pyro_l0.compaction import Shrinker, compact, load_compacted
+from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_names, name_gates, square_norms
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, square_norms
+from pyro_l0.nn.gate import gate_names, name_gates
 from tests.compaction.networks import Net
 
 

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pyro_l0.compaction import compact, load_compacted
-from pyro_l0.nn import Gate, fix_gates, gate_names
+from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn.gate import gate_names
 
 
 class Gated(nn.Module):

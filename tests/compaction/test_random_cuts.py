@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.compaction import CompactionError, compact
+from pyro_l0.compaction import compact
+from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import Gate, suggest_gates
 from pyro_l0.nn.engine import analyse, record
 from tests.compaction.random_cuts import MODELS, gated, refusals

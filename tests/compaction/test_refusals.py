@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.compaction import CompactionError, Shrinker, compact
+from pyro_l0.compaction import Shrinker, compact
+from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
-from pyro_l0.nn import Gate, fix_gates, gate_names
+from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn.gate import gate_names
 
 VECTORS, SEQUENCES, IMAGES = (
     torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 6), (2, 7, 6), (2, 3, 8, 8))

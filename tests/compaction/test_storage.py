@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.compaction import Compacted, Plan, compact, load_compacted, storage
+from pyro_l0.compaction import compact, load_compacted, storage
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn import Gate
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -11,9 +11,13 @@ from torch import nn
 import mnist
 from mnist import Options
 from networks import build as build_network
-from pyro_l0.compaction import Replica, SelectedInputs, Shrinker, load_compacted, plan, rewrite
+from pyro_l0.compaction import Shrinker, load_compacted
+from pyro_l0.compaction.compact import plan, rewrite
+from pyro_l0.compaction.selected_inputs import SelectedInputs
+from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, fix_gates, name_gates, square_norms
+from pyro_l0.nn import Gate, fix_gates, square_norms
+from pyro_l0.nn.gate import name_gates
 
 CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact, load_compacted
-from pyro_l0.nn import Gate, fix_gates, gate_names
+from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn.gate import gate_names
 from tests.compaction.test_in_place import Transformer
 
 GATES = {"attention.gate": torch.tensor([1.0, 0.0, 0.7, 0.0]), "gate": (torch.arange(16) % 4 > 1) * 0.9}

@@ -13,9 +13,11 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate, HardConcrete, HardKumaraswamy, RectifiedNormal
-from pyro_l0.diagnostics import Diagnosis, diagnose
+from pyro_l0.diagnostics import diagnose
+from pyro_l0.diagnostics.findings import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
-from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, name_gates, square_norms
+from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, square_norms
+from pyro_l0.nn.gate import name_gates
 
 GATE_RATE = 0.05
 Batch = tuple[Tensor, Tensor]

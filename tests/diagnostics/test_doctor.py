@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.diagnostics import Diagnosis, Finding, Unchecked, diagnose
+from pyro_l0.diagnostics import diagnose
+from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
 from pyro_l0.diagnostics.gate_sites import gate_sites
-from pyro_l0.infer import L0_ELBO, AutoGate, Term
+from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.elbo.terms import Term
 from pyro_l0.nn import fix_gates
 from tests.diagnostics.doctor_runs import FAULTS, HEALTHY, cnn, digits, mlp, start, train
 

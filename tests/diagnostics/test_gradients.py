@@ -14,7 +14,7 @@ from pyro_l0 import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.diagnostics import exact_gradient, measure_gradient, pathwise_noise, plot_gradients
+from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient, pathwise_noise, plot_gradients
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_l0 import HardConcrete, HardKumaraswamy
-from pyro_l0.diagnostics import exact_gradient, measure_gradient
+from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
 
 NAMES = ["a/b", "keys", "values", "items", "weight.x", "training", "a//b.c", "0"]

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributions import kl_divergence
 
 from pyro_l0.compaction import Shrinker
-from pyro_l0.distributions import BernoulliGate, BinaryConcrete, HardConcrete
+from pyro_l0.distributions import BernoulliGate, HardConcrete
+from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate
 

@@ -10,7 +10,8 @@ import torch
 from scipy import integrate, stats
 from torch.distributions import kl_divergence
 
-from pyro_l0.distributions import HardConcrete, Rectified, RectifiedNormal, kl_by_quadrature
+from pyro_l0.distributions import HardConcrete, Rectified, RectifiedNormal
+from pyro_l0.distributions.kl import kl_by_quadrature
 from tests.distributions.test_contract import randomised_pit
 
 LOC = torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64)

@@ -10,7 +10,6 @@ from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import (
     BernoulliGate,
-    BinaryConcrete,
     ExponentialGate,
     ExponentialUniformGate,
     HardConcrete,
@@ -18,6 +17,7 @@ from pyro_l0.distributions import (
     PowerLawGate,
     RectifiedNormal,
 )
+from pyro_l0.distributions.binary_concrete import BinaryConcrete
 
 # torch's forward mode loads decompositions by its own deprecated torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pyro_l0.nn import Gate, name_gates
+from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.slots import VARIES
+from pyro_l0.nn.gate import name_gates
 from tests.engine.exactness import examine
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from pyro_l0.compaction import CompactionError, compact
+from pyro_l0.compaction import compact
+from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout, insert_gates, suggest_gates
 
 CLOSED = (torch.arange(6) % 2 == 0).double()

@@ -14,7 +14,8 @@ import cifar_wrn
 from cifar import load_cifar, read_batch
 from cifar_wrn import Options
 from pyro_l0.compaction import compact, load_compacted
-from pyro_l0.nn import NetworkCost, gate_names, name_gates
+from pyro_l0.nn import NetworkCost
+from pyro_l0.nn.gate import gate_names, name_gates
 from tests.examples.killing import run_and_kill
 from wide_resnet import wide_resnet
 

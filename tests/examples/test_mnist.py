@@ -16,7 +16,7 @@ from data import load_digits
 from mnist import Options
 from networks import mlp
 from pyro_l0.compaction import load_compacted
-from pyro_l0.nn import name_gates
+from pyro_l0.nn.gate import name_gates
 from tests.examples.killing import run_and_kill
 
 KEYS = {

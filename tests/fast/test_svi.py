@@ -13,7 +13,8 @@ from torch import nn
 from pyro_l0 import fast
 from pyro_l0.fast.record import Record, sole_record
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
-from pyro_l0.nn import Gate, name_gates
+from pyro_l0.nn import Gate
+from pyro_l0.nn.gate import name_gates
 
 
 def pair(objective):

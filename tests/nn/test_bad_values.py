@@ -5,25 +5,22 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.compaction import rewrite
-from pyro_l0.diagnostics import pathwise_noise
+from pyro_l0.compaction.compact import rewrite
+from pyro_l0.diagnostics.gradients import pathwise_noise
 from pyro_l0.nn import (
-    FixedGate,
     Gate,
     NetworkCost,
     fix_gates,
-    fix_weights,
     gate_dropout,
     gate_heads,
-    gate_names,
     gate_weights,
     insert_gates,
-    name_gates,
-    pack_zeros,
     square_norms,
     suggest_gates,
-    unpack_zeros,
 )
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.weights import fix_weights, pack_zeros, unpack_zeros
 
 DOORS = {
     "insert_gates": lambda network: insert_gates(network, {"0": Gate(3)}),

@@ -10,7 +10,9 @@ from pyro import poutine
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_dropout, gate_names, insert_gates
+from pyro_l0.nn import Gate, fix_gates, gate_dropout, insert_gates
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import gate_names
 
 # torch says so of the packed batches that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

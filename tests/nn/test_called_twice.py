@@ -10,7 +10,8 @@ from torch import nn
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
-from pyro_l0.nn import NetworkCost, gate_names, insert_gates, suggest_gates
+from pyro_l0.nn import NetworkCost, insert_gates, suggest_gates
+from pyro_l0.nn.gate import gate_names
 
 torch.manual_seed(0)
 LEFT, RIGHT = torch.randn(240, 6).double(), torch.randn(240, 6).double()

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyro_l0.nn import Gate, NetworkCost, gate_names, name_gates, square_norms
+from pyro_l0.nn import Gate, NetworkCost, square_norms
+from pyro_l0.nn.gate import gate_names, name_gates
 
 
 def mlp(sizes, gated=True):

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from pyro_l0.infer.factor import factor
-from pyro_l0.nn import fix_gates, gate_heads, gate_names
+from pyro_l0.nn import fix_gates, gate_heads
 from pyro_l0.nn.attention import PlainAttention
+from pyro_l0.nn.gate import gate_names
 from tests.nn.training import trained_gates
 
 

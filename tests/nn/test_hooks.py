@@ -12,9 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from pyro_l0.compaction import Compacted, Plan, Shrinker, compact, load_compacted, rewrite
+from pyro_l0.compaction import Shrinker, compact, load_compacted
+from pyro_l0.compaction.compact import rewrite
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
-from pyro_l0.nn import Gate, fix_gates, fix_weights, gate_heads, gate_names, gate_weights, insert_gates, name_gates
+from pyro_l0.nn import Gate, fix_gates, gate_heads, gate_weights, insert_gates
+from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.weights import fix_weights
 
 
 class Attention(nn.Module):

@@ -9,7 +9,9 @@ from torch import nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_dropout, gate_names, insert_gates
+from pyro_l0.nn import Gate, fix_gates, gate_dropout, insert_gates
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import gate_names
 
 
 class User(nn.Module):

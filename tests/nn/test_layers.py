@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_l0 import HardConcrete
 from pyro_l0.fast.deferred import defer_product, multiply_along
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import FixedGate, Gate, fix_gates, gate_names, name_gates
+from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import gate_names, name_gates
 
 
 def network():

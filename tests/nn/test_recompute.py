@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, RectifyReparam, factor
-from pyro_l0.nn import Gate, name_gates
+from pyro_l0.nn import Gate
+from pyro_l0.nn.gate import name_gates
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 

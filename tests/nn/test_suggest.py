@@ -7,7 +7,8 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, gate_names, insert_gates, suggest_gates
+from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
+from pyro_l0.nn.gate import gate_names
 
 
 class Residual(nn.Module):

@@ -13,9 +13,11 @@ from pyro.infer import SVI, Predictive
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.diagnostics import measure_gradient
+from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import FixedGate, Gate, NetworkCost, fix_gates, gate_dropout, insert_gates, name_gates
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout, insert_gates
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import name_gates
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 GATES = {"2": torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0]), "5": torch.tensor([0.0, 1.0, 1.0])}

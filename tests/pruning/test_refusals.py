@@ -217,7 +217,7 @@ def test_coarse_units():
 
 def test_undecided_gates_and_floors():
     """From what a target says of itself; a floor is noted and not warned of."""
-    from pyro_l0.infer import TargetReport
+    from pyro_l0.infer.target.report import TargetReport
     from pyro_l0.pruning.notes import notes_on
 
     reached = TargetReport(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
-from pyro_l0.selection import exact_posterior
 from pyro_l0.selection.design import default_rate, make_design
+from pyro_l0.selection.methods.enumeration import exact_posterior
 from pyro_l0.selection.posterior import Draws, SelectionPosterior
 
 

@@ -79,7 +79,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     main memory every loss that is trained is looked at. One that is not finite raises.
 
     Args:
-        objective: which loss; a row of :data:`~pyro_l0.infer.OBJECTIVES`.
+        objective: which loss; a row of :data:`~pyro_l0.infer.elbo.terms.OBJECTIVES`.
         lam: price :math:`\lambda` of one open weight in nats; a number, a tensor that broadcasts against the gates,
             or a dict of these by site (other sites are free). The paper's :math:`\lambda / N` on the mean loss is
             ``lam`` :math:`= \lambda` here.
@@ -99,8 +99,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             gate's weights; see :func:`pyro_l0.nn.square_norms`.
         estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
             ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
-            :class:`~pyro_l0.infer.Estimators`. The gates' KL and price stay analytic, but for the KL under
-            ``"leave_one_out"``.
+            :class:`~pyro_l0.infer.elbo.estimators.Estimators`. The gates' KL and price stay analytic, but for the KL
+            under ``"leave_one_out"``.
         num_particles: samples per step.
         max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
         vectorize_particles: draw the particles in one run of the model: in a plate, as in Pyro; with
@@ -108,7 +108,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         temper: factor in (0, 1] on the model's side of the log ratio in the gradient of ``"leave_one_out"`` for the
             gates; a number, or a function of the step. Rising to 1 over the first third of a training, it keeps the
             gates from settling before the slabs have.
-        extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.Term`.
+        extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.elbo.terms.Term`.
 
     Raises:
         ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a

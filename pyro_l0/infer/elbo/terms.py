@@ -303,7 +303,7 @@ def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
     names = [term.name for term in TERMS]
     for term in extra_terms:
         if not isinstance(term, Term):
-            raise TypeError(f"Expected extra_terms to be pyro_l0.infer.Term, but got {type(term).__name__}.")
+            raise TypeError(f"Expected extra_terms to be pyro_l0.infer.elbo.terms.Term, but got {type(term).__name__}.")
         if term.kind not in get_args(Kind):
             raise ValueError(
                 f"Expected the kind of extra term {term.name!r} in {get_args(Kind)}, but got {term.kind!r}."

@@ -29,7 +29,7 @@ class GateGuide(Protocol):
 
     :class:`~pyro_l0.infer.SparsityTarget` asks for ``posterior``, ``test_gates`` and ``locations``,
     :class:`~pyro_l0.compaction.Shrinker` for ``posterior`` and ``keep``,
-    :func:`~pyro_l0.diagnostics.measure_gradient` for a call, ``posterior`` and ``locations``.
+    :func:`~pyro_l0.diagnostics.gradients.measure_gradient` for a call, ``posterior`` and ``locations``.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
@@ -65,5 +65,5 @@ def check_guide(guide: object, asked: str, *methods: str) -> None:
         raise TypeError(
             f"Expected a guide over gates with {', '.join(methods)} for {asked}, but got a {type(guide).__name__} "
             f"without {', '.join(missing)}; give the AutoGate itself, not a list or a function that holds it, or write "
-            "the methods of pyro_l0.infer.GateGuide."
+            "the methods of pyro_l0.infer.guides.protocol.GateGuide."
         )

@@ -60,8 +60,9 @@ class SparsityTarget:
     and at least one of several, until all other sites have no more to close.
 
     Args:
-        guide: the gates' guide, after its first call; an AutoGate, or another :class:`~pyro_l0.infer.GateGuide`. Its
-            gates are opened. To resume, make the target first and load the guide's state afterwards.
+        guide: the gates' guide, after its first call; an AutoGate, or another
+            :class:`~pyro_l0.infer.guides.protocol.GateGuide`. Its gates are opened.
+            To resume, make the target first and load the guide's state afterwards.
         budget: largest fraction of the cost of the full network, in (0, 1). Several falling ones are met one after
             the other in one run, and each is handed to ``on_budget``. A dict gives one by name of several costs, or,
             without a cost, by gate site the largest fraction of open gates.

@@ -13,9 +13,11 @@ from torch.nn.functional import logsigmoid
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.diagnostics import measure_gradient
+from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.distributions import GateDistribution
-from pyro_l0.infer import L0_ELBO, OBJECTIVES, AutoGate, GateGuide, SparsityTarget, Term
+from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
+from pyro_l0.infer.elbo.terms import OBJECTIVES, Term
+from pyro_l0.infer.guides.protocol import GateGuide
 from pyro_l0.nn import Gate
 
 
@@ -199,7 +201,7 @@ def test_a_term_of_two_valued_gates_joins_the_exact_gradient():
 @pytest.mark.parametrize(
     ("terms", "error", "message"),
     [
-        (["horseshoe"], TypeError, "Expected extra_terms to be pyro_l0.infer.Term, but got str"),
+        (["horseshoe"], TypeError, "Expected extra_terms to be pyro_l0.infer.elbo.terms.Term, but got str"),
         ([Term("l0", lambda *_: None)], ValueError, "names other than .*'l0'.*, but got 'l0'"),
         ([Term("x", lambda *_: None)] * 2, ValueError, "but got 'x'"),
         ([Term("x", lambda *_: None, kind="gate")], ValueError, "kind of extra term 'x' in .*'gates'.*got 'gate'"),

@@ -10,12 +10,12 @@ import torch
 from pyro import poutine
 
 from pyro_l0 import BernoulliGate
-from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, Evidence
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
 from pyro_l0.infer.elbo.estimators import leave_one_out
 from pyro_l0.infer.guides.autoregressive import GateChain
 from pyro_l0.infer.guides.drawn import Drawn
 from pyro_l0.infer.guides.hyper import HyperPosterior
-from pyro_l0.infer.posterior.evidence import log_ratios
+from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
 from tests.maths.spike_and_slab import log_evidence
 
 P, SIGMA, TAU, RATE = 3, 0.9, 0.7, 0.3

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from pyro_l0 import HardConcrete
-from pyro_l0.diagnostics import measure_gradient
+from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.guides.parameters import OptimiserWatch
 

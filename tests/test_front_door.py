@@ -1,0 +1,75 @@
+"""The names at the front door, and those that have left it."""
+
+import importlib
+import inspect
+
+import pytest
+
+import pyro_l0
+
+ROOMS = {
+    "distributions": {
+        "BernoulliGate",
+        "ExponentialGate",
+        "ExponentialUniformGate",
+        "GateDistribution",
+        "HardConcrete",
+        "HardKumaraswamy",
+        "PowerLawGate",
+        "Rectified",
+        "RectifiedNormal",
+    },
+    "infer": {
+        "L0_ELBO",
+        "AutoGate",
+        "AutoSpikeSlab",
+        "RectifyReparam",
+        "SparsityTarget",
+        "check_fit",
+        "factor",
+        "fit",
+        "sample_posterior",
+    },
+    "nn": {
+        "Gate",
+        "NetworkCost",
+        "fix_gates",
+        "gate_dropout",
+        "gate_heads",
+        "gate_weights",
+        "insert_gates",
+        "square_norms",
+        "suggest_gates",
+    },
+    "compaction": {"Shrinker", "compact", "load_compacted"},
+    "diagnostics": {"diagnose", "to_arviz"},
+    "pruning": {"prune"},
+    "selection": {
+        "NeuralFeatureSelector",
+        "SpikeSlabClassifier",
+        "SpikeSlabPoissonRegressor",
+        "SpikeSlabRegressor",
+        "credible_sets",
+    },
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_names_of_a_room(room):
+    module = importlib.import_module(f"pyro_l0.{room}")
+    assert set(module.__all__) == ROOMS[room]
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_the_front_door_has_at_most_forty_names():
+    assert len(set(pyro_l0.__all__).union(*ROOMS.values())) <= 40
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_names_that_have_left_still_work(room):
+    module = importlib.import_module(f"pyro_l0.{room}")
+    if not hasattr(module, "__getattr__"):
+        return
+    for name, home in inspect.getclosurevars(module.__getattr__).nonlocals["names"].items():
+        with pytest.warns(FutureWarning, match=f"pyro_l0.{room}.{name} is deprecated. Use {home}"):
+            assert getattr(module, name) is not None
