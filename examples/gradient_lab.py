@@ -45,7 +45,8 @@ from pyro_l0 import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, pathwise_noise, plot_gradients
+from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, pathwise_noise
+from pyro_l0.diagnostics.plots import plot_gradients
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
 

@@ -1,30 +1,22 @@
-"""The doctor: looks at a training with gates and names what is wrong with it."""
+"""The doctor: checks a training with gates and names what is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyro_l0.diagnostics.check_gates import check_closed, check_drift, check_undecided
-from pyro_l0.diagnostics.check_movement import check_decay, check_rate, check_rounding, check_trained
-from pyro_l0.diagnostics.check_network import Error, check_gap, check_statistics
-from pyro_l0.diagnostics.check_prices import (
-    Target,
-    check_balance,
-    check_multiplier,
-    check_price,
-    check_unused,
-    has_gate_kl,
-)
+from pyro_l0.diagnostics.check_gates import check_gates, check_movement
+from pyro_l0.diagnostics.check_network import Error, check_network
+from pyro_l0.diagnostics.check_prices import check_prices
 from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
-from pyro_l0.diagnostics.gate_sites import GateSite, gate_sites
-from pyro_l0.diagnostics.holdings import AnyOptimiser, steps_taken
-from pyro_l0.diagnostics.pulls import Loss, Pulls, measure_pulls, objective_of
-from pyro_l0.diagnostics.untouched import first_batches, untouched
+from pyro_l0.diagnostics.pulls import Loss, first_batches, measure_pulls, objective_of, untouched
+from pyro_l0.diagnostics.sites import AnyOptimiser, gate_sites
+from pyro_l0.diagnostics.training import Training
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
+from pyro_l0.infer.target.sparsity_target import SparsityTarget
 
 __all__ = ["diagnose"]
 
@@ -40,12 +32,12 @@ def diagnose(
     batches: Iterable[object] | None = None,
     network: nn.Module | None = None,
     error: Error | None = None,
-    target: Target | None = None,
+    target: SparsityTarget | None = None,
     steps_left: int | None = None,
 ) -> Diagnosis:
-    """Look at a training with gates and name what is wrong with it; at any time, and as often as you like.
+    """Check a training with gates and name what is wrong with it; at any time, and as often as you like.
 
-    Everything but the guide may be left out: what can't be checked then is said in
+    Everything but the guide may be left out: what can't be checked then is listed in
     :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.findings.Diagnosis>`. Nothing is changed: random states, gradients,
     optimisers, modes, BatchNorm's statistics and the objective's step are as before.
 
@@ -59,7 +51,7 @@ def diagnose(
     ``"no-price"``                       open gates cost nothing
     ``"price-too-small"``                the price is nothing beside the data's noise, and closes nothing
     ``"price-too-large"``                the price drowns the data, and closes everything
-    ``"multiplier-at-limit"``            a target's multiplier stands at its limit
+    ``"multiplier-at-limit"``            a target's multiplier is at its limit
     ``"site-collapsed"``                 all gates of a site are closed
     ``"gates-drift-together"``           all gates of a site move as one: the data tell none apart
     ``"undecided-gates"``                at the end, more than 5 % of the test gates are between 0 and 1
@@ -73,7 +65,7 @@ def diagnose(
         guide: the gates' guide, after its first call; an AutoGate, or another
             :class:`~pyro_l0.infer.guides.protocol.GateGuide`.
         optimiser: of the gates, one of torch's or of Pyro's, or a list of all optimisers.
-        loss: what is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` comes apart into data and price; of
+        loss: what is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` is split into data and price; of
             others, the price can't be checked. Give it without a wrapper for data parallelism.
         batches: of the loss, such as a loader, of which the first eight are used; a tuple or list holds the arguments.
         network: with the gates; for its BatchNorm and its error. It is called with a batch's first entry, or with the
@@ -113,91 +105,18 @@ def diagnose(
             raise TypeError(f"Expected an optimiser of torch's or of Pyro's, but got a {type(each).__name__}.")
     if steps_left is None and target is not None:
         steps_left = max(0, target.steps - target.step)
-    found: list[Finding | Unchecked] = []
     sites = gate_sites(guide, optimisers, target is not None)
     devices = {site.location.device for site in sites}
-    pulls = None
+    some, pulls = None, None
     with untouched(guide, devices):
-        some = None if batches is None else first_batches(batches, _BATCHES)
+        if batches is not None:
+            some = first_batches(batches, _BATCHES)
         if loss is not None and some:
             pulls = measure_pulls(loss, some, {site.name: site.parameter for site in sites}, _DRAWS)
-    found += _movement(sites, optimisers, pulls, steps_left)
-    found += _prices(sites, loss, pulls, target, steps_left)
-    found += _gates(sites, loss, steps_left)
+    training = Training(sites, len(optimisers), objective_of(loss), target, pulls, steps_left)
+    found = [*check_movement(training), *check_prices(training), *check_gates(training)]
     with untouched(guide, devices):
-        # While a budget falls, the deterministic network changes faster than running statistics follow.
-        is_falling = target is not None and target.start < target.step < target.settled
-        found += _network(guide, network, error, some, _steps(sites, loss), steps_left == 0, is_falling)
+        found += check_network(training, guide, network, error, some)
     return Diagnosis(
         tuple(x for x in found if isinstance(x, Finding)), tuple(x for x in found if isinstance(x, Unchecked))
     )
-
-
-def _movement(
-    sites: Sequence[GateSite], optimisers: Sequence[AnyOptimiser], pulls: Pulls | None, steps_left: int | None
-) -> Iterator[Finding | Unchecked]:
-    yield from check_trained(sites, len(optimisers))
-    yield from check_decay(sites, pulls)
-    yield from check_rounding(sites, pulls)
-    yield from check_rate(sites, pulls, steps_left)
-    if not optimisers:
-        yield Unchecked("whether the gates are trained, at what rate and with what decay", "the optimiser")
-    elif steps_left is None:
-        yield Unchecked("whether the rate is enough for the steps that are left", "steps_left or the target")
-
-
-def _prices(
-    sites: Sequence[GateSite], loss: Loss | None, pulls: Pulls | None, target: Target | None, steps_left: int | None
-) -> Iterator[Finding | Unchecked]:
-    elbo = objective_of(loss)
-    if target is not None:
-        yield from check_multiplier(target, steps_taken([site.holding for site in sites]))
-    elif elbo is None:
-        yield Unchecked("the price of open gates", "loss=L0_ELBO(...)(model, guide), or the target")
-    else:
-        yield from check_price(sites, elbo)
-    if pulls is None:
-        yield Unchecked("what pulls at the gates, data or price", "loss and batches")
-        return
-    if elbo is not None or target is not None:
-        yield from check_unused(sites, pulls, _steps(sites, loss))
-    if elbo is not None and target is None:
-        yield from check_balance(sites, pulls, steps_left, is_price=not has_gate_kl(elbo))
-
-
-def _gates(sites: Sequence[GateSite], loss: Loss | None, steps_left: int | None) -> Iterator[Finding | Unchecked]:
-    elbo = objective_of(loss)
-    yield from check_closed(sites)
-    yield from check_drift(sites)
-    if steps_left is None:
-        yield Unchecked("whether gates are undecided at the end", "steps_left=0 at the end, or the target")
-    elif not steps_left and not (elbo is not None and has_gate_kl(elbo)):  # a posterior may be undecided
-        yield from check_undecided(sites)
-
-
-def _network(
-    guide: GateGuide,
-    network: nn.Module | None,
-    error: Error | None,
-    batches: Sequence[object] | None,
-    steps: int | None,
-    is_end: bool,
-    is_falling: bool,
-) -> Iterator[Finding | Unchecked]:
-    if network is None or not batches:
-        yield Unchecked("the statistics of BatchNorm", "network and batches")
-    elif is_falling:
-        yield Unchecked("the statistics of BatchNorm", "a target whose budget holds, later in the training")
-    else:
-        yield from check_statistics(network, guide.test_gates(), batches, steps)
-    if network is None or not batches or error is None:
-        yield Unchecked("the error with sampled and with deterministic gates", "network, batches and error")
-    else:
-        yield from check_gap(network, guide, error, batches, is_end)
-
-
-def _steps(sites: Sequence[GateSite], loss: Loss | None) -> int | None:
-    """Steps taken, by what the optimiser or the objective counts."""
-    elbo = objective_of(loss)
-    counted = steps_taken([site.holding for site in sites])
-    return elbo.step if counted is None and elbo is not None else counted

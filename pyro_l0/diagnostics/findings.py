@@ -1,4 +1,4 @@
-"""What a diagnosis found, what it could not look at, and how both read."""
+"""What a diagnosis found, what it could not check, and how both print."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 class Unchecked(NamedTuple):
-    """Something that could not be looked at.
+    """Something that could not be checked.
 
     Attributes:
         what: was not checked.

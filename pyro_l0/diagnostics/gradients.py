@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -23,9 +22,7 @@ from pyro_l0.infer.elbo.pairs import Program
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
 from pyro_l0.maths.quadrature import Nodes, Stretch
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes  # an extra
-    from matplotlib.figure import Figure, SubFigure
+__all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise"]
 
 
 @dataclass(frozen=True)
@@ -219,36 +216,6 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
         square: Tensor = (mass * slope**2).sum(0)
         mean: Tensor = (mass * slope).sum(0)
         return square / mean**2
-
-
-def plot_gradients(reports: Sequence[GradientReport], axes: Sequence[Axes] | None = None) -> Figure | SubFigure:
-    """Draw scaled variance, variance times seconds and, where it is known, bias in standard errors, by estimator.
-
-    Args:
-        reports: what to compare.
-        axes: three of matplotlib's axes; a new figure if not given.
-
-    Returns:
-        The figure.
-    """
-    import matplotlib.pyplot as plt  # an extra
-
-    if axes is None:
-        _, axes = plt.subplots(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), layout="constrained", sharey=True)
-    places = range(len(reports))
-    noise = [report.scaled_variance for report in reports], [report.variance_seconds for report in reports]
-    for axis, values, label in zip(axes, noise, ("variance for E[z]", "variance times seconds"), strict=False):
-        axis.boxplot([x.tolist() for x in values], orientation="horizontal", positions=list(places), widths=0.6)
-        axis.set(xscale="log", xlabel=label)
-        axis.grid(alpha=0.3)
-    axes[0].set_yticks(list(places), [report.name for report in reports])
-    for place, report in zip(places, reports, strict=True):
-        if report.exact is not None:
-            deviations = (report.bias / report.standard_error.clamp(min=1e-300)).tolist()
-            axes[2].plot(deviations, [place] * len(deviations), "o", alpha=0.5)
-    axes[2].axvspan(-4, 4, alpha=0.15)
-    axes[2].set(xlabel="bias in standard errors", xscale="symlog")
-    return axes[0].figure
 
 
 def _locations(guide: GateGuide) -> Sequence[Tensor]:

@@ -14,7 +14,8 @@ from pyro_l0 import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient, pathwise_noise, plot_gradients
+from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient, pathwise_noise
+from pyro_l0.diagnostics.plots import plot_gradients
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 
 

@@ -12,7 +12,7 @@ from torch.distributions import constraints, transform_to
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.infer.guides.protocol import GateGuide
 
-__all__ = ["CLOSED", "HIGHEST", "LOWEST", "OPENED", "GatePositions"]
+__all__ = ["CLOSED", "HIGHEST", "LOWEST", "OPENED", "GatePositions", "closing_locations"]
 
 # In units of the logit of P(z != 0). Of a hard concrete, log alpha between -6 and 6, whose test gate closes at -log 11.
 HIGHEST, LOWEST = math.log(11) + 6, math.log(11) - 6
@@ -115,9 +115,14 @@ class GatePositions:
         return found
 
 
+def closing_locations(gate: GateDistribution) -> Tensor:
+    """Where each test gate closes, on the real line on which locations are learned; shape ``batch_shape``."""
+    return _search(gate, lambda at: at.test_gate > 0)
+
+
 def _scale(gate: GateDistribution) -> tuple[Tensor, Tensor]:
     """Where each gate closes, and the slope there; shape ``batch_shape``."""
-    closing = _search(gate, lambda at: at.test_gate > 0)
+    closing = closing_locations(gate)
     with torch.enable_grad():
         there = closing.double().requires_grad_()
         at = _placed(gate, there)

@@ -1,4 +1,4 @@
-"""Drawings of what was selected: inclusion probabilities with coefficients, credible sets, calibration."""
+"""Plots: inclusion probabilities with coefficients, credible sets, calibration, gradient noise."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pyro_l0.diagnostics.gradients import GradientReport
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
+    from matplotlib.figure import Figure, SubFigure
 
-__all__ = ["plot_calibration", "plot_credible_sets", "plot_inclusion"]
+__all__ = ["plot_calibration", "plot_credible_sets", "plot_gradients", "plot_inclusion"]
 
 _Array = NDArray[np.float64]
 
@@ -142,6 +145,34 @@ def plot_calibration(pip: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: 
     axes.errorbar(stated, seen, yerr=2 * np.sqrt(variance / count[used]), fmt="o", capsize=3)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="inclusion probability", ylabel="fraction of open gates")
     return axes
+
+
+def plot_gradients(reports: Sequence[GradientReport], axes: Sequence[Axes] | None = None) -> Figure | SubFigure:
+    """Draw scaled variance, variance times seconds and, where it is known, bias in standard errors, by estimator.
+
+    Args:
+        reports: what to compare.
+        axes: three of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The figure.
+    """
+    if axes is None:
+        axes = _new_axes(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), sharey=True)
+    places = range(len(reports))
+    noise = [report.scaled_variance for report in reports], [report.variance_seconds for report in reports]
+    for axis, values, label in zip(axes, noise, ("variance for E[z]", "variance times seconds"), strict=False):
+        axis.boxplot([x.tolist() for x in values], orientation="horizontal", positions=list(places), widths=0.6)
+        axis.set(xscale="log", xlabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(list(places), [report.name for report in reports])
+    for place, report in zip(places, reports, strict=True):
+        if report.exact is not None:
+            deviations = (report.bias / report.standard_error.clamp(min=1e-300)).tolist()
+            axes[2].plot(deviations, [place] * len(deviations), "o", alpha=0.5)
+    axes[2].axvspan(-4, 4, alpha=0.15)
+    axes[2].set(xlabel="bias in standard errors", xscale="symlog")
+    return axes[0].figure
 
 
 def _new_axes(rows: int, columns: int, **options: Any) -> Any:
