@@ -59,7 +59,7 @@ guide = AutoSpikeSlab(regression, slab={"w": "z"}, gates="autoregressive", slabs
 fit(regression, guide, x, y, seed=0)
 check_fit(guide, x, y)
 assert guide.active_probs()["z"].dtype == torch.float64
-to_arviz(guide, regression, x, y, draws=10, seed=0)
+to_arviz(regression, guide, x, y, draws=10, seed=0)
 assert SpikeSlabRegressor(random_state=0).fit(x.numpy(), y.numpy()).pip_[0] > 0.9
 SpikeSlabClassifier(random_state=0).fit(x.numpy(), (y > 0).numpy())
 assert HardConcrete.from_active_prob(0.5).active_prob.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""What a model says at draws of its latent variables: log likelihoods, predictions, and what is deterministic."""
+"""A model at draws of its latent variables: log likelihoods, predictions and deterministic values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyro_l0.diagnostics.posterior_draws import refuse_subsample
 from pyro_l0.distributions.wrappers import inside_events
 from pyro_l0.fast.record import Site, is_deterministic, is_likelihood
 from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program
 from pyro_l0.infer.guides.expansion import run_at
 
-__all__ = ["AtDraws", "at_draws", "sites_of"]
+__all__ = ["AtDraws", "at_draws", "is_observation", "refuse_subsample", "sites_of"]
 
 _AT_ONCE = 250  # runs of the model under one torch.vmap
 
@@ -47,17 +46,27 @@ def sites_of(model: Program, args: Args, kwargs: Kwargs) -> dict[str, Site]:
     """The sample sites of a run of a model of all its data.
 
     Raises:
-        ValueError: a site stands in a plate that takes a part of the data, or observations are scaled.
+        ValueError: a site is in a plate that takes a part of the data, or observations are scaled.
     """
     sites = run_at(lambda: model(*args, **kwargs), {})
     for name, site in sites.items():
         refuse_subsample(name, site)
         if is_observation(site) and bool((torch.as_tensor(site["scale"]) != 1).any()):
             raise ValueError(
-                f"Expected observations that count once, but site {name!r} has a scale of {site['scale']}, which makes "
-                "its posterior another one than that of the model; leave out poutine.scale."
+                f"Expected observations that count once, but site {name!r} has a scale of {site['scale']}, which "
+                "changes the posterior; leave out poutine.scale."
             )
     return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+def refuse_subsample(name: str, site: Site) -> None:
+    """Refuse a site of a minibatch."""
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            raise ValueError(
+                f"Expected all of the data, but site {name!r} is in plate {frame.name!r}, which takes {frame.size} "
+                f"of {frame.full_size}. Leave out subsample and subsample_size and call with all the data."
+            )
 
 
 def is_observation(site: Site) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from pyro_l0.diagnostics.at_draws import AtDraws, at_draws, is_observation, sites_of
-from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of
+from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of, is_posterior
 from pyro_l0.infer.elbo.pairs import Program
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
 
@@ -26,8 +26,8 @@ _Arrays = dict[str, NDArray[Any]]
 
 
 def to_arviz(
-    posterior: object,
-    model: Program | None = None,
+    model: object,
+    posterior: object = None,
     *args: object,
     slab: Mapping[str, Switch] | None = None,
     draws: int = 1000,
@@ -38,34 +38,33 @@ def to_arviz(
 ) -> InferenceData:
     """A posterior with gates as arviz's InferenceData, for ``az.summary``, ``az.plot_forest``, ``az.loo`` and so on.
 
-    Groups: ``posterior`` has every latent variable, with gates of two values as int8, products of slabs with their
-    gates under names such as ``"z * w"``, and deterministic sites of the model. ``constant_data`` has the inclusion
+    Groups: ``posterior`` has every latent variable, with binary gates as int8, products of slabs with their gates
+    under names such as ``"z * w"``, and deterministic sites of the model. ``constant_data`` has the inclusion
     probabilities, under names such as ``"P(z != 0)"``, which may have less noise than the draws. The model gives
     ``log_likelihood`` (of every observation, in nats), ``posterior_predictive`` and ``observed_data`` of every observed
     site. Chains are those of a sampler; draws of a guide are independent, and make up one chain.
 
     An observation is one event of an observed site; where the whole site is a single event of independent elements, as
     by ``to_event`` in the place of a plate, each element is one. Masked observations have a log likelihood of 0.
-    Factors score without data, and have no place in these groups.
+    Factors are left out.
 
     Args:
+        model: the model, as it was sampled. For the draws alone, give the posterior as the only argument.
         posterior: a trained guide (:class:`~pyro_l0.infer.AutoSpikeSlab`, :class:`~pyro_l0.infer.AutoGate`, one of
             Pyro's, or your own), what ``guide.refine`` returns, what :func:`~pyro_l0.infer.sample_posterior` returns, a
-            ``pyro.infer.MCMC`` that has run, or an object with a method ``to_arviz``, which is all that is asked then.
-        model: the model that it is a posterior of, as it was sampled; None for the draws alone.
+            ``pyro.infer.MCMC`` that has run, or an object with a method ``to_arviz``, which takes no model.
         *args: arguments of model and guide, with all of the data.
-        slab: the gate site of each slab site, where the posterior does not know it: of ``MCMC`` and of guides other
-            than ``AutoSpikeSlab``.
+        slab: the gate site of each slab site; for ``MCMC`` and guides other than ``AutoSpikeSlab``.
         draws: of a guide.
-        seed: of the random numbers; the global state of generators is then left as it was.
+        seed: of the random numbers; the global generator then keeps its state.
         coords: labels along dimensions, by the dimensions' names.
         dims: names of the dimensions of each site; products take over the slab's, inclusion probabilities the gates'.
         **kwargs: keyword arguments of model and guide.
 
     Raises:
-        TypeError: the posterior is nothing that draws, or an object with a method ``to_arviz`` comes with a model.
-        ValueError: the model has latent variables without draws, or is given a part of its data, or ``slab`` names
-            sites that the draws lack.
+        TypeError: the posterior can't be drawn from, or an object with a method ``to_arviz`` comes with a model.
+        ValueError: the model has latent variables without draws, or is given a part of its data, the guide observes
+            data, or ``slab`` names sites that the draws lack.
 
     Example:
         >>> import pyro
@@ -82,31 +81,32 @@ def to_arviz(
         >>> y = 2 * x[:, 0]
         >>> guide = AutoSpikeSlab(regression, slab={"w": "z"})
         >>> result = fit(regression, guide, x, y, seed=0)
-        >>> found = to_arviz(guide, regression, x, y, draws=100, seed=1)
+        >>> found = to_arviz(regression, guide, x, y, draws=100, seed=1)
         >>> sorted(found["posterior"]), found["log_likelihood"]["y"].shape
         (['w', 'z', 'z * w'], (1, 100, 50))
         >>> [f"{p:.1f}" for p in found["constant_data"]["P(z != 0)"].values]
         ['1.0', '0.1']
     """
+    program, posterior = _in_order(model, posterior)
     own = getattr(posterior, "to_arviz", None)
     if own is not None:
-        if model is not None or args or kwargs:
+        if program is not None or args or kwargs:
             raise TypeError(
                 f"Expected a {type(posterior).__name__} alone, which has its own model and data, but got a model or "
                 "arguments of one too."
             )
         result: InferenceData = own()
         return result
-    if model is None and slab:
+    if program is None and slab:
         raise ValueError("Expected the model with slab, as it tells how slabs and gates belong together.")
     said, observed = AtDraws({}, {}, {}), {}
     with torch.random.fork_rng() if seed is not None else nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
         drawn = draws_of(posterior, draws, args, kwargs)
-        if model is not None:
-            sites = sites_of(model, args, kwargs)
-            said = at_draws(model, args, kwargs, sites, drawn.values)
+        if program is not None:
+            sites = sites_of(program, args, kwargs)
+            said = at_draws(program, args, kwargs, sites, drawn.values)
             observed = {name: site["value"] for name, site in sites.items() if is_observation(site)}
             drawn = completed(drawn, said.fixed, sites, switches_of(slab))
     return inference_data(
@@ -120,8 +120,20 @@ def to_arviz(
     )
 
 
-def _array(values: Tensor, two_valued: bool = False) -> NDArray[Any]:
-    found: NDArray[Any] = (values.to(torch.int8) if two_valued else values).detach().cpu().numpy()
+def _in_order(model: object, posterior: object) -> tuple[Program | None, object]:
+    """Model and posterior; a posterior may come alone, and came first in earlier versions."""
+    if posterior is None:
+        return None, model
+    if is_posterior(model) and not is_posterior(posterior):
+        warnings.warn("to_arviz(posterior, model) is deprecated. Give the model first.", FutureWarning, stacklevel=3)
+        model, posterior = posterior, model
+    if model is not None and not callable(model):
+        raise TypeError(f"Expected a model, a function, but got {type(model).__name__}; give the model first.")
+    return model, posterior
+
+
+def _array(values: Tensor, is_binary: bool = False) -> NDArray[Any]:
+    found: NDArray[Any] = (values.to(torch.int8) if is_binary else values).detach().cpu().numpy()
     return found
 
 
@@ -153,8 +165,8 @@ def inference_data(
 ) -> InferenceData:
     """Arrays by name as arviz's InferenceData, or as its DataTree where arviz is of version 1.
 
-    What is true or false is stored as int8, since netCDF has no such type, and a slash in a name as a dot. Groups that
-    are not given, or are empty, are left out.
+    Booleans are stored as int8, since netCDF has no such type, and a slash in a name as a dot. Groups that are not
+    given, or are empty, are left out.
 
     Args:
         posterior: draws of every variable, shape ``(chains, draws, *shape)``; one chain for independent draws.

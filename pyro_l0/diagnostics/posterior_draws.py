@@ -1,4 +1,4 @@
-"""Joint draws of whatever holds a posterior: guides, refined posteriors and samplers' chains."""
+"""Joint draws of a posterior: a guide, a refined posterior or a sampler's chains."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 from pyro.infer import MCMC
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_l0.diagnostics.at_draws import is_observation, refuse_subsample
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import active_prob, find_gate
 from pyro_l0.fast.record import Site, is_deterministic
@@ -20,7 +22,7 @@ from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.mcmc import PosteriorSamples
 from pyro_l0.infer.posterior.refine import RefinedPosterior
 
-__all__ = ["PosteriorDraws", "completed", "draws_of", "refuse_subsample"]
+__all__ = ["PosteriorDraws", "completed", "draws_of", "is_posterior"]
 
 
 class PosteriorDraws(NamedTuple):
@@ -29,14 +31,19 @@ class PosteriorDraws(NamedTuple):
     Attributes:
         values: of every latent site, shape ``(chains, draws, *shape of the site)``.
         derived: of what follows from those, products of slabs with their gates too, in the same shape.
-        active_probs: P(z != 0) of gate sites; of those that are missing nothing better is known than the draws.
-        switches: the sites of gates of two values.
+        active_probs: P(z != 0) of gate sites; where missing, it is estimated from the draws.
+        switches: the sites of binary gates.
     """
 
     values: dict[str, Tensor]
     derived: dict[str, Tensor]
     active_probs: dict[str, Tensor]
     switches: Collection[str]
+
+
+def is_posterior(given: object) -> bool:
+    """Whether something is a posterior by its type, as functions are not."""
+    return isinstance(given, PosteriorSamples | RefinedPosterior | MCMC | AutoGuide) or hasattr(given, "to_arviz")
 
 
 @torch.no_grad()
@@ -50,8 +57,8 @@ def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> Post
         kwargs: its keyword arguments.
 
     Raises:
-        TypeError: it is nothing that draws.
-        ValueError: a guide draws a part of a plate.
+        TypeError: it can't be drawn from.
+        ValueError: a guide draws a part of a plate, or observes data.
     """
     if isinstance(posterior, PosteriorSamples):
         return _of_samples(posterior)
@@ -67,16 +74,6 @@ def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> Post
         "Expected a guide, a RefinedPosterior, PosteriorSamples, pyro.infer.MCMC or an object with a method to_arviz, "
         f"but got {type(posterior).__name__}. The result of fit is no posterior: give its guide."
     )
-
-
-def refuse_subsample(name: str, site: Site) -> None:
-    """Refuse a site of a minibatch."""
-    for frame in site["cond_indep_stack"]:
-        if frame.full_size is not None and frame.full_size != frame.size:
-            raise ValueError(
-                f"Expected all of the data, but site {name!r} stands in plate {frame.name!r}, which takes {frame.size} "
-                f"of {frame.full_size}. Leave out subsample and subsample_size and call with all the data."
-            )
 
 
 def completed(
@@ -128,8 +125,8 @@ def _of_joint_draws(posterior: AutoSpikeSlab | RefinedPosterior, number: int) ->
     products = {
         product_name(gate_site(posterior.slab[name]), name): x for name, x in posterior.products(values).items()
     }
-    two_valued = isinstance(posterior, RefinedPosterior) or posterior.family is BernoulliGate
-    return PosteriorDraws(_one_chain(values), _one_chain(products), probs, list(probs) if two_valued else ())
+    is_binary = isinstance(posterior, RefinedPosterior) or posterior.family is BernoulliGate
+    return PosteriorDraws(_one_chain(values), _one_chain(products), probs, list(probs) if is_binary else ())
 
 
 def _of_guide(guide: object, number: int, args: Args, kwargs: Kwargs) -> PosteriorDraws:
@@ -141,7 +138,9 @@ def _of_guide(guide: object, number: int, args: Args, kwargs: Kwargs) -> Posteri
     for _ in range(number):
         for name, site in record_run(guide, args, kwargs, 0).sites.items():
             refuse_subsample(name, site)
-            if not _is_latent(site):
+            if is_observation(site):
+                raise ValueError(f"Expected a guide, but got a model with data at site {name!r}; give the model first.")
+            if site["is_observed"] or site["infer"].get("is_auxiliary") or site_is_subsample(site):
                 continue
             found.setdefault(name, []).append(site["value"])
             gate = find_gate(site["fn"])
@@ -151,10 +150,6 @@ def _of_guide(guide: object, number: int, args: Args, kwargs: Kwargs) -> Posteri
                 switches.add(name)
     values = {name: torch.stack(x) for name, x in found.items()}
     return PosteriorDraws(_one_chain(values), {}, {n: torch.stack(x).mean(0) for n, x in probs.items()}, switches)
-
-
-def _is_latent(site: Site) -> bool:
-    return not (site["is_observed"] or site["infer"].get("is_auxiliary") or site_is_subsample(site))
 
 
 def _one_chain(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def fitted(model, x, y, hyper=(), steps=800):
 @pytest.fixture(scope="module")
 def svi():
     x, y = data()
-    return to_arviz(fitted(regression, x, y), regression, x, y, draws=1000, seed=1)
+    return to_arviz(regression, fitted(regression, x, y), x, y, draws=1000, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def nuts():
     chains = sample_posterior(
         regression, x, y, slab={"w": "z"}, num_samples=250, warmup_steps=100, num_chains=2, seed=2
     )
-    return to_arviz(chains, regression, x, y, seed=1)
+    return to_arviz(regression, chains, x, y, seed=1)
 
 
 def log_evidence(x, y):
@@ -142,7 +142,7 @@ def test_loo_is_the_exact_one(result, request):
 def without_first():
     """As svi, without the first feature."""
     x, y = data()
-    return to_arviz(fitted(regression, x[:, 1:], y, steps=300), regression, x[:, 1:], y, seed=1)
+    return to_arviz(regression, fitted(regression, x[:, 1:], y, steps=300), x[:, 1:], y, seed=1)
 
 
 # Without the feature the noise is far too small, and single observations weigh much.
@@ -160,7 +160,7 @@ def test_other_latents_count():
     x, y = data()
     guide = fitted(unknown_noise, x, y, hyper=["sigma"], steps=200)
     for posterior in (guide, guide.refine(x, y, seed=0, chains=8, flips=300)):
-        found = to_arviz(posterior, unknown_noise, x, y, draws=200, seed=1)
+        found = to_arviz(unknown_noise, posterior, x, y, draws=200, seed=1)
         sigma = found["posterior"]["sigma"].values.astype(float)
         check_log_likelihood(found, x, y, sigma[..., None])
         assert found["posterior"]["z"].dtype == np.int8
@@ -178,7 +178,7 @@ def test_guides_of_several_kinds_are_run():
     guide.append(gates)
     guide.append(AutoNormal(poutine.block(model, expose=["w"])))
     guide(x, y)
-    found = to_arviz(guide, model, x, y, slab={"w": "z"}, draws=60, seed=1)
+    found = to_arviz(model, guide, x, y, slab={"w": "z"}, draws=60, seed=1)
     check_log_likelihood(found, x, y)
     assert found["posterior"]["z"].dtype == np.float32
     expected = gates.posterior()["z"].active_prob.detach()
@@ -198,7 +198,7 @@ def test_chains_of_a_reparameterised_model():
     model = poutine.reparam(regression_of_hard_gates, {"z": RectifyReparam()})
     mcmc = MCMC(NUTS(model, max_tree_depth=2), num_samples=20, warmup_steps=10, disable_progbar=True)
     mcmc.run(x, y)
-    found = to_arviz(mcmc, model, x, y, slab={"w": "z"}, seed=1)
+    found = to_arviz(model, mcmc, x, y, slab={"w": "z"}, seed=1)
     check_log_likelihood(found, x, y)
     z = found["posterior"]["z"].values
     assert z.shape == (1, 20, 2)

@@ -11,7 +11,7 @@ from pyro import poutine
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.diagnostics import to_arviz
-from pyro_l0.infer import factor
+from pyro_l0.infer import AutoGate, factor
 
 X = torch.tensor([-1.0, 0.5, 1.0, 2.0])
 
@@ -43,7 +43,7 @@ def test_an_event_of_independent_elements_is_as_many_observations():
     def as_event(y):
         pyro.sample("y", dist.Normal(latents() * X, 1.0).to_event(1), obs=y)
 
-    first, second = (to_arviz(guide, m, X, draws=20, seed=1) for m in (model, as_event))
+    first, second = (to_arviz(m, guide, X, draws=20, seed=1) for m in (model, as_event))
     assert second["log_likelihood"]["y"].shape == (1, 20, 4)
     for group in ("log_likelihood", "posterior_predictive"):
         np.testing.assert_allclose(second[group]["y"], first[group]["y"], rtol=1e-6)
@@ -56,7 +56,7 @@ def test_events_of_a_batch_are_observations():
     def people(y):
         pyro.sample("y", dist.MultivariateNormal(latents() * torch.ones(2), torch.eye(2)), obs=y)
 
-    found = to_arviz(guide, people, y, draws=15, seed=1)
+    found = to_arviz(people, guide, y, draws=15, seed=1)
     assert found["posterior_predictive"]["y"].shape == (1, 15, 3, 2)
     mean = effects(found)[..., 2, None]  # at x = 1
     expected = -0.5 * ((y.numpy() - mean[..., None]) ** 2).sum(-1) - np.log(2 * np.pi)
@@ -81,7 +81,7 @@ def test_families_and_models_that_cannot_be_mapped(family):
         with pyro.plate("data", 4):
             pyro.sample("y", families[family](effect), obs=y)
 
-    found = to_arviz(guide, of_family, y, draws=30, seed=1)
+    found = to_arviz(of_family, guide, y, draws=30, seed=1)
     effect = torch.from_numpy(found["posterior"]["z"].values * found["posterior"]["w"].values)
     by_hand = torch.stack([families[family](e).log_prob(y) for e in effect[0]])
     np.testing.assert_allclose(found["log_likelihood"]["y"][0], by_hand, rtol=1e-4, atol=1e-6)
@@ -100,9 +100,9 @@ def test_masks_and_factors():
         with pyro.plate("data", len(y)), poutine.mask(mask=mask):
             pyro.sample("y", dist.Normal(effect * X, 1.0), obs=y)
 
-    found = to_arviz(guide, masked, X, draws=20, seed=1)
+    found = to_arviz(masked, guide, X, draws=20, seed=1)
     assert list(found["log_likelihood"]) == list(found["observed_data"]) == ["y"]
-    whole = to_arviz(guide, model, X, draws=20, seed=1)["log_likelihood"]["y"]
+    whole = to_arviz(model, guide, X, draws=20, seed=1)["log_likelihood"]["y"]
     np.testing.assert_allclose(found["log_likelihood"]["y"], whole.values * mask.numpy(), rtol=1e-6)
 
 
@@ -119,7 +119,7 @@ def test_dims_of_sites_are_those_of_what_follows():
             pyro.sample("w", dist.Normal(0.0, 1.0))
 
     dims, coords = {"z": ["feature"], "w": ["feature"]}, {"feature": ["age", "bmi"]}
-    found = to_arviz(of_two, two, torch.tensor(1.0), slab={"w": "z"}, draws=9, dims=dims, coords=coords)
+    found = to_arviz(two, of_two, torch.tensor(1.0), slab={"w": "z"}, draws=9, dims=dims, coords=coords)
     assert found["posterior"]["z * w"].dims == ("chain", "draw", "feature")
     assert found["constant_data"]["P(z != 0)"].sel(feature="bmi") == 0.5
 
@@ -127,7 +127,7 @@ def test_dims_of_sites_are_those_of_what_follows():
 def test_seeds():
     """The same draws twice, and the global generator where it was."""
     before = torch.random.get_rng_state()
-    first, second, third = (to_arviz(guide, model, X, draws=20, seed=seed) for seed in (1, 1, 2))
+    first, second, third = (to_arviz(model, guide, X, draws=20, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.random.get_rng_state(), before)
     for group, name in (("posterior", "w"), ("posterior_predictive", "y")):
         np.testing.assert_array_equal(first[group][name], second[group][name])
@@ -138,7 +138,7 @@ def test_what_says_it_itself():
     own = types.SimpleNamespace(to_arviz=lambda: "its own")
     assert to_arviz(own) == "its own"
     with pytest.raises(TypeError, match="Expected a SimpleNamespace alone"):
-        to_arviz(own, model)
+        to_arviz(model, own)
 
 
 def minibatch(y, **options):
@@ -166,7 +166,7 @@ def other_shape(y):
 @pytest.mark.parametrize(
     ("program", "options", "message"),
     [
-        (minibatch, {"subsample_size": 2}, "site 'y' stands in plate 'data', which takes 2 of 4"),
+        (minibatch, {"subsample_size": 2}, "site 'y' is in plate 'data', which takes 2 of 4"),
         (minibatch, {"subsample": torch.tensor([1, 3, 0])}, "which takes 3 of 4"),
         (scaled, {}, "site 'y' has a scale of 0.5"),
         (one_more, {}, r"\['more'\] are missing"),
@@ -182,7 +182,7 @@ def other_shape(y):
 )
 def test_models_that_are_refused(program, options, message):
     with pytest.raises(ValueError, match=message):
-        to_arviz(guide, program, X, **{"draws": 3, **options})
+        to_arviz(program, guide, X, **{"draws": 3, **options})
 
 
 def test_guides_of_minibatches_are_refused():
@@ -190,8 +190,23 @@ def test_guides_of_minibatches_are_refused():
         with pyro.plate("data", 4, subsample_size=2):
             pyro.sample("z", BernoulliGate(probs=torch.tensor(0.5)))
 
-    with pytest.raises(ValueError, match="site 'z' stands in plate 'data', which takes 2 of 4"):
-        to_arviz(part, None, X, draws=3)
+    with pytest.raises(ValueError, match="site 'z' is in plate 'data', which takes 2 of 4"):
+        to_arviz(None, part, X, draws=3)
+
+
+def test_the_order_of_earlier_versions():
+    """By type, with a warning; of two functions, the one with data is no guide."""
+    posterior = AutoGate(poutine.block(latents, expose=["z"]), BernoulliGate)
+    posterior()
+
+    def model():
+        pyro.sample("y", dist.Normal(pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2))), 1.0), obs=X[0])
+
+    with pytest.warns(FutureWarning, match="Give the model first"):
+        old = to_arviz(posterior, model, draws=9, seed=1)
+    np.testing.assert_array_equal(old["posterior"]["z"], to_arviz(model, posterior, draws=9, seed=1)["posterior"]["z"])
+    with pytest.raises(ValueError, match="got a model with data at site 'y'; give the model first"):
+        to_arviz(guide, minibatch, X)
 
 
 def test_what_is_no_posterior():

@@ -64,7 +64,7 @@ def test_a_fit_is_right():
     torch.testing.assert_close(summary.active_prob, probs[GROUP], rtol=0, atol=0.02)
     draws = guide.draws(50)
     assert torch.equal(guide.products(draws)["w"], draws["z"][:, GROUP] * draws["w"])
-    found = to_arviz(guide, model, draws=20, seed=0)["posterior"]
+    found = to_arviz(model, guide, draws=20, seed=0)["posterior"]
     assert found["z * w"].shape == (1, 20, WEIGHTS)
     refined = guide.refine(seed=0, flips=600)
     torch.testing.assert_close(refined.active_probs()["z"], probs, rtol=0, atol=0.02)
