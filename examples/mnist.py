@@ -155,7 +155,12 @@ def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[st
 def _target(report: TargetReport) -> dict[str, Any]:
     """How far the budget was used, and how many of the gates did not decide."""
     ((fraction, budget),) = zip(report.fraction.values(), report.budget.values(), strict=True)
-    return {"fraction": fraction, "budget": budget, "undecided": report.undecided, "at_floor": list(report.at_floor)}
+    return {
+        "fraction": fraction,
+        "budget": budget,
+        "undecided": report.undecided,
+        "at_minimum": list(report.at_minimum),
+    }
 
 
 def _print_table(metrics: dict[str, Any], options: Options) -> None:

@@ -119,9 +119,9 @@ def notes_on(
         tell(
             f"{report.undecided:.1%} of the gates are neither 0 nor 1, which the cut decides; more epochs decide more."
         )
-    if report.at_floor:
+    if report.at_minimum:
         tell(
-            f"Sites at their floor, which other sites kept open: {', '.join(report.at_floor)}. The target is small "
+            f"Sites at their floor, which other sites kept open: {', '.join(report.at_minimum)}. The target is small "
             "for these layers.",
             False,
         )

@@ -227,7 +227,7 @@ def test_undecided_gates_and_floors():
         budget={"cost": 0.1},
         undecided=0.06,
         multiplier={"cost": 1.0},
-        at_floor=("first.1",),
+        at_minimum=("first.1",),
         open={"first.1": (3, 32)},
     )
     notes = notes_on(reached, 0.07, 400, False, (0.02, 0.5), {"stem": "its size is written into code"})

@@ -24,13 +24,13 @@ Kind = Literal["observed", "slab", "other", "gates"]
 
 
 class Run(NamedTuple):
-    """The recorded sites of one run of a model and its guide, and the joint draws that sites of the guide are from.
+    """The recorded sites of one run of a model and its guide, by name.
 
     Attributes:
-        model: by name.
-        guide: by name.
-        joint_draws: by the names of their sites.
-        at_draws: whether the log ratio of gates of two values is taken at their draws, not its mean.
+        model: the model's.
+        guide: the guide's.
+        joint_draws: the joint draws that sites of the guide are from.
+        at_draws: whether the log ratio of binary gates is taken at their draws, not its mean.
     """
 
     model: dict[str, Site]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.elbo.estimators import Estimators
-from pyro_l0.infer.elbo.slabs import Switch
+from pyro_l0.infer.elbo.slabs import Switch, fits
 
+NAMES = ("lam", "group_size", "weight_decay")
 Coefficient = float | Tensor | Mapping[str, float | Tensor]
 BySite = float | Tensor | dict[str, float | Tensor]
 
@@ -50,43 +51,38 @@ def check_numbers(kl_scale: float | Callable[[int], float], **coefficients: Coef
     for name, value in numbers.items():
         for key, entry in value.items() if isinstance(value, Mapping) else [("", value)]:
             where = f"{name}[{key!r}]" if key else name
-            if not isinstance(entry, float | int | Tensor) or isinstance(entry, bool):
-                raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(entry).__name__}.")
-            number = torch.as_tensor(entry)
-            if not bool((torch.isfinite(number) & (number >= 0)).all()):
-                raise ValueError(f"Expected {where} to be finite and not negative, but got {entry}.")
-    if isinstance(kl_scale, Tensor) and kl_scale.dim():
-        raise ValueError(f"Expected kl_scale to be one number, but got a shape of {tuple(kl_scale.shape)}.")
+            if isinstance(entry, bool):
+                raise TypeError(f"Expected {where} to be a number or a tensor, but got bool.")
+            _check_number(where, entry, is_one=where == "kl_scale")
 
 
 def kl_scale_at(kl_scale: float | Callable[[int], float], step: int) -> float | Tensor:
-    """The factor on every KL at a step; what a schedule returns is looked at without reading a device."""
+    """The factor on every KL at a step; what a schedule returns is checked without reading a device."""
     if not callable(kl_scale):
         return kl_scale
     value: float | Tensor = kl_scale(step)
-    if isinstance(value, Tensor):
-        if value.dim():
-            raise ValueError(f"Expected kl_scale({step}) to be one number, but got a shape of {tuple(value.shape)}.")
-        if value.device.type != "cpu":
-            return value
-    elif not isinstance(value, Real):
-        raise TypeError(f"Expected kl_scale({step}) to be a number or a tensor, but got {type(value).__name__}.")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"Expected kl_scale({step}) to be finite and not negative, but got {float(value)}.")
+    if not isinstance(value, Tensor) or value.dim() or value.device.type == "cpu":
+        _check_number(f"kl_scale({step})", value, is_one=True)
     return value
+
+
+def _check_number(where: str, value: object, is_one: bool) -> None:
+    """Refuse a value that is negative or not finite, or has a shape where one number is needed."""
+    if not isinstance(value, Real | Tensor):
+        raise TypeError(f"Expected {where} to be a number or a tensor, but got {type(value).__name__}.")
+    if is_one and isinstance(value, Tensor) and value.dim():
+        raise ValueError(f"Expected {where} to be one number, but got a shape of {tuple(value.shape)}.")
+    if not (
+        torch.all((value >= 0) & (value < math.inf)) if isinstance(value, Tensor) else 0 <= float(value) < math.inf
+    ):
+        raise ValueError(f"Expected {where} to be finite and not negative, but got {value}.")
 
 
 def check_shapes(options: Options, name: str, gates: Tensor) -> None:
     """Refuse coefficients that have more than a number per gate, given a tensor of the gates' shape."""
-    for option in ("lam", "group_size", "weight_decay"):
+    for option in NAMES:
         value = by_site(getattr(options, option), name)
-        if not isinstance(value, Tensor) or not value.dim():
-            continue
-        try:
-            fits = torch.broadcast_shapes(value.shape, gates.shape) == gates.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
+        if isinstance(value, Tensor) and not fits(value.shape, gates.shape):
             raise ValueError(
                 f"Expected {option} to broadcast against gate site {name!r} of shape {tuple(gates.shape)}, but got "
                 f"shape {tuple(value.shape)}; give a dict by site if it is meant for another one."
@@ -95,7 +91,7 @@ def check_shapes(options: Options, name: str, gates: Tensor) -> None:
 
 def check_names(options: Options, gates: Collection[str]) -> None:
     """Refuse coefficients by site for what is no gate site."""
-    for option in ("lam", "group_size", "weight_decay", "square_norm"):
+    for option in (*NAMES, "square_norm"):
         value = getattr(options, option)
         unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []
         if unknown:

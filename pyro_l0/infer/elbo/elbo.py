@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
-from numbers import Real
 from typing import Literal, NamedTuple, TypedDict, get_args
 
 import torch
@@ -16,16 +15,14 @@ from pyro.infer.elbo import ELBO
 from pyro.infer.util import torch_item
 from torch import Tensor
 
-from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.wrappers import find_gate
-from pyro_l0.fast.record import Record
+from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.blocks import Kind, Run, blocks_of
 from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
 from pyro_l0.infer.elbo.estimators import (
-    Estimate,
     EstimatorName,
     Estimators,
     Evaluation,
+    binary_gates,
     check_particles,
     gates_log_prob,
     leave_one_out,
@@ -39,7 +36,6 @@ from pyro_l0.infer.elbo.watch import Watch, bad_values, number_of_bad
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 _LOG_Q = "log q(z)"  # beside the terms of a particle
-_Add = Callable[[str, str, Tensor], None]  # term, site, value
 
 
 class ElboState(TypedDict):
@@ -49,12 +45,24 @@ class ElboState(TypedDict):
     baseline: Tensor | None
 
 
+class _Summed(NamedTuple):
+    """Terms summed over particles, how many these are, and a surrogate for the gradient of binary gates."""
+
+    parts: dict[str, Tensor]
+    particles: int
+    surrogate: Tensor | None = None
+
+
 class _Outcome(NamedTuple):
     """The terms of a loss, the runs they are from, and what to say if they are not finite."""
 
     parts: dict[str, Tensor]
     runs: list[Run]
     explain: Callable[[], str]
+
+    @property
+    def loss(self) -> Tensor:
+        return reduce(operator.add, self.parts.values()) if self.parts else torch.zeros(())
 
 
 class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
@@ -69,14 +77,14 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     ==================  ==========================================================================  ===========
 
     The KL of a gate is analytic: for a gate with a density, a sampled one has a biased gradient, however many
-    particles are drawn. Under ``estimator="leave_one_out"`` that of gates of two values is a part of the log ratio at
-    the draws, which is unbiased, as is the gradient. Latent variables other than gates and slabs contribute their KL
+    particles are drawn. Under ``estimator="leave_one_out"`` that of binary gates is a part of the log ratio at the
+    draws, which is unbiased, as is the gradient. Latent variables other than gates and slabs contribute their KL
     in every objective, in closed form where one is registered and by the pathwise sample otherwise.
 
     Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
-    returns the loss, with a torch optimiser. The loss is a tensor and is not read back from an accelerator, but for a
-    look at every hundredth step: at the losses since the last look, and at whether all gates of a site have closed. In
-    main memory every loss that is trained is looked at. One that is not finite raises.
+    returns the loss, with a torch optimiser. The loss is a tensor. A loss that is not finite raises: in main memory at
+    once, on an accelerator at the next hundredth step, when the host reads the losses since the last check and whether
+    all gates of a site have closed.
 
     Args:
         objective: which loss; a row of :data:`~pyro_l0.infer.elbo.terms.OBJECTIVES`.
@@ -85,11 +93,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             ``lam`` :math:`= \lambda` here.
         group_size: weights that a gate switches, :math:`|g|` of Eq. 16, in the same forms; 1 if not given.
         slab: for ``"spike_slab"``, the gate site of each slab site. A gate without event dimensions switches a whole
-            event of its slab (in the same plates), as a group of weights; gates with event dimensions switch its
-            elements, and broadcast along the last dimensions as in ``z * w``. ``{"w": ("z", index)}`` is for
-            ``z[..., index] * w``: integers along the last dimension of z, such as the group of each weight. The KL of
-            a slab that has no registered one (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw,
-            which is unbiased; P(z != 0) stays analytic.
+            event of its slab (in the same plates); gates with event dimensions switch its elements, and broadcast
+            along the last dimensions as in ``z * w``. ``{"w": ("z", index)}`` is for ``z[..., index] * w``: integers
+            along the last dimension of z, such as the group of each weight. The KL of a slab that has no registered
+            one (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw, which is unbiased.
         kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
             losses taken so far with a gradient, kept in the attribute ``step``.
         weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
@@ -103,19 +110,18 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             under ``"leave_one_out"``.
         num_particles: samples per step.
         max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
-        vectorize_particles: draw the particles in one run of the model: in a plate, as in Pyro; with
-            ``"leave_one_out"`` by ``torch.vmap``, for which the model need not broadcast.
+        vectorize_particles: draw the particles in one run: in a plate, as in Pyro; with ``"leave_one_out"`` by
+            ``torch.vmap``, for which the model need not broadcast.
         temper: factor in (0, 1] on the model's side of the log ratio in the gradient of ``"leave_one_out"`` for the
             gates; a number, or a function of the step. Rising to 1 over the first third of a training, it keeps the
             gates from settling before the slabs have.
         extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.elbo.terms.Term`.
 
     Raises:
-        ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a
-            site that is not a gate or has another shape, a gate has no gate as posterior or the other way round,
-            shapes, scales or masks of model and guide differ, a latent variable is not reparameterised, gates fit
-            their slab in no way or in several, the minibatch is empty, the loss is not finite, or the model is given
-            data or returns a loss but has no likelihood. Each names the site, the term or the argument.
+        ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a site
+            that is not a gate or has another shape, model and guide differ at a site, a latent variable is not
+            reparameterised, gates fit their slab in no way or in several, the minibatch is empty, the loss is not
+            finite, or the model has no likelihood. Each names the site, the term or the argument.
 
     Warns:
         UserWarning: all gates of a site have closed; once for each site.
@@ -154,9 +160,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self.objective_terms = terms_of(objective, extra_terms)
         size = 1.0 if group_size is None else group_size
         check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
-        check_particles(num_particles, estimator, vectorize_particles)
-        if not callable(temper) and not (isinstance(temper, Real) and 0 < temper <= 1):
-            raise ValueError(f"Expected temper to be a number in (0, 1] or a function of the step, but got {temper!r}.")
+        check_particles(num_particles, estimator, vectorize_particles, temper)
         check_slab(objective, slab, lam=lam, weight_decay=weight_decay)
         super().__init__(  # type: ignore[no-untyped-call]
             num_particles=num_particles,
@@ -186,7 +190,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         """The loss as a number, without gradients; ``step`` stays."""
         with torch.no_grad():
             outcome = self._terms(model, guide, args, kwargs)
-            value = float(torch_item(_total(outcome.parts)))
+            value = float(torch_item(outcome.loss))
         self._watch.value(self.step, value, outcome.explain)
         return value
 
@@ -213,11 +217,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return {term.name: torch.as_tensor(parts.get(term.name, 0.0)) for term in (*TERMS, *self.objective_terms)}
 
     def drop(self, sites: Collection[str]) -> None:
-        """Forget the coefficients and norms of gate sites that have left the model.
-
-        Args:
-            sites: names; what has no entry is passed over.
-        """
+        """Forget the coefficients and norms of gate sites that have left the model."""
         for value in (self.lam, self.group_size, self.weight_decay, self.square_norm):
             if isinstance(value, dict):
                 for site in sites:
@@ -228,25 +228,19 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return {"step": self.step, "baseline": None if self.estimator is None else self.estimator.baseline}
 
     def load_state_dict(self, state: ElboState) -> None:
-        """Go on from :meth:`state_dict`.
-
-        Args:
-            state: of an objective with the same options.
-        """
+        """Continue from :meth:`state_dict` of an objective with the same options."""
         self.step = state["step"]
         if self.estimator is not None:
             self.estimator.baseline = state["baseline"]
 
-    def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Run:
-        of_guide = record_run(guide, args, kwargs, self.step)
-        return Run(
-            record_run(model, args, kwargs, self.step, of_guide.sites).sites, of_guide.sites, of_guide.joint_draws
-        )
+    def kl_scale_now(self) -> float | Tensor:
+        """The factor on every KL at the present step."""
+        return kl_scale_at(self.kl_scale, self.step)
 
     def _step(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> tuple[Tensor, _Outcome]:
-        """The loss, looked at where that is cheap or due, and how it came about."""
+        """The loss, checked where that is cheap or due, and how it came about."""
         outcome = self._terms(model, guide, args, kwargs)
-        loss = _total(outcome.parts)
+        loss = outcome.loss
         if loss.requires_grad:  # it is trained
             self._watch.loss(self.step, loss, outcome.parts, outcome.explain)
             if outcome.runs:
@@ -255,107 +249,89 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             self.step += 1
         return loss, outcome
 
-    def kl_scale_now(self) -> float | Tensor:
-        """The factor on every KL at the present step."""
-        return kl_scale_at(self.kl_scale, self.step)
-
     def _terms(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> _Outcome:
         check_arguments(model, args, kwargs)
-        parts: dict[str, Tensor] = {}
         runs: list[Run] = []
-        kl_scale = self.kl_scale_now()
-        particles = self.num_particles
-        surrogate: Tensor | None = None
-        add = partial(_add_to, parts)
+        if self.estimator is not None and self.estimator.name == "leave_one_out":
+            found = self._leave_one_out
+        elif self.estimator is not None and torch.is_grad_enabled():
+            found = partial(self._estimate, self.estimator)
+        else:
+            found = self._pathwise
         norms = joint_norms(self.square_norm)
         decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
         with nullcontext() if norms is None else norms.during(decayed):
-            if self.estimator is not None and self.estimator.name == "leave_one_out":
-                surrogate = self._leave_one_out(model, guide, args, kwargs, parts, runs)
-            elif self.estimator is not None and torch.is_grad_enabled():
-                evaluations, surrogate = self._estimate(self.estimator, model, guide, args, kwargs, runs)
-                particles = len(evaluations)
-                for evaluation in evaluations:
-                    for name, value in evaluation.parts.items():
-                        add(name, "", value)
-            else:
-                for run in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
-                    runs.append(run)
-                    self._add_particle(add, run)
+            parts, particles, surrogate = found(model, guide, args, kwargs, runs)
+        kl_scale = self.kl_scale_now()
         for name in parts:
             factor = (kl_scale if name in self._kls else 1.0) / particles
             if factor != 1.0:
                 parts[name] = parts[name] * factor
         if surrogate is not None:
-            add("nll", "", surrogate)
+            _add(parts, "nll", surrogate)
         return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
 
-    @torch.no_grad()
-    def _explain(self, runs: Sequence[Run], model: Program, args: Args, kwargs: Kwargs) -> str:
-        """Which terms of some runs are not finite, and where that may come from."""
-        bad: list[str] = []
-        suspects: list[str] = []
-        causes = odd_arguments(model, args, kwargs)
+    # ------------------------------------------------------------ three ways to a gradient
 
-        def note(term: str, name: str, value: Tensor) -> None:
-            if number_of_bad(value):
-                bad.append(f"{term} of site {name!r} is {float(value)}")
-                suspects.append(name)
+    def _pathwise(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Summed:
+        """The terms of every particle, whose draws carry the gradient."""
+        parts: dict[str, Tensor] = {}
+        for run in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
+            runs.append(run)
+            self._add_run(parts, run)
+        return _Summed(parts, self.num_particles)
 
-        for run in runs:
-            self._add_particle(note, run, apart=True)
-            # An estimator's surrogate is no term of its own: then any site may be the cause.
-            for name in suspects or run.model:
-                causes += [cause for of in (run.model, run.guide) if name in of for cause in bad_values(of[name])]
-        for option in ("lam", "group_size", "weight_decay", "kl_scale"):
-            value = getattr(self, option)
-            entries = value.items() if isinstance(value, dict) else [("", value)]
-            causes += [f"{option} is not finite" for _, x in entries if not callable(x) and number_of_bad(x)]
-        what = ", ".join(bad) or "every term is finite by itself"
-        return f"{what}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
-
-    def _leave_one_out(
-        self, model: Program, guide: Program, args: Args, kwargs: Kwargs, parts: dict[str, Tensor], runs: list[Run]
-    ) -> Tensor | None:
-        """Add the terms of every particle to the parts; a surrogate for the gradient of gates of two values."""
+    def _leave_one_out(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Summed:
+        """The terms of every particle; the binary gates' gradient compares each particle with the others."""
+        has_gradient = torch.is_grad_enabled()
 
         def evaluate(of_guide: Record) -> dict[str, Tensor]:
-            of_model = record_run(model, args, kwargs, self.step, of_guide.sites)
-            run = Run(of_model.sites, of_guide.sites, of_guide.joint_draws, at_draws=torch.is_grad_enabled())
+            run = self._run(model, of_guide, of_guide.sites, args, kwargs)._replace(at_draws=has_gradient)
             if not self.vectorize_particles:
                 runs.append(run)
-            found: dict[str, Tensor] = {}
-            self._add_particle(partial(_add_to, found), run)
-            return {**found, _LOG_Q: gates_log_prob(run.guide)}
+            return {**self._add_run({}, run), _LOG_Q: gates_log_prob(run.guide)}
 
         def run_guide() -> Record:
             return record_run(guide, args, kwargs, self.step)
 
         found = over_particles(evaluate, run_guide, guide, self.num_particles, self.vectorize_particles)
         log_q = found.pop(_LOG_Q)
-        for name, values in found.items():
-            parts[name] = values.sum()
-        if not torch.is_grad_enabled():
-            return None
+        parts = {name: values.sum() for name, values in found.items()}
+        if not has_gradient:
+            return _Summed(parts, self.num_particles)
         kl_scale = self.kl_scale_now()
         loss = reduce(operator.add, (x * kl_scale if name in self._kls else x for name, x in found.items()))
         temper = self.temper(self.step) if callable(self.temper) else self.temper
-        return leave_one_out(loss, log_q, temper)
+        return _Summed(parts, self.num_particles, leave_one_out(loss, log_q, temper))
 
     def _estimate(
         self, estimator: Estimators, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]
-    ) -> Estimate:
-        """The objective's parts at draws of the gates of two values, and a surrogate for their gradient."""
+    ) -> _Summed:
+        """The terms at draws of the binary gates that an estimator makes."""
         of_guide = record_run(guide, args, kwargs, self.step)
-        found = {name: find_gate(site["fn"]) for name, site in of_guide.sites.items() if site["type"] == "sample"}
-        gates = {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
+        gates = binary_gates(of_guide.sites)
         if not gates:
             raise ValueError(f"Expected a BernoulliGate in the guide for estimator={estimator.name!r}, but found none.")
 
         def evaluate(values: Mapping[str, Tensor]) -> Evaluation:
             return self.evaluate(model, of_guide, values, args, kwargs, runs)
 
-        return estimator(evaluate, gates, self.num_particles)
+        evaluations, surrogate = estimator(evaluate, gates, self.num_particles)
+        parts: dict[str, Tensor] = {}
+        for evaluation in evaluations:
+            for name, value in evaluation.parts.items():
+                _add(parts, name, value)
+        return _Summed(parts, len(evaluations), surrogate)
+
+    # ------------------------------------------------------------ one run
+
+    def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Run:
+        of_guide = record_run(guide, args, kwargs, self.step)
+        return self._run(model, of_guide, of_guide.sites, args, kwargs)
+
+    def _run(self, model: Program, of_guide: Record, drawn: dict[str, Site], args: Args, kwargs: Kwargs) -> Run:
+        """A guide's run, whose sites have the values that are given, and the model's at these."""
+        return Run(record_run(model, args, kwargs, self.step, drawn).sites, drawn, of_guide.joint_draws)
 
     def evaluate(
         self,
@@ -371,11 +347,10 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         The run at these values is added to ``runs``.
         """
         drawn = {name: {**site, "value": values.get(name, site["value"])} for name, site in of_guide.sites.items()}
-        run = Run(record_run(model, args, kwargs, self.step, drawn).sites, drawn, of_guide.joint_draws)
+        run = self._run(model, of_guide, drawn, args, kwargs)
         if runs is not None:
             runs.append(run)
-        parts: dict[str, Tensor] = {}
-        self._add_particle(partial(_add_to, parts), run)
+        parts = self._add_run({}, run)
         kl_scale = self.kl_scale_now()
         present = [term for term in self.objective_terms if term.name in parts]
         scaled = [(term, parts[term.name] * kl_scale if term.is_kl else parts[term.name]) for term in present]
@@ -383,21 +358,41 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         analytic = [part for term, part in scaled if not term.uses_draws]
         return Evaluation(parts, reduce(operator.add, cost) if cost else torch.zeros(()), analytic)
 
-    def _add_particle(self, add: _Add, run: Run, apart: bool = False) -> None:
-        """Hand out every term of one run, on request site by site."""
+    def _add_run(self, parts: dict[str, Tensor], run: Run) -> dict[str, Tensor]:
+        """Add every term of a run to parts."""
+        for term, _, value in self._values(run):
+            _add(parts, term, value)
+        return parts
+
+    def _values(self, run: Run, apart: bool = False) -> Iterator[tuple[str, str, Tensor]]:
+        """Terms, sites and values of one run, on request site by site."""
         for block in blocks_of(run, self):
             for term in self._by_kind[block.kind]:
                 whole = block.joint is None or (not apart and term.takes(block, self))
                 for part in (block,) if whole else block.apart:
                     value = term.value(part, self)
                     if value is not None:
-                        add(term.name, ", ".join(part.names), value)
+                        yield term.name, part.name, value
+
+    @torch.no_grad()
+    def _explain(self, runs: Sequence[Run], model: Program, args: Args, kwargs: Kwargs) -> str:
+        """Which terms of some runs are not finite, and where that may come from."""
+        bad: dict[str, str] = {}
+        causes = odd_arguments(model, args, kwargs)
+        for run in runs:
+            found = [(term, name, value) for term, name, value in self._values(run, apart=True) if number_of_bad(value)]
+            bad |= {f"{term} of site {name!r} is {float(value)}": name for term, name, value in found}
+            # An estimator's surrogate is no term of its own: then any site may be the cause.
+            for name in bad.values() or run.model:
+                causes += [cause for of in (run.model, run.guide) if name in of for cause in bad_values(of[name])]
+        for option in ("lam", "group_size", "weight_decay", "kl_scale"):
+            value = getattr(self, option)
+            entries = value.values() if isinstance(value, dict) else [value]
+            causes += [f"{option} is not finite" for x in entries if not callable(x) and number_of_bad(x)]
+        what = ", ".join(bad) or "every term is finite by itself"
+        return f"{what}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
 
 
-def _add_to(parts: dict[str, Tensor], term: str, site: str, value: Tensor) -> None:
+def _add(parts: dict[str, Tensor], term: str, value: Tensor) -> None:
     """Sum terms over sites and particles."""
     parts[term] = parts[term] + value if term in parts else value
-
-
-def _total(parts: Mapping[str, Tensor]) -> Tensor:
-    return reduce(operator.add, parts.values()) if parts else torch.zeros(())

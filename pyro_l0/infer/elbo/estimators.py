@@ -1,4 +1,4 @@
-"""Gradient estimators for gates of two values, whose draws have no derivative.
+"""Gradient estimators for binary gates, whose draws have no derivative.
 
 Each draws the gates, evaluates the cost at its draws and returns a surrogate: a tensor whose value is 0 and whose
 gradient, for the gates' log odds, estimates that of the expected cost. The gates' own KL never comes in: it is exact.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from numbers import Real
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -20,7 +21,6 @@ from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 
 EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
-BIASED: tuple[EstimatorName, ...] = ("straight_through",)
 
 _DECAY = 0.9  # of the score function's baseline
 _TEMPERATURE = 0.5  # of REBAR's concrete
@@ -61,10 +61,11 @@ class Estimators:
     """The estimators by name, with what they keep from step to step.
 
     Args:
-        name: ``"score_function"`` (REINFORCE, with a decaying average of the cost as its baseline),
-            ``"leave_one_out"`` (each draw's baseline is the mean of the others), ``"arm"`` (augment, reinforce, merge:
-            two antithetic draws), ``"straight_through"`` (the draw's derivative is taken for that of its mean; biased)
-            or ``"rebar"`` (the score function with a binary concrete as control variate).
+        name: ``"score_function"`` (REINFORCE, with a decaying average of the cost as its baseline), ``"arm"`` (augment,
+            reinforce, merge: two antithetic draws), ``"straight_through"`` (the draw's derivative is taken for that of
+            its mean; biased) or ``"rebar"`` (the score function with a binary concrete as control variate).
+            ``"leave_one_out"`` (each draw's baseline is the mean of the others) compares whole particles, which
+            :class:`~pyro_l0.infer.L0_ELBO` draws.
 
     References:
         Williams (1992); Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples; Yin, Zhou (2019), arXiv:1807.11143;
@@ -83,66 +84,51 @@ class Estimators:
             gates: the gates by site.
             draws: independent draws (pairs of draws for ``"arm"``).
         """
-        return _ESTIMATORS[self.name](self, evaluate, gates, draws)
+        if self.name == "score_function":
+            return self._score_function(evaluate, gates, draws)
+        found = [_ESTIMATORS[self.name](evaluate, gates) for _ in range(draws)]
+        evaluations = [evaluation for estimate in found for evaluation in estimate.evaluations]
+        return Estimate(evaluations, reduce(operator.add, [estimate.surrogate / draws for estimate in found]))
 
     def _score_function(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        drawn, evaluations, costs = _evaluate_draws(evaluate, gates, draws)
+        drawn = [_draw(gates) for _ in range(draws)]
+        evaluations = [evaluate(values) for values in drawn]
+        costs = torch.stack([evaluation.cost.detach() for evaluation in evaluations])
         baseline = costs.new_zeros(()) if self.baseline is None else self.baseline.to(costs)
-        surrogate = _surrogate(gates, drawn, costs - baseline)
+        scores = [x * _score(gates, values) for x, values in zip(costs - baseline, drawn, strict=True)]
         # Only now: a baseline that knew these draws would bias the gradient.
         mean = costs.mean()
         self.baseline = mean if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * mean
-        return Estimate(evaluations, surrogate / draws)
-
-    def _leave_one_out(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        drawn, evaluations, costs = _evaluate_draws(evaluate, gates, draws)
-        # cost - mean of the others = (cost - mean of all) * draws / (draws - 1)
-        return Estimate(evaluations, _surrogate(gates, drawn, (costs - costs.mean()) / (draws - 1)))
-
-    def _arm(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        evaluations: list[Evaluation] = []
-        surrogates: list[Tensor] = []
-        for _ in range(draws):
-            noise = {name: torch.rand_like(gate.logits) for name, gate in gates.items()}
-            first, second = (
-                evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()}),
-                evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()}),
-            )
-            evaluations += [first, second]
-            slope = [((noise[name] - 0.5) * _change(gate.logits)).sum() for name, gate in gates.items()]
-            surrogates.append((first.cost - second.cost).detach() * torch.stack(slope).sum() / draws)
-        return Estimate(evaluations, reduce(operator.add, surrogates))
-
-    def _straight_through(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        evaluations = []
-        for _ in range(draws):
-            drawn = _draw(gates)
-            evaluations.append(evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()}))
-        return Estimate(evaluations, evaluations[0].cost.new_zeros(()))
-
-    def _rebar(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        evaluations: list[Evaluation] = []
-        surrogates: list[Tensor] = []
-        for _ in range(draws):
-            hard, free, tied = _relaxations(gates)
-            evaluations.append(evaluate(hard))
-            _, free_slope = _cost_and_slope(evaluate, free)
-            tied_cost, tied_slope = _cost_and_slope(evaluate, tied)
-            term = (evaluations[-1].cost.detach() - tied_cost) * _score(gates, hard)
-            for name in gates:
-                term = term + (free_slope[name] * _change(free[name])).sum()
-                term = term - (tied_slope[name] * _change(tied[name])).sum()
-            surrogates.append(term / draws)
-        return Estimate(evaluations, reduce(operator.add, surrogates))
+        return Estimate(evaluations, reduce(operator.add, scores) / draws)
 
 
-_ESTIMATORS: dict[EstimatorName, Callable[[Estimators, _Evaluate, _Gates, int], Estimate]] = {
-    "score_function": Estimators._score_function,
-    "leave_one_out": Estimators._leave_one_out,
-    "arm": Estimators._arm,
-    "straight_through": Estimators._straight_through,
-    "rebar": Estimators._rebar,
-}
+def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    noise = {name: torch.rand_like(gate.logits) for name, gate in gates.items()}
+    first = evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()})
+    second = evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()})
+    slope = [((noise[name] - 0.5) * _change(gate.logits)).sum() for name, gate in gates.items()]
+    return Estimate([first, second], (first.cost - second.cost).detach() * torch.stack(slope).sum())
+
+
+def _straight_through(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    drawn = _draw(gates)
+    found = evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()})
+    return Estimate([found], found.cost.new_zeros(()))
+
+
+def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
+    hard, free, tied = _relaxations(gates)
+    found = evaluate(hard)
+    _, free_slope = _cost_and_slope(evaluate, free)
+    tied_cost, tied_slope = _cost_and_slope(evaluate, tied)
+    surrogate = (found.cost.detach() - tied_cost) * _score(gates, hard)
+    for name in gates:
+        surrogate = surrogate + (free_slope[name] * _change(free[name])).sum()
+        surrogate = surrogate - (tied_slope[name] * _change(tied[name])).sum()
+    return Estimate([found], surrogate)
+
+
+_ESTIMATORS = {"arm": _arm, "straight_through": _straight_through, "rebar": _rebar}
 
 
 def _change(x: Tensor) -> Tensor:
@@ -152,19 +138,6 @@ def _change(x: Tensor) -> Tensor:
 
 def _draw(gates: _Gates) -> _Values:
     return {name: gate.sample() for name, gate in gates.items()}
-
-
-def _evaluate_draws(evaluate: _Evaluate, gates: _Gates, draws: int) -> tuple[list[_Values], list[Evaluation], Tensor]:
-    """Exact draws, the objective at them, and its costs without their graph, shape ``(draws,)``."""
-    drawn = [_draw(gates) for _ in range(draws)]
-    evaluations = [evaluate(values) for values in drawn]
-    return drawn, evaluations, torch.stack([evaluation.cost.detach() for evaluation in evaluations])
-
-
-def _surrogate(gates: _Gates, drawn: Sequence[_Values], advantages: Tensor) -> Tensor:
-    """0 with the gradient of the draws' log probabilities, each times its advantage."""
-    scores = (x * _score(gates, values) for x, values in zip(advantages, drawn, strict=True))
-    return reduce(operator.add, scores, advantages.new_zeros(()))
 
 
 def _score(gates: _Gates, values: _Values) -> Tensor:
@@ -199,8 +172,10 @@ def _cost_and_slope(evaluate: _Evaluate, values: _Values) -> tuple[Tensor, _Valu
     return cost.detach(), dict(zip(leaves, slopes, strict=True))
 
 
-def check_particles(num_particles: object, estimator: EstimatorName | None, vectorize_particles: bool) -> None:
-    """Refuse numbers of particles, and estimators that do not go with them."""
+def check_particles(
+    num_particles: object, estimator: EstimatorName | None, vectorize_particles: bool, temper: object
+) -> None:
+    """Refuse numbers of particles, estimators that do not go with them, and factors out of range."""
     if isinstance(num_particles, bool) or not isinstance(num_particles, int) or num_particles < 1:
         raise ValueError(f"Expected num_particles of at least 1, but got {num_particles!r}.")
     if estimator is not None and estimator not in get_args(EstimatorName):
@@ -212,15 +187,19 @@ def check_particles(num_particles: object, estimator: EstimatorName | None, vect
             f"Expected no vectorize_particles with an estimator such as {estimator!r}, which draws its own; "
             "'leave_one_out' can."
         )
+    if not callable(temper) and not (isinstance(temper, Real) and 0 < float(temper) <= 1):
+        raise ValueError(f"Expected temper to be a number in (0, 1] or a function of the step, but got {temper!r}.")
+
+
+def binary_gates(sites: Mapping[str, Site]) -> dict[str, BernoulliGate]:
+    """A guide's binary gates by site."""
+    found = {name: find_gate(site["fn"]) for name, site in sites.items() if site["type"] == "sample"}
+    return {name: gate for name, gate in found.items() if isinstance(gate, BernoulliGate)}
 
 
 def gates_log_prob(sites: Mapping[str, Site]) -> Tensor:
-    """Log probability of a guide's gates of two values at its draws, shape ``()``; 0 if all are pathwise."""
-    found = [
-        site["fn"].log_prob(site["value"]).sum()
-        for site in sites.values()
-        if site["type"] == "sample" and isinstance(find_gate(site["fn"]), BernoulliGate)
-    ]
+    """Log probability of a guide's binary gates at its draws, shape ``()``; 0 if all are pathwise."""
+    found = [sites[name]["fn"].log_prob(sites[name]["value"]).sum() for name in binary_gates(sites)]
     return torch.stack(found).sum() if found else torch.zeros(())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import pyro
 import torch
@@ -13,15 +12,6 @@ from torch import Tensor
 
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.guides.correlated import Part
-
-
-@runtime_checkable
-class DrawsTogether(Protocol):
-    """A guide that makes many joint draws at a time."""
-
-    def draw_together(self, number: int) -> dict[str, Part] | None:
-        """Parts of joint draws by site; None where some site is drawn by itself."""
-        ...
 
 
 def over_particles(
@@ -38,7 +28,7 @@ def over_particles(
     Args:
         evaluate: numbers of shape ``()`` by name, from a run of the guide.
         run_guide: runs the guide.
-        guide: the guide, which is asked for joint draws if it makes some.
+        guide: the guide; ``draw_together(number)``, if it has that, returns parts of joint draws by site, or None.
         number: of particles.
         mapped: whether all are evaluated at once.
 
@@ -50,14 +40,19 @@ def over_particles(
         return {name: torch.stack([values[name] for values in found]) for name in found[0]}
     if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
         run_guide()  # its first call runs the model, which can't be mapped then
-    together = guide.draw_together(number) if isinstance(guide, DrawsTogether) else None
+    draw_together: Callable[[int], dict[str, Part] | None] | None = getattr(guide, "draw_together", None)
+    together = None if draw_together is None else draw_together(number)
     try:
         # Checks of values can't be mapped; a guide's first call runs the model with them.
         with pyro.validation_enabled(False):
             if together is None:
                 each = torch.vmap(lambda _: evaluate(run_guide()), randomness="different")
                 return each(torch.arange(number))
-            tensors = {name: (part.values, *_full(part, number)) for name, part in together.items()}
+            # A row of parameters for each draw.
+            tensors = {
+                name: (part.values, *(x.expand(number, *x.shape[1:]) for x in part.parameters))
+                for name, part in together.items()
+            }
 
             def one(drawn: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
                 record = Record()
@@ -108,8 +103,3 @@ def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
                 return torch.stack([function(row) for row in rows])
 
     return of_rows
-
-
-def _full(part: Part, number: int) -> list[Tensor]:
-    """A part's parameters with a row for each draw."""
-    return [x.expand(number, *x.shape[1:]) if x.dim() else x.expand(number) for x in part.parameters]

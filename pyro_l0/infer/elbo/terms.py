@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol, cast, get_args, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast, get_args
 
 import torch
 from pyro.distributions import Delta
@@ -27,12 +27,11 @@ from pyro_l0.infer.guides.drawn import Drawn
 _Objective = Any  # the Options; a user's function may ask for an L0_ELBO
 
 
-@runtime_checkable
 class JointNorms(Protocol):
-    """Squared norms by site that can be computed together; :func:`pyro_l0.nn.square_norms` returns such."""
+    """Squared norms by site that can be computed together, such as those of :func:`pyro_l0.nn.square_norms`."""
 
     def during(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """A context for the network's forward pass, which computes the norms of some sites on the way."""
+        """A context for the network's forward pass, which also computes the norms of some sites."""
         ...
 
     def together(self, names: Sequence[str]) -> Tensor | None:
@@ -41,15 +40,8 @@ class JointNorms(Protocol):
 
 
 def joint_norms(norms: object) -> JointNorms | None:
-    """Norms by site as what computes them together; None if they can't."""
-    kind: Any = type(norms)  # mypy takes a class's __hash__ for its instances'
-    return cast(JointNorms, norms) if _are_joint(kind) else None
-
-
-@lru_cache(maxsize=16)
-def _are_joint(kind: type) -> bool:
-    # Once for a class: a step would take a hundredth longer for asking a protocol about an object.
-    return issubclass(kind, JointNorms)
+    """Norms by site as an object that computes them together; None if it can't."""
+    return cast(JointNorms, norms) if hasattr(norms, "together") and hasattr(norms, "during") else None
 
 
 class Term(NamedTuple):
@@ -61,8 +53,7 @@ class Term(NamedTuple):
             for nothing.
         kind: the blocks that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"`` sites.
         is_kl: whether ``kl_scale`` scales it.
-        uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator where gates have two
-            values.
+        uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator for binary gates.
         takes: whether it is evaluated over a block of several sites at once; it gets them one by one otherwise.
     """
 
@@ -118,10 +109,8 @@ def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Optio
         found = joint.together(block.names)
         if found is not None:
             return found
-    each = [
-        _square_norm(name, shape, options) if decay else block.active_prob.new_zeros(shape)
-        for name, shape, decay in zip(block.names, block.shapes, decays, strict=True)
-    ]
+    sites = zip(block.names, block.shapes, decays, strict=True)
+    each = [_square_norm(name, x, options) if decay else block.active_prob.new_zeros(x) for name, x, decay in sites]
     return torch.cat([norm.flatten() for norm in each])
 
 
@@ -147,13 +136,12 @@ def _gate_kl(block: Block, options: Options) -> Tensor:
         return torch.stack(ratios).sum()
     assert block.pair is not None
     posterior, prior = block.pair
-    try:
-        kl = kl_divergence(posterior, prior)
-    except NotImplementedError as error:
+    kl = _registered_kl(posterior, prior)
+    if kl is None:
         raise ValueError(
             f"No KL is derived for gate site {block.name!r} with posterior {posterior} and prior {prior}; "
             "sampling it would give a biased gradient."
-        ) from error
+        )
     if kl.shape != posterior.batch_shape:
         raise ValueError(
             f"Expected a KL of shape {tuple(posterior.batch_shape)} at gate site {block.name!r}, but got "
@@ -179,12 +167,8 @@ def _other_kl(block: Block, options: Options) -> Tensor:
     q = block.posterior["fn"]
     _check_pathwise(block.name, q)
     # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
-    if not isinstance(inside_events(q), Delta):
-        try:
-            return block.total(kl_divergence(q, block.prior["fn"]))
-        except NotImplementedError:
-            pass
-    return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
+    kl = None if isinstance(inside_events(q), Delta) else _registered_kl(q, block.prior["fn"])
+    return _log_ratio(block) if kl is None else block.total(kl)
 
 
 def _slab_kl(block: Block, options: Options) -> Tensor:
@@ -201,7 +185,7 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
         )
     q, p = block.posterior["fn"], block.prior["fn"]
     if isinstance(q, Drawn):  # given its gates, and its prior where they are closed
-        return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
+        return _log_ratio(block)
     # Elements have KLs of their own where both sides are products of them.
     inner, inner_prior = inside_events(q), inside_events(p)
     if inner.event_dim != inner_prior.event_dim:
@@ -233,16 +217,29 @@ def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     return sign * scale_and_mask(log_prob, scale, mask).sum()  # type: ignore[no-any-return]
 
 
+def _log_ratio(block: Block) -> Tensor:
+    """log q - log p of a site at its draw."""
+    return _log_prob_sum(block.posterior) - _log_prob_sum(block.prior)
+
+
+def _registered_kl(q: Distribution, p: Distribution) -> Tensor | None:
+    """KL(q || p) in closed form; None if none is registered."""
+    try:
+        return kl_divergence(q, p)
+    except NotImplementedError:
+        return None
+
+
 def _kl_or_sample(name: str, q: Distribution, p: Distribution, value: Tensor) -> Tensor:
     """KL(q || p) of a variable that is no gate: in closed form if registered, else log q - log p at a draw of q.
 
     The sampled difference is unbiased, and so is its pathwise gradient, as both densities are smooth: it may be the
     draw that the likelihood sees too. With a gate's atoms neither would hold.
     """
-    try:
-        return kl_divergence(q, p)
-    except NotImplementedError:
-        _check_pathwise(name, q)
+    kl = _registered_kl(q, p)
+    if kl is not None:
+        return kl
+    _check_pathwise(name, q)
     try:
         log_prior = p.log_prob(value)
     except ValueError as error:
@@ -296,7 +293,7 @@ def check_slab(objective: str, slab: Mapping[str, Switch] | None, **prices: Coef
 
 
 def terms_of(objective: str, extra_terms: Sequence[Term]) -> tuple[Term, ...]:
-    """An objective's row, and a user's own terms, whose values are looked at where those of the table are right."""
+    """An objective's row, and a user's own terms, whose values are checked."""
     if objective not in OBJECTIVES:
         *others, last = map(repr, OBJECTIVES)
         raise ValueError(f"Expected objective {', '.join(others)} or {last}, but got {objective!r}.")

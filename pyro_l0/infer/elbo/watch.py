@@ -1,4 +1,4 @@
-"""Looks at a training from time to time: losses that are not finite, sites whose gates have all closed."""
+"""What a training is checked for: losses that are not finite, sites whose gates have all closed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 
-EVERY = 100  # steps between two looks where a look makes the host wait for a device
-_CLOSED = 0.01  # P(z != 0) above the least that the family can reach
+EVERY = 100  # steps between two checks that make the host wait for a device
+_CLOSED = 0.01  # P(z != 0) above the family's minimum
 
 Explain = Callable[[], str]
 
@@ -22,52 +21,42 @@ Explain = Callable[[], str]
 class Watch:
     """What a training has shown so far.
 
-    In main memory every loss is looked at. On an accelerator that would make the host wait in every step: there the
-    terms of the last steps are kept, and every hundredth step looks at all of them at once.
+    In main memory every loss is checked. On an accelerator that would make the host wait in every step: there the
+    terms of the last steps are kept, and every hundredth step checks all of them at once.
     """
 
     def __init__(self) -> None:
-        self._unread: list[tuple[int, dict[str, Tensor]]] = []
+        self._unread: list[tuple[int, str, Tensor]] = []
         self._closed: set[str] = set()
 
     def loss(self, step: int, loss: Tensor, parts: Mapping[str, Tensor], explain: Explain) -> None:
-        """Look at the loss of a step, now or later; raises, and explains, what is not finite."""
+        """Check the loss of a step, now or later; raises, and explains, what is not finite."""
         if loss.device.type == "cpu":
-            return self.value(step, loss.item(), explain)
-        if loss.device.type == "meta":
-            return
-        self._unread.append((step, {name: part.detach() for name, part in parts.items()}))
-        if len(self._unread) >= EVERY:
-            self.look(explain)
+            self.value(step, loss.item(), explain)
+        elif loss.device.type != "meta":
+            self._unread += [(step, name, part.detach()) for name, part in parts.items()]
+            if len(self._unread) >= EVERY * len(parts):
+                self._check_unread(step, explain)
 
     def value(self, step: int, value: float, explain: Explain) -> None:
-        """Look at a loss that was read."""
+        """Check a loss that was read."""
         if not math.isfinite(value):
-            self.look(explain)
+            self._check_unread(step, explain)
             raise ValueError(f"The loss is {value} at step {step}: {explain()}")
 
-    def look(self, explain: Explain) -> None:
-        """Look at the steps that were not looked at."""
+    def _check_unread(self, now: int, explain: Explain) -> None:
         unread, self._unread = self._unread, []
-        if not unread:
-            return
-        values = torch.stack([part.float() for _, parts in unread for part in parts.values()]).tolist()
-        names = [(step, name) for step, parts in unread for name in parts]
-        for (step, name), value in zip(names, values, strict=True):
+        values = torch.stack([part.float() for _, _, part in unread]).tolist() if unread else []
+        for (step, name, _), value in zip(unread, values, strict=True):
             if not math.isfinite(value):
-                last = unread[-1][0]
-                raise ValueError(f"{name} is {value} at step {step}; at the look at step {last}: {explain()}")
+                raise ValueError(f"{name} is {value} at step {step}; when checked at step {now}: {explain()}")
 
     def gates(self, step: int, guide: Mapping[str, Site]) -> None:
-        """Warn once for a site whose test gates are all 0 and P(z != 0) as good as least; every hundredth step."""
+        """Warn once for a site whose test gates are all 0 and P(z != 0) near its minimum; every hundredth step."""
         if step % EVERY:
             return
-        gates: dict[str, GateDistribution] = {}
-        for name, site in guide.items():
-            gate = find_gate(site["fn"]) if site["type"] == "sample" and name not in self._closed else None
-            subsampled = any(frame.full_size not in (None, frame.size) for frame in site["cond_indep_stack"])
-            if gate is not None and gate.batch_shape.numel() and not subsampled:
-                gates[name] = gate
+        found = {name: find_gate(site["fn"]) for name, site in guide.items() if self._is_checked(name, site)}
+        gates = {name: gate for name, gate in found.items() if gate is not None and gate.batch_shape.numel()}
         devices = [gate._like.device.type for gate in gates.values()]
         if not gates or devices[0] == "meta" or (step == 0 and devices[0] != "cpu"):
             return
@@ -83,6 +72,11 @@ class Watch:
                     "rate or start them further open, unless the site is meant to go.",
                     stacklevel=4,
                 )
+
+    def _is_checked(self, name: str, site: Site) -> bool:
+        if site["type"] != "sample" or name in self._closed:
+            return False
+        return all(frame.full_size in (None, frame.size) for frame in site["cond_indep_stack"])
 
 
 def number_of_bad(x: float | Tensor) -> int:

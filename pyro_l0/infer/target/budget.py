@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "BudgetTooSmallError", "Cost", "apart"]
+from pyro_l0.distributions.parameters import check_rate
+
+__all__ = ["Budget", "BudgetTooSmallError", "Cost", "read_budgets"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
-_FLOOR = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
+_MINIMUM = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
 _ROUNDING = 1e-6
 _SURELY = 0.5  # of what a gate costs by its price; one that would not fit even so is not tried
 _HALVINGS = 25
 _FIRST = 1e6  # added to the position of a gate that closes after all others
 
 
+def read_budgets(
+    budget: float | Sequence[float] | Mapping[str, float],
+    cost: Cost | Mapping[str, Cost] | None,
+    gates: Mapping[str, Tensor],
+) -> tuple[dict[str, float], dict[str, Cost | None], list[float]]:
+    """What a user gave: final budgets by name, their costs (None: a site's open gates), and intermediate budgets."""
+    if isinstance(budget, Mapping):
+        for name, value in budget.items():
+            check_rate(f"budget[{name!r}]", value, "a target")
+        if cost is None:
+            unknown = [name for name in budget if name not in gates]
+            if unknown:
+                raise ValueError(f"Expected a budget by gate site, one of {sorted(gates)}, but got {unknown[0]!r}.")
+            return dict(budget), dict.fromkeys(budget), []
+        if not isinstance(cost, Mapping) or cost.keys() != budget.keys():
+            names = sorted(cost) if isinstance(cost, Mapping) else "one cost without a name"
+            raise ValueError(f"Expected a cost for each budget of {sorted(budget)}, but got {names}.")
+        return dict(budget), dict(cost), []
+    budgets = list(budget) if isinstance(budget, Sequence) else [budget]
+    if not budgets or any(b >= a for a, b in itertools.pairwise(budgets)):
+        raise ValueError(f"Expected budgets that fall from one to the next, but got {budgets}.")
+    for value in budgets:
+        check_rate("budget", value, "a target")
+    if cost is None or isinstance(cost, Mapping):
+        raise ValueError("Expected one cost with one budget for the network, or budgets by the names of several costs.")
+    return {"cost": budgets[-1]}, {"cost": cost}, budgets[:-1]
+
+
 class BudgetTooSmallError(ValueError):
-    """The least network, of one open gate per site, costs more than its budget."""
+    """The smallest network, of one open gate per site, costs more than its budget."""
 
 
 class Budget:
@@ -27,7 +58,7 @@ class Budget:
 
     Args:
         costs: by name, the cost of given gates by site; or None for the number of open gates of the site of that name.
-        limits: by name, the largest fraction of the full cost, shape ``()`` each.
+        limits: by name, the largest fraction of the full cost.
         like: a gate by site, for sizes and devices.
 
     Attributes:
@@ -35,10 +66,10 @@ class Budget:
         sites: of each cost that counts a site's open gates, the site; None for the others.
         final: the limits, shape ``(k,)``.
         total: costs of the full network, shape ``(k,)``.
-        floors: by site, how many gates stay open before others close, at least one of several.
+        minimums: by site, how many gates stay open before others close, at least one of several.
 
     Raises:
-        BudgetTooSmallError: the least network is not within the limits.
+        BudgetTooSmallError: the smallest network is not within the limits.
         ValueError: a full network costs nothing.
     """
 
@@ -48,26 +79,21 @@ class Budget:
         self.names = list(costs)
         self._costs = [partial(_open_gates, name) if cost is None else cost for name, cost in costs.items()]
         self.sites = [name if cost is None else None for name, cost in costs.items()]
-        first = next(iter(like.values()))
-        self.final = torch.tensor([limits[name] for name in self.names], dtype=torch.float32, device=first.device)
+        device = next(iter(like.values())).device
+        self.final = torch.tensor([limits[name] for name in self.names], dtype=torch.float32, device=device)
         self.total = torch.ones_like(self.final)
-        sizes = {site: gate.numel() for site, gate in like.items()}
         self.total = self.fraction({site: torch.ones_like(gate) for site, gate in like.items()})
         for name, total in zip(self.names, self.total.tolist(), strict=True):
             if not total > 0:
                 raise ValueError(f"Expected a cost above 0 with all gates open, but {name!r} is {total}.")
-        self.floors = self._floors(sizes, like)
+        self.minimums = self._minimums(like)
 
     def to(self, device: torch.device) -> None:
         """Follow the gates to another device."""
         self.final, self.total = self.final.to(device), self.total.to(device)
 
     def fraction(self, gates: Mapping[str, Tensor]) -> Tensor:
-        """Costs over those of the full network, shape ``(k,)``.
-
-        Args:
-            gates: by site, P(z != 0) or 0 and 1.
-        """
+        """Costs over those of the full network, shape ``(k,)``, of P(z != 0) or of 0 and 1 by site."""
         return torch.stack([torch.as_tensor(cost(gates)).reshape(()) for cost in self._costs]).float() / self.total
 
     def prices(self, active: Mapping[str, Tensor]) -> Tensor:
@@ -80,19 +106,18 @@ class Budget:
             ]
         return torch.stack([torch.cat([x.flatten() for x in row]) for row in rows])
 
-    def _floors(self, sizes: Mapping[str, int], like: Mapping[str, Tensor]) -> dict[str, int]:
-        """The gates of each site that are kept before others; see :attr:`floors`."""
-
-        def counts(rate: float) -> dict[str, int]:
-            # A single gate switches a whole branch, which may go.
-            return {site: max(int(n > 1), round(rate * n)) for site, n in sizes.items()}
+    def _minimums(self, like: Mapping[str, Tensor]) -> dict[str, int]:
+        """The gates of each site that are kept before others; see :attr:`minimums`."""
+        sizes = {site: gate.numel() for site, gate in like.items()}
 
         def cost(rate: float) -> Tensor:
-            return self.fraction({site: _first(like[site], n) for site, n in counts(rate).items()})
+            # A single gate switches a whole branch, which may go.
+            numbers = {site: max(int(n > 1), round(rate * n)) for site, n in sizes.items()}
+            return self.fraction({site: _first(like[site], n) for site, n in numbers.items()})
 
-        least = cost(0.0)
-        if bool((least > self.final * (1 + _ROUNDING)).any()):
-            needed = {name: round(x, 4) for name, x in zip(self.names, least.tolist(), strict=True)}
+        smallest = cost(0.0)
+        if bool((smallest > self.final * (1 + _ROUNDING)).any()):
+            needed = {name: round(x, 4) for name, x in zip(self.names, smallest.tolist(), strict=True)}
             given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
             raise BudgetTooSmallError(
                 f"Expected a budget that one open gate per site meets, which costs {needed} of the full network, but "
@@ -100,78 +125,73 @@ class Budget:
             )
         found = dict.fromkeys(sizes, 0.0)
         for k, site in enumerate(self.sites):
-            limited = [site] if site is not None else list(sizes)
             low, high = 0.0, 1.0
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2
                 low, high = (middle, high) if bool(cost(middle)[k] <= self.final[k]) else (low, middle)
-            for name in limited:
+            for name in sizes if site is None else [site]:
                 found[name] = min(low, found[name]) if found[name] else low
-        return {site: int(n > 1) and max(1, round(_FLOOR * found[site] * n)) for site, n in sizes.items()}
+        return {site: int(n > 1) and max(1, round(_MINIMUM * found[site] * n)) for site, n in sizes.items()}
 
     def keep_within(
-        self, limits: Tensor, positions: Mapping[str, Tensor], is_open: Mapping[str, Tensor], prices: Tensor
+        self, limits: Tensor, positions: Tensor, is_open: Tensor, prices: Tensor, shapes: Mapping[str, torch.Size]
     ) -> Tensor:
         """The gates that should be open: the lowest close until the limits hold, then the highest that fit open.
 
-        A site keeps as many of its highest gates as its floor before others close, and its last one of several.
+        A site keeps as many of its highest gates as its minimum before others close, and its last one of several.
 
         Args:
             limits: on the fractions, shape ``(k,)``.
-            positions: by site, by which gates are ranked.
-            is_open: by site, the gates that are open now.
+            positions: by which gates are ranked, all sites side by side, shape ``(n,)``.
+            is_open: the gates that are open now, shape ``(n,)``.
             prices: from :meth:`prices`, taken not long ago; from them follows where to search first.
+            shapes: of the sites.
 
         Returns:
-            Which ones should be, side by side, of type bool and shape ``(n,)``.
+            Which ones should be open, of type bool and shape ``(n,)``.
         """
-        return _Choice(self, limits * (1 + _ROUNDING), positions, is_open, prices).made()
+        choice = _Choice(self, limits * (1 + _ROUNDING), positions, is_open, prices, shapes)
+        for k in range(len(limits)):
+            choice.close(k)
+        choice.reopen()
+        return choice.open > 0
 
 
 class _Choice:
-    """One decision on which gates stay open."""
+    """One decision on which gates stay open; arguments as of :meth:`Budget.keep_within`."""
 
     def __init__(
         self,
         budget: Budget,
         limits: Tensor,
-        positions: Mapping[str, Tensor],
-        is_open: Mapping[str, Tensor],
+        positions: Tensor,
+        is_open: Tensor,
         prices: Tensor,
+        shapes: Mapping[str, torch.Size],
     ) -> None:
-        self._budget, self._limits = budget, limits
-        self._shapes = {site: gate.shape for site, gate in positions.items()}
-        self._open = torch.cat([gate.flatten() for gate in is_open.values()]).to(next(iter(positions.values())))
-        lifted, self._sites, self._last = list[Tensor](), list[str](), set[int]()
-        for site, gate in positions.items():
-            start, flat = len(self._sites), gate.flatten().clone()
-            floor = min(budget.floors[site], len(flat))
-            if floor:
-                best = flat.topk(floor).indices
-                self._last.add(start + int(best[0]))
-                self._open[start + best] = 1.0
-                flat[best] += _FIRST
-            lifted.append(flat)
-            self._sites += [site] * len(flat)
-        self._order: list[int] = torch.cat(lifted).argsort().tolist()
-        self._fractions = self._fraction(self._open)
+        self._budget, self._limits, self._shapes = budget, limits, shapes
+        self.open = is_open.to(positions)
+        self._sites = [site for site, shape in shapes.items() for _ in range(shape.numel())]
+        self._last = set[int]()
+        lifted, start = positions.clone(), 0
+        for site, shape in shapes.items():
+            end = start + shape.numel()
+            minimum = min(budget.minimums[site], end - start)
+            if minimum:
+                best = start + positions[start:end].topk(minimum).indices
+                self._last.add(int(best[0]))
+                self.open[best] = 1.0
+                lifted[best] += _FIRST
+            start = end
+        self._order: list[int] = lifted.argsort().tolist()
+        self._fractions = self._fraction(self.open)
         self._saved = prices * self._fractions.unsqueeze(1)  # about what each open gate saves and each closed one costs
 
-    def made(self) -> Tensor:
-        """The gates that should be open."""
-        for k in range(len(self._limits)):
-            self._close(k)
-        self._reopen()
-        return self._open > 0
-
-    def _fraction(self, gates: Tensor) -> Tensor:
-        return self._budget.fraction(apart(gates, self._shapes))
-
-    def _close(self, k: int) -> None:
+    def close(self, k: int) -> None:
         """Close gates from below, as few as it takes for a limit."""
         if bool(self._fractions[k] <= self._limits[k]):
             return
-        site, is_open = self._budget.sites[k], self._open.tolist()
+        site, is_open = self._budget.sites[k], self.open.tolist()
         can_close = [j for j in self._order if is_open[j] and j not in self._last and site in (None, self._sites[j])]
         saved = self._saved[k][can_close].cumsum(0)
         guess = int((self._fractions[k] - saved > self._limits[k]).sum()) + 1
@@ -181,37 +201,40 @@ class _Choice:
             return self._fraction(self._changed(can_close[:number], 0.0))
 
         number = first_that(lambda n: bool(fractions(n)[k] <= self._limits[k]), len(can_close), guess)
-        self._open, self._fractions = self._changed(can_close[:number], 0.0), fractions(number)
+        self.open, self._fractions = self._changed(can_close[:number], 0.0), fractions(number)
 
-    def _reopen(self) -> None:
+    def reopen(self) -> None:
         """Open closed gates from above, as many as fit together, then those of other sites that still fit."""
-        is_open = self._open.tolist()
+        is_open = self.open.tolist()
         closed = [j for j in reversed(self._order) if not is_open[j]]
         room = (self._limits - self._fractions).unsqueeze(1)
 
-        def fits(places: list[int]) -> bool:
-            return bool((self._fraction(self._changed(places, 1.0)) <= self._limits).all())
+        def fits(indices: list[int]) -> bool:
+            return bool((self._fraction(self._changed(indices, 1.0)) <= self._limits).all())
 
         guess = int((self._saved[:, closed].cumsum(1) <= room).all(0).sum())
         number = first_that(lambda n: not fits(closed[: n + 1]), len(closed), guess)
-        self._open = self._changed(closed[:number], 1.0)
+        self.open = self._changed(closed[:number], 1.0)
         if number:
-            room = (self._limits - self._fraction(self._open)).unsqueeze(1)
+            room = (self._limits - self._fraction(self.open)).unsqueeze(1)
         hopeful = (_SURELY * self._saved <= room).all(0).tolist()
         full = {self._sites[j] for j in closed[number : number + 1]}  # the first that does not fit with those before it
         for j in closed[number + 1 :]:
-            if self._sites[j] not in full:
-                if hopeful[j] and fits([j]):
-                    self._open = self._changed([j], 1.0)
-                else:
-                    full.add(self._sites[j])
             if len(full) == len(self._shapes):
                 return
+            if self._sites[j] not in full:
+                if hopeful[j] and fits([j]):
+                    self.open = self._changed([j], 1.0)
+                else:
+                    full.add(self._sites[j])
 
-    def _changed(self, places: list[int], value: float) -> Tensor:
-        """The open gates, with some places set."""
-        new = self._open.clone()
-        new[places] = value
+    def _fraction(self, gates: Tensor) -> Tensor:
+        return self._budget.fraction(apart(gates, self._shapes))
+
+    def _changed(self, indices: list[int], value: float) -> Tensor:
+        """The open gates, with some of them set."""
+        new = self.open.clone()
+        new[indices] = value
         return new
 
 

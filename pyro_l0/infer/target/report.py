@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class TargetReport:
         budget: by constraint, the largest fraction at the end.
         undecided: the share of gates whose test gate is neither 0 nor 1.
         multiplier: by constraint, nats per unit of cost, such as per multiply-add.
-        at_floor: sites with no more open gates than their floor, which close after all others.
+        at_minimum: sites with no more open gates than their minimum, which close after all others.
         open: by site, the number of open gates, and of how many.
     """
 
@@ -29,13 +30,19 @@ class TargetReport:
     budget: Mapping[str, float]
     undecided: float
     multiplier: Mapping[str, float]
-    at_floor: tuple[str, ...]
+    at_minimum: tuple[str, ...]
     open: Mapping[str, tuple[int, int]]
 
     @property
     def of_budget(self) -> float:
         """The largest share of a budget that is used; above 1, a budget is not met."""
         return max(self.fraction[name] / self.budget[name] for name in self.budget)
+
+    @property
+    def at_floor(self) -> tuple[str, ...]:
+        """The old name of :attr:`at_minimum`."""
+        warnings.warn("TargetReport.at_floor is deprecated. Use at_minimum.", FutureWarning, stacklevel=2)
+        return self.at_minimum
 
     def __str__(self) -> str:
         lines = [f"step {self.step} of {self.steps}, {self.undecided:.1%} of the gates undecided"]
@@ -46,6 +53,6 @@ class TargetReport:
             )
         width = max((len(site) for site in self.open), default=0)
         for site, (number, of) in self.open.items():
-            floor = ", at its floor" if site in self.at_floor else ""
-            lines.append(f"{site.ljust(width)}  {number} of {of} gates open{floor}")
+            minimum = ", at its minimum" if site in self.at_minimum else ""
+            lines.append(f"{site.ljust(width)}  {number} of {of} gates open{minimum}")
         return "\n".join(lines)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["LEAST_REACH", "BudgetSchedule"]
+__all__ = ["LEAST_DISTANCE", "BudgetSchedule"]
 
 _LEAST_STEPS = 10
-_LOOKS = 100
+_CHECKS = 100
 # How far a gate may go while the budget falls, in distances from where it starts to where it closes: so far at least if
 # all of its gradients have one sign, and so far if they have none, when Adam's steps add up like a random walk's.
-LEAST_REACH, _WALK = 4.0, 1 / 6
+LEAST_DISTANCE, _WALK = 4.0, 1 / 6
 # Of the steps with gates: what passes before the first gate moves, and of the rest, what passes until the budget holds.
 _WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
 
@@ -26,13 +26,13 @@ class BudgetSchedule:
         steps: steps of the optimiser in which there are gates.
         start: the first of them that moves gates.
         settled: the one from which on the final budget holds.
-        look: steps between two looks at the deterministic network.
+        interval: steps between two checks of the deterministic network.
     """
 
     steps: int
     start: int
     settled: int
-    look: int
+    interval: int
 
     @classmethod
     def of(cls, steps: int, pretrained: bool) -> BudgetSchedule:
@@ -50,26 +50,26 @@ class BudgetSchedule:
         wait = int((_WARM_UP_PRETRAINED if pretrained else _WARM_UP) * steps)
         start = max(wait, min(20, int(steps / 7.5)))
         rest = steps - start
-        return cls(steps, start, start + int(_FALL * rest), max(1, round(rest / _LOOKS)))
+        return cls(steps, start, start + int(_FALL * rest), max(1, round(rest / _CHECKS)))
 
     @property
-    def reach(self) -> float:
-        """Distances that a gate can go while the budget falls; the more steps, the weaker a force that closes it.
+    def distance(self) -> float:
+        """How far a gate can go while the budget falls; the more steps, the weaker a force that closes it.
 
         In proportion to the root of the number of steps, gates go by the mean of their gradients, and what is noise
         moves them equally far in runs of any length.
         """
-        return max(LEAST_REACH, _WALK * math.sqrt(self.settled - self.start))
+        return max(LEAST_DISTANCE, _WALK * math.sqrt(self.settled - self.start))
 
-    def rate(self, distance: float) -> float:
-        """The gates' step size under Adam, for a distance from where they start to where they close."""
-        return self.reach * distance / (self.settled - self.start)
+    def rate(self, unit: float) -> float:
+        """The gates' step size under Adam, for the distance from where they start to where they close."""
+        return self.distance * unit / (self.settled - self.start)
 
-    def is_look(self, step: int) -> bool:
-        """Whether the deterministic network is looked at after so many steps."""
-        return step == self.steps or (self.start <= step < self.steps and (step - self.start) % self.look == 0)
+    def is_check(self, step: int) -> bool:
+        """Whether the deterministic network is checked after so many steps."""
+        return step == self.steps or (self.start <= step < self.steps and (step - self.start) % self.interval == 0)
 
     def budget(self, step: int, final: Tensor) -> Tensor:
-        """What holds until the look after the one at a step: from 1 to the final budget, by a cubic curve."""
-        done = min(1.0, max(0.0, (step + self.look - self.start) / (self.settled - self.start)))
+        """What holds until the check after the one at a step: from 1 to the final budget, by a cubic curve."""
+        done = min(1.0, max(0.0, (step + self.interval - self.start) / (self.settled - self.start)))
         return final + (1 - final) * (1 - done) ** 3

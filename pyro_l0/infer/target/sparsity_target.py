@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
-from pyro_l0.infer.target.budget import Budget, Cost, apart
-from pyro_l0.infer.target.options import falling, named
+from pyro_l0.infer.target.budget import Budget, Cost, read_budgets
 from pyro_l0.infer.target.positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
 from pyro_l0.infer.target.report import TargetReport
-from pyro_l0.infer.target.schedule import LEAST_REACH, BudgetSchedule
+from pyro_l0.infer.target.schedule import LEAST_DISTANCE, BudgetSchedule
 
 __all__ = ["SparsityTarget", "TargetState"]
 
@@ -50,11 +49,11 @@ class SparsityTarget:
     where a are the gates' locations. So the multiplier μ has the scale of the loss, whatever that is, and
     its logarithm's integral part I rises while the *deterministic* network (test gates) costs more than the
     budget of the moment, and falls while it costs less. That budget falls from 1 to its final value by a cubic curve. A
-    hundred times on the way :meth:`ascend` looks at the deterministic network and puts it onto the curve: the open
-    gates of lowest location close, just below the point where test gates close, or closed ones of highest location
-    open, just above it. In the last steps all gates move away from that point, so that few test gates are neither 0
-    nor 1. Leave prices and expected weight decay of gates out of the loss: what closes more gates than the budget asks
-    would work against a target that opens them again. Weight decay of the network's optimiser does not.
+    hundred times :meth:`ascend` checks the deterministic network and puts it onto the curve: the open gates of lowest
+    location close, just below the point where test gates close, or closed ones of highest location open, just above
+    it. In the last steps all gates move away from that point, so that few test gates are neither 0 nor 1. Leave prices
+    and expected weight decay of gates out of the loss: what closes more gates than the budget asks would work against
+    a target that opens them again. Weight decay of the network's optimiser does not.
 
     A site keeps as many gates as three quarters of those that an equal rate of open gates at every site would leave,
     and at least one of several, until all other sites have no more to close.
@@ -72,7 +71,7 @@ class SparsityTarget:
             that is as good as it can be. Further steps leave the gates as they are.
         pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
         on_budget: is called with a budget and the deterministic gates by site, when this budget is met: the last
-            one at the last step, the others on the way, at once after the gates have changed.
+            one at the last step, intermediate ones at once after the gates have changed.
 
     Attributes:
         steps: as given.
@@ -131,39 +130,23 @@ class SparsityTarget:
         check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "locations")
         self.guide = guide
         gates = guide.test_gates()
-        budgets, costs = named(budget, cost, gates)
-        self._on_the_way = falling(budget)[:-1]
+        budgets, costs, self._intermediate = read_budgets(budget, cost, gates)
         self._schedule = BudgetSchedule.of(steps, pretrained)
+        self.steps, self.start, self.settled = steps, self._schedule.start, self._schedule.settled
         self._budget = Budget(costs, budgets, gates)
         self._positions = GatePositions(guide)
         self._on_budget = on_budget
         number = sum(gate.numel() for gate in gates.values())
-        distance = self._positions.open_all(max(_START, 1 - 1 / number))
-        self.gate_learning_rate = self._schedule.rate(distance)
+        self.gate_learning_rate = self._schedule.rate(self._positions.open_all(max(_START, 1 - 1 / number)))
         self.step = 0
         # At the loss's scale for gates that can go just far enough; the further they can go, the weaker a penalty does.
-        self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.reach / LEAST_REACH))
+        self._integral = torch.full_like(self._budget.final, -math.log(self._schedule.distance / LEAST_DISTANCE))
         self._of_loss = torch.zeros_like(self._integral)
         self._of_penalty = torch.zeros_like(self._integral)
         self._prices: Tensor | None = None
         self._shares = torch.zeros(0)
 
     # ------------------------------------------------------------ what a run asks
-
-    @property
-    def steps(self) -> int:
-        """Steps of the optimiser in which there are gates."""
-        return self._schedule.steps
-
-    @property
-    def start(self) -> int:
-        """Steps before the gates begin to move."""
-        return self._schedule.start
-
-    @property
-    def settled(self) -> int:
-        """Steps until the final budget holds."""
-        return self._schedule.settled
 
     @property
     def budget(self) -> Tensor:
@@ -217,7 +200,7 @@ class SparsityTarget:
             budget=dict(zip(names, self.budget.tolist(), strict=True)),
             undecided=float(((values > 0) & (values < 1)).float().mean()),
             multiplier=dict(zip(names, per_unit.tolist(), strict=True)),
-            at_floor=tuple(site for site, (n, _) in opened.items() if n <= self._budget.floors[site]),
+            at_minimum=tuple(site for site, (n, _) in opened.items() if n <= self._budget.minimums[site]),
             open=opened,
         )
 
@@ -251,30 +234,28 @@ class SparsityTarget:
         slopes = prices * self._positions.slopes()
         self._of_loss.lerp_(self._shares @ grad.nan_to_num(0.0, 0.0, 0.0).square(), 1 - _MEMORY)
         self._of_penalty.lerp_((slopes.square() * self._shares).sum(1), 1 - _MEMORY)
-        start, added = 0, self.multiplier @ slopes
-        for location in locations:
-            end = start + location.numel()
-            location.grad = _grad(location) + added[start:end].view(location.shape).to(location)
-            start = end
+        added = (self.multiplier @ slopes).split([location.numel() for location in locations])
+        for location, more in zip(locations, added, strict=True):
+            location.grad = _grad(location) + more.view(location.shape).to(location)
 
     @torch.no_grad()
     def ascend(self) -> None:
-        """Go on by a step, after that of the optimiser: look at the deterministic network, and harden decided gates."""
+        """Advance one step, after the optimiser's: check the deterministic network, and harden decided gates."""
         self.step += 1
         if not self.start <= self.step <= self.steps or not self.guide.locations():
             return
-        if self._schedule.is_look(self.step):
-            self._look()
+        if self._schedule.is_check(self.step):
+            self._check()
         if self.settled <= self.step < self.steps:
             positions = self._positions.read()
-            # Meanwhile Adam can push a gate by a quarter of the reach, in distances of about eight: by less than this.
-            hardening = _HARDENING * self._schedule.reach / LEAST_REACH
+            # Meanwhile Adam can push a gate by a quarter of that distance, in units of about eight: by less than this.
+            hardening = _HARDENING * self._schedule.distance / LEAST_DISTANCE
             harder = positions * (1 + hardening / (self.steps - self.settled))
             self._positions.write(harder.clamp(LOWEST, HIGHEST))
         if self.step == self.steps and self._on_budget is not None:
             self._on_budget(float(self.budget[0]), dict(self.guide.test_gates()))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Put the deterministic network onto the curve, and let the multiplier follow."""
         self._follow()
         self._positions.follow()
@@ -283,19 +264,19 @@ class SparsityTarget:
         self._take_prices()
 
     def _keep_to_curve(self) -> None:
-        schedule = self._schedule
+        schedule, interval = self._schedule, self._schedule.interval
         budget = schedule.budget(self.step, self.budget)
         violation = torch.log(self.fraction() / budget)
-        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * schedule.look / (self.settled - self.start)
+        faster = _GAIN * (violation / _FAR).clamp(-1, 1) * interval / (self.settled - self.start)
         self._integral = (self._integral + faster).clamp(-_MOST, _MOST)
         before = 1.0
-        if self.step > self.start + schedule.look:
-            before = float(schedule.budget(self.step - schedule.look, self.budget)[0])
-        for on_the_way in self._on_the_way:
-            if float(budget[0]) <= on_the_way < before:
-                self._correct(torch.full_like(self.budget, on_the_way))
+        if self.step > self.start + interval:
+            before = float(schedule.budget(self.step - interval, self.budget)[0])
+        for intermediate in self._intermediate:
+            if float(budget[0]) <= intermediate < before:
+                self._correct(torch.full_like(self.budget, intermediate))
                 if self._on_budget is not None:
-                    self._on_budget(on_the_way, dict(self.guide.test_gates()))
+                    self._on_budget(intermediate, dict(self.guide.test_gates()))
         self._correct(budget)
 
     @torch.no_grad()
@@ -311,9 +292,8 @@ class SparsityTarget:
         positions, is_open = self._positions.read(), self._open()
         shapes = {site: gate.shape for site, gate in is_open.items()}
         now = torch.cat([gate.flatten() for gate in is_open.values()])
-        prices = self._prices_of(len(now))
-        wanted = self._budget.keep_within(budget, apart(positions, shapes), is_open, prices)
-        # Until the end a gate can go back; those of the last look are decided.
+        wanted = self._budget.keep_within(budget, positions, now, self._prices_of(len(now)), shapes)
+        # Until the end a gate can go back; those of the last check are decided.
         opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
         moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))
         self._positions.write(moved.clamp(LOWEST, HIGHEST))
@@ -323,18 +303,16 @@ class SparsityTarget:
     def _open(self) -> dict[str, Tensor]:
         return {site: gate != 0 for site, gate in self.guide.test_gates().items()}
 
-    def _active(self) -> dict[str, Tensor]:
-        return {site: gate.active_prob.detach().float() for site, gate in self.guide.posterior().items()}
-
     def _prices_of(self, number: int) -> Tensor:
-        """The prices of the last look at so many gates; anew if units have left since."""
+        """The prices at the last check of so many gates; anew if units have left since."""
         if self._prices is None or self._prices.shape[1] != number:
             return self._take_prices()
         return self._prices
 
     def _take_prices(self) -> Tensor:
         """Take the prices of units where the gates are now."""
-        return self._put_prices(self._budget.prices(self._active()))
+        active = {site: gate.active_prob.detach().float() for site, gate in self.guide.posterior().items()}
+        return self._put_prices(self._budget.prices(active))
 
     def _put_prices(self, prices: Tensor) -> Tensor:
         """Keep prices, and the share of each gate in a mean over those that have one."""
@@ -366,7 +344,7 @@ class SparsityTarget:
         }
 
     def load_state_dict(self, state: TargetState) -> None:
-        """Go on from :meth:`state_dict`.
+        """Continue from :meth:`state_dict`.
 
         Raises:
             ValueError: the state is of another number of constraints.
@@ -376,9 +354,9 @@ class SparsityTarget:
                 f"Expected the state of {len(self._integral)} constraints, but got {len(state['integral'])}."
             )
         self.step = state["step"]
-        self._integral = state["integral"].to(self._integral).clone()
-        self._of_loss = state["of_loss"].to(self._integral).clone()
-        self._of_penalty = state["of_penalty"].to(self._integral).clone()
+        self._integral, self._of_loss, self._of_penalty = (
+            x.to(self._integral).clone() for x in (state["integral"], state["of_loss"], state["of_penalty"])
+        )
         self._prices = None
         if state["prices"] is not None:
             self._put_prices(state["prices"].to(self._integral))

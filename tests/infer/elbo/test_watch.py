@@ -137,10 +137,10 @@ def model_of_gates():
     factor("y", -z.sum())
 
 
-def test_a_device_is_looked_at_every_hundredth_step(monkeypatch):
+def test_a_device_is_checked_every_hundredth_step(monkeypatch):
     """In between the host does not wait: the terms are kept, and the first bad one is named with its step."""
-    looks = []
-    monkeypatch.setattr(torch, "stack", lambda xs, _stack=torch.stack: looks.append(len(xs)) or _stack(xs))
+    checked = []
+    monkeypatch.setattr(torch, "stack", lambda xs, _stack=torch.stack: checked.append(len(xs)) or _stack(xs))
     seen = watch.Watch()
 
     class Elsewhere:
@@ -151,12 +151,12 @@ def test_a_device_is_looked_at_every_hundredth_step(monkeypatch):
     parts = {"nll": torch.tensor(1.0), "kl_gate": torch.tensor(2.0)}
     for step in range(130):
         seen.loss(step, Elsewhere(), parts, lambda: "")
-    assert looks == [2 * watch.EVERY]
+    assert checked == [2 * watch.EVERY]
     seen.loss(130, Elsewhere(), parts | {"nll": torch.tensor(math.nan)}, lambda: "")
     bad = {name: part * math.nan for name, part in parts.items()}
     for step in range(131, 199):
         seen.loss(step, Elsewhere(), bad, lambda: "")
-    with pytest.raises(ValueError, match="nll is nan at step 130; at the look at step 199: what is bad now"):
+    with pytest.raises(ValueError, match="nll is nan at step 130; when checked at step 199: what is bad now"):
         seen.loss(199, Elsewhere(), bad, lambda: "what is bad now")
 
 
@@ -253,7 +253,7 @@ def test_a_function_that_returns_its_loss():
         L0_ELBO("l0").differentiable_loss(program, AutoGate(program))
 
 
-def test_a_prior_may_be_looked_at():
+def test_a_prior_may_be_drawn():
     """Without data and parameters, returning no more than its draws, a model may be there for its prior's sake."""
 
     def program():

@@ -1,6 +1,6 @@
 """Budgets that the deterministic network keeps to, with nothing to tune."""
 
-import itertools
+import io
 import math
 
 import pyro
@@ -10,8 +10,6 @@ import torch
 
 from pyro_l0 import HardConcrete, HardKumaraswamy, PowerLawGate, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
-from pyro_l0.infer.target.budget import Budget, first_that
-from pyro_l0.infer.target.schedule import BudgetSchedule
 
 CLOSING = -math.log(11)  # of a hard concrete's log alpha
 SIZE = torch.tensor([3.0, 0.1, 2.0, 0.2, 2.5, 0.15, 0.3, 1.5, 0.05, 0.25])
@@ -78,26 +76,6 @@ def test_no_gate_closes_before_one_has_moved():
         assert (target.fraction() == 1) == (step <= target.start), step
 
 
-@pytest.mark.parametrize(
-    ("steps", "pretrained", "start"), [(750, True, 20), (3000, True, 80), (30, True, 4), (750, False, 200)]
-)
-def test_phases(steps, pretrained, start):
-    """Gates wait, the budget falls over four fifths of what is left, and holds."""
-    schedule = BudgetSchedule.of(steps, pretrained)
-    assert schedule.start == start
-    assert schedule.settled == start + int(0.8 * (steps - start))
-    looks = [step for step in range(1, steps + 1) if schedule.is_look(step)]
-    assert looks[0] == start
-    assert looks[-1] == steps
-    final = torch.tensor([0.2])
-    budgets = [schedule.budget(step, final).item() for step in looks]
-    assert all(a >= b for a, b in itertools.pairwise(budgets))
-    assert budgets[-1] == pytest.approx(0.2)
-    assert schedule.budget(start - schedule.look, final).item() == 1
-    halfway = schedule.start + (schedule.settled - schedule.start) / 2 - schedule.look
-    assert schedule.budget(halfway, final).item() == pytest.approx(0.2 + 0.8 / 8)
-
-
 def test_the_gradient_that_is_added():
     """The multiplier is e^I times the ratio of root mean squares; the slope of P(z != 0) is P (1 - P)."""
     guide = make()
@@ -140,19 +118,25 @@ def test_gates_rest_before_and_after():
     assert all(torch.equal(a, b) for a, b in zip(before, guide.locations(), strict=True))
 
 
-def signal(scale=1.0):
-    """Gates that scale known signals of different sizes."""
+def started(budget, cost=None, *, steps, seed=5, scale=1.0, family=HardConcrete, double=False, **options):
+    """A guide of gates that scale known signals of different sizes, its loss and its target."""
+    pyro.set_rng_seed(seed)
 
     def signals():
         z = pyro.sample("z", HardConcrete(torch.zeros(10)).to_event(1))
         with pyro.plate("data", 10), pyro.poutine.scale(scale=scale):
             pyro.sample("y", dist.Normal(SIZE * z, 0.3), obs=SIZE)
 
-    return signals
+    guide = AutoGate(signals, family=family)
+    loss = L0_ELBO("l0")(signals, guide)
+    loss()
+    if double:
+        guide.double()
+    return guide, loss, SparsityTarget(guide, budget, cost, steps=steps, **options)
 
 
-def train(target, loss, guide, steps):
-    optimiser = torch.optim.Adam(guide.locations(), **target.optimiser_options)
+def train(guide, loss, target, steps, optimiser=None):
+    optimiser = optimiser or torch.optim.Adam(guide.locations(), **target.optimiser_options)
     for _ in range(steps):
         optimiser.zero_grad()
         loss().backward()
@@ -167,67 +151,50 @@ def train(target, loss, guide, steps):
 )
 def test_training_ends_at_the_most_valuable_units(budget, steps):
     """The budget keeps the largest signals, uses all of it, and decides every gate."""
-    pyro.set_rng_seed(5)
-    described = signal()
-    guide = AutoGate(described)
-    loss = L0_ELBO("l0")(described, guide)
-    loss()
-    target = SparsityTarget(guide, {"z": budget}, steps=steps)
-    train(target, loss, guide, steps)
+    guide, loss, target = started({"z": budget}, steps=steps)
+    train(guide, loss, target, steps)
     report = target.report()
     assert report.of_budget == pytest.approx(1)
     assert report.undecided <= 0.1
     kept = set(guide.test_gates()["z"].nonzero().flatten().tolist())
-    best = SIZE.argsort(descending=True)[: round(10 * budget)].tolist()
-    if steps == 1500:  # of ten alike at the start, chance chooses the first that leave
-        assert kept == set(best)
     assert len(kept) == round(10 * budget)
+    if steps == 1500:  # of ten alike at the start, chance chooses the first that leave
+        assert kept == set(SIZE.argsort(descending=True)[: round(10 * budget)].tolist())
 
 
 def test_the_scale_of_the_loss_does_not_matter():
     """A hundred times the loss moves the gates alike, step for step."""
     found = []
     for scale in (1.0, 100.0):
-        pyro.set_rng_seed(5)
-        described = signal(scale)
-        guide = AutoGate(described)
-        loss = L0_ELBO("l0")(described, guide)
-        loss()
-        guide.double()
-        target = SparsityTarget(guide, {"z": 0.4}, steps=200)
-        train(target, loss, guide, 200)
+        guide, loss, target = started({"z": 0.4}, steps=200, scale=scale, double=True)
+        train(guide, loss, target, 200)
         found.append((guide.locations()[0].detach().clone(), target.multiplier.item()))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-3)
     assert found[1][1] == pytest.approx(100 * found[0][1], rel=1e-3)
 
 
-@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal, HardKumaraswamy, PowerLawGate])
+FOUR_FAMILIES = [HardConcrete, RectifiedNormal, HardKumaraswamy, PowerLawGate]
+
+
+@pytest.mark.parametrize("family", FOUR_FAMILIES)
 def test_every_family_closes_and_opens(family):
     """Positions are 0 where test gates close: just below they are 0, just above they are not."""
     guide = make(family)
     target = SparsityTarget(guide, 0.5, count, steps=100)
     positions = target._positions
-    for place, is_open in ((0.01, True), (-0.01, False)):
-        positions.write(torch.full((10,), place))
-        assert positions.read().tolist() == pytest.approx([place] * 10, abs=1e-4)
+    for position, is_open in ((0.01, True), (-0.01, False)):
+        positions.write(torch.full((10,), position))
+        assert positions.read().tolist() == pytest.approx([position] * 10, abs=1e-4)
         assert all(bool((gate != 0).all()) == is_open for gate in guide.test_gates().values())
     positions.write(torch.full((10,), 0.5))
-    for slope, location, gate in zip(
-        positions.slopes().split([4, 6]), guide.locations(), guide.posterior().values(), strict=True
-    ):
-        before = gate.active_prob.detach().double().clone()
+    slopes, ends = positions.slopes(), []
+    for step in (-1e-2, 2e-2):
         with torch.no_grad():
-            location += 1e-2
-        above = next(
-            x.active_prob.detach().double() for x in guide.posterior().values() if x.batch_shape == location.shape
-        )
-        with torch.no_grad():
-            location -= 2e-2
-        below = next(
-            x.active_prob.detach().double() for x in guide.posterior().values() if x.batch_shape == location.shape
-        )
-        assert bool((below < before).all())
-        torch.testing.assert_close(slope.double(), (above - below) / 2e-2, rtol=5e-3, atol=1e-5)
+            for location in guide.locations():
+                location += step
+        ends.append(torch.cat([gate.active_prob.detach().double() for gate in guide.posterior().values()]))
+    assert bool((ends[0] < ends[1]).all())
+    torch.testing.assert_close(slopes.double(), (ends[1] - ends[0]) / 2e-2, rtol=5e-3, atol=1e-5)
 
 
 def test_gates_that_the_loss_would_close_are_decided_in_a_long_run():
@@ -246,115 +213,24 @@ def test_gates_that_the_loss_would_close_are_decided_in_a_long_run():
     assert (target.report().of_budget, target.report().undecided) == (1, 0)
 
 
-@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal, HardKumaraswamy, PowerLawGate])
+@pytest.mark.parametrize("family", FOUR_FAMILIES)
 def test_every_family_meets_a_budget(family):
     """By training, not by the last correction alone."""
-    pyro.set_rng_seed(2)
-    described = signal()
-    guide = AutoGate(described, family=family)
-    loss = L0_ELBO("l0")(described, guide)
-    loss()
-    target = SparsityTarget(guide, {"z": 0.5}, steps=300)
-    train(target, loss, guide, 300)
+    guide, loss, target = started({"z": 0.5}, steps=300, seed=2, family=family)
+    train(guide, loss, target, 300)
     assert target.fraction().item() == pytest.approx(0.5)
     assert target.report().undecided <= 0.1
 
 
-def within(limit, positions, is_open, floors=(0, 0)):
-    """What a budget of :func:`count` keeps open."""
-    gates = {"a": torch.ones(4), "b": torch.ones(6)}
-    budget = Budget({"cost": count}, {"cost": 0.9}, gates)
-    budget.floors = dict(zip("ab", floors, strict=True))
-    prices = budget.prices({site: torch.full_like(gate, 0.8) for site, gate in gates.items()})
-    positions = {"a": torch.tensor(positions[:4]), "b": torch.tensor(positions[4:])}
-    opened = {"a": torch.tensor(is_open[:4]) > 0, "b": torch.tensor(is_open[4:]) > 0}
-    return budget.keep_within(torch.tensor([limit]), positions, opened, prices).int().tolist()
-
-
-def test_a_correction_closes_the_lowest_and_opens_the_highest():
-    """As few as it takes; then what still fits."""
-    rising = [float(i) for i in range(10)]
-    assert within(10 / 22, rising, [1] * 10) == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]  # 12 leave: three of four
-    assert within(18 / 22, rising, [1] * 10) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]
-    assert within(20 / 22, rising, [1] * 10) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]  # none of four fits into the rest
-    low = [*(5.0 + i for i in range(4)), *(float(i) for i in range(6))]
-    assert within(20 / 22, low, [1] * 10) == [1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
-    assert within(1.0, rising, [0] * 10) == [1] * 10
-    assert within(5 / 22, rising, [0] * 10) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
-
-
-def test_a_correction_leaves_a_site_its_floor():
-    """Those come last, whatever their positions; the highest of a site never leaves."""
-    falling = [float(-i) for i in range(10)]
-    assert within(10 / 22, falling, [1] * 10, (1, 3)) == [1, 0, 0, 0, 1, 1, 1, 1, 1, 1]
-    rising = [float(i) for i in range(10)]
-    assert within(12 / 22, rising, [1] * 10, (2, 1)) == [0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
-    assert within(0.01, rising, [1] * 10, (2, 1)) == [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_correction_is_within_its_limits_and_wastes_nothing(seed):
-    """Of random costs of products of two sites: all limits hold, and no closed gate fits any more."""
-    torch.manual_seed(seed)
-    weight = {site: torch.randint(1, 6, (n,)).float() for site, n in (("a", 5), ("b", 7))}
-
-    def product(gates):
-        return (weight["a"] * gates["a"]).sum() * (weight["b"] * gates["b"]).sum()
-
-    def total(gates):
-        return (weight["a"] * gates["a"]).sum() + 3 * (weight["b"] * gates["b"]).sum()
-
-    gates = {"a": torch.ones(5), "b": torch.ones(7)}
-    budget = Budget({"one": product, "other": total}, {"one": 0.2, "other": 0.5}, gates)
-    prices = budget.prices({site: torch.rand_like(gate) for site, gate in gates.items()})
-    positions = {site: torch.randn_like(gate) for site, gate in gates.items()}
-    limits = torch.tensor([0.2, 0.5])
-    kept = budget.keep_within(limits, positions, {site: x > 0 for site, x in positions.items()}, prices)
-
-    def fractions(flat):
-        a, b = flat.float().split([5, 7])
-        return budget.fraction({"a": a, "b": b})
-
-    assert bool((fractions(kept) <= limits * (1 + 1e-5)).all())
-    for j in (~kept).nonzero().flatten().tolist():
-        more = kept.clone()
-        more[j] = True
-        site = positions["a"] if j < 5 else positions["b"]
-        above = site > site[j if j < 5 else j - 5]
-        if bool(kept[:5][above].all() if j < 5 else kept[5:][above].all()):  # the next of its site
-            assert bool((fractions(more) > limits).any())
-
-
-@pytest.mark.parametrize("first", [0, 1, 5, 9, 10])
-@pytest.mark.parametrize("guess", [-3, 0, 4, 9, 50])
-def test_a_search_from_any_guess(first, guess):
-    """Finds the first number for which a statement holds."""
-    assert first_that(lambda n: n >= first, 10, guess) == first
-
-
-def test_floors():
-    """Three quarters of what an equal rate of open gates leaves; at least one of several, none of one alone."""
-    gates = {"a": torch.ones(100), "b": torch.ones(10), "one": torch.ones(1)}
-    budget = Budget({"cost": lambda z: (z["a"].sum() + 1) * z["b"].sum() + z["one"].sum()}, {"cost": 0.25}, gates)
-    assert budget.floors == {"a": 37, "b": 4, "one": 0}
-
-
 def test_several_budgets_in_one_run():
     """Each is met at once after it is reached, and handed over with the gates of that moment."""
-    pyro.set_rng_seed(5)
-    described = signal()
-    guide = AutoGate(described)
-    loss = L0_ELBO("l0")(described, guide)
-    loss()
     met = []
-    target = SparsityTarget(
-        guide,
-        [0.8, 0.5, 0.2],
-        lambda gates: gates["z"].sum(),
-        steps=300,
-        on_budget=lambda budget, gates: met.append((budget, int((gates["z"] != 0).sum()), target.step)),
-    )
-    train(target, loss, guide, 300)
+
+    def note(budget, gates):
+        met.append((budget, int((gates["z"] != 0).sum()), target.step))
+
+    guide, loss, target = started([0.8, 0.5, 0.2], lambda z: z["z"].sum(), steps=300, on_budget=note)
+    train(guide, loss, target, 300)
     assert [(budget, n) for budget, n, _ in met] == [(0.8, 8), (0.5, 5), (pytest.approx(0.2), 2)]
     assert met[0][2] < met[1][2] < met[2][2] == 300
 
@@ -362,9 +238,8 @@ def test_several_budgets_in_one_run():
 def test_several_costs_at_once():
     """All hold, and one of them is used up."""
     guide = make()
-    target = SparsityTarget(
-        guide, {"all": 0.5, "of b": 0.3}, {"all": count, "of b": lambda gates: gates["b"].sum()}, steps=100
-    )
+    costs = {"all": count, "of b": lambda gates: gates["b"].sum()}
+    target = SparsityTarget(guide, {"all": 0.5, "of b": 0.3}, costs, steps=100)
     target.project()
     fraction = target.fraction()
     assert bool((fraction <= target.budget * (1 + 1e-5)).all())
@@ -380,55 +255,33 @@ def test_budgets_by_site():
     assert target.report().fraction == {"b": pytest.approx(0.5)}
 
 
-def test_a_run_that_goes_on():
+def test_a_run_that_is_resumed():
     """From a state, bit for bit."""
-    described = signal()
+    states = io.BytesIO()
 
     def start():
-        pyro.set_rng_seed(7)
-        guide = AutoGate(described)
-        loss = L0_ELBO("l0")(described, guide)
-        loss()
-        return guide, loss, SparsityTarget(guide, {"z": 0.4}, steps=100)
+        guide, loss, target = started({"z": 0.4}, steps=100, seed=7)
+        optimiser = torch.optim.Adam(guide.parameters(), **target.optimiser_options)
+        return guide, loss, target, optimiser
 
-    guide, loss, target = start()
-    optimiser = torch.optim.Adam(guide.parameters(), **target.optimiser_options)
-    for step in range(100):
-        if step == 61:
-            kept = [x.state_dict() for x in (guide, target, optimiser)], torch.get_rng_state()
-            kept = torch.load(_saved(kept), weights_only=True)
-        optimiser.zero_grad()
-        loss().backward()
-        target.add_gradient()
-        optimiser.step()
-        target.ascend()
-    other, loss, resumed = start()
-    again = torch.optim.Adam(other.parameters(), **resumed.optimiser_options)
-    for part, state in zip((other, resumed, again), kept[0], strict=True):
+    guide, loss, target, optimiser = start()
+    train(guide, loss, target, 61, optimiser)
+    torch.save([x.state_dict() for x in (guide, target, optimiser)], states)
+    random = torch.get_rng_state()
+    train(guide, loss, target, 39, optimiser)
+    other, loss, resumed, again = start()
+    states.seek(0)
+    for part, state in zip((other, resumed, again), torch.load(states, weights_only=True), strict=True):
         part.load_state_dict(state)
-    torch.set_rng_state(kept[1])
-    for _ in range(61, 100):
-        again.zero_grad()
-        loss().backward()
-        resumed.add_gradient()
-        again.step()
-        resumed.ascend()
+    torch.set_rng_state(random)
+    train(other, loss, resumed, 39, again)
     assert torch.equal(guide.locations()[0], other.locations()[0])
     assert torch.equal(target.multiplier, resumed.multiplier)
     with pytest.raises(ValueError, match="the state of 2 constraints, but got 1"):
         SparsityTarget(make(), {"a": 0.5, "b": 0.5}, steps=100).load_state_dict(target.state_dict())
 
 
-def _saved(state):
-    import io
-
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
-
-
-def test_units_that_leave_on_the_way():
+def test_units_that_leave_during_a_run():
     """The cost goes on to be that of the network at the start."""
     guide = make()
     left = {"a": torch.arange(4), "b": torch.arange(6)}
@@ -465,6 +318,8 @@ def test_a_report():
     assert report.open == {"a": (3, 4), "b": (6, 6)}
     assert report.of_budget == pytest.approx(18 / 11)
     assert "a  3 of 4 gates open" in str(report)
+    with pytest.warns(FutureWarning, match="at_floor is deprecated. Use at_minimum"):
+        assert report.at_floor == report.at_minimum == ()
 
 
 @pytest.mark.parametrize(
