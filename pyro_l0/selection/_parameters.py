@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils import check_random_state
 
-from pyro_l0.selection.methods import METHODS
+from pyro_l0.selection.methods import METHODS, REMOVED
 
 __all__ = ["check_parameters", "checked_groups", "seed_of"]
 
@@ -67,6 +67,12 @@ def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a parameter is not what it may be, or both ``rate`` and ``expected_size`` are given.
     """
+    method = parameters["method"]
+    if isinstance(method, str) and method in REMOVED:
+        raise ValueError(
+            f"The method {method!r} of {estimator} has been removed. Use 'auto', 'enumerate' or 'tempered'; "
+            f"{REMOVED[method]}."
+        )
     for name, value in parameters.items():
         if name != "groups" and not _RULES[name].holds(value):
             raise ValueError(

@@ -44,10 +44,8 @@ class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
         standardize: whether features are divided by their standard deviations first.
         fit_intercept: whether there is an intercept; otherwise nothing is centred.
         method: ``"enumerate"`` sums over all subsets, up to 20 features; ``"tempered"`` samples them, up to 10,000
-            features; ``"mean_field"`` takes features as independent a posteriori: it does not know which stand for one
-            another, and its evidence is a lower bound; ``"autoregressive"`` fits a guide with dependent gates, up to 40
             features; ``"auto"`` is the first for few features, 15 or 8 of families other than the Gaussian, and the
-            second for more. The third and the fourth take no groups and no weights.
+            second for more.
         groups: the group of each feature, shape ``(p,)``: whole numbers from 0 on. A group has one gate, which opens or
             closes all of its coefficients. None: each feature, and each categorical column, is one.
         random_state: an int makes fits reproducible. None takes fresh random numbers; numpy's global generator is not

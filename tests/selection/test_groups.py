@@ -153,16 +153,6 @@ def test_wrong_groups(groups):
         SpikeSlabRegressor(groups=groups).fit(x, x[:, 0])
 
 
-@pytest.mark.parametrize("method", ["mean_field", "autoregressive"])
-def test_methods_without_groups_and_weights(method):
-    """Refused by name."""
-    x = np.random.default_rng(0).normal(size=(20, 3))
-    with pytest.raises(ValueError, match=f"no groups and no sample_weight with method='{method}'"):
-        SpikeSlabRegressor(method=method, groups=[0, 0, 1]).fit(x, x[:, 0])
-    with pytest.raises(ValueError, match=f"no groups and no sample_weight with method='{method}'"):
-        SpikeSlabRegressor(method=method).fit(x, x[:, 0], sample_weight=np.full(20, 2))
-
-
 # Categorical columns
 
 
