@@ -13,10 +13,10 @@ from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.elbo.runs import log_prob
 from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
 from pyro_l0.maths.spike_slab.collapsed import opened
+from pyro_l0.maths.spike_slab.newton import Point, Step, find_maximum, jacobian, slope_and_curvature
 
-_NEWTON_STEPS = 50
-_ARMIJO = 1e-4  # least part of the promised increase
 _LEAST_CURVATURE = 1e-6
+_LEAST_GAIN = 1e-7  # of a Newton step, relative
 _ROUNDS = 3  # of coefficients and other latents in turn
 _DRAWS = 4  # pairs of them, of the coefficients for the other latents' mode
 _STEP = 0.05  # of differences in other latents, on the real line
@@ -166,8 +166,8 @@ def expand(model: OpenModel, hyper: Tensor, gate_of: Tensor, held: Tensor) -> Ex
         slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
     at, theta = slabs.clone().requires_grad_(), hyper.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model.log_likelihood(at, theta), at, create_graph=True)
-    exponents = _exponents(model, slabs, hyper, curvature)
-    moves = _rows(gradient, theta) if len(hyper) else gradient.new_zeros(len(slabs), 0)
+    exponents = _exponents(model, slabs, hyper)
+    moves = jacobian(gradient, theta)
     gradient = gradient.detach()
     moving_loc, moving_scale = model.slab_prior(theta)
     return Expansion(
@@ -176,22 +176,16 @@ def expand(model: OpenModel, hyper: Tensor, gate_of: Tensor, held: Tensor) -> Ex
         slabs,
         loc,
         scale,
-        _moves(moving_loc, theta),
+        jacobian(moving_loc, theta),
         hyper,
         exponents,
         moves - gradient.unsqueeze(-1) * exponents,
-        _moves(moving_scale.log(), theta),
+        jacobian(moving_scale.log(), theta),
     )
 
 
-def _moves(values: Tensor, at: Tensor) -> Tensor:
-    """The Jacobian of what may not depend on a vector at all."""
-    return _rows(values, at) if len(at) and values.requires_grad else at.new_zeros(len(values), len(at))
-
-
-@torch.enable_grad()
 def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Mode of log likelihood and Gaussian prior by damped Newton steps, and the likelihood's curvature there.
+    """Mode of log likelihood and Gaussian prior by Newton's method, and the likelihood's curvature there.
 
     Args:
         model: the model with open gates.
@@ -203,62 +197,40 @@ def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale
     Returns:
         The mode and A, the negative Hessian with eigenvalues of at least 1e-6.
     """
-
-    def value(x: Tensor) -> Tensor:
-        return model.log_likelihood(x, hyper) - 0.5 * ((x - loc) / scale).square().sum()
-
-    for _ in range(_NEWTON_STEPS):
-        curvature = curvature_at(model, slabs, hyper)
-        at = slabs.clone().requires_grad_()
-        before = value(at)
-        (slope,) = torch.autograd.grad(before, at)
-        step = torch.linalg.solve(curvature + torch.diag(scale**-2), slope)
-        promised = float(step @ slope)
-        if not promised > 1e-7 * max(1.0, abs(float(before.detach()))):
-            return slabs, curvature
-        length = 1.0
-        with torch.no_grad():
-            while (
-                not float(value(slabs + length * step) - before.detach()) >= _ARMIJO * length * promised
-                and length > 1e-6
-            ):
-                length /= 2
-        slabs = slabs + length * step
-    return slabs, curvature_at(model, slabs, hyper)
+    (mode,), _, step = find_maximum(_Density(model, hyper, loc, scale), (slabs[None],))
+    return mode[0], step.curvature
 
 
-@torch.enable_grad()
-def curvature_at(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
-    """The negative Hessian of the log likelihood in the coefficients, made positive definite, shape ``(p, p)``."""
-    at = slabs.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model.log_likelihood(at, hyper), at, create_graph=True)
-    if not slope.requires_grad:
-        return torch.eye(len(slabs), dtype=slabs.dtype, device=slabs.device) * _LEAST_CURVATURE
-    hessian = -_rows(slope, at)
-    _, not_positive = torch.linalg.cholesky_ex(hessian - _LEAST_CURVATURE * torch.eye(len(slabs)).to(slabs))
-    if not int(not_positive):
-        return 0.5 * (hessian + hessian.mT)
-    values, vectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT).double())
-    positive: Tensor = (vectors * values.clamp(min=_LEAST_CURVATURE)) @ vectors.mT
-    return positive.to(slabs.dtype)
+class _Density(NamedTuple):
+    """Log likelihood and Gaussian prior of the slabs; an objective of one row."""
+
+    model: OpenModel
+    hyper: Tensor
+    loc: Tensor
+    scale: Tensor
+
+    def value(self, point: Point) -> Tensor:
+        x = point[0][0]
+        return (self.model.log_likelihood(x, self.hyper) - 0.5 * ((x - self.loc) / self.scale).square().sum())[None]
+
+    def step(self, point: Point, value: Tensor) -> Step:
+        """With the likelihood's curvature."""
+        x = point[0][0]
+        slope, curvature = slope_and_curvature(lambda x: self.model.log_likelihood(x, self.hyper), x, _LEAST_CURVATURE)
+        slope = slope - (x - self.loc) / self.scale / self.scale
+        step = torch.linalg.solve(curvature + torch.diag(self.scale**-2), slope)
+        gain = (step @ slope)[None]
+        return Step((step[None],), gain, ~(gain > _LEAST_GAIN * value.abs().clamp(min=1.0)), curvature)
 
 
-def _rows(values: Tensor, at: Tensor) -> Tensor:
-    """Jacobian of a vector, shape ``(len(values), len(at))``."""
-    unit = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    (jacobian,) = torch.autograd.grad(
-        values, at, unit, is_grads_batched=True, allow_unused=True, materialize_grads=True, retain_graph=True
-    )
-    return jacobian.detach()
-
-
-def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor, curvature: Tensor) -> Tensor:
+def _exponents(model: OpenModel, slabs: Tensor, hyper: Tensor) -> Tensor:
     """Derivatives of the log of the curvature's trace for the other latents, by central differences."""
-    found = [
-        (torch.log(curvature_at(model, slabs, hyper + move).trace() / curvature_at(model, slabs, hyper - move).trace()))
-        / (2 * _STEP)
-        for move in _STEP * torch.eye(len(hyper), dtype=hyper.dtype, device=hyper.device)
-    ]
+
+    def trace(hyper: Tensor) -> Tensor:
+        return slope_and_curvature(lambda x: model.log_likelihood(x, hyper), slabs, _LEAST_CURVATURE)[1].trace()
+
+    moves = _STEP * torch.eye(len(hyper), dtype=hyper.dtype, device=hyper.device)
+    found = [torch.log(trace(hyper + move) / trace(hyper - move)) / (2 * _STEP) for move in moves]
     return torch.stack(found) if found else hyper.new_zeros(0)
 
 

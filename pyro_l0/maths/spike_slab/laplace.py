@@ -5,7 +5,6 @@ A log likelihood is a function of a batch: coefficients of shape ``(S, p)`` give
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,16 +12,13 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.spike_slab.collapsed import open_positions
+from pyro_l0.maths.spike_slab.newton import Point, Step, find_maximum, slope_and_curvature
 from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
 
 LogLikelihood = Callable[[Tensor], Tensor]
 
 # Gate vectors whose graphs are held together.
 _AT_ONCE = 1024
-_ITERATIONS = 100
-_HALVINGS = 30
-# Share of the slope that a step has to gain.
-_ARMIJO = 1e-4
 
 
 class Laplace(NamedTuple):
@@ -65,12 +61,8 @@ def laplace_evidence(
 
 def expanded(log_likelihood: LogLikelihood, beta: Tensor) -> DenseQuadratic:
     """The log likelihood to second order at some coefficients, shape ``(p,)``, made concave where it is not."""
-    objective = _Objective.of(log_likelihood, torch.ones_like(beta)[None], torch.ones_like(beta)[None])
-    _, slope, curvature = objective.derivatives(beta[None])
-    # The objective's own slab, of scale one, is no part of the likelihood.
-    values, vectors = torch.linalg.eigh(curvature[0] - torch.eye(len(beta)).to(beta))
-    matrix = (vectors * values.clamp(min=0)) @ vectors.T
-    return DenseQuadratic(matrix, slope[0] + beta + matrix @ beta)
+    slope, matrix = slope_and_curvature(lambda x: log_likelihood(x[None])[0], beta, least=0.0)
+    return DenseQuadratic(matrix, slope + matrix @ beta)
 
 
 class _Objective(NamedTuple):
@@ -96,7 +88,8 @@ class _Objective(NamedTuple):
     def coefficients(self, x: Tensor) -> Tensor:
         return x.new_zeros(len(x), self.elements).scatter_add(1, self.place, x * self.unit)
 
-    def value(self, x: Tensor) -> Tensor:
+    def value(self, point: Point) -> Tensor:
+        (x,) = point
         value = self.log_likelihood(self.coefficients(x))
         if value.shape != (len(x),):
             raise ValueError(
@@ -105,55 +98,26 @@ class _Objective(NamedTuple):
             )
         return value - 0.5 * x.square().sum(1)
 
-    def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Value, gradient of shape ``(S, k)`` and minus the Hessian."""
+    def step(self, point: Point, value: Tensor) -> Step:
+        """By the sizes of the Hessian's eigenvalues, which are kept."""
         with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            value = self.value(x)
-            (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+            x = point[0].detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.value((x,)).sum(), x, create_graph=True)
             columns = [torch.autograd.grad(s.sum(), x, retain_graph=True)[0] for s in slope.unbind(1)]
-        hessian = torch.stack(columns, 2)
-        return value.detach(), slope.detach(), -0.5 * (hessian + hessian.mT)
+        slope, hessian = slope.detach(), torch.stack(columns, 2)
+        values, vectors = torch.linalg.eigh(-0.5 * (hessian + hessian.mT))
+        tiny = 10 * torch.finfo(x.dtype).eps
+        sizes = values.abs().clamp(min=tiny)
+        step = (vectors @ ((vectors.mT @ slope[:, :, None]) / sizes[:, :, None])).squeeze(2)
+        gain = (slope * step).sum(1)
+        settled = ~(gain > tiny * (1 + value.abs()))
+        return Step((step * ~settled[:, None],), gain, settled, values.clamp(min=tiny))
 
 
 def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Tensor) -> Laplace:
     objective = _Objective.of(log_likelihood, z, scale)
     x = torch.where(objective.unit > 0, start.gather(1, objective.place) / objective.unit, 0.0)
-    tiny = 10 * torch.finfo(x.dtype).eps
-    for _ in range(_ITERATIONS):
-        value, slope, curvature = objective.derivatives(x)
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(
-                "Expected a log likelihood that is finite where the search for the mode starts; set start."
-            )
-        values, vectors = torch.linalg.eigh(curvature)
-        sizes = values.abs().clamp(min=tiny)
-        step = (vectors @ ((vectors.mT @ slope[:, :, None]) / sizes[:, :, None])).squeeze(2)
-        gain = (slope * step).sum(1)
-        moving = gain > tiny * (1 + value.abs())
-        x, moved = _ascended(objective, x, step * moving[:, None], value, gain * moving)
-        if not bool((moving & moved).any()):
-            break
-    else:
-        warnings.warn(
-            f"Newton's method has not found the mode of {int(moving.sum())} of {len(z)} gate vectors in {_ITERATIONS} "
-            "steps; their evidence is too small. Look for a likelihood that grows without bound.",
-            UserWarning,
-            stacklevel=4,
-        )
-    log_root = 0.5 * values.clamp(min=tiny).log().sum(1)
-    return Laplace(value - log_root, objective.coefficients(x))
-
-
-def _ascended(objective: _Objective, x: Tensor, step: Tensor, value: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row moved by the longest of the halved steps that gains enough, and which have moved at all."""
-    length = torch.ones_like(value)
-    for _ in range(_HALVINGS):
-        with torch.no_grad():
-            new = objective.value(x + length[:, None] * step)
-        enough = (new >= value + _ARMIJO * length * gain) & torch.isfinite(new)
-        if bool(enough.all()):
-            break
-        length = torch.where(enough, length, 0.5 * length)
-    length = torch.where(enough, length, 0.0)
-    return x + length[:, None] * step, length > 0
+    if not bool(torch.isfinite(objective.value((x,))).all()):
+        raise ValueError("Expected a log likelihood that is finite where the search for the mode starts; set start.")
+    (x,), value, step = find_maximum(objective, (x,), "Look for a likelihood that grows without bound.")
+    return Laplace(value - 0.5 * step.curvature.log().sum(1), objective.coefficients(x))

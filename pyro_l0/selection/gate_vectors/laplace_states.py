@@ -21,7 +21,7 @@ from pyro_l0.maths.spike_slab.tempered_gibbs import distinct_rows
 from pyro_l0.selection.gate_vectors.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
 from pyro_l0.selection.gate_vectors.laying import Axes, Laid, heaviest, integrated, lay
 from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
-from pyro_l0.selection.gate_vectors.newton import Mode, find_mode
+from pyro_l0.selection.gate_vectors.modes import Mode, find_mode
 from pyro_l0.selection.gate_vectors.states import (
     Group,
     distinct_states,

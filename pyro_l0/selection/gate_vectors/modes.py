@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_l0.maths.spike_slab.newton import Point, Step, find_maximum
 from pyro_l0.selection.gate_vectors.likelihoods import Likelihood
 
 __all__ = ["Mode", "find_mode"]
 
-_ITERATIONS, _HALVINGS = 100, 40
-_ARMIJO = 1e-4  # share of the slope that a step has to gain
-# A Newton step that would gain so little is taken unseen: the error of the mode is 3e-4 of a deviation before it.
+# A Newton step that would gain so little is the last one: the error of the mode is 3e-4 of a deviation before it.
 _GAIN = 1e-7
 
 
@@ -63,7 +61,7 @@ class Mode(NamedTuple):
 
 
 def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start: Tensor) -> Mode:
-    """Newton's method with backtracking for coefficients with independent normal priors around zero.
+    """The mode of coefficients with independent normal priors around zero, by Newton's method.
 
     Args:
         likelihood: concave in the linear predictor.
@@ -71,63 +69,47 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
         precision: of the priors, shape ``(s, m)``.
         start: coefficients, shape ``(s, m, K)``.
     """
-    objective = _Objective(likelihood, precision[:, :, None])
-    x, eta = start, columns.mT @ start
-    value = objective.value(x, eta)
-    for _ in range(_ITERATIONS):
-        slope, hessian = objective.derivatives(x, eta, columns)
-        root = torch.linalg.cholesky(hessian)
-        step = torch.cholesky_solve(slope.flatten(1)[:, :, None], root).reshape(x.shape)
-        gain = (slope * step).sum((1, 2))
-        if bool((gain < _GAIN).all()):
-            break
-        x, eta, value = _ascended(objective, (x, eta, value), step, columns.mT @ step, gain)
-    else:
-        warnings.warn(
-            f"Newton's method has not found the mode of {int((gain >= _GAIN).sum())} of {len(x)} gate vectors in "
-            f"{_ITERATIONS} steps; their evidence is too small. Look for features of very different sizes.",
-            UserWarning,
-            stacklevel=4,
-        )
+    objective = _Objective(likelihood, columns, precision[:, :, None])
+    point = start, columns.mT @ start
+    (x, _), value, step = find_maximum(objective, point, "Look for features of very different sizes.")
+    root = step.curvature
     log_det = root.diagonal(dim1=1, dim2=2).log().sum(1)
     half_prior = 0.5 * x.shape[2] * precision.log().sum(1)
-    return Mode(likelihood, columns, x + step, root, value + 0.5 * gain + half_prior - log_det)
+    # The last step gains less than _GAIN: it is taken without a check.
+    return Mode(likelihood, columns, x + step.moves[0], root, value + 0.5 * step.gain + half_prior - log_det)
 
 
 class _Objective(NamedTuple):
-    """Log likelihood plus log prior, but for a constant; ``precision`` has shape ``(s, m, 1)``."""
+    """Log likelihood plus log prior, but for a constant, of coefficients and their linear predictors.
+
+    Attributes:
+        likelihood: of the observations.
+        columns: features, shape ``(s, m, n)``.
+        precision: of the priors, shape ``(s, m, 1)``.
+    """
 
     likelihood: Likelihood
+    columns: Tensor
     precision: Tensor
 
-    def value(self, x: Tensor, eta: Tensor) -> Tensor:
+    def value(self, point: Point) -> Tensor:
+        x, eta = point
         return self.likelihood.value(eta) - 0.5 * (self.precision * x.square()).sum((1, 2))
 
-    def derivatives(self, x: Tensor, eta: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """The slope, shape ``(s, m, K)``, and minus the Hessian, shape ``(s, m K, m K)``."""
+    def step(self, point: Point, value: Tensor) -> Step:
+        """With the Cholesky factor of minus the Hessian, shape ``(s, m K, m K)``."""
+        x, eta = point
         residual, weights = self.likelihood.derivatives(eta)
         s, m, outputs = x.shape
         hessian = x.new_empty(s, m, outputs, m, outputs)
         for a in range(outputs):
             for b in range(a + 1):
-                block = (columns * weights[:, None, :, a, b]) @ columns.mT
+                block = (self.columns * weights[:, None, :, a, b]) @ self.columns.mT
                 hessian[:, :, a, :, b] = hessian[:, :, b, :, a] = block
         hessian = hessian.reshape(s, m * outputs, m * outputs)
         hessian.diagonal(dim1=1, dim2=2).add_(self.precision.expand_as(x).flatten(1))
-        return columns @ residual - self.precision * x, hessian
-
-
-def _ascended(
-    objective: _Objective, at: tuple[Tensor, Tensor, Tensor], step: Tensor, eta_step: Tensor, gain: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients, linear predictors and values after the longest of the halved steps that gains enough."""
-    x, eta, value = at
-    length = torch.ones_like(value)
-    for _ in range(_HALVINGS):
-        new = objective.value(x + length[:, None, None] * step, eta + length[:, None, None] * eta_step)
-        enough = (new >= value + _ARMIJO * length * gain) | (gain < _GAIN)
-        if bool(enough.all()):
-            break
-        length = torch.where(enough, length, 0.5 * length)
-    moved = length[:, None, None]
-    return x + moved * step, eta + moved * eta_step, new
+        root = torch.linalg.cholesky(hessian)
+        slope = self.columns @ residual - self.precision * x
+        step = torch.cholesky_solve(slope.flatten(1)[:, :, None], root).reshape(x.shape)
+        gain = (slope * step).sum((1, 2))
+        return Step((step, self.columns.mT @ step), gain, gain < _GAIN, root)
