@@ -14,6 +14,7 @@ from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.fitting import CompactionError, Fitted, constants_of, fit, uncut
 from pyro_l0.compaction.plan import Plan, names_before
 from pyro_l0.compaction.storage import Compacted
+from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import check_given
@@ -97,6 +98,7 @@ def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Example
         >>> plan(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).kept["0.weight"]
         ((0, 2), None)
     """
+    expect(bool, "True or False", keep_gates=keep_gates)
     return _fit(network, gates, example_input, keep_gates, None).plan
 
 

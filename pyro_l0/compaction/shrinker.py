@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from numbers import Real
 from typing import NamedTuple, Protocol, TypedDict, cast
 
 import torch
@@ -18,6 +19,7 @@ from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.fitting import constants_of, fit
 from pyro_l0.compaction.plan import Plan, names_before
 from pyro_l0.compaction.slice import check_state, move
+from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import check_gates, fix_gates
 from pyro_l0.nn.gate import gate_names
@@ -140,6 +142,9 @@ class Shrinker:
         patience: int = 3,
         on_shrink: Callable[[], object] | None = None,
     ) -> None:
+        if not (hasattr(guide, "posterior") and hasattr(guide, "keep")):
+            raise TypeError(f"Expected a guide with posterior() and keep(), such as an AutoGate, but got {guide!r}.")
+        expect(Real, "a number", threshold=threshold, patience=patience)
         if not 0 < threshold < 1:
             raise ValueError(f"Expected threshold strictly between 0 and 1, but got {threshold}.")
         if patience < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
 from pyro_l0.diagnostics.pulls import Loss, first_batches, measure_pulls, objective_of, untouched
 from pyro_l0.diagnostics.sites import AnyOptimiser, gate_sites
 from pyro_l0.diagnostics.training import Training
+from pyro_l0.expect import expect
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
 from pyro_l0.infer.target.sparsity_target import SparsityTarget
 
@@ -95,8 +97,10 @@ def diagnose(
         'no gate can close in this training: 500 steps of at most 0.001 for a distance of 3.'
     """
     check_guide(guide, "a diagnosis", "posterior", "test_gates", "locations")
+    expect(SparsityTarget | None, "a SparsityTarget", target=target)
     if isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(x, Tensor) for x in batches)):
         raise TypeError("Expected batches to be an iterable of batches, but got a single one; put it in a list.")
+    expect(Real | None, "a number", steps_left=steps_left)
     if steps_left is not None and steps_left < 0:
         raise ValueError(f"Expected steps_left of at least 0, but got {steps_left}.")
     optimisers = list(optimiser) if isinstance(optimiser, Sequence) else [] if optimiser is None else [optimiser]

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -16,6 +17,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.elbo.pairs import Program
@@ -107,6 +109,9 @@ def measure_gradient(
         >>> bool((report.bias.abs() < 5 * report.standard_error).all())
         True
     """
+    expect(L0_ELBO, "an L0_ELBO", elbo=elbo)
+    expect(Integral, "a whole number", draws=draws)
+    expect(bool, "True or False", exact=exact)
     if draws < 2:
         raise ValueError(f"Expected draws of at least 2, but got {draws}.")
     locations = _locations(guide)
@@ -137,6 +142,9 @@ def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: objec
     Raises:
         ValueError: there are more states, or the guide has latent variables other than gates.
     """
+    expect(L0_ELBO, "an L0_ELBO", elbo=elbo)
+    expect(Integral, "a whole number", max_states=max_states)
+    locations = _locations(guide)
     record, gates = _gates_alone(guide, args)
     pairs = [pair for gate in gates.values() for pair in _points(gate)]
     values, log_masses = [z for z, _ in pairs], [log_mass for _, log_mass in pairs]
@@ -157,7 +165,6 @@ def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: objec
     expected = (torch.exp(joint) * torch.stack(costs).to(joint)).sum()
     for part in elbo.evaluate(model, record, {}, args, {}).analytic:
         expected = expected + part
-    locations = _locations(guide)
     return _flat(torch.autograd.grad(expected, locations))
 
 

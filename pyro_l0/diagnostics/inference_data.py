@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_l0.diagnostics.at_draws import AtDraws, at_draws, is_observation, sites_of
 from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of, is_posterior
+from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.pairs import Program
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
 
@@ -87,6 +88,7 @@ def to_arviz(
         >>> [f"{p:.1f}" for p in found["constant_data"]["P(z != 0)"].values]
         ['1.0', '0.1']
     """
+    expect(Mapping | None, "a dict of lists by name", coords=coords, dims=dims)
     program, posterior = _in_order(model, posterior)
     own = getattr(posterior, "to_arviz", None)
     if own is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pyro_l0.diagnostics.gradients import GradientReport
+from pyro_l0.expect import expect
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
@@ -51,6 +53,7 @@ def plot_inclusion(
         raise ValueError(f"Expected a name for each of {len(probs)} features, but got {len(labels)}.")
     if axes is None:
         axes = _new_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True)
+    _check_axes(*axes)
     left, right = axes
     places = np.arange(len(probs))
     left.barh(places, probs)
@@ -96,6 +99,7 @@ def plot_credible_sets(
     if axes is None:
         side = 0.3 * len(shown) + 2
         axes = _new_axes(1, 1, figsize=(side + 1, side))
+    _check_axes(axes)
     image = axes.imshow(matrix[np.ix_(shown, shown)], vmin=-1, vmax=1, cmap="RdBu_r")
     axes.figure.colorbar(image, ax=axes, label="correlation")
     labels = [str(i) if names is None else str(names[i]) for i in shown]
@@ -127,6 +131,7 @@ def plot_calibration(pip: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: 
         ValueError: shapes differ, a probability is outside of [0, 1], a gate is neither 0 nor 1, or ``bins`` is not
             positive.
     """
+    expect(Integral, "a whole number", bins=bins)
     if bins < 1:
         raise ValueError(f"Expected at least one bin, but got {bins}.")
     probs = _probabilities("pip", np.ravel(pip))
@@ -141,6 +146,7 @@ def plot_calibration(pip: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: 
     )
     if axes is None:
         axes = _new_axes(1, 1, figsize=(4.5, 4.5))
+    _check_axes(axes)
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axes.errorbar(stated, seen, yerr=2 * np.sqrt(variance / count[used]), fmt="o", capsize=3)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="inclusion probability", ylabel="fraction of open gates")
@@ -180,6 +186,12 @@ def _new_axes(rows: int, columns: int, **options: Any) -> Any:
     import matplotlib.pyplot as plt  # an extra
 
     return plt.subplots(rows, columns, layout="constrained", **options)[1]
+
+
+def _check_axes(*axes: object) -> None:
+    for each in axes:
+        if not hasattr(each, "plot"):
+            raise TypeError(f"Expected axes of matplotlib, but got {each!r}.")
 
 
 def _frame(axes: Axes, start: int, size: int) -> None:

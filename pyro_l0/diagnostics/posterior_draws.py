@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from pyro_l0.diagnostics.at_draws import is_observation, refuse_subsample
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import active_prob, find_gate
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.pairs import Args, Kwargs
 from pyro_l0.infer.elbo.runs import record_run
@@ -64,6 +66,7 @@ def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> Post
         return _of_samples(posterior)
     if isinstance(posterior, MCMC):
         return PosteriorDraws(dict(posterior.get_samples(group_by_chain=True)), {}, {}, ())
+    expect(Integral, "a whole number", draws=number)
     if number < 1:
         raise ValueError(f"Expected at least one draw of a guide, but got draws={number}.")
     if isinstance(posterior, AutoSpikeSlab | RefinedPosterior):

@@ -59,6 +59,8 @@ class GateDistribution(TorchDistribution):
     def __init__(
         self, batch_shape: _size = torch.Size(), event_shape: _size = torch.Size(), validate_args: bool | None = None
     ) -> None:
+        if validate_args is not None and not isinstance(validate_args, bool):
+            raise TypeError(f"Expected validate_args to be True, False or None, but got {validate_args!r}.")
         if any(isinstance(x, Tensor) and host.opaque(x) for x in self._state().values()):
             validate_args = False
         super().__init__(torch.Size(batch_shape), torch.Size(event_shape), validate_args=validate_args)

@@ -83,7 +83,10 @@ def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, 
     Raises:
         ValueError: a value is not strictly between ``low`` and ``high``.
     """
-    rate = torch.as_tensor(value)
+    try:
+        rate = torch.as_tensor(value)
+    except RuntimeError as error:  # of what is no number
+        raise TypeError(f"Expected {name} to be a number or a tensor, but got {value!r}.") from error
     if host.opaque(rate):
         return
     if not bool(((rate > low) & (rate < high)).all()):

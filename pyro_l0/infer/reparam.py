@@ -13,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0.distributions.wrappers import find_gate, rewrap
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program
 
@@ -86,6 +87,7 @@ def complete_samples(
         >>> {name: tuple(x.shape) for name, x in complete_samples(model, mcmc.get_samples()).items()}
         {'z_base': (20,), 'z': (20,), 'effect': (20,)}
     """
+    expect(Mapping, "a dict of tensors by site", samples=samples)
     sites = _sites(model, args, kwargs)
     lead = _dimensions_in_front(sites, samples)
     free = [name for name in samples if not is_deterministic(sites[name])]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.expect import expect
 from pyro_l0.fast.deferred import multiply_along
 from pyro_l0.nn.gate import Gate, check_given, check_units, gate_names, keep_being_called
 
@@ -30,8 +31,8 @@ class FixedGate(nn.Module):
 
     def __init__(self, value: Tensor, dim: int = -1) -> None:
         super().__init__()
-        if not isinstance(value, Tensor):
-            raise TypeError(f"Expected a tensor of values, but got {value!r}.")
+        expect(Tensor, "a tensor", value=value)
+        expect(int, "a whole number", dim=dim)
         if value.dim() != 1 or dim == 0:
             raise ValueError(
                 f"Expected one value per unit, shape (size,), and not the batch's dimension 0, but got a value of "

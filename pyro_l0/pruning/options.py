@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 from torch import nn
 
+from pyro_l0.expect import expect
 from pyro_l0.nn.calls import refuse_computed
 from pyro_l0.pruning.batches import Loader, same_everywhere
 from pyro_l0.pruning.stream import Stream
@@ -52,6 +53,7 @@ def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate:
     steps = epochs * -(-length // accumulate)
     if finetune is None:
         finetune = min(_AFTER, max(_LEAST_AFTER, 1 - _FEW_STEPS / steps))
+    expect(Real, "a number", finetune=finetune)
     if not 0 <= finetune <= 0.9:
         raise ValueError(f"Expected finetune from 0 to 0.9, the part of the epochs after the cut, but got {finetune}.")
     further = round(finetune * steps)

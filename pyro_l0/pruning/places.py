@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction.compact import CompactionError, plan
+from pyro_l0.expect import expect
 from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.gate import gate_names, name_gates
@@ -68,6 +69,9 @@ def put_gates(
     Raises:
         ValueError: there is no place for a gate, or units of the given gates can't be taken out.
     """
+    expect(Mapping | None, "a dict of gates by module path", gates=gates)
+    for path, gate in (gates or {}).items():
+        expect(Gate, "a Gate", **{f"gates[{path!r}]": gate})
     if gates is not None and not gates and not gate_names(network):
         raise ValueError(
             "Expected at least one gate by module path, but got none; leave gates out for those suggested."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from pyro_l0.expect import expect
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import Example
@@ -134,6 +135,7 @@ def prune(
     """
     home = check_network(network)
     check_target(target)
+    expect(bool, "True or False", pretrained=pretrained, resume=resume, progress=progress)
     check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, optimiser=optimiser, schedule=schedule)
     if resume and checkpoint is None:
         raise ValueError("Expected a checkpoint to resume from, but got none; give checkpoint=, the file of that run.")

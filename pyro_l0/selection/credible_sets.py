@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+
+from pyro_l0.expect import expect
 
 __all__ = ["CredibleSet", "credible_sets", "open_gates"]
 
@@ -73,10 +76,16 @@ def credible_sets(
     Raises:
         ValueError: the level or the correlation is not between 0 and 1, or the shapes do not fit.
     """
+    expect(np.ndarray, "an array", gates=gates, inclusion=inclusion, x=x)
+    expect(np.ndarray | None, "an array", gate_of=gate_of, weights=weights)
+    expect(Sequence | np.ndarray, "a list of names", names=names)
+    expect(Real, "a number", level=level, min_correlation=min_correlation)
     for name, value in (("level", level), ("min_correlation", min_correlation)):
         if not 0 <= value <= 1:
             raise ValueError(f"Expected {name} to be between 0 and 1, but got {value!r}.")
     gate_of = np.arange(x.shape[1]) if gate_of is None else gate_of
+    if len(names) not in (0, len(inclusion)):
+        raise ValueError(f"Expected a name for each of {len(inclusion)} gates, but got {len(names)}.")
     if not gates.shape[1:] == inclusion.shape == (gate_of.max() + 1,) or gate_of.shape != x.shape[1:]:
         raise ValueError(
             f"Expected as many gates as inclusion probabilities and features, but got {gates.shape[1:]}, "

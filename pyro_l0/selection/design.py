@@ -6,12 +6,14 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 
+from pyro_l0.expect import expect
 from pyro_l0.selection.posterior import Draws, SelectionPosterior
 from pyro_l0.selection.problem import Family, Prior, Problem
 
@@ -242,6 +244,8 @@ def _counts(y: NDArray[np.float64]) -> bool:
 
 def _rate(rate: float | tuple[float, float] | None, expected_size: float | None, p: int) -> float | tuple[float, float]:
     """The rate, or the parameters of its prior."""
+    expect(Real | tuple | None, "a number or a pair of numbers", rate=rate)
+    expect(Real | None, "a number", expected_size=expected_size)
     if rate is not None and expected_size is not None:
         raise ValueError(f"Expected a rate or an expected_size, but got both: {rate} and {expected_size}.")
     if isinstance(rate, tuple):
@@ -264,6 +268,7 @@ def _rate(rate: float | tuple[float, float] | None, expected_size: float | None,
 
 def _scale(name: str, value: float | None, exists: bool = True) -> float | None:
     """A scale that is given, if it may be."""
+    expect(Real | None, "a number", **{name: value})
     if value is not None and not 0 < value < math.inf:
         raise ValueError(f"Expected {name} to be positive and finite, or None to learn it, but got {value}.")
     if value is not None and not exists:

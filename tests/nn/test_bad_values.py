@@ -67,7 +67,7 @@ def test_what_holds_no_tensors(bad):
     for door in (pack_zeros, unpack_zeros):
         with pytest.raises(TypeError, match="Expected tensors by name"):
             door(bad)
-    with pytest.raises(TypeError, match="Expected a tensor of values"):
+    with pytest.raises(TypeError, match="Expected value to be a tensor"):
         FixedGate(bad)
 
 

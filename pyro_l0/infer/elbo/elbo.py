@@ -15,6 +15,7 @@ from pyro.infer.elbo import ELBO
 from pyro.infer.util import torch_item
 from torch import Tensor
 
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.blocks import Kind, Run, blocks_of
 from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
@@ -158,6 +159,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         extra_terms: Sequence[Term] = (),
     ) -> None:
         self.objective_terms = terms_of(objective, extra_terms)
+        expect(Mapping | None, "a dict by gate site", slab=slab, square_norm=square_norm)
+        expect(bool, "True or False", vectorize_particles=vectorize_particles)
         size = 1.0 if group_size is None else group_size
         check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
         check_particles(num_particles, estimator, vectorize_particles, temper)

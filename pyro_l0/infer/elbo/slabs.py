@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site
 
 Shape = tuple[int, ...]
@@ -40,6 +41,7 @@ def switches_of(slab: Mapping[str, Switch] | None) -> dict[str, Switch]:
     Raises:
         TypeError: an entry is neither a name nor a name with integers.
     """
+    expect(Mapping | None, "a dict such as {'w': 'z'}", slab=slab)
     return {
         name: switch if isinstance(switch, str) else _indexed(name, switch) for name, switch in (slab or {}).items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site, sole_record
 from pyro_l0.infer.guides.lone_latents import LoneLatents, first_latents
 from pyro_l0.infer.guides.mean_field import (
@@ -85,6 +87,8 @@ class AutoGate(AutoGuide):
             raise TypeError(f"Expected family to be a gate's class, but got {family!r}.")
         for rate in init_active_prob.values() if isinstance(init_active_prob, Mapping) else [init_active_prob]:
             check_rate("init_active_prob", rate, family.__name__)
+        expect(Real, "a number", init_jitter=init_jitter)
+        expect(Mapping | None, "a dict of arguments of the family", family_options=family_options)
         if not 0 <= init_jitter < math.inf:
             raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
         self.family = family
@@ -289,6 +293,7 @@ class AutoGate(AutoGuide):
         Raises:
             ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
         """
+        expect(Mapping, "a dict of tensors by gate site", units=units)
         if not isinstance(self._drawing, MeanField):
             raise ValueError("Expected gates that leave to depend on no other site, but got a correlated guide.")
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
@@ -323,6 +328,9 @@ class AutoGate(AutoGuide):
         gates = self._of_kind(GatesPosterior)
         if name not in gates:
             raise ValueError(f"Expected a gate site, one of {sorted(gates)}, but got {name!r}.")
+        expect(Tensor, "a tensor of indices", places=places)
+        if places.is_floating_point() or places.is_complex():
+            raise TypeError(f"Expected places to be a tensor of indices, but got {places.dtype}.")
         gates[name].close(places)
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributions.utils import clamp_probs
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.pairs import Args, Kwargs
 from pyro_l0.infer.elbo.particles import each
@@ -110,6 +112,9 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         hyper: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
+        expect(Real, "a number", init_scale=init_scale)
+        expect(Mapping | None, "a dict of tensors by slab site", init_loc=init_loc)
+        expect(Sequence | None, "a list of sites", hyper=hyper)
         if not 0 < init_scale < math.inf:
             raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
         self._family_of_prior = "family" not in options

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_l0.expect import expect
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
 from pyro_l0.infer.posterior.refine import is_quadratic
@@ -67,6 +68,10 @@ def check_fit(
     References:
         Zanella and Roberts (2019), arXiv:1805.00541, for the sampler.
     """
+    expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
+    for name, number in (("chains", chains), ("flips", flips), ("draws", draws)):
+        if number < 1:
+            raise ValueError(f"Expected {name} of at least 1, but got {number}.")
     collapsed, log_likelihood = guide.collapsed_at_means(*args, **kwargs)
     quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
     if quadratic:

@@ -8,12 +8,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 
 import pyro
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.evidence import Evidence, is_mapped, log_ratios
@@ -101,6 +103,9 @@ def fit(
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20.
     """
+    expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
+    expect(Real, "a number", learning_rate=learning_rate)
+    expect(bool, "True or False", progress=progress)
     for name, value in (("steps", steps), ("restarts", restarts), ("num_particles", num_particles)):
         least = 2 if name == "num_particles" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

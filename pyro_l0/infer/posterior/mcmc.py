@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Literal
 
 import torch
 from pyro.infer import HMC, MCMC, NUTS
 from torch import Tensor
 
+from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.slabs import Switch, gate_site, product_name, switches_of
 from pyro_l0.infer.posterior.log_joint import LogJoint, Model
 from pyro_l0.infer.posterior.recorded import recorded_with_slope
@@ -176,6 +178,7 @@ def sample_posterior(
 
 def _check_counts(**counts: tuple[int, int]) -> None:
     for name, (count, least) in counts.items():
+        expect(Integral, "a whole number", **{name: count})
         if count < least:
             raise ValueError(f"Expected {name} of at least {least}, but got {count}.")
 

@@ -9,6 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from pyro_l0.expect import expect
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
 from pyro_l0.infer.target.budget import Budget, Cost, read_budgets
 from pyro_l0.infer.target.positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
@@ -128,6 +129,7 @@ class SparsityTarget:
         on_budget: OnBudget | None = None,
     ) -> None:
         check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "locations")
+        expect(bool, "True or False", pretrained=pretrained)
         self.guide = guide
         gates = guide.test_gates()
         budgets, costs, self._intermediate = read_budgets(budget, cost, gates)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from pyro_l0.expect import expect
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates
@@ -94,6 +97,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
             f"Expected at most {MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
             "method."
         )
+    expect(Integral, "a whole number", draws=draws)
     if draws < 1:
         raise ValueError(f"Expected at least one draw, but got {draws}.")
     states, z = states_of(problem), _all_gates(problem.gates)
