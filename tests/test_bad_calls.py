@@ -23,7 +23,7 @@ KINDS = {
     "AutoSpikeSlab": ["slab", "init_scale", "init_loc", "hyper"],
     "L0_ELBO": ["slab", "square_norm", "vectorize_particles"],
     "SparsityTarget": ["budget", "pretrained"],
-    "check_fit": ["guide"],
+    "check_fit": ["guide", "chains", "flips", "draws"],
     "complete_samples": ["samples"],
     "fit": ["guide", "learning_rate", "progress"],
     "sample_posterior": ["slab", "num_samples", "warmup_steps", "num_chains"],

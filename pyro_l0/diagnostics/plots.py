@@ -93,6 +93,8 @@ def plot_credible_sets(
     members = [np.asarray(features) for features in sets]
     if not members or any(not len(features) for features in members):
         raise ValueError(f"Expected at least one credible set, of a feature or more, but got {len(members)} sets.")
+    if names is not None and len(names) != len(matrix):
+        raise ValueError(f"Expected a name for each of {len(matrix)} features, but got {len(names)}.")
     shown = np.concatenate(members).astype(int)
     if shown.min() < 0 or shown.max() >= len(matrix):
         raise ValueError(f"Expected places of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,7 @@ def check_fit(
     """
     expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
     for name, number in (("chains", chains), ("flips", flips), ("draws", draws)):
+        expect(Integral, "a whole number", **{name: number})
         if number < 1:
             raise ValueError(f"Expected {name} of at least 1, but got {number}.")
     collapsed, log_likelihood = guide.collapsed_at_means(*args, **kwargs)
