@@ -97,7 +97,8 @@ def diagnose(
         'no gate can close in this training: 500 steps of at most 0.001 for a distance of 3.'
     """
     check_guide(guide, "a diagnosis", "posterior", "test_gates", "locations")
-    expect(SparsityTarget | None, "a SparsityTarget", target=target)
+    if target is not None and not hasattr(target, "steps"):
+        raise TypeError(f"Expected target to be a SparsityTarget, but got a value of type {type(target).__name__}.")
     if isinstance(batches, Tensor) or (isinstance(batches, tuple) and any(isinstance(x, Tensor) for x in batches)):
         raise TypeError("Expected batches to be an iterable of batches, but got a single one; put it in a list.")
     expect(Real | None, "a number", steps_left=steps_left)

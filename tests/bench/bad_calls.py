@@ -14,6 +14,7 @@ import importlib
 import inspect
 import io
 import math
+import os
 import sys
 import tempfile
 import traceback
@@ -42,7 +43,7 @@ MODULES = {
     "diagnostics.doctor": "diagnose",
     "diagnostics.gradients": "exact_gradient measure_gradient pathwise_noise",
     "diagnostics.inference_data": "to_arviz",
-    "diagnostics.pictures": "plot_calibration plot_credible_sets plot_inclusion",
+    "diagnostics.plots": "plot_calibration plot_credible_sets plot_inclusion",
     "distributions": "BernoulliGate ExponentialGate ExponentialUniformGate HardConcrete HardKumaraswamy PowerLawGate "
     "RectifiedNormal",
     "distributions.binary_concrete": "BinaryConcrete",
@@ -271,6 +272,7 @@ def main():
     parser.add_argument("--show", type=int, default=40, help="how many internal errors to print")
     parser.add_argument("--only", default="", help="part of the name of what is called")
     options = parser.parse_args()
+    os.chdir(tempfile.mkdtemp())  # for the files of runs
     ends, inner = Counter(), []
     for name, function, good, parameters in doors():
         if options.only not in name:
