@@ -160,7 +160,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     ) -> None:
         self.objective_terms = terms_of(objective, extra_terms)
         expect(Mapping | None, "a dict by gate site", slab=slab, square_norm=square_norm)
-        expect(bool, "True or False", vectorize_particles=vectorize_particles)
         size = 1.0 if group_size is None else group_size
         check_numbers(kl_scale, lam=lam, group_size=size, weight_decay=weight_decay)
         check_particles(num_particles, estimator, vectorize_particles, temper)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site
 
 EstimatorName = Literal["score_function", "leave_one_out", "arm", "straight_through", "rebar"]
@@ -176,6 +177,7 @@ def check_particles(
     num_particles: object, estimator: EstimatorName | None, vectorize_particles: bool, temper: object
 ) -> None:
     """Refuse numbers of particles, estimators that do not go with them, and factors out of range."""
+    expect(bool, "True or False", vectorize_particles=vectorize_particles)
     if isinstance(num_particles, bool) or not isinstance(num_particles, int) or num_particles < 1:
         raise ValueError(f"Expected num_particles of at least 1, but got {num_particles!r}.")
     if estimator is not None and estimator not in get_args(EstimatorName):
