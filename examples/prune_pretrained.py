@@ -240,7 +240,7 @@ def places(network: nn.Module, example: Tensor) -> dict[str, Gate]:
     all of them are closed. Parts of units, as the pixels of a flattened map, have none.
     """
     gates: dict[str, Gate] = {}
-    for place in suggest_gates(network, example).places:
+    for place in suggest_gates(network, example).locations:
         before = network.get_submodule(place.path)
         if isinstance(before, nn.ReLU | nn.MaxPool2d | nn.Flatten) and not place.is_composite:
             shared = [gates[path] for path in place.coupled if path in gates]

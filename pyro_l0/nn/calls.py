@@ -1,19 +1,20 @@
-"""The calls of a network's modules, as it runs on an example."""
+"""Records a network on an example: its operations, and the calls of its modules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example
-from pyro_l0.nn.engine.tape import Value
-from pyro_l0.nn.gate import check_given
-from pyro_l0.nn.read_called import record_example
+from pyro_l0.nn.engine.record import Example, calls_of, record
+from pyro_l0.nn.engine.tape import Recording, Value
+from pyro_l0.nn.gate import check_given, gate_names
 
-__all__ = ["Followed", "ModuleCall", "follow_calls", "refuse_computed"]
+__all__ = ["Calls", "ModuleCall", "follow_calls", "record_called", "record_example", "refuse_computed"]
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,38 @@ class ModuleCall:
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A network's calls, and what the engine says of them.
+class Calls:
+    """The calls of a network's modules, and what the engine knows of their tensors.
 
     Attributes:
-        calls: by module, in order.
+        of: by module, its calls in order.
         maps: the maps of the recording.
     """
 
-    calls: dict[nn.Module, list[ModuleCall]]
+    of: dict[nn.Module, list[ModuleCall]]
     maps: Maps
 
     def of_one(self, module: nn.Module) -> list[ModuleCall]:
         """The calls of a module in the first call of the network that calls it most often."""
         by_number: dict[int, list[ModuleCall]] = {}
-        for call in self.calls.get(module, []):
+        for call in self.of.get(module, []):
             by_number.setdefault(call.number, []).append(call)
         return max(by_number.values(), key=len, default=[])
 
+    def unit_dims(self, value: Value) -> list[int]:
+        """The dimensions of a tensor that are dimensions of weights as well, so that closing entries cuts weights."""
+        slots, axes = self.maps.slots, self.maps.axes
+        weights = [weight for weight in self.maps.recording.named.values() if weight.rank > 1]
+        blocks = {slots.root(axis.block) for weight in weights for axis in axes[weight] if axis.size > 1}
+        return [dim for dim, axis in enumerate(axes[value]) if slots.root(axis.block) in blocks]
 
-def follow_calls(network: nn.Module, example: Example) -> Followed:
+    def are_same_units(self, outputs: Iterable[tuple[Value, int]]) -> bool:
+        """Whether dimensions of tensors, such as a module's at its calls, have the same units in the same order."""
+        units = self.maps.slots.units()
+        return len({tuple(units[self.maps.axes[value][dim].block].tolist()) for value, dim in outputs}) <= 1
+
+
+def follow_calls(network: nn.Module, example: Example) -> Calls:
     """Record a network and the calls of its modules.
 
     Raises:
@@ -79,17 +92,13 @@ def follow_calls(network: nn.Module, example: Example) -> Followed:
         for handle in handles:
             handle.remove()
     refuse_computed(network)
-    values = {
-        id(value.tensor): value
-        for operation in recording.operations
-        for value in (*operation.inputs, *operation.outputs)
-        if value is not None
-    }
+    used = [value for operation in recording.operations for value in (*operation.inputs, *operation.outputs)]
+    values = {id(value.tensor): value for value in used if value is not None}
     calls: dict[nn.Module, list[ModuleCall]] = {}
     for module, given, result, behind, number in seen:
         call = ModuleCall(behind, values.get(id(given)), values.get(id(result)), number)
         calls.setdefault(module, []).append(call)
-    return Followed(calls, analyse(recording, {}).maps)
+    return Calls(calls, analyse(recording, {}).maps)
 
 
 def refuse_computed(network: nn.Module) -> None:
@@ -105,3 +114,51 @@ def refuse_computed(network: nn.Module) -> None:
                     f"Expected modules that hold parameters and buffers, but {name!r} of {path!r} was computed, as by "
                     "torch.nn.utils.spectral_norm; remove that first, by remove_spectral_norm or remove_weight_norm."
                 )
+
+
+def record_called(network: nn.Module, example: Example) -> Recording:
+    """Record a network in which every gate is called on the units of a tensor.
+
+    Raises:
+        ValueError: a gate is never called or computes weights, or the network does not take the example.
+        TypeError: ``network`` is no module, or the example is of no kind that is known.
+    """
+    gates = gate_names(network)
+    paths = {module: path for path, module in network.named_modules()}
+    for site, gate in gates.items():
+        if "parametrizations" in paths[gate].split("."):
+            raise _misplaced(site, paths[gate], "computes weights, which are not counted")
+    recording = record_example(network, example)
+    called = {str(x.arguments["site"]) for x in recording.operations if x.name == "gate"}
+    for site, gate in gates.items():
+        if site not in called:
+            raise _misplaced(site, paths[gate], "is never called")
+    return recording
+
+
+def _misplaced(site: str, path: str, why: str) -> ValueError:
+    return ValueError(
+        f"Expected gates that are called on the units of a tensor, but gate {site!r} (module {path!r}) {why}; "
+        "put it behind the layer whose units it gates, or take it out."
+    )
+
+
+def record_example(network: nn.Module, example: Example) -> Recording:
+    """:func:`~pyro_l0.nn.engine.record`, which names the example where the network does not take it."""
+    check_given(network)
+    calls = calls_of(example)
+    tensors = [x for call in calls for x in tree_leaves(call) if isinstance(x, Tensor)]
+    given = " and ".join(f"one of shape {tuple(x.shape)} and dtype {x.dtype}" for x in tensors) or "no tensor"
+    if not calls or any(x.dim() and not len(x) for x in tensors):
+        raise ValueError(f"Expected an example of at least one call with entries, but got {given}.")
+    own = next((x.dtype for x in network.parameters() if x.is_floating_point()), None)
+    try:
+        return record(network, example)
+    except (RuntimeError, IndexError, TypeError) as error:
+        of, remedy = "", ""
+        if own is not None and any(x.dtype != own for x in tensors):
+            of, remedy = f" of dtype {own}, as the network's parameters,", f"; convert it by .to({own})"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"Expected an example that the network takes,{of} but got {given}, at which it fails: {reason}{remedy}"
+        ) from error

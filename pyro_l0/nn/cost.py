@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.engine.dependence import Dependence, depend
 from pyro_l0.nn.engine.formulas import TRUE, Clause
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
@@ -19,7 +20,6 @@ from pyro_l0.nn.engine.slots import Axis
 from pyro_l0.nn.expectation import Expectations
 from pyro_l0.nn.fixed import check_value
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.read_called import record_called
 from pyro_l0.nn.report import Report, report
 
 __all__ = ["NetworkCost"]

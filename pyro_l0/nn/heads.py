@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.gate import Gate, check_given
-from pyro_l0.nn.hooks import GateHook, arrange, hooks_of
+from pyro_l0.nn.hooks import GateHook, arrange, has_hook, module_at
 
 __all__ = ["gate_heads", "is_dense"]
 
@@ -50,12 +50,13 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     check_given(network, heads, "numbers of heads by module path")
     new = copy.deepcopy(network)
     for path, number in heads.items():
-        _check_number(path, number)
-        parent = _parent(new, path)
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"Expected the number of heads at {path!r} to be an integer, but got {number!r}.")
+        module_at(new, path, "dense layers", is_dense)
+        parent = new.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
-            parent = _swap(new, path, parent, number)
-        name = path.rpartition(".")[2]
-        projection = getattr(parent, name)
+            _swap(new, path, parent, number)
+        projection = new.get_submodule(path)
         _check_projection(new, path, projection, number)
         _HeadsHook(projection, number)
     arrange(new)
@@ -82,23 +83,11 @@ class _HeadsHook(GateHook):
         return self.gate(x.unflatten(-1, (self.heads, -1))).flatten(-2), *others
 
     def resize(self, size: int) -> None:
-        """Take note that another number of heads is left."""
+        """Adapt to another number of heads."""
         self.heads = size
 
 
-def _parent(network: nn.Module, path: str) -> nn.Module:
-    """The module that holds the one at a path."""
-    modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
-    if not path or path not in modules:
-        dense = [name for name, module in modules.items() if name and is_dense(module)]
-        raise ValueError(
-            f"Expected the path of an output projection, but got {path!r}; the network has dense layers at "
-            f"{', '.join(map(repr, dense)) or 'no path'}."
-        )
-    return modules[path.rpartition(".")[0]]
-
-
-def _swap(network: nn.Module, path: str, attention: nn.MultiheadAttention, heads: int) -> PlainAttention:
+def _swap(network: nn.Module, path: str, attention: nn.MultiheadAttention, heads: int) -> None:
     """Put a module whose parts are called in the place of torch's attention."""
     inner = path.rpartition(".")[0]
     if heads != attention.num_heads:
@@ -117,17 +106,11 @@ def _swap(network: nn.Module, path: str, attention: nn.MultiheadAttention, heads
     except ValueError as error:
         raise ValueError(f"{error} At {inner!r} there is one; write that attention out to gate its heads.") from error
     network.set_submodule(inner, plain)
-    return plain
-
-
-def _check_number(path: str, heads: object) -> None:
-    if isinstance(heads, bool) or not isinstance(heads, int):
-        raise TypeError(f"Expected the number of heads at {path!r} to be an integer, but got {heads!r}.")
 
 
 def _check_projection(network: nn.Module, path: str, projection: nn.Module, heads: int) -> None:
     """Refuse what does not read heads side by side, and layers that are used elsewhere too."""
-    if any(isinstance(hook, _HeadsHook) for at, hook in hooks_of(network) if at == path):
+    if has_hook(projection, _HeadsHook):
         raise ValueError(f"Expected an output projection without head gates, but {path!r} has them already.")
     if not is_dense(projection):
         raise TypeError(

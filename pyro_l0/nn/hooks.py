@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.nn.gate import Gate, GateHolder
 
-__all__ = ["GateHook", "arrange", "hooks_of", "new_name", "old_names", "replace_gate"]
+__all__ = ["GateHook", "arrange", "has_hook", "hooks_of", "module_at", "new_name", "old_names", "replace_gate"]
 
 _HOLDER = "l0_gates"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # run or count all that they hold
@@ -34,12 +35,43 @@ class GateHook:
         self.handles: list[RemovableHandle] = []
 
     def resize(self, size: int) -> None:
-        """Take note that another number of units comes to the gate."""
+        """Adapt to another number of units at the gate."""
 
     def remove(self) -> None:
-        """Act no more."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
+
+
+def module_at(
+    network: nn.Module, path: str, what: str, can_be: Callable[[nn.Module], bool] = lambda module: True
+) -> nn.Module:
+    """The module at a path inside of a network.
+
+    Args:
+        network: the network.
+        path: of a module.
+        what: in words, the modules that are expected.
+        can_be: whether a module is one of them, so that an error names it.
+
+    Raises:
+        ValueError: there is no module at the path.
+    """
+    modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
+    if path and path in modules:
+        return modules[path]
+    others = [name for name, module in modules.items() if name and can_be(module)]
+    close = get_close_matches(path, others, n=3) or [name for name in others if "." not in name] or others
+    raise ValueError(
+        f"Expected paths of {what} inside of the network, but got {path!r}; there are "
+        f"{', '.join(map(repr, close)) or 'none'}."
+    )
+
+
+def has_hook(module: nn.Module, kind: type[GateHook]) -> bool:
+    """Whether a module has a hook of a kind."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(isinstance(hook, kind) for hook in hooks)
 
 
 def hooks_of(network: nn.Module) -> Iterator[tuple[str, GateHook]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 
 from torch import Tensor, nn
 
@@ -13,8 +12,7 @@ from pyro_l0.nn.calls import ModuleCall, follow_calls
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.tape import Value
 from pyro_l0.nn.gate import Gate, check_given
-from pyro_l0.nn.hooks import GateHook, arrange
-from pyro_l0.nn.places import are_same_units, unit_dim
+from pyro_l0.nn.hooks import GateHook, arrange, has_hook, module_at
 
 __all__ = ["gate_dropout", "has_gate_behind", "insert_gates"]
 
@@ -60,12 +58,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
     modules = dict(network.named_modules(remove_duplicate=False))
     followed = None if example is None else follow_calls(network, example)
     for path, gate in gates.items():
-        if not path or path not in modules:
-            children = [name for name, _ in network.named_children()]
-            close = get_close_matches(path, [name for name in modules if name], n=3) or children
-            raise ValueError(
-                f"Expected paths of modules of the network, but got {path!r}; there are {', '.join(map(repr, close))}."
-            )
+        module_at(network, path, "modules")
         if not isinstance(gate, Gate):
             raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
         calls = None if followed is None else followed.of_one(modules[path])
@@ -73,7 +66,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
         for call in calls or []:
             _check_size(path, gate, call.output)
         outputs = [(call.output, gate.dim) for call in calls or [] if call.output is not None and gate.size > 1]
-        if followed is not None and not are_same_units(followed.maps, outputs):
+        if followed is not None and not followed.are_same_units(outputs):
             found = " and at ".join(f"{path!r} behind {call.behind}" for call in calls or [])
             raise ValueError(
                 f"Expected {path!r} to be called on the same units each time, as a gate behind it acts alike, but it "
@@ -98,7 +91,7 @@ class _OutputHook(GateHook):
 
 def has_gate_behind(module: nn.Module) -> bool:
     """Whether a module has a gate of :func:`insert_gates`."""
-    return any(isinstance(hook, _OutputHook) for hook in module._forward_hooks.values())
+    return has_hook(module, _OutputHook)
 
 
 def _check_size(path: str, gate: Gate, output: Value | None) -> None:
@@ -202,8 +195,8 @@ def _units_by_module(
     for module in modules:
         shapes[module] = []
         for units in (call.input for call in found.of_one(module) if call.input is not None):
-            dim = unit_dim(found.maps, units)
-            if dim is None:
-                dim = 1 if isinstance(module, _MAPS) or units.rank > 3 else units.rank - 1
+            dims = found.unit_dims(units)
+            guess = 1 if isinstance(module, _MAPS) or units.rank > 3 else units.rank - 1
+            dim = dims[0] if len(dims) == 1 else guess
             shapes[module].append((units.shape[dim], -1 if dim == units.rank - 1 else dim))
     return shapes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -78,18 +78,13 @@ def keep_with(out: Tensor, draw: Draw) -> None:
 
 def refuse_reentrant(name: str) -> None:
     """Refuse a reentrant checkpoint, which gives the gate at a site no gradient."""
-    if any(frame.f_code in _REENTRANT for frame in _frames()):
-        raise RuntimeError(
-            f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which gives a gradient "
-            "to the arguments of a block alone and not to its gates; pass use_reentrant=False."
-        )
-
-
-def _frames() -> Iterator[FrameType]:
-    """The call stack, from the inside out."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        if frame.f_code in _REENTRANT:
+            raise RuntimeError(
+                f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which gives a "
+                "gradient to the arguments of a block alone and not to its gates; pass use_reentrant=False."
+            )
         frame = frame.f_back
 
 

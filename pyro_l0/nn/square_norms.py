@@ -13,12 +13,12 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.utils import parametrize
 
 from pyro_l0.fast.gated_linear import record_norms, recorded_norms
+from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.readers import Use, find_readers
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.per_device import PerDevice
-from pyro_l0.nn.read_called import record_called
 
 __all__ = ["SquareNorms", "square_norms"]
 
@@ -43,11 +43,10 @@ def square_norms(network: nn.Module, example: Example) -> SquareNorms:
         torch.Size([2])
     """
     recording = record_called(network, example)
-    sizes = {name: gate.size for name, gate in gate_names(network).items()}
-    reads: dict[str, list[_Read]] = {name: [] for name in sizes}
+    norms = {name: _SquareNorm(gate.size) for name, gate in gate_names(network).items()}
     for use in find_readers(analyse(recording, {}).maps):
-        reads[use.site].append(_Read(_weight(network, use), use))
-    return SquareNorms({name: _SquareNorm(sizes[name], found) for name, found in reads.items()})
+        norms[use.site].add(_weight(network, use), use)
+    return SquareNorms(norms)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class _Weight:
         return weight if self.dim == 1 else weight.movedim(self.dim, 1)
 
     def parameter(self) -> Tensor | None:
-        """The parameter whose norms a dense layer may record on the way."""
+        """The parameter whose norms a dense layer may record as it runs."""
         # Weights that a parametrisation computes at each access are others each time.
         parameter: Tensor | None = self.module._parameters.get(self.name)
         return parameter if self.dim == 1 and self.groups == 1 else None
@@ -108,7 +107,7 @@ class SquareNorms(dict[str, Callable[[], Tensor]]):
     def during(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """A context for the network's forward pass and the norms of some sites after it.
 
-        Dense layers that multiply their weights by gates compute the norms, and their part of the gradient, on the way.
+        Dense layers that multiply their weights by gates then compute the norms, and their part of the gradient, too.
         """
         found = [weight for norm in map(self.get, names) if isinstance(norm, _SquareNorm) for weight in norm.weights]
         parameters = [weight.parameter() for weight in found]
@@ -122,12 +121,8 @@ class SquareNorms(dict[str, Callable[[], Tensor]]):
         norms = [norm for norm in map(self.get, names) if isinstance(norm, _SquareNorm)]
         if len(norms) < len(names):
             return None
-        weights = list(dict.fromkeys(weight for norm in norms for weight in norm.weights))
-        columns = _columns(weights)
-        plain = all(len(norm.reads) == 1 and norm.reads[0].is_whole(norm.size) for norm in norms)
-        if plain and len(weights) == len(norms):
-            return torch.cat(list(columns.values()))
         # A layer behind a flattening is read by the maps' gates and by those of its features, and is gone over once.
+        columns = _columns(list(dict.fromkeys(weight for norm in norms for weight in norm.weights)))
         return torch.cat([norm.of(columns) for norm in norms])
 
 
@@ -158,46 +153,36 @@ class _SquaredColumns(torch.autograd.Function):
         )
 
 
-class _Read:
-    """A weight that reads units of a gate: by which of its columns, and the unit that each reads."""
-
-    def __init__(self, weight: _Weight, use: Use) -> None:
-        self.weight = weight
-        self._size = use.weight.shape[use.dim] * use.groups
-        is_all = np.array_equal(use.entries, np.arange(self._size))
-        self.inputs = None if is_all else PerDevice(torch.from_numpy(use.entries))
-        self.units = PerDevice(torch.from_numpy(use.units))
-        self._in_order = is_all and np.array_equal(use.units, use.entries)
-
-    def is_whole(self, size: int) -> bool:
-        """Whether its inputs are the units, in order."""
-        return self._in_order and self._size == size
-
-    def of_units(self, norms: Tensor, size: int) -> Tensor:
-        """What belongs to each of the gate's units, of the squared norms for each of the layer's inputs."""
-        if self.is_whole(size):
-            return norms
-        if self.inputs is not None:
-            norms = norms[self.inputs.on(norms.device)]
-        return norms.new_zeros(size).index_add(0, self.units.on(norms.device), norms)
-
-
 class _SquareNorm:
-    """Squared norm of the weights of some layers that read each unit, computed at each call."""
+    """Squared norm of the weights that read each unit of a gate, computed at each call."""
 
-    def __init__(self, size: int, reads: list[_Read]) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.reads = reads
-        self.weights = [read.weight for read in reads]
+        self.weights: list[_Weight] = []
+        # Which columns of a weight read units, None for all in order, and which units; None if both are all in order.
+        self._units: list[tuple[PerDevice | None, PerDevice] | None] = []
+
+    def add(self, weight: _Weight, use: Use) -> None:
+        """Count a weight in."""
+        width = use.weight.shape[use.dim] * use.groups
+        is_all = np.array_equal(use.entries, np.arange(width))
+        entries = None if is_all else PerDevice(torch.from_numpy(use.entries))
+        is_whole = is_all and width == self.size and np.array_equal(use.units, use.entries)
+        self.weights.append(weight)
+        self._units.append(None if is_whole else (entries, PerDevice(torch.from_numpy(use.units))))
 
     def __call__(self) -> Tensor:
         """Shape ``(size,)``."""
         return self.of(_columns(self.weights))
 
     def of(self, columns: Mapping[_Weight, Tensor]) -> Tensor:
-        """The same, from the squared norms of each layer's columns."""
+        """The same, from the squared norms of each weight's columns."""
         total: Tensor | None = None
-        for read in self.reads:
-            norms = read.of_units(columns[read.weight], self.size)
+        for weight, parts in zip(self.weights, self._units, strict=True):
+            norms = columns[weight]
+            if parts is not None:
+                entries, units = parts
+                norms = norms if entries is None else norms[entries.on(norms.device)]
+                norms = norms.new_zeros(self.size).index_add(0, units.on(norms.device), norms)
             total = norms if total is None else total + norms
         return torch.zeros(self.size) if total is None else total

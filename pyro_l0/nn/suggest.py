@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.nn.calls import Followed, follow_calls
+from pyro_l0.nn.calls import Calls, follow_calls
 from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example
@@ -17,13 +18,12 @@ from pyro_l0.nn.engine.tape import Operation, Recording, Value
 from pyro_l0.nn.gate import Gate, gate_names
 from pyro_l0.nn.heads import is_dense
 from pyro_l0.nn.insert import has_gate_behind, insert_gates
-from pyro_l0.nn.places import are_same_units, unit_dims
 
-__all__ = ["Place", "Suggestions", "suggest_gates"]
+__all__ = ["Location", "Suggestions", "suggest_gates"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A module behind which a gate would cut something.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
         parameters: names of those that lose entries with a unit.
         is_composite: whether its units are parts of larger ones that can have gates, such as entries of a flattened
             map or a head's queries, so that a gate there leaves a selection in front of the next layer.
-        coupled: paths of other places on the same units, such as a residual stream's: what the units have in common
+        coupled: paths of other locations on the same units, such as a residual stream's: what the units have in common
             leaves only where the gates of all of them are closed.
     """
 
@@ -53,14 +53,20 @@ class Suggestions(Mapping[str, Gate]):
     It prints as a table.
 
     Attributes:
-        places: what is known of each.
+        locations: what is known of each.
         refused: by path of other modules, why a gate behind it would cut nothing or act elsewhere, too.
         heads: by path of a dense layer, the number of attention heads that it reads, for ``gate_heads``.
     """
 
-    def __init__(self, places: tuple[Place, ...], refused: Mapping[str, str], heads: Mapping[str, int]) -> None:
-        self.places, self.refused, self.heads = places, dict(refused), dict(heads)
-        self._gates = {place.path: place.gate for place in places}
+    def __init__(self, locations: tuple[Location, ...], refused: Mapping[str, str], heads: Mapping[str, int]) -> None:
+        self.locations, self.refused, self.heads = locations, dict(refused), dict(heads)
+        self._gates = {location.path: location.gate for location in locations}
+
+    @property
+    def places(self) -> tuple[Location, ...]:
+        """The name of :attr:`locations` in earlier versions."""
+        warnings.warn("Suggestions.places is deprecated. Use locations.", FutureWarning, stacklevel=2)
+        return self.locations
 
     def __getitem__(self, path: str) -> Gate:
         return self._gates[path]
@@ -73,13 +79,12 @@ class Suggestions(Mapping[str, Gate]):
 
     def __str__(self) -> str:
         rows = [("behind", "gate", "weights/unit", "macs/unit", "parameters", "coupled with")]
-        for place in self.places:
-            gate = f"Gate({place.gate.size}, dim={place.gate.dim})"
-            numbers = f"{place.weights:,.0f}", f"{place.macs:,.0f}"
-            rows.append((place.path, gate, *numbers, _few(place.parameters), _few(place.coupled)))
+        for at in self.locations:
+            numbers = f"{at.weights:,.0f}", f"{at.macs:,.0f}"
+            rows.append((at.path, str(at.gate), *numbers, _few(at.parameters), _few(at.coupled)))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        if not self.places:
+        if not self.locations:
             lines = ["no module without a gate behind which one would cut something"]
         lines += [
             f"{path} reads {heads} heads: gate_heads(network, {{{path!r}: {heads}}})"
@@ -108,28 +113,27 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         1       Gate(3, dim=-1)  3             3          0.bias, 0.weight, 2.weight
         no gate behind 2: it makes the network's output
     """
-    followed = follow_calls(network, example)
-    found, refused = _candidates(network, followed)
+    calls = follow_calls(network, example)
+    found, refused = _candidates(network, calls)
     gates = {path: _gate(*outputs[0]) for path, outputs in found.items()}
-    places: list[Place] = []
+    locations: list[Location] = []
     if gates:
         gated = insert_gates(network, gates)
         sites = {gate: site for site, gate in gate_names(gated).items()}
         cost = NetworkCost(gated, example)
         weights, macs = _saved(cost, "weights"), _saved(cost, "macs")
-        why = _reasons(cost)
-        couples, parameters = _couples(followed.maps, found), _parameters(followed.maps, found)
-        composites = _composites(followed.maps, found)
+        why = {stay.site: f"its units {stay.verdict}" for stay in reversed(cost.report().stays)}
+        parameters, coupled = _shared(calls.maps, found)
+        composites = _composites(calls.maps, found)
         for path, gate in gates.items():
-            site = sites[gate]
+            site, others = sites[gate], coupled[path]
             if weights[site] > 0 or macs[site] > 0:
-                places.append(
-                    Place(path, gate, weights[site], macs[site], parameters[path], couples[path], path in composites)
-                )
+                saved = weights[site], macs[site]
+                locations.append(Location(path, gate, *saved, parameters[path], others, path in composites))
             else:
-                together = f"its units leave only together with those behind {_few(couples[path])}"
-                refused[path] = why.get(site) or (together if couples[path] else "nothing leaves with its units")
-    return Suggestions(tuple(places), refused, _heads(network, followed))
+                together = f"its units leave only together with those behind {_few(others)}"
+                refused[path] = why.get(site) or (together if others else "nothing leaves with its units")
+    return Suggestions(tuple(locations), refused, _heads(network, calls))
 
 
 Found = dict[str, list[tuple[Value, int]]]
@@ -140,34 +144,31 @@ def _gate(value: Value, dim: int) -> Gate:
     return Gate(value.shape[dim], -1 if dim == value.rank - 1 else dim)
 
 
-def _candidates(network: nn.Module, followed: Followed) -> tuple[Found, dict[str, str]]:
+def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]]:
     """The tensors and dimensions that a gate could act on, and why not behind other modules."""
     found: Found = {}
     refused: dict[str, str] = {}
-    users = _users(followed.maps.recording)
-    read = _read_outside(followed.maps.recording)
+    users, read = _users(calls.maps.recording), _read_outside(calls.maps.recording)
     for path, module in network.named_modules():
-        calls = followed.of_one(module)
+        own = calls.of_one(module)
         is_gate = isinstance(module, Gate) or has_gate_behind(module)
-        if not path or is_gate or not calls or "parametrizations" in path.split("."):
+        if not path or is_gate or not own or "parametrizations" in path.split("."):
             continue  # the last compute weights
-        values = [call.output for call in calls if call.output is not None]
+        values = [call.output for call in own if call.output is not None]
         if path in read:
             refused[path] = "code outside of it reads its parameters"
-        elif len(values) < len(calls):
+        elif len(values) < len(own):
             refused[path] = "it does not return a tensor that operations use"
-        elif not any(_has_other(network, path, followed, value) for value in values):
-            dims = [
-                [dim for dim in unit_dims(followed.maps, value) if value.shape[dim] > 1 and dim > 0] for value in values
-            ]
+        elif not any(_has_other(network, path, calls, value) for value in values):
+            dims = [[dim for dim in calls.unit_dims(value) if value.shape[dim] > 1 and dim > 0] for value in values]
             outputs = [(value, found_there[-1]) for value, found_there in zip(values, dims, strict=True) if found_there]
-            if any(_makes_output(followed.maps, users, *output) for output in zip(values, dims, strict=True)):
+            if any(_makes_output(calls.maps, users, *output) for output in zip(values, dims, strict=True)):
                 refused[path] = "it makes the network's output"
-            elif not are_same_units(followed.maps, outputs):
-                refused[path] = f"it is called {len(calls)} times, on different units"
+            elif not calls.are_same_units(outputs):
+                refused[path] = f"it is called {len(own)} times, on different units"
             elif outputs and len(outputs) == len(values):
                 found[path] = outputs
-    return _without_passed_on(followed.maps, users, found), refused
+    return _without_passed_on(calls.maps, users, found), refused
 
 
 def _read_outside(recording: Recording) -> set[str]:
@@ -251,16 +252,16 @@ def _makes_output(maps: Maps, users: Mapping[Value, list[Operation]], value: Val
     return False
 
 
-def _has_other(network: nn.Module, path: str, followed: Followed, value: Value) -> bool:
+def _has_other(network: nn.Module, path: str, calls: Calls, value: Value) -> bool:
     """Whether a module inside returns the same tensor, one in front made it, or one behind changes it in place.
 
     A module that only hands it on, such as the Identity of a shortcut, may stand on one of several ways from there.
     """
     own = network.get_submodule(path)
     inner = set(own.modules()) - {own}
-    returned = {module: calls[0].input for module, calls in followed.calls.items() if calls[0].output is value}
+    returned = {module: made[0].input for module, made in calls.of.items() if made[0].output is value}
     paths = {module: name for name, module in network.named_modules()}
-    busy = {part for operation in followed.maps.recording.operations for part in _around(operation.path)}
+    busy = {part for operation in calls.maps.recording.operations for part in _around(operation.path)}
     makers = {module for module, before in returned.items() if before is not value or paths[module] in busy}
     if not inner.isdisjoint(returned) or (own not in makers and makers):
         return True
@@ -277,38 +278,22 @@ def _saved(cost: NetworkCost, count: str) -> dict[str, float]:
     return {site: 0.0 if grad is None else grad.mean().item() for site, grad in zip(active, grads, strict=True)}
 
 
-def _reasons(cost: NetworkCost) -> dict[str, str]:
-    """By site, why its units stay."""
-    return {stay.site: f"its units {stay.verdict}" for stay in reversed(cost.report().stays)}
-
-
-def _units_of(maps: Maps, outputs: Iterable[tuple[Value, int]]) -> set[int]:
-    """The units of a module's outputs."""
+def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """By path, the parameters and the other paths that have some of the same units."""
     units = maps.slots.units()
-    return {unit for value, dim in outputs for unit in units[maps.axes[value][dim].block].tolist()}
-
-
-def _couples(maps: Maps, found: Found) -> dict[str, tuple[str, ...]]:
-    """By path, the others on the same units."""
-    of_path = {path: _units_of(maps, outputs) for path, outputs in found.items()}
-    return {
-        path: tuple(other for other in found if other != path and not of_path[path].isdisjoint(of_path[other]))
-        for path in found
+    of_path = {
+        path: {unit for value, dim in outputs for unit in units[maps.axes[value][dim].block].tolist()}
+        for path, outputs in found.items()
     }
-
-
-def _parameters(maps: Maps, found: Found) -> dict[str, tuple[str, ...]]:
-    """By path, the parameters that have the same units."""
-    units = maps.slots.units()
     of_name = {
-        name: [set(units[axis.block].tolist()) for axis in maps.axes[value] if axis.size > 1]
-        for name, value in maps.recording.named.items()
+        name: {unit for axis in maps.axes[value] if axis.size > 1 for unit in units[axis.block].tolist()}
+        for name, value in sorted(maps.recording.named.items())
     }
-    of_path = {path: _units_of(maps, outputs) for path, outputs in found.items()}
-    return {
-        path: tuple(name for name, dims in sorted(of_name.items()) if any(not own.isdisjoint(dim) for dim in dims))
-        for path, own in of_path.items()
-    }
+    parameters, coupled = (
+        {path: tuple(x for x in sets if x != path and not own.isdisjoint(sets[x])) for path, own in of_path.items()}
+        for sets in (of_name, of_path)
+    )
+    return parameters, coupled
 
 
 def _attended(maps: Maps) -> set[int]:
@@ -322,7 +307,7 @@ def _attended(maps: Maps) -> set[int]:
 
 
 def _composites(maps: Maps, found: Found) -> set[str]:
-    """The places whose units are parts of others: of heads' features side by side, or of another place's units."""
+    """The paths whose units are parts of others: of heads' features side by side, or of another path's units."""
     units = maps.slots.units()
     roots = {
         path: {maps.slots.root(maps.axes[value][dim].block) for value, dim in outputs}
@@ -338,17 +323,17 @@ def _composites(maps: Maps, found: Found) -> set[str]:
     return {path for path, own in roots.items() if not all(flat.isdisjoint(units[root].tolist()) for root in own)}
 
 
-def _heads(network: nn.Module, followed: Followed) -> dict[str, int]:
+def _heads(network: nn.Module, calls: Calls) -> dict[str, int]:
     """By path of a dense layer, the number of heads whose features, side by side, it reads.
 
     Heads of queries that share keys and values leave together, and count as one.
     """
-    maps, found = followed.maps, dict[str, int]()
+    maps, found = calls.maps, dict[str, int]()
     attended = _attended(maps)
     boxes = [(maps.slots.root(box.flat), [maps.slots.root(block) for block in box.factors]) for box in maps.boxes]
     shared = {flat: factors[0] for flat, factors in boxes if flat in attended}
     for path, module in network.named_modules():
-        value = next((call.input for call in followed.calls.get(module, [])), None)
+        value = next((call.input for call in calls.of.get(module, [])), None)
         if is_dense(module) and value is not None:
             last = maps.slots.root(maps.axes[value][-1].block)
             for flat, factors in boxes:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import Gate, check_given
-from pyro_l0.nn.hooks import GateHook, arrange, hooks_of, replace_gate
+from pyro_l0.nn.hooks import GateHook, arrange, has_hook, hooks_of, module_at, replace_gate
 
 __all__ = ["fix_weights", "gate_weights", "pack_zeros", "unpack_zeros"]
 
@@ -166,16 +166,10 @@ class _WeightsHook(GateHook):
 
 def _layer(network: nn.Module, path: str) -> nn.Module:
     """The layer at a path, if gates can act on its weights there and nowhere else."""
-    modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
-    if not path or path not in modules:
-        raise ValueError(
-            f"Expected the path of a layer inside of the network, but got {path!r}; there are "
-            f"{', '.join(repr(name) for name, module in modules.items() if name and _has_matrix(module))}."
-        )
-    layer = modules[path]
-    outer = [module for name, module in modules.items() if path.startswith(f"{name}.")]
-    if any(isinstance(hook, _WeightsHook) for at, hook in hooks_of(network) if at == path):
+    layer = module_at(network, path, "layers", _has_matrix)
+    if has_hook(layer, _WeightsHook):
         raise ValueError(f"Expected a layer without gates on its weights, but {path!r} has them already.")
+    outer = [module for name, module in network.named_modules(remove_duplicate=False) if path.startswith(f"{name}.")]
     if any(isinstance(module, nn.MultiheadAttention) for module in outer):
         raise ValueError(
             f"Expected a layer that is called, but {path!r} is part of an nn.MultiheadAttention, which reads its "

@@ -107,7 +107,7 @@ def put_gates(
 def _why_not(suggested: Suggestions, inputs: list[tuple[tuple[str, ...], Gate]]) -> dict[str, str]:
     """By module path, why there is no gate unless the budget asks for it."""
     why = dict(suggested.refused)
-    for place in suggested.places:
+    for place in suggested.locations:
         if place.coupled:
             why[place.path] = f"its units leave only together with those behind {', '.join(place.coupled[:3])}"
         elif place.is_composite:
@@ -146,7 +146,7 @@ def _alone(network: nn.Module, suggested: Suggestions) -> _Places:
     """The heads, and the places whose units leave alone."""
     heads = {path: number for path, number in {**suggested.heads, **_of_torch(network)}.items() if number > 1}
     gates: list[tuple[tuple[str, ...], Gate]] = [
-        ((place.path,), place.gate) for place in suggested.places if not place.coupled and not place.is_composite
+        ((place.path,), place.gate) for place in suggested.locations if not place.coupled and not place.is_composite
     ]
     return _Places(heads, gates)
 
@@ -165,7 +165,7 @@ def _without_inputs(
 
 def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> list[tuple[tuple[str, ...], Gate]]:
     """Gates for places that are coupled: one for all that can share it, or, if that takes less out, one for each."""
-    left = {place.path: place for place in suggested.places if place.coupled}
+    left = {place.path: place for place in suggested.locations if place.coupled}
     found: list[tuple[tuple[str, ...], Gate]] = []
     while left:
         first = next(iter(left))

@@ -63,7 +63,7 @@ def test_suggestions_costs_and_compaction_agree(kind):
     cost = NetworkCost(gated, example)
     assert cost.total_weights == counted(network)
     if kind is Siamese:
-        assert {place.path: (place.weights, place.macs) for place in found.places} == {
+        assert {place.path: (place.weights, place.macs) for place in found.locations} == {
             "tower.1": (6 + 5, 2 * (6 + 5)),
             "tower.3": (16 + 6, 2 * 16 + 6),
         }

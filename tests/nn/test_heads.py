@@ -160,7 +160,9 @@ def test_a_gated_network_is_saved_whole():
 
 def test_refused():
     net = nn.ModuleDict({"a": Attention(), "conv": nn.Conv1d(6, 6, 1), "words": nn.Embedding(3, 4)})
-    with pytest.raises(ValueError, match=r"got 'a\.o'; the network has dense layers at 'a\.qkv', 'a\.out'"):
+    with pytest.raises(
+        ValueError, match=r"paths of dense layers inside of the network, but got 'a\.o'; there are 'a\.out'"
+    ):
         gate_heads(net, {"a.o": 2})
     with pytest.raises(TypeError, match=r"dense layer at 'conv', which reads the heads side by side, but got Conv1d"):
         gate_heads(net, {"conv": 2})

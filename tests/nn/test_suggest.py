@@ -56,7 +56,7 @@ def test_a_gate_is_suggested_behind_each_activation_and_branch():
         "relu": (5, 1),
         "outer": (6, 1),
     }
-    places = {place.path: place for place in found.places}
+    places = {place.path: place for place in found.locations}
     # A map of the branch: 6 kernels that write it and 6 that read it, at 16 places.
     assert (places["relu"].weights, places["relu"].macs) == (9 * 12, 9 * 12 * 16)
     assert places["relu"].parameters == ("inner.bias", "inner.weight", "outer.weight")
@@ -73,7 +73,7 @@ def test_a_unit_that_is_pooled_has_one_place(pool):
     found = suggest_gates(network, IMAGE)
     pooled = "1" if isinstance(pool, nn.Dropout2d) else "2"  # a dropout does nothing when it is recorded
     assert set(found) == {pooled, "3"}
-    assert next(place for place in found.places if place.path == pooled).coupled == ()
+    assert next(place for place in found.locations if place.path == pooled).coupled == ()
 
 
 def test_a_pool_whose_indices_are_used_is_a_place_of_its_own():
@@ -120,7 +120,7 @@ def test_suggestions_are_inserted_counted_and_compacted():
     cost = NetworkCost(gated, IMAGE.double())
     gates = {site: torch.ones(size).double() for site, size in cost.sizes.items()}
     gates["relu.1"][[0, 3]] = 0
-    places = {place.path: place for place in suggestions.places}
+    places = {place.path: place for place in suggestions.locations}
     assert cost.total_weights - cost.weights(gates).item() == 2 * places["relu"].weights
     small = compact(gated, gates, IMAGE.double())
     assert small.certificate < 1e-10
