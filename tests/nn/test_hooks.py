@@ -295,8 +295,7 @@ def test_gates_in_checkpointed_blocks():
         torch.manual_seed(1)
         L0_ELBO("l0", lam=0.1, group_size=1.0)(model, guide)(x).backward()
         found.append([p.grad for p in (*net.parameters(), *guide.parameters(), x)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 def test_what_returns_more_than_a_tensor_or_has_a_gate_is_refused():

@@ -110,14 +110,6 @@ def test_dropout_that_is_no_gate(change, message):
         gate_dropout(net, X)
 
 
-def test_bad_places():
-    """A path that does not exist, a value that is no gate."""
-    with pytest.raises(ValueError, match="paths of modules inside of the network, but got 'convolution'"):
-        insert_gates(User(), {"convolution": Gate(4)})
-    with pytest.raises(TypeError, match="a Gate for module 'conv', but got 4"):
-        insert_gates(User(), {"conv": 4})
-
-
 @pytest.mark.parametrize(
     ("layer", "shape", "dim", "size"),
     [

@@ -1,5 +1,7 @@
 """Gates in blocks whose activations are recomputed for the gradient."""
 
+import contextlib
+
 import pyro
 import pytest
 import torch
@@ -69,20 +71,10 @@ def gradients(run, mode="plain", particles=1, batches=1, in_turn=False):
     loss = L0_ELBO("l0", lam=0.01, num_particles=particles)(model, guide)
     torch.manual_seed(7)
     losses = [loss(*batch) for batch in data]
-    if in_turn:
-        for each in reversed(losses):
-            each.backward()
-    else:
-        sum(losses).backward()
+    for each in reversed(losses) if in_turn else [sum(losses)]:
+        each.backward()
     inputs = {f"x{i}": x.grad for i, (x, _) in enumerate(data)}
     return inputs | {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
-
-
-def assert_same(ours, expected):
-    assert ours.keys() == expected.keys()
-    assert any("log_alpha" in name and (grad != 0).any() for name, grad in expected.items())
-    for name, grad in expected.items():
-        torch.testing.assert_close(ours[name], grad, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +91,9 @@ def assert_same(ours, expected):
 )
 def test_checkpointed_blocks_have_the_plain_gradients(options):
     """Every recomputation takes the values of its own first run, whichever order the backward passes have."""
-    assert_same(gradients(checkpoint, **options), gradients(plain, **options))
+    expected = gradients(plain, **options)
+    assert any("log_alpha" in name and (grad != 0).any() for name, grad in expected.items())
+    torch.testing.assert_close(gradients(checkpoint, **options), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_checkpointed_sequence_and_two_backward_passes():
@@ -116,8 +110,9 @@ def test_checkpointed_sequence_and_two_backward_passes():
             expected = net(x).square().sum()
         for keep in (True, False):
             found = torch.autograd.grad(ours, leaves, retain_graph=keep)
-            for one, other in zip(found, torch.autograd.grad(expected, leaves, retain_graph=True), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                found, torch.autograd.grad(expected, leaves, retain_graph=True), rtol=1e-10, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize(
@@ -139,42 +134,42 @@ def test_a_gate_in_front_of_a_checkpointed_block(block):
         out = checkpoint(block(layer), gate(x), use_reentrant=False)
     ours = torch.autograd.grad(out.square().sum(), leaves)
     expected = torch.autograd.grad(block(layer)(x * z).square().sum(), leaves)
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_checkpointed_draws_of_a_prior_that_is_learned():
-    """A draw inside of the block has its gradient, and what is drawn behind it in the block is drawn again alike."""
+LOG_ALPHA, BASE = torch.zeros(5, requires_grad=True), torch.randn(5, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", ["learned prior", "reparametrised"])
+def test_draws_inside_of_a_block(kind):
+    """Of a prior that is learned, or of a base that a handler samples; a dropout behind them is drawn again alike."""
     torch.manual_seed(0)
-    log_alpha = torch.zeros(5, requires_grad=True)
-    gate = Gate(5, prior=HardConcrete(log_alpha))
+    gate = Gate(5, prior=HardConcrete(LOG_ALPHA if kind == "learned prior" else torch.zeros(5)))
     net, x = nn.Sequential(nn.Linear(5, 5), gate, nn.Dropout(0.5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(7, 5)
     name_gates(net)
     found = []
     for run in (plain, checkpoint):
         torch.manual_seed(1)
-        with poutine.trace():
+        with contextlib.ExitStack() as stack:
+            if kind == "learned prior":
+                stack.enter_context(poutine.trace())
+            else:
+                stack.enter_context(poutine.condition(data={"1_base": BASE}))
+                stack.enter_context(poutine.reparam(config={"1": RectifyReparam()}))
             out = run(net, x, use_reentrant=False).square().sum()
         torch.rand(3)
-        found.append(torch.autograd.grad(out, [log_alpha, *net.parameters()]))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_checkpointed_sites_that_are_reparametrised():
-    """A handler makes the gate of another site in the block."""
-    torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(5, 5), Gate(5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(7, 5)
-    name_gates(net)
-    base = torch.randn(5, requires_grad=True)
-    found = []
-    for run in (plain, checkpoint):
-        with poutine.condition(data={"1_base": base}), poutine.reparam(config={"1": RectifyReparam()}):
-            out = run(net, x, use_reentrant=False).square().sum()
-        found.append(torch.autograd.grad(out, [base, *net.parameters()]))
+        leaf = LOG_ALPHA if kind == "learned prior" else BASE
+        found.append(torch.autograd.grad(out, [leaf, *net.parameters()]))
     assert (found[0][0] != 0).any()
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
+
+
+def reentrant(block, *inputs, use_reentrant):
+    return checkpoint(block, *inputs, use_reentrant=True)
+
+
+def twice(block, *inputs, use_reentrant):
+    return checkpoint(lambda *args: checkpoint(block, *args, use_reentrant=False), *inputs, use_reentrant=True)
 
 
 @pytest.mark.parametrize("needs_gradient", [True, False])
@@ -182,10 +177,9 @@ def test_reentrant_checkpoints_are_refused(needs_gradient):
     """When the block runs, or, for values without a gradient, when it runs again; by the gate's name and the remedy."""
     net, x = nn.Sequential(nn.Linear(5, 5), Gate(5), nn.Linear(5, 1)), torch.randn(7, 5, requires_grad=True)
     name_gates(net)
-    values = {"1": torch.rand(5, requires_grad=needs_gradient)}
 
     def run():
-        with poutine.condition(data=values):
+        with poutine.condition(data={"1": torch.rand(5, requires_grad=needs_gradient)}):
             out = checkpoint(net, x, use_reentrant=True)
         assert not needs_gradient
         out.sum().backward()
@@ -194,18 +188,11 @@ def test_reentrant_checkpoints_are_refused(needs_gradient):
         run()
 
 
-def test_reentrant_checkpoints_of_a_loss_are_refused():
+@pytest.mark.parametrize("run", [twice, reentrant])
+def test_reentrant_checkpoints_of_a_loss_are_refused(run):
     """Also in front, where torch would give no gradient at all, and around another checkpoint."""
-
-    def twice(block, *inputs, use_reentrant):
-        return checkpoint(lambda *args: checkpoint(block, *args, use_reentrant=False), *inputs, use_reentrant=True)
-
-    def reentrant(block, *inputs, use_reentrant):
-        return checkpoint(block, *inputs, use_reentrant=True)
-
-    for run in (twice, reentrant):
-        with pytest.raises(RuntimeError, match=r"gate 'net.maps.3' outside of torch.utils.checkpoint"):
-            gradients(run)
+    with pytest.raises(RuntimeError, match=r"gate 'net.maps.3' outside of torch.utils.checkpoint"):
+        gradients(run)
 
 
 def test_a_block_that_makes_other_calls_when_it_runs_again():

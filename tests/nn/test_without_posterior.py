@@ -1,4 +1,4 @@
-"""Gates that nothing gives a value: warnings, exports; and inputs and names that they refuse."""
+"""Gates that nothing gives a value: warnings and exports."""
 
 import io
 import warnings
@@ -15,8 +15,7 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout, insert_gates
-from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout
 from pyro_l0.nn.gate import name_gates
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -147,71 +146,3 @@ def test_fixed_gates_can_be_exported():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         traced = torch.jit.trace(fixed, X)
         torch.testing.assert_close(traced(X[:2]), expected[:2])
-
-
-@pytest.mark.parametrize("make", [lambda: Gate(5), lambda: FixedGate(torch.ones(5))], ids=["random", "fixed"])
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (nn.LSTM(3, 5)(torch.randn(2, 4, 3)), TypeError, "a tensor at gate .*but got a tuple; .*nn.LSTM"),
-        (torch.ones(2, 5, dtype=torch.uint8), TypeError, r"floating type at gate .*but got torch.uint8.*\.float\(\)"),
-        (torch.ones(2, 5).bool(), TypeError, "but got torch.bool"),
-        (torch.ones(2, 1), ValueError, r"5 units in dimension -1 at gate .*, but got an input of shape \(2, 1\)"),
-    ],
-    ids=["LSTM", "uint8", "bool", "shape"],
-)
-def test_inputs_that_gates_cannot_multiply(make, x, error, message):
-    """A tuple, integers, which would round gates to 0, and units that would be broadcast."""
-    with pytest.raises(error, match=message), poutine.trace():
-        make()(x)
-
-
-def test_an_example_of_integers_is_refused_where_dropout_becomes_gates():
-    """By its type."""
-    with pytest.raises(
-        ValueError, match=r"example that the network takes, .* got one of shape \(2, 4\) and dtype torch.uint8"
-    ):
-        gate_dropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.ones(2, 4, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("net", "gates", "error", "message"),
-    [
-        (network(), {**GATES, "7": torch.ones(3)}, ValueError, "no layer for '7'"),
-        (
-            network(),
-            {f"net.{name}": value for name, value in GATES.items()},
-            ValueError,
-            r"no value for '2', '5' and no layer for .* \(the paths start at different modules; name_gates",
-        ),
-        (
-            fix_gates(network(), GATES),
-            GATES,
-            ValueError,
-            r"no layer for '2', '5' \(gates of this network have been fixed",
-        ),
-        (network(), {**GATES, "2": [1.0] * 5}, TypeError, r"gates\['2'\] to be a tensor, but got a list"),
-        (network(), [torch.ones(5)], TypeError, r"gates by site name, such as guide.test_gates\(\), but got a list"),
-    ],
-    ids=["unknown", "prefix", "fixed before", "list", "no mapping"],
-)
-def test_names_and_values_that_do_not_fit(net, gates, error, message):
-    """What is missing and why."""
-    with pytest.raises(error, match=message):
-        fix_gates(net, gates)
-
-
-def test_an_unknown_path_names_those_that_are_close():
-    """Or the outermost ones."""
-    net = nn.ModuleDict({"encoder": nn.Linear(3, 4), "decoder": nn.Linear(4, 3)})
-    with pytest.raises(ValueError, match="got 'encodr'; there are 'encoder'"):
-        insert_gates(net, {"encodr": Gate(4)})
-    with pytest.raises(ValueError, match="got 'x'; there are 'encoder', 'decoder'"):
-        insert_gates(net, {"x": Gate(4)})
-
-
-@pytest.mark.parametrize(("value", "dim"), [(torch.ones(2, 3), -1), (torch.tensor(1.0), -1), (torch.ones(3), 0)])
-def test_bad_fixed_layers(value, dim):
-    """Refused when the layer is made."""
-    with pytest.raises(ValueError, match=r"one value per unit, shape \(size,\)"):
-        FixedGate(value, dim)

@@ -1,0 +1,168 @@
+"""What gates, networks with gates and values of gates may not be: refused with what was expected and what arrived."""
+
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import nn
+
+from pyro_l0 import HardConcrete
+from pyro_l0.compaction.compact import rewrite
+from pyro_l0.diagnostics.gradients import pathwise_noise
+from pyro_l0.nn import (
+    Gate,
+    NetworkCost,
+    fix_gates,
+    gate_dropout,
+    gate_heads,
+    gate_weights,
+    insert_gates,
+    square_norms,
+    suggest_gates,
+)
+from pyro_l0.nn.fixed import FixedGate
+from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.weights import fix_weights, pack_zeros, unpack_zeros
+
+DOORS = {
+    "insert_gates": lambda network: insert_gates(network, {"0": Gate(3)}),
+    "fix_gates": lambda network: fix_gates(network, {}),
+    "fix_weights": lambda network: fix_weights(network, {}),
+    "gate_heads": lambda network: gate_heads(network, {"0": 2}),
+    "gate_dropout": lambda network: gate_dropout(network, torch.ones(1, 2)),
+    "gate_names": gate_names,
+    "name_gates": name_gates,
+    "gate_weights": lambda network: gate_weights(network, "0"),
+    "NetworkCost": lambda network: NetworkCost(network, torch.ones(1, 2)),
+    "square_norms": lambda network: square_norms(network, torch.ones(1, 2)),
+    "suggest_gates": lambda network: suggest_gates(network, torch.ones(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("network", [None, "abc", {"0": 3}, nn.Linear], ids=["none", "string", "dict", "class"])
+def test_no_network(name, network):
+    with pytest.raises(TypeError, match=r"Expected a network, an nn\.Module, but got a"):
+        DOORS[name](network)
+
+
+@pytest.mark.parametrize("entries", [None, 3, ["0"], {0: 3}], ids=["none", "number", "list", "integer keys"])
+@pytest.mark.parametrize("door", [insert_gates, fix_gates, fix_weights, gate_heads])
+def test_no_entries_by_name(door, entries):
+    with pytest.raises(TypeError, match=r"Expected (gates|numbers of heads) by (module path|site name)"):
+        door(nn.Sequential(nn.Linear(2, 3)), entries)
+
+
+@pytest.mark.parametrize("bad", [None, "abc", [1.0], {"weight": 3}])
+def test_what_holds_no_tensors(bad):
+    """A state to be packed or unpacked, the values of a fixed gate, a plan, a gate."""
+    for door in (pack_zeros, unpack_zeros):
+        with pytest.raises(TypeError, match="Expected tensors by name"):
+            door(bad)
+    with pytest.raises(TypeError, match="Expected value to be a tensor"):
+        FixedGate(bad)
+    with pytest.raises(TypeError, match=r"Expected what plan\(\) returns"):
+        rewrite(nn.Linear(2, 2), bad)
+    with pytest.raises(TypeError, match="Expected a gate, but got"):
+        pathwise_noise(bad)
+
+
+def test_integers_of_numpy_are_sizes_and_dimensions():
+    gate = Gate(np.int64(4), dim=np.int64(1))
+    assert (type(gate.size), type(gate.dim)) == (int, int)
+    assert gate(torch.ones(2, 4)).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Gate(0), ValueError, "size to be a positive number of units, but got 0"),
+        (lambda: Gate(2.0), ValueError, "size to be a positive number"),
+        (lambda: Gate(2, 0), ValueError, "got 0, the batch"),
+        (lambda: Gate(2, -1, dist.Normal(0.0, 1.0)), TypeError, "prior to be a gate distribution"),
+        (lambda: Gate(2, -1, HardConcrete(torch.zeros(3))), ValueError, r"of shape \(\) or \(2,\), but got \(3,\)"),
+        *[(lambda dim=dim: Gate(6, dim), TypeError, "dim to be an integer") for dim in ("abc", None, 1.0, True)],
+        (lambda: FixedGate(torch.ones(2, 3)), ValueError, r"one value per unit, shape \(size,\)"),
+        (lambda: FixedGate(torch.tensor(1.0)), ValueError, r"one value per unit, shape \(size,\)"),
+        (lambda: FixedGate(torch.ones(3), 0), ValueError, r"one value per unit, shape \(size,\)"),
+    ],
+)
+def test_bad_layers(make, error, message):
+    """Refused when the layer is made."""
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("make", [lambda: Gate(5), lambda: FixedGate(torch.ones(5))], ids=["random", "fixed"])
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (nn.LSTM(3, 5)(torch.randn(2, 4, 3)), TypeError, "a tensor at gate .*but got a tuple; .*nn.LSTM"),
+        (torch.ones(2, 5, dtype=torch.uint8), TypeError, r"floating type at gate .*but got torch.uint8.*\.float\(\)"),
+        (torch.ones(2, 5).bool(), TypeError, "but got torch.bool"),
+        (torch.ones(2, 1), ValueError, r"5 units in dimension -1 at gate .*, but got an input of shape \(2, 1\)"),
+        (torch.ones(()), ValueError, r"5 units in dimension -1 at gate .*, but got an input of shape \(\)"),
+    ],
+    ids=["LSTM", "uint8", "bool", "shape", "scalar"],
+)
+def test_inputs_that_gates_cannot_multiply(make, x, error, message):
+    """A tuple, integers, which would round gates to 0, and units that would be broadcast."""
+    with pytest.raises(error, match=message), poutine.trace():
+        make()(x)
+
+
+def network():
+    return nn.Sequential(Gate(4), nn.Linear(4, 3), Gate(3), nn.Linear(3, 2))
+
+
+GATES = {"0": torch.ones(4), "2": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("gates", "error", "message"),
+    [
+        ({"0": torch.ones(4)}, ValueError, "no value for '2'"),
+        ({**GATES, "5": torch.ones(1)}, ValueError, "no layer for '5'"),
+        (
+            {f"net.{name}": value for name, value in GATES.items()},
+            ValueError,
+            r"no value for '0', '2' and no layer for .* \(the paths start at different modules; name_gates",
+        ),
+        ({**GATES, "2": torch.ones(2)}, ValueError, r"gates\['2'\] of shape \(3,\), but got \(2,\)"),
+        ({**GATES, "2": torch.full((3,), 1.5)}, ValueError, r"gates\['2'\] in \[0, 1\]"),
+        ({**GATES, "2": torch.full((3,), float("nan"))}, ValueError, r"gates\['2'\] in \[0, 1\]"),
+        ({**GATES, "2": [1.0] * 3}, TypeError, r"gates\['2'\] to be a tensor, but got a list"),
+        ([torch.ones(5)], TypeError, r"gates by site name, such as guide.test_gates\(\), but got a list"),
+    ],
+)
+def test_names_and_values_that_do_not_fit(gates, error, message):
+    """What is missing and why."""
+    with pytest.raises(error, match=message):
+        fix_gates(network(), gates)
+
+
+def test_gates_that_have_been_fixed_before():
+    with pytest.raises(ValueError, match=r"no layer for '0', '2' \(gates of this network have been fixed"):
+        fix_gates(fix_gates(network(), GATES), GATES)
+
+
+@pytest.mark.parametrize(
+    ("path", "gate", "error", "message"),
+    [
+        ("encodr", Gate(4), ValueError, "modules inside of the network, but got 'encodr'; there are 'encoder'"),
+        ("x", Gate(4), ValueError, "got 'x'; there are 'encoder', 'decoder'"),  # the outermost ones
+        ("encoder", 4, TypeError, "a Gate for module 'encoder', but got 4"),
+    ],
+)
+def test_bad_paths_and_gates(path, gate, error, message):
+    net = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4)), "decoder": nn.Linear(4, 3)})
+    with pytest.raises(error, match=message):
+        insert_gates(net, {path: gate})
+
+
+def test_an_example_of_another_type():
+    """By what it is."""
+    message = r"example that the network takes, .* got one of shape \(2, 4\) and dtype torch.uint8"
+    with pytest.raises(ValueError, match=message):
+        gate_dropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.ones(2, 4, dtype=torch.uint8))
