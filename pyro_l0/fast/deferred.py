@@ -1,10 +1,9 @@
-"""A product with a gate that is carried out on the weights of the layer behind it, where that is cheaper.
+"""A product with a gate that the next layer applies to its weights, where that is cheaper.
 
-With W (x * z) = (W * z) x a gate costs a pass over weights in place of several over features. The gradient of the gates
+With W (x * z) = (W * z) x a gate costs a pass over weights instead of several over features. The gradient of the gates
 is a sum that the gradient of the weights already holds. So a first layer needs no gradient of its inputs, as in a
-network without gates; and behind hidden units and feature maps weights and kernels take the place of features that are
-more, for a dense layer where a batch has more rows than the layer has outputs. Gates in a row, also with a flattening
-in between, are one product.
+network without gates; behind hidden units and feature maps it pays where the features are more than the weights.
+Consecutive gates, also with a flattening in between, are one product.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ __all__ = ["defer_product", "has_top_hooks", "may_be_in_block", "may_defer", "mu
 
 _CONVOLUTIONS: dict[object, int] = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
 _FLATTENINGS = {torch.flatten, Tensor.flatten}
-# A block that runs for the first time has hooks. Before torch 2.8 there was no asking: there may always be some.
+# A checkpointed block that runs for the first time has hooks. Before torch 2.8 nothing tells, so assume some.
 _top_hooks: Callable[[bool], object] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
 )
-# What can be told without the product.
+# What does not need the product.
 _DESCRIPTIONS: set[object] = {Tensor.dim, Tensor.size, Tensor.is_floating_point} | {
     getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")
 }
 
 
 class _DeferredProduct(Tensor):
-    """The features ``plain`` times the gates ``factor``, computed at the first use that is not the layer's behind it.
+    """The features ``plain`` times the gates ``factor``, computed at the first use other than the next layer's.
 
-    Whoever asks a subclass comes through ``__torch_function__``, and whoever does not (a custom function, reentrant
-    checkpointing, vmap) through ``__torch_dispatch__``. Until then the memory, which is that of ``product``, has no
-    size, so that code which reads memory past both finds none.
+    Calls of torch come through ``__torch_function__``; a custom function, reentrant checkpointing and vmap come through
+    ``__torch_dispatch__``. Until then the memory, which is that of ``product``, has no size, so that code which reads
+    memory past both finds none.
     """
 
     plain: Tensor
@@ -48,7 +47,7 @@ class _DeferredProduct(Tensor):
     product: Tensor
 
     def _pending(self) -> bool:
-        """Whether the product has not been computed. It could not be any more if its factors have changed."""
+        """Whether the product has not been computed; raises if it can no longer be, as its factors have changed."""
         kept = self.__dict__
         if any(other._version != version for other, version in kept["views"]):
             raise RuntimeError(
@@ -84,33 +83,36 @@ class _DeferredProduct(Tensor):
             return NotImplemented  # another library's tensors know what to do with a plain one
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            is_layer = (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1
-            first = args[0] if is_layer and type(args[0]) is cls and not any(type(x) is cls for x in args[1:]) else None
-            # A block that runs again for its gradient may find that the product does not wait any more.
-            if first is not None and first._pending() and not may_be_in_block():
-                weight = args[1]
-                if not _is_cheaper(first, weight):
-                    # No view of the product comes out of a layer, so that it need not share the memory.
-                    product = multiply_along(first.plain, first.factor, first.__dict__["gated_dim"])
-                    return func(product, *args[1:], **kwargs)
-                gated_dim = first.__dict__["gated_dim"]
-                if gated_dim == 1 and _CONVOLUTIONS.get(func) == first.plain.dim():
-                    scaled = weight * first.factor.to(weight.dtype).reshape((1, -1) + (1,) * (weight.dim() - 2))
-                    return func(first.plain, scaled, *args[2:], **kwargs)
-                if gated_dim == -1 and func is F.linear:
-                    bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                    factor = first.factor.to(weight.dtype)
-                    if _is_autocast_on(weight.device.type):
-                        return F.linear(first.plain, weight * factor, bias)
-                    return gated_linear(first.plain, factor, weight, bias)
-            if func in _FLATTENINGS and args and not may_be_in_block():
-                flat = _flatten(*args, **kwargs)
-                if flat is not None:
-                    return flat
+            # A block that runs again for its gradient may find that the product is no longer pending.
+            if not may_be_in_block():
+                if (func is F.linear or func in _CONVOLUTIONS) and len(args) > 1:
+                    first = args[0]
+                    if type(first) is cls and not any(type(x) is cls for x in args[1:]) and first._pending():
+                        return first._layer(func, args[1], *args[2:], **kwargs)
+                elif func in _FLATTENINGS and args:
+                    flat = _flatten(*args, **kwargs)
+                    if flat is not None:
+                        return flat
             for x in args:
                 if type(x) is cls and func not in _DESCRIPTIONS:
                     x._compute()  # it may be asked for its memory
             return func(*args, **kwargs)
+
+    def _layer(self, layer: Callable[..., object], weight: Tensor, *others: Any, **options: Any) -> object:
+        """A layer of the product, by its weights where that is cheaper."""
+        gated_dim, factor = self.__dict__["gated_dim"], self.factor
+        if not _is_cheaper(self, weight):
+            # No view of the product comes out of a layer, so that it need not share the memory.
+            return layer(multiply_along(self.plain, factor, gated_dim), weight, *others, **options)
+        factor = factor.to(weight.dtype)
+        if gated_dim == 1 and _CONVOLUTIONS.get(layer) == self.plain.dim():
+            return layer(self.plain, weight * _along(weight, factor, 1), *others, **options)
+        if gated_dim == -1 and layer is F.linear:
+            if _is_autocast_on(weight.device.type):
+                return F.linear(self.plain, weight * factor, *others, **options)
+            return gated_linear(self.plain, factor, weight, *others, **options)
+        self._compute()
+        return layer(self, weight, *others, **options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -164,7 +166,7 @@ def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
 
 
 def _flatten(x: _DeferredProduct, start_dim: int = 0, end_dim: int = -1, **others: object) -> Tensor | None:
-    """Gated feature maps as features, which wait on; None for any other flattening.
+    """Gated feature maps as features, whose product is still deferred; None for any other flattening.
 
     They have a memory of their own, so that a change in place of either must be the last use of both.
     """
@@ -197,9 +199,9 @@ def _along(x: Tensor, z: Tensor, dim: int) -> Tensor:
 
 
 def defer_product(x: Tensor, z: Tensor, dim: int = -1) -> Tensor:
-    """``x * z`` for gates of the last dimension or of feature maps (1), which a layer behind may carry out its way.
+    """``x * z`` for gates of the last dimension or of feature maps (1), which the next layer may apply to its weights.
 
-    Gates in a row, such as those of maps and of the features that a flattening makes of them, are one product.
+    Consecutive gates, such as those of maps and of the features that a flattening makes of them, are one product.
     """
     if isinstance(x, _DeferredProduct) and x._pending() and x.__dict__["gated_dim"] % x.dim() == dim % x.dim():
         z = x.factor * z

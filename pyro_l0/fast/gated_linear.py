@@ -1,4 +1,4 @@
-"""A dense layer whose weights take its inputs' gates, and the norms of these weights on the way."""
+"""A dense layer that multiplies its weights by its inputs' gates, and computes the norms of these weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["gated_linear", "record_norms", "recorded_norms"]
 
 
 class _Graph:
-    """Whether the graph of some norms has been used up. It holds no tensor, whose graph would hold it in turn."""
+    """Whether the graph of some norms has been used up; it holds no tensor, which would make a cycle."""
 
     used = False
 
@@ -50,45 +50,34 @@ class _GatedLinear(torch.autograd.Function):
         of_x = grad @ (weight * z) if ctx.needs_input_grad[0] else None
         of_product = grad.t() @ x  # gradient of weight * z
         of_z = (weight * of_product).sum(0)
-        if torch.is_grad_enabled():  # a graph of this gradient is being built
-            of_weight = of_product * z
-            if of_norms is not None:
-                of_weight = torch.addcmul(of_weight, weight, of_norms, value=2)
-        else:  # in place: the matrix is large
-            of_weight = of_product.mul_(z)
-            if of_norms is not None:
-                of_weight.addcmul_(weight, of_norms, value=2)
+        in_place = not torch.is_grad_enabled()  # no graph of this gradient is being built; the matrix is large
+        of_weight = of_product.mul_(z) if in_place else of_product * z
+        if of_norms is not None:
+            of_weight = (of_weight.addcmul_ if in_place else of_weight.addcmul)(weight, of_norms, value=2)
         return of_x, of_z, of_weight, grad.sum(0) if ctx.needs_input_grad[3] else None, None
 
 
-# The weights whose norms are asked for, with those that a layer has computed.
+# The weights whose norms are needed, with those that a layer has computed.
 _recorded: ContextVar[dict[Tensor, tuple[Tensor, _Graph] | None] | None] = ContextVar("_recorded", default=None)
 
 
-def gated_linear(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A dense layer of gated features, W (x * z) + b, which records the norms of W's columns if they are asked for."""
+def gated_linear(x: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A dense layer of gated features, W (x * z) + b, which records the norms of W's columns if they are needed."""
     recorded = _recorded.get()
-    graph = _Graph() if recorded is not None and weight in recorded and _may_record(weight) else None
+    # Norms without a graph would have no gradient. A mode that watches operations, such as selective checkpointing, has
+    # to see the same ones when a layer runs again for the gradient.
+    has_graph = weight.requires_grad and torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack()
+    is_new = recorded is not None and weight in recorded and has_graph and recorded_norms(weight) is None
+    graph = _Graph() if is_new else None
     out, norms = _GatedLinear.apply(x.flatten(0, -2), z, weight, bias, graph)  # type: ignore[no-untyped-call]
     if recorded is not None and graph is not None:
         recorded[weight] = norms, graph
     return out if x.dim() == 2 else out.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
-def _may_record(weight: Tensor) -> bool:
-    """Whether a layer can compute norms that are of use, and are not there yet.
-
-    Without a graph they would have no gradient. A mode that watches operations, such as selective checkpointing, has
-    to see the same ones when a layer runs again for the gradient.
-    """
-    if not weight.requires_grad or not torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-        return False
-    return recorded_norms(weight) is None
-
-
 @contextmanager
 def record_norms(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, dense layers behind gates record the squared norms of these weights' columns on the way."""
+    """A context in which dense layers behind gates record the squared norms of these weights' columns."""
     token = _recorded.set(dict.fromkeys(weights) if is_open("recorded_norms") else None)
     try:
         yield
@@ -97,7 +86,7 @@ def record_norms(weights: Iterable[Tensor]) -> Iterator[None]:
 
 
 def recorded_norms(weight: Tensor) -> Tensor | None:
-    """The norms that these weights' layer has recorded, with their graph; None if there are none of any use."""
+    """The norms that these weights' layer has recorded, with their graph; None if there are none that can be used."""
     if torch.compiler.is_compiling():  # a context variable can't be traced
         return None
     recorded = _recorded.get()

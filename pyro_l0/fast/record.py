@@ -1,4 +1,4 @@
-"""The handler under which a loss runs a model and a guide, and the short way to its sites."""
+"""The handler under which a loss runs a model and a guide, which can record sites without Pyro's messages."""
 
 from __future__ import annotations
 
@@ -22,21 +22,14 @@ __all__ = ["Record", "Site", "is_deterministic", "is_likelihood", "sample", "sol
 Site = Any  # a message of Pyro's
 
 # What all sites that are recorded without Pyro's messages have in common.
-_PLAIN: dict[str, object] = {
-    "type": "sample",
-    "scale": 1.0,
-    "mask": None,
-    "cond_indep_stack": (),
-    "args": (),
-    "kwargs": {},
-}
+_PLAIN = {"type": "sample", "scale": 1.0, "mask": None, "cond_indep_stack": (), "args": (), "kwargs": {}}
 
 
 class Record(Messenger):
     """Record the sample sites of a run, with the values of another run where it has them.
 
-    Pyro's ``trace`` and ``replay`` in one: they also keep parameters, arguments and a graph, which a loss has no use
-    for, and take a good part of a small network's step for it. Parameters still reach the handlers outside.
+    Pyro's ``trace`` and ``replay`` in one, without the parameters, arguments and graph that they keep at the cost of a
+    good part of a small network's step. Parameters still reach the handlers outside.
     """
 
     def __init__(self, values: Mapping[str, Site] | None = None) -> None:
@@ -76,9 +69,13 @@ class Record(Messenger):
         self.sites[site["name"]] = site
 
     def sample(self, name: str, fn: Callable[[], Tensor], value: Tensor | None = None, joint: object = None) -> Tensor:
-        """``pyro.sample(name, fn)`` for a latent site when no other handler is active, at a third of its time.
+        """``pyro.sample(name, fn)`` for a latent site when no other handler is active, in a third of the time.
 
-        A draw that was made elsewhere may be handed on, with the joint draw of several sites that it is a part of.
+        Args:
+            name: the site.
+            fn: its distribution, or any function that draws.
+            value: a draw that was made elsewhere.
+            joint: the joint draw of several sites that it is a part of.
         """
         other = self._other(name)
         if other is not None:
@@ -124,10 +121,10 @@ def sole_record() -> Record | None:
 
 
 def sample(name: str, fn: TorchDistributionMixin) -> Tensor:
-    """``pyro.sample``, by the shorter way where that makes no difference; a site is drawn once in a run.
+    """``pyro.sample``, without its messages where that makes no difference; a site is drawn once in a run.
 
-    A gate that acts at several places of a network asks again for its site, and gets the same value as long as a
-    handler that records sites is active.
+    A gate that is called several times asks again for its site, and gets the same value as long as a handler that
+    records sites is active.
     """
     record = sole_record()
     if record is not None:

@@ -1,4 +1,4 @@
-"""Which of the faster ways are taken. It imports torch alone, so that the maths may ask it."""
+"""Which of the faster ways are taken. It imports torch alone, so that the maths can ask it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _closed: ContextVar[frozenset[Door]] = ContextVar("_closed", default=frozenset()
 def disabled(*doors: Door) -> Iterator[None]:
     """A context in which plain ways are taken: the same numbers to rounding, in more time.
 
-    What ``torch.compile`` traces has plain formulas anyway, and keeps the short way to a site.
+    Code that ``torch.compile`` traces uses plain formulas anyway, and records sites without Pyro's messages.
 
     Args:
-        doors: which to close; all if none is given. ``"record"``: a loss takes sites without Pyro's messages, and so
+        doors: which to close; all if none is given. ``"record"``: a loss records sites without Pyro's messages, and so
             can draw jointly. ``"joint_draws"``: gates of one kind are drawn, priced and integrated as one vector.
-            ``"kl"``: the closed form is one node with written-out derivatives, worked on in blocks.
-            ``"deferred_products"``: gates multiply the weights of the layer behind, and so norms can be recorded.
-            ``"recorded_norms"``: such layers compute the norms that a weight decay asks for.
+            ``"kl"``: the closed form is one node with written-out derivatives, computed in blocks.
+            ``"deferred_products"``: gates multiply the weights of the next layer, and so norms can be recorded.
+            ``"recorded_norms"``: such layers compute the norms that a weight decay needs.
 
     Raises:
         ValueError: there is no such door.

@@ -10,8 +10,8 @@ from pyro import poutine
 from pyro.infer import SVI
 from torch import nn
 
-from pyro_l0 import fast
-from pyro_l0.fast.record import Record, sole_record
+from pyro_l0 import HardConcrete, fast
+from pyro_l0.fast.record import Record, sample, sole_record
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import Gate
 from pyro_l0.nn.gate import name_gates
@@ -110,7 +110,16 @@ class Subclass(poutine.trace_messenger.TraceMessenger):
     ],
 )
 def test_which_handlers_leave_the_short_way(handler, is_short):
+    fn = HardConcrete(torch.zeros(3)).to_event(1)
     with handler(), Record() as record:
         assert (sole_record() is record) == is_short
+        z = sample("z", fn)
+        with poutine.mask(mask=False):
+            sample("masked", fn)
+    assert record.sites["z"]["value"] is z
+    assert (record.sites["z"]["mask"], record.sites["masked"]["mask"]) == (None, False)
+    with Record(record.sites) as again:
+        assert sample("z", fn) is z
+    assert again.sites["z"]["value"] is z
     with Record(), poutine.trace(param_only=True):  # it would take the sites of the record inside
         assert sole_record() is None

@@ -115,38 +115,3 @@ def test_gradient_of_the_loss(objective, shape, particles, monkeypatch):
             ends = [value({**START, name: start + s * step}, objective, noises) for s in (1, -1)]
             expected = (ends[0] - ends[1]) / 2e-5
             assert leaves[name].grad[i].item() == pytest.approx(expected, rel=1e-6, abs=1e-9), (name, i)
-
-
-def test_the_mean_gradient_is_that_of_the_free_energy():
-    """Averaged over draws, the gradient is that of the exact free energy, integrated over z."""
-    y, sigma, weight, draws = 0.6, 0.5, 1.3, 20_000
-
-    def exact(a):
-        def log_likelihood(z):
-            return -0.5 * ((y - weight * z) / sigma) ** 2 - math.log(sigma) - 0.5 * math.log(2 * math.pi)
-
-        def interior(t):
-            u = BETA_P * t - a
-            z = GAMMA + (ZETA - GAMMA) * expit(t)
-            return BETA_P * expit(u) * expit(-u) * log_likelihood(z)
-
-        zero, one = expit(BETA_P * T0 - a), expit(a - BETA_P * T1)
-        mean = zero * log_likelihood(0.0) + one * log_likelihood(1.0) + quad(interior, T0, T1)[0]
-        return gate_kl(a, BETA_P) - mean
-
-    truth = (exact(0.3 + 1e-4) - exact(0.3 - 1e-4)) / 2e-4
-    pyro.set_rng_seed(11)
-    leaf = torch.full((draws,), 0.3, dtype=torch.float64, requires_grad=True)
-
-    def model():
-        with pyro.plate("draws", draws):
-            z = pyro.sample("z", HardConcrete(torch.full((draws,), PRIOR, dtype=torch.float64)))
-            pyro.sample("y", dist.Normal(weight * z, sigma), obs=torch.full((draws,), y, dtype=torch.float64))
-
-    def guide():
-        with pyro.plate("draws", draws):
-            pyro.sample("z", HardConcrete(leaf))
-
-    L0_ELBO("free_energy").differentiable_loss(model, guide).backward()
-    error = leaf.grad.std() / math.sqrt(draws)
-    assert abs(leaf.grad.mean() - truth) < 5 * error  # five standard errors

@@ -14,7 +14,7 @@ from torch import nn
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, RectifyReparam, factor
 from pyro_l0.infer.reparam import complete_samples
-from pyro_l0.nn import Gate
+from pyro_l0.nn import Gate, NetworkCost
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -61,6 +61,25 @@ def test_a_loss_that_is_computed_and_dropped(model):
     """No argument, nothing returned: the network that is in use tells it from a prior."""
     with pytest.raises(ValueError, match=r"Expected a likelihood.*has parameters to train"):
         L0_ELBO("l0", lam=0.1).differentiable_loss(model, AutoGate(model))
+
+
+def test_a_cost_that_was_read_before_the_guide():
+    """Gates without a name go by their path in the network alone; after the guide's call they have the model's."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 1))
+
+        def forward(self, x):
+            factor("y", -self.net(x).square().sum())
+
+    model = Model()
+    before, guide = NetworkCost(model.net, X).group_sizes, AutoGate(model)
+    guide(X)
+    with pytest.raises(ValueError, match=r"\['net\.2'\], but got '2'; call the guide before NetworkCost"):
+        L0_ELBO("l0", lam=0.1, group_size=before)(model, guide)(X)
+    L0_ELBO("l0", lam=0.1, group_size=NetworkCost(model.net, X).group_sizes)(model, guide)(X)
 
 
 def test_a_prior_from_a_tensor_around_it():
@@ -124,21 +143,6 @@ def test_nan_that_is_no_argument():
     x[2, 1] = torch.nan
     with pytest.raises(ValueError, match=r"likelihood \(nll\) of the model failed at step 1: .*found invalid values"):
         elbo.differentiable_loss(model, guide)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lam": None}, TypeError, "Expected lam to be a number or a tensor, but got NoneType"),
-        ({"weight_decay": None}, TypeError, "Expected weight_decay to be a number"),
-        ({"kl_scale": None}, TypeError, "Expected kl_scale to be a number"),
-        ({"kl_scale": torch.ones(2)}, ValueError, r"Expected kl_scale to be one number, but got a shape of \(2,\)"),
-    ],
-)
-def test_options_that_are_none_or_too_many(options, error, message):
-    """Refused when given, not by an operator in the first step."""
-    with pytest.raises(error, match=message):
-        L0_ELBO("l0", **options)
 
 
 def test_a_temperature_that_a_gate_sets_is_not_inherited():

@@ -1,4 +1,4 @@
-"""The expected weight decay whose norms the layers compute on the way, against norms of their own."""
+"""The expected weight decay whose norms the layers compute, against norms of their own."""
 
 import weakref
 from functools import partial
@@ -106,6 +106,17 @@ def assert_same(ours, expected):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
 
 
+def assert_same_gradients(model, net, guide, *norms, before=lambda: None, decay=0.7, **options):
+    """Of an objective with each of two square norms, after a function that prepares its run."""
+    results = []
+    for square_norm in norms:
+        before()
+        pyro.set_rng_seed(3)
+        elbo = L0_ELBO("l0", weight_decay=decay, square_norm=square_norm, **options)
+        results.append(gradients(elbo.differentiable_loss(model, guide), net, guide))
+    assert_same(*results)
+
+
 @pytest.fixture
 def _frozen_noise(monkeypatch):
     """The same draw of the gates each time."""
@@ -118,7 +129,7 @@ def _frozen_noise(monkeypatch):
 @pytest.mark.parametrize(
     "options", [{"lam": 0.1}, {"num_particles": 2}, {"objective": "free_energy"}, {"part": True}], ids=str
 )
-def test_norms_on_the_way_change_nothing(network, options):
+def test_norms_of_the_layers_change_nothing(network, options):
     """Loss and gradient, and that of the gradient's square, are those with norms of their own."""
     net, guide, x, plain = problem(NETWORKS[network])
     options = {"objective": "l0", **options}
@@ -158,28 +169,21 @@ def test_a_selective_checkpoint_sees_the_same_operations_twice():
     torch.manual_seed(1)
     body = Body(3, 2).double()
     body.weight, net.layer = net.layer.weight, body
-    results = []
-    for square_norm, options in (
-        (example, {"context_fn": partial(create_selective_checkpoint_contexts, keep_sums)}),
-        (plain, {}),
-    ):
-        net.options = {"use_reentrant": False, **options}
-        elbo = L0_ELBO("l0", weight_decay=0.7, square_norm=square_norm)
-        results.append(gradients(elbo.differentiable_loss(partial(classify, net, x), guide), net, guide))
-    assert_same(*results)
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, keep_sums)}
+    options = iter([selective, {}])
+
+    def choose():
+        net.options = {"use_reentrant": False, **next(options)}
+
+    assert_same_gradients(partial(classify, net, x), net, guide, example, plain, before=choose)
 
 
 @pytest.mark.parametrize("particles", [1, 2, 3])
 def test_draws_whose_graph_has_been_used_up(particles):
     """An estimator takes the gradient of one draw before the next is made."""
     net, guide, x, plain = problem(mlp, BernoulliGate)
-    results = []
-    for square_norm in (square_norms(net, x), plain):
-        pyro.set_rng_seed(3)
-        options = {"estimator": "rebar", "num_particles": particles}
-        elbo = L0_ELBO("l0", weight_decay=0.7, square_norm=square_norm, **options)
-        results.append(gradients(elbo.differentiable_loss(partial(classify, net, x), guide), net, guide))
-    assert_same(*results)
+    options = {"estimator": "rebar", "num_particles": particles}
+    assert_same_gradients(partial(classify, net, x), net, guide, square_norms(net, x), plain, **options)
 
 
 @pytest.mark.usefixtures("_frozen_noise")
@@ -192,25 +196,17 @@ def test_models_that_differentiate_their_network():
         (slope,) = torch.autograd.grad(F.cross_entropy(net(moved), torch.arange(9) % 2), moved)
         classify(net, x + 0.1 * slope.sign())
 
-    results = []
-    for square_norm in (square_norms(net, x), plain):
-        loss = L0_ELBO("l0", weight_decay=0.7, square_norm=square_norm).differentiable_loss(model, guide)
-        results.append(gradients(loss, net, guide))
-    assert_same(*results)
+    assert_same_gradients(model, net, guide, square_norms(net, x), plain)
 
 
 @pytest.mark.usefixtures("_frozen_noise")
 def test_a_site_whose_norm_is_the_users():
     """A function that replaces one of the library's is called, for all decays or for its own."""
     net, guide, x, plain = problem(mlp)
+    norms = square_norms(net, x)
+    norms["0"] = plain["0"] = lambda: 3 * columns(net[1])
     for decay in (0.7, {"0": 0.7}):
-        results = []
-        norms = square_norms(net, x)
-        norms["0"] = lambda: 3 * columns(net[1])
-        for square_norm in (norms, {**plain, "0": norms["0"]}):
-            elbo = L0_ELBO("l0", weight_decay=decay, square_norm=square_norm)
-            results.append(gradients(elbo.differentiable_loss(partial(classify, net, x), guide), net, guide))
-        assert_same(*results)
+        assert_same_gradients(partial(classify, net, x), net, guide, norms, plain, decay=decay)
 
 
 class Counted(nn.Module):
@@ -230,13 +226,11 @@ def test_parametrised_weights_are_computed_no_more_often():
     norms = square_norms(net, x)
     counted = Counted()
     parametrize.register_parametrization(net[1], "weight", counted)
-    results = []
-    for square_norm in (norms, plain):
-        counted.calls = 0
-        elbo = L0_ELBO("l0", weight_decay=0.7, square_norm=square_norm)
-        results.append(gradients(elbo.differentiable_loss(partial(classify, net, x), guide), net, guide))
-        assert counted.calls == 2
-    assert_same(*results)
+    calls = []
+    assert_same_gradients(
+        partial(classify, net, x), net, guide, norms, plain, before=lambda: calls.append(counted.calls)
+    )
+    assert [*calls, counted.calls] == [calls[0], calls[0] + 2, calls[0] + 4]
 
 
 def test_no_other_pass_over_dense_weights(monkeypatch):
