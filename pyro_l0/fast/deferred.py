@@ -95,7 +95,7 @@ class _DeferredProduct(Tensor):
                         return flat
             for x in args:
                 if type(x) is cls and func not in _DESCRIPTIONS:
-                    x._compute()  # it may be asked for its memory
+                    x._compute()  # its memory may be read
             return func(*args, **kwargs)
 
     def _layer(self, layer: Callable[..., object], weight: Tensor, *others: Any, **options: Any) -> object:
@@ -123,7 +123,7 @@ class _DeferredProduct(Tensor):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         out = func(*tree_map_only(cls, cls._compute, args), **tree_map_only(cls, cls._compute, kwargs or {}))
-        # What changes its argument in place returns it.
+        # An operation in place returns its argument.
         return next((x for x in args if isinstance(x, cls) and out is x.__dict__["product"]), out)
 
 
@@ -161,7 +161,7 @@ def _is_cheaper(x: _DeferredProduct, weight: Tensor) -> bool:
     Inputs without a gradient would get one for the gates alone. Weights without one would get one for them.
     """
     if weight.dim() < 2 or weight.shape[1] != x.factor.numel():
-        return False  # a convolution in groups, or an error that the layer tells
+        return False  # a convolution in groups, or an error that the layer raises
     return not x.plain.requires_grad or (weight.requires_grad and x.plain.numel() > weight.numel())
 
 

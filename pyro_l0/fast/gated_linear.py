@@ -25,8 +25,8 @@ class _Graph:
 class _GatedLinear(torch.autograd.Function):
     """W (x * z) + b for rows x, and the squared norms of W's columns if there is a mark for their graph.
 
-    The gates' gradient comes from that of the weights. That of the norms is added in place while the weights are at
-    hand, where a node of its own would write and read two more matrices of their size.
+    The gates' gradient comes from that of the weights. That of the norms is added in place, where a node of its own
+    would write and read two more matrices of the weights' size.
     """
 
     @staticmethod

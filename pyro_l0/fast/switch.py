@@ -49,6 +49,6 @@ def disabled(*doors: Door) -> Iterator[None]:
 
 
 def is_open(door: Door) -> bool:
-    """Whether a faster way, named as in :func:`disabled`, is to be taken."""
+    """Whether a faster way, named as in :func:`disabled`, is open."""
     # A context variable can't be traced.
     return torch.compiler.is_compiling() or door not in _closed.get()

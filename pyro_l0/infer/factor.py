@@ -12,8 +12,7 @@ from pyro_l0.fast.record import sole_record
 def factor(name: str, log_factor: Tensor) -> None:
     """Add a log probability to a model, such as a minibatch's log likelihood times the number of minibatches.
 
-    As ``pyro.factor`` in a model, whose check of the value makes the host wait for an accelerator in every step; and
-    by a shorter way for a loss of this library, where that makes no difference.
+    It replaces ``pyro.factor``, whose check of the value makes the host wait for an accelerator in every step.
 
     Args:
         name: name of the site.

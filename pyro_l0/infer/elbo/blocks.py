@@ -1,4 +1,4 @@
-"""What a term of an objective is evaluated over: a recorded site, or the gates of several sites side by side."""
+"""Blocks that the terms of an objective are evaluated over: a recorded site, or the gates of several sites."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Block:
         kind: what the sites are.
         names: the sites.
         run: the run that they are from, whose other sites a term may look up.
-        joint: the gates' joint draw, all of numbers outside of plates and masks; None for one site by itself.
+        joint: the gates' joint draw, outside of plates and masks; None for a single site.
     """
 
     def __init__(self, kind: Kind, names: Sequence[str], run: Run, joint: JointDraw | None = None) -> None:
@@ -77,12 +77,12 @@ class Block:
 
     @cached_property
     def active_prob(self) -> Tensor:
-        """P(z != 0): of the site's gates in their shape, 0 where they are masked; side by side of several sites."""
+        """P(z != 0), 0 where masked: of one site in its shape, of several sites side by side."""
         return active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
 
     @cached_property
     def pair(self) -> tuple[TorchDistribution, TorchDistribution] | None:
-        """Posterior and prior, of several sites as one gate each; None where the priors are none."""
+        """Posterior and prior, of several sites as one gate each; None if the priors do not combine to one."""
         if self.joint is None:
             q = self.posterior["fn"]
             return q.base_dist if isinstance(q, Drawn) else q, self.prior["fn"]

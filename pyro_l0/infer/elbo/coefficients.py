@@ -1,4 +1,4 @@
-"""An objective's coefficients: numbers, tensors or both by gate site; what is refused of them, and what sites have."""
+"""An objective's coefficients, which are numbers, tensors or both by gate site: checks, and values by site."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Options(Protocol):
 
 
 def as_dict(value: Coefficient) -> BySite:
-    """A coefficient whose kind is told faster than an abstract mapping's."""
+    """A coefficient, whose mapping becomes a dict: isinstance is slow for abstract mappings."""
     return dict(value) if isinstance(value, Mapping) else value
 
 
 def by_site(value: BySite, name: str, default: float = 0.0) -> float | Tensor:
-    """What a coefficient is for one site."""
+    """A coefficient's value for one site."""
     return value.get(name, default) if isinstance(value, dict) else value
 
 
@@ -79,7 +79,7 @@ def _check_number(where: str, value: object, is_one: bool) -> None:
 
 
 def check_shapes(options: Options, name: str, gates: Tensor) -> None:
-    """Refuse coefficients that have more than a number per gate, given a tensor of the gates' shape."""
+    """Refuse coefficients that do not broadcast to the gates' shape."""
     for option in NAMES:
         value = by_site(getattr(options, option), name)
         if isinstance(value, Tensor) and not fits(value.shape, gates.shape):
@@ -90,7 +90,7 @@ def check_shapes(options: Options, name: str, gates: Tensor) -> None:
 
 
 def check_names(options: Options, gates: Collection[str]) -> None:
-    """Refuse coefficients by site for what is no gate site."""
+    """Refuse coefficients for sites that are not gates."""
     for option in (*NAMES, "square_norm"):
         value = getattr(options, option)
         unknown = [name for name in value if name not in gates] if isinstance(value, dict) else []

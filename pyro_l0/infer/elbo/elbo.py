@@ -240,7 +240,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return kl_scale_at(self.kl_scale, self.step)
 
     def _step(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> tuple[Tensor, _Outcome]:
-        """The loss, checked where that is cheap or due, and how it came about."""
+        """The loss, checked where that is cheap or due, with its terms and runs."""
         outcome = self._terms(model, guide, args, kwargs)
         loss = outcome.loss
         if loss.requires_grad:  # it is trained
@@ -344,7 +344,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         kwargs: Kwargs,
         runs: list[Run] | None = None,
     ) -> Evaluation:
-        """The objective of one particle, whose gates have given values in the place of what a guide's run drew.
+        """The objective at given values of some gates, which replace those of a guide's run.
 
         The run at these values is added to ``runs``.
         """
@@ -378,13 +378,13 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     @torch.no_grad()
     def _explain(self, runs: Sequence[Run], model: Program, args: Args, kwargs: Kwargs) -> str:
-        """Which terms of some runs are not finite, and where that may come from."""
+        """Which terms of some runs are not finite, and possible causes."""
         bad: dict[str, str] = {}
         causes = odd_arguments(model, args, kwargs)
         for run in runs:
             found = [(term, name, value) for term, name, value in self._values(run, apart=True) if number_of_bad(value)]
             bad |= {f"{term} of site {name!r} is {float(value)}": name for term, name, value in found}
-            # An estimator's surrogate is no term of its own: then any site may be the cause.
+            # If only an estimator's surrogate is not finite, any site may be the cause.
             for name in bad.values() or run.model:
                 causes += [cause for of in (run.model, run.guide) if name in of for cause in bad_values(of[name])]
         for option in ("lam", "group_size", "weight_decay", "kl_scale"):

@@ -1,7 +1,7 @@
 """Gradient estimators for binary gates, whose draws have no derivative.
 
 Each draws the gates, evaluates the cost at its draws and returns a surrogate: a tensor whose value is 0 and whose
-gradient, for the gates' log odds, estimates that of the expected cost. The gates' own KL never comes in: it is exact.
+gradient, for the gates' log odds, estimates that of the expected cost. The gates' own KL is exact and not part of it.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _score(gates: _Gates, values: _Values) -> Tensor:
 
 
 def _relaxations(gates: _Gates) -> tuple[_Values, _Values, _Values]:
-    """Exact draws, the concretes that they round, and concretes drawn anew given the exact draws."""
+    """Exact draws, the concretes that they round, and new concretes given the exact draws."""
     hard: _Values = {}
     free: _Values = {}
     tied: _Values = {}
@@ -166,7 +166,7 @@ def _relaxations(gates: _Gates) -> tuple[_Values, _Values, _Values]:
 
 
 def _cost_and_slope(evaluate: _Evaluate, values: _Values) -> tuple[Tensor, _Values]:
-    """The cost at relaxed gates and its gradient for them alone; the weights keep out of the control variate."""
+    """The cost at relaxed gates and its gradient for them alone, without the weights."""
     leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
     cost = evaluate(leaves).cost
     slopes = torch.autograd.grad(cost, list(leaves.values()), materialize_grads=True)
@@ -216,7 +216,7 @@ def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:
     Args:
         loss: of each particle, shape ``(S,)``.
         log_q: log probability of its gates under the guide, shape ``(S,)``.
-        temper: :math:`\kappa` in (0, 1], what the model's side of the ratio counts.
+        temper: :math:`\kappa` in (0, 1], the factor on the model's side of the ratio.
 
     References:
         Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples, get a baseline for free; Richter et al. (2020),

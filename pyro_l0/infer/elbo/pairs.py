@@ -1,4 +1,4 @@
-"""Matches a model with its guide, and refuses those that do not fit."""
+"""Checks that a model and its guide fit together, and that they have arguments and a likelihood."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _kind(fn: object, gate: GateDistribution | None) -> str:
 
 
 def _agree(x: object, y: object) -> bool:
-    """Whether two scales or masks are the same, as far as can be told without reading a device."""
+    """Whether two scales or masks are the same; values on a device are not read."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x is y or x.device.type != "cpu" or y.device.type != "cpu" or not is_validation_enabled():
             return True
@@ -80,7 +80,7 @@ def check_draws(name: str, gate: GateDistribution) -> None:
 
 
 def check_slabs(slabs: Mapping[str, Switch], gates: Mapping[str, GateDistribution], model: Mapping[str, Site]) -> None:
-    """Refuse slabs that are no weights of the model, and gates of slabs that are none."""
+    """Refuse slabs that are not latent weights of the model, and slabs whose gates are not gates."""
     for slab, switch in slabs.items():
         gate = gate_site(switch)
         if slab not in model or model[slab]["is_observed"] or model[slab]["type"] != "sample" or slab in gates:
@@ -105,9 +105,9 @@ def check_auxiliary(name: str, site: Site) -> None:
 def refuse_without_likelihood(
     model: Program, sites: Mapping[str, Site], returned: object, args: Args, kwargs: Kwargs
 ) -> None:
-    """Refuse a model without a likelihood that looks as if it had one: its loss would be the price of its gates alone.
+    """Refuse a model without a likelihood that seems meant to have one: its loss would be the price of its gates alone.
 
-    A model that takes no data, has no network and returns no more than its draws may be there for its prior's sake.
+    A model that takes no data, has no network and returns no more than its draws may be meant as a prior.
     """
     found = None
     for _, x in _leaves("", returned):
@@ -127,7 +127,7 @@ def refuse_without_likelihood(
 
 
 def _modules(model: object) -> Iterator[nn.Module]:
-    """A model that is a module, or the modules that a function uses: its object's, and those around it by name."""
+    """A model that is a module, or the modules that a function uses: its object's, its closure's and its globals."""
     if isinstance(model, nn.Module):
         yield model
     elif isinstance(model, partial):  # also what Pyro's handlers make of a model
@@ -153,7 +153,7 @@ def check_arguments(program: Program, args: Args, kwargs: Kwargs) -> None:
 
 
 def odd_arguments(program: Program, args: Args, kwargs: Kwargs) -> list[str]:
-    """What is suspicious of a program's arguments, with their names; reads them."""
+    """Arguments of a program that are empty or not finite, by name; reads them."""
     found = []
     function = program.forward if isinstance(program, nn.Module) else program
     try:
@@ -170,8 +170,8 @@ def odd_arguments(program: Program, args: Args, kwargs: Kwargs) -> list[str]:
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested lists, tuples and dicts, with their places."""
-    return ((place, x) for place, x in _leaves(name, value) if isinstance(x, Tensor))
+    """The tensors in nested lists, tuples and dicts, with their paths."""
+    return ((path, x) for path, x in _leaves(name, value) if isinstance(x, Tensor))
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""Particles of a loss: one after the other, or all at once by ``torch.vmap``."""
+"""Particles of a loss, evaluated one by one or all at once by ``torch.vmap``."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def can_be_mapped(
     Warns:
         UserWarning: it does not.
     """
-    evaluate(run_guide())  # which says what is wrong, if it is something else
+    evaluate(run_guide())  # any other error is raised here
     try:
         over_particles(evaluate, run_guide, guide, 2, mapped=True)
     except ValueError as error:
         if "vectorize_particles" not in str(error):
             raise
-        warnings.warn(f"Particles are evaluated one after the other, which takes longer. {error}", stacklevel=4)
+        warnings.warn(f"Particles are evaluated one by one, which takes longer. {error}", stacklevel=4)
         return False
     return True
 

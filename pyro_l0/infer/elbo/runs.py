@@ -1,4 +1,4 @@
-"""One run of a guide or a model, recorded for a loss, what is said where it fails, and what a site's value weighs."""
+"""One recorded run of a guide or a model, errors that say what failed, and log probabilities of its sites."""
 
 from __future__ import annotations
 

@@ -18,18 +18,18 @@ Switch: TypeAlias = str | tuple[str, Tensor]
 
 
 class Places(NamedTuple):
-    """Where the gates of a site lie along the dimensions of a slab.
+    """How the gates of a site align with the dimensions of a slab.
 
     Attributes:
-        shape: one dimension for each of the slab's, of size 1 wherever gates are shared.
-        group: index into the last dimension of the gates; None where it stays as it is.
+        shape: one dimension for each of the slab's, of size 1 where gates are shared.
+        group: index into the last dimension of the gates, if there is one.
     """
 
     shape: Shape
     group: Tensor | None
 
     def of(self, gates: Tensor, lead: int = 0) -> Tensor:
-        """Values of the gates along the slab's dimensions, behind some dimensions of draws."""
+        """Values of the gates along the slab's dimensions, after ``lead`` dimensions of draws."""
         if self.group is not None:
             gates = gates[..., self.group.to(gates.device)]
         return gates.reshape(gates.shape[:lead] + self.shape)
@@ -84,7 +84,7 @@ def product_name(gate: str, slab: str) -> str:
 
 
 def places_of(name: str, switch: Switch, model: Mapping[str, Site], guide: Mapping[str, Site] | None = None) -> Places:
-    """Where the gates of a slab lie.
+    """How the gates of a slab align with it.
 
     The slab is the model's, the gates are the guide's; their plates in the model tell which dimensions belong together.
     Gates that fit the slab in no way or in several are refused, and so is an index that is out of range.
@@ -132,7 +132,7 @@ def _check_index(name: str, gate: str, index: Tensor, shape: Shape, plates: Site
     if not shape or not index.numel() or not 0 <= int(index.min()) <= int(index.max()) < shape[-1]:
         got = f"numbers from {int(index.min())} to {int(index.max())}" if index.numel() else "none"
         raise ValueError(
-            f"Expected the index of slab site {name!r} to hold places along the last dimension of gate site {gate!r}, "
+            f"Expected the index of slab site {name!r} to index the last dimension of gate site {gate!r}, "
             f"of shape {shape}, but got {got}."
         )
     small = [frame.name for frame in plates["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]

@@ -161,7 +161,7 @@ def _nll(block: Block, options: Options) -> Tensor:
 
 
 def _other_kl(block: Block, options: Options) -> Tensor:
-    """KL of a latent variable that is neither gate nor slab, or the log density of one of the guide's alone."""
+    """KL of a latent variable that is neither gate nor slab; the log density of a site that only the guide has."""
     if block.name not in block.run.model:
         return _log_prob_sum(block.posterior)
     q = block.posterior["fn"]
@@ -191,15 +191,15 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
     if inner.event_dim != inner_prior.event_dim:
         inner, inner_prior = q, p
     joint: int = inner.event_dim
-    places = places_of(name, options.slab[name], block.run.model, block.run.guide)
-    split = len(places.shape) - joint
-    if any(size > 1 for size in places.shape[split:]):
+    aligned = places_of(name, options.slab[name], block.run.model, block.run.guide)
+    split = len(aligned.shape) - joint
+    if any(size > 1 for size in aligned.shape[split:]):
         raise ValueError(
             f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, whose joint distribution "
-            f"{inner} has no KL by element, but got gates of shape {places.shape} against {tuple(q.shape())}."
+            f"{inner} has no KL by element, but got gates of shape {aligned.shape} against {tuple(q.shape())}."
         )
     kl = _kl_or_sample(name, inner, inner_prior, block.posterior["value"])
-    active = places.of(gates.active_prob).reshape(places.shape[:split])
+    active = aligned.of(gates.active_prob).reshape(aligned.shape[:split])
     return block.total(sum_rightmost(kl * active, q.event_dim - joint))
 
 
@@ -250,7 +250,7 @@ def _kl_or_sample(name: str, q: Distribution, p: Distribution, value: Tensor) ->
 
 
 def _check_pathwise(name: str, q: Distribution) -> None:
-    """Refuse a posterior through whose draw no gradient goes."""
+    """Refuse a posterior whose draws have no pathwise gradient."""
     if not q.has_rsample:
         raise ValueError(
             f"Expected a reparameterised posterior at latent site {name!r}, whose gradient goes through its sample, "
@@ -274,11 +274,11 @@ OBJECTIVES: dict[str, tuple[Term, ...]] = {
 }
 
 
-# ------------------------------------------------------------ what is refused
+# ------------------------------------------------------------ checks
 
 
 def check_slab(objective: str, slab: Mapping[str, Switch] | None, **prices: Coefficient) -> None:
-    """Refuse slabs for an objective without their KL, and none for one with it; and prices for one without them."""
+    """Refuse slabs or prices for an objective without such terms, and no slabs for one that needs them."""
     terms = OBJECTIVES[objective]
     if slab and SLAB_KL not in terms:
         raise ValueError(f"Expected slab for objective='spike_slab' only, but got {slab!r} for {objective!r}.")

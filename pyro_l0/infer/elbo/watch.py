@@ -1,4 +1,4 @@
-"""What a training is checked for: losses that are not finite, sites whose gates have all closed."""
+"""Checks of a training: losses that are not finite, sites whose gates have all closed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Explain = Callable[[], str]
 
 
 class Watch:
-    """What a training has shown so far.
+    """Losses that are still to be checked, and sites that have closed.
 
-    In main memory every loss is checked. On an accelerator that would make the host wait in every step: there the
-    terms of the last steps are kept, and every hundredth step checks all of them at once.
+    In main memory every loss is checked at once. On an accelerator that would make the host wait in every step: there
+    the terms of the last steps are kept, and every hundredth step checks all of them at once.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Watch:
         self._closed: set[str] = set()
 
     def loss(self, step: int, loss: Tensor, parts: Mapping[str, Tensor], explain: Explain) -> None:
-        """Check the loss of a step, now or later; raises, and explains, what is not finite."""
+        """Check the loss of a step, now or later; raises if it is not finite."""
         if loss.device.type == "cpu":
             self.value(step, loss.item(), explain)
         elif loss.device.type != "meta":
@@ -39,7 +39,7 @@ class Watch:
                 self._check_unread(step, explain)
 
     def value(self, step: int, value: float, explain: Explain) -> None:
-        """Check a loss that was read."""
+        """Check a loss whose value is known."""
         if not math.isfinite(value):
             self._check_unread(step, explain)
             raise ValueError(f"The loss is {value} at step {step}: {explain()}")
@@ -85,7 +85,7 @@ def number_of_bad(x: float | Tensor) -> int:
 
 
 def bad_values(site: Site) -> list[str]:
-    """What of a recorded site is not finite: its value if it was observed, the parameters of its distribution."""
+    """What is not finite at a recorded site: an observed value, or parameters of its distribution."""
     found = []
     if site["is_observed"] and (bad := number_of_bad(site["value"])):
         found.append(f"what is observed at {site['name']!r} holds {bad} values that are not finite")

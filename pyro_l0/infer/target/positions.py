@@ -1,4 +1,4 @@
-"""Where the gates of a guide stand, measured from the points at which their test gates close."""
+"""Positions of a guide's gates, measured from the points at which their test gates close."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["CLOSED", "HIGHEST", "LOWEST", "OPENED", "GatePositions", "closing_lo
 
 # In units of the logit of P(z != 0). Of a hard concrete, log alpha between -6 and 6, whose test gate closes at -log 11.
 HIGHEST, LOWEST = math.log(11) + 6, math.log(11) - 6
-OPENED, CLOSED = 1.0, -1.0  # where a gate goes that is opened or closed from outside
-_REACH = 30.0  # of the search, on the real line on which locations are learned
+OPENED, CLOSED = 1.0, -1.0  # of a gate that a correction opens or closes
+_RANGE = 30.0  # of the search, on the real line on which locations are learned
 _HALVINGS = 60
 
 
@@ -58,7 +58,7 @@ class GatePositions:
         return torch.cat(found) if found else torch.zeros(0)
 
     def follow(self) -> None:
-        """Look anew at where gates close whose further parameters may have changed."""
+        """Forget the closing points of gates with further parameters, which may have changed."""
         self._kept = {site: kept for site, kept in self._kept.items() if not kept[0].dim()}
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class GatePositions:
 
     @torch.no_grad()
     def open_all(self, active_prob: float) -> float:
-        """Give every gate a rate, or the nearest that :data:`HIGHEST` allows.
+        """Give every gate a P(z != 0), or the nearest that :data:`HIGHEST` allows.
 
         Args:
             active_prob: P(z != 0), in (0, 1).
@@ -141,7 +141,7 @@ def _stretching(gate: GateDistribution, location: Tensor) -> Tensor:
 
 def _search(gate: GateDistribution, is_past: Callable[[GateDistribution], Tensor]) -> Tensor:
     """The lowest locations past a point, the other parameters as they are; shape ``batch_shape``."""
-    low = torch.full(gate.batch_shape, -_REACH, dtype=torch.float64, device=gate.active_prob.device)
+    low = torch.full(gate.batch_shape, -_RANGE, dtype=torch.float64, device=gate.active_prob.device)
     high = -low
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""What a sparsity target has reached, in numbers and as text."""
+"""The progress of a sparsity target, in numbers and as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TargetReport"]
 
 @dataclass(frozen=True)
 class TargetReport:
-    """How far a :class:`~pyro_l0.infer.SparsityTarget` has come; it prints as text.
+    """The progress of a :class:`~pyro_l0.infer.SparsityTarget`; it prints as text.
 
     Attributes:
         step: steps taken.

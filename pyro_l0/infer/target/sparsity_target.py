@@ -1,4 +1,4 @@
-"""Sparsity as a constraint: budgets that the deterministic network keeps to, without a setting to tune."""
+"""Sparsity as a constraint: the deterministic network keeps to a budget, without a setting to tune."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class SparsityTarget:
         self._prices: Tensor | None = None
         self._shares = torch.zeros(0)
 
-    # ------------------------------------------------------------ what a run asks
+    # ------------------------------------------------------------ state of a run
 
     @property
     def budget(self) -> Tensor:
@@ -188,7 +188,7 @@ class SparsityTarget:
 
     @torch.no_grad()
     def report(self) -> TargetReport:
-        """What has been reached so far."""
+        """The progress so far."""
         tests, names = self.guide.test_gates(), self._budget.names
         fraction = self.fraction()
         values = torch.cat([gate.flatten() for gate in tests.values()]) if tests else torch.ones(1)
@@ -206,7 +206,7 @@ class SparsityTarget:
             open=opened,
         )
 
-    # ------------------------------------------------------------ what a step asks
+    # ------------------------------------------------------------ steps
 
     @torch.no_grad()
     def add_gradient(self) -> None:
@@ -283,10 +283,7 @@ class SparsityTarget:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Put the deterministic network onto the final budget now, as a run that ends early needs it.
-
-        The open gates of lowest location close, or closed ones of highest location open.
-        """
+        """Put the deterministic network onto the final budget now, for a run that ends early."""
         self._follow()
         self._correct(self.budget)
 
@@ -306,7 +303,7 @@ class SparsityTarget:
         return {site: gate != 0 for site, gate in self.guide.test_gates().items()}
 
     def _prices_of(self, number: int) -> Tensor:
-        """The prices at the last check of so many gates; anew if units have left since."""
+        """The prices at the last check; new ones if the number of gates has changed since."""
         if self._prices is None or self._prices.shape[1] != number:
             return self._take_prices()
         return self._prices

@@ -133,7 +133,7 @@ def test_an_index_that_is_none(index):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (GROUP + 1, "to hold places along the last dimension of gate site 'z', .* numbers from 1 to 6"),
+        (GROUP + 1, "to index the last dimension of gate site 'z', .* numbers from 1 to 6"),
         (GROUP - 1, "numbers from -1 to 4"),
         (GROUP[:5], r"broadcast against slab site 'w' of shape \(14,\), but got \(5,\)"),
         (GROUP.clamp(max=4), r"each of the 6 gates of site 'z', but \[5\] switch no element"),
