@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.calls import record_called
-from pyro_l0.nn.engine.dependence import Dependence, depend
+from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
 from pyro_l0.nn.engine.formulas import TRUE, Clause
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
 from pyro_l0.nn.engine.record import Example
@@ -69,16 +69,16 @@ class NetworkCost:
     def __init__(self, network: nn.Module, example: Example) -> None:
         self._recording = record_called(network, example)
         self.sizes = {name: gate.size for name, gate in gate_names(network).items()}
-        self._dependence = depend(self._recording)
-        maps = self._dependence.maps
+        self._dependencies = find_dependencies(self._recording)
+        maps = self._dependencies.maps
         weights = dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())
-        self._weights = _Count(self._dependence, [maps.axes[weight] for weight in weights], 1)
+        self._weights = _Count(self._dependencies, [maps.axes[weight] for weight in weights], 1)
         batch = self._recording.calls[0].inputs[0].shape[:1] if self._recording.calls[0].inputs else ()
-        self._macs = _Count(self._dependence, [product.axes for product in maps.products], math.prod(batch))
+        self._macs = _Count(self._dependencies, [product.axes for product in maps.products], math.prod(batch))
         named = dict(network.named_parameters())
         used = dict.fromkeys(maps.recording.named[name] for name in named if name in maps.recording.named)
         unused = sum(p.numel() for name, p in named.items() if name not in maps.recording.named)
-        self._parameters = _Count(self._dependence, [maps.axes[value] for value in used], 1, unused)
+        self._parameters = _Count(self._dependencies, [maps.axes[value] for value in used], 1, unused)
         self.total_weights = self._weights.total
         self.total_parameters = self._parameters.total
         self.total_macs = self._macs.total
@@ -137,7 +137,7 @@ class NetworkCost:
             >>> print(NetworkCost(nn.Sequential(nn.Linear(2, 3), Gate(3)), torch.ones(1, 2)).report())
             gate '1', units 0-2: stay behind the gate (network output)
         """
-        return report(self._recording, self._dependence)
+        return report(self._recording, self._dependencies)
 
     def _leave_with(self, site: str) -> float:
         """The number of weights that leave where the gates of one site alone are closed."""
@@ -172,14 +172,14 @@ class _Count:
     """A sum over products of numbers of entries that stay.
 
     Args:
-        dependence: what entries depend on.
+        dependencies: what entries depend on.
         products: the dimensions of each product.
         per: what the sum is divided by.
         more: what comes to the sum whatever leaves.
     """
 
-    def __init__(self, dependence: Dependence, products: Iterable[Iterable[Axis]], per: int, more: int = 0) -> None:
-        self._dependence = dependence
+    def __init__(self, dependencies: Dependencies, products: Iterable[Iterable[Axis]], per: int, more: int = 0) -> None:
+        self._dependencies = dependencies
         self._products = [list(axes) for axes in products]
         self._per = per
         self._more = more
@@ -202,7 +202,7 @@ class _Count:
 
     @cached_property
     def _compiled(self) -> tuple[Expectations, list[_Term], float]:
-        expectations = Expectations(self._dependence.formulas, self._dependence.sizes)
+        expectations = Expectations(self._dependencies.formulas, self._dependencies.sizes)
         times: dict[tuple[int, ...], float] = {}
         for axes in self._products:
             count, sums = self._term(axes, expectations)
@@ -221,22 +221,22 @@ class _Count:
                 factor *= histogram.get(TRUE, 0)
             else:
                 sums.append(histogram)
-        formulas = self._dependence.formulas
+        formulas = self._dependencies.formulas
         for clause in shared:  # once, and not at all where one of the sums is zero without it
             if not any(self._is_implied(clause, histogram) for histogram in sums):
                 sums.append({formulas.number([clause]): 1})
         return factor, tuple(sorted(expectations.add(histogram) for histogram in sums))
 
     def _is_implied(self, clause: Clause, histogram: Mapping[int, int]) -> bool:
-        clauses = self._dependence.formulas.clauses
+        clauses = self._dependencies.formulas.clauses
         return all(any(other <= clause for other in clauses(formula)) for formula in histogram)
 
     def _split(self, axis: Axis) -> tuple[dict[int, int], tuple[Clause, ...]]:
         """How many entries stay if a statement holds, for each statement, and what all of them have in common."""
-        key = id(self._dependence.units[axis.block])
+        key = id(self._dependencies.units[axis.block])
         if key not in self._histograms:
-            formulas = self._dependence.formulas
-            found, counts = np.unique(self._dependence.kept(axis), return_counts=True)
+            formulas = self._dependencies.formulas
+            found, counts = np.unique(self._dependencies.kept(axis), return_counts=True)
             clauses = [formulas.clauses(formula) for formula in found.tolist()]
             common = tuple(clause for clause in clauses[0] if all(clause in other for other in clauses[1:]))
             histogram: dict[int, int] = {}

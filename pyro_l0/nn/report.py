@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pyro_l0.nn.engine.analysis import Analysis, analyse
-from pyro_l0.nn.engine.dependence import Dependence
+from pyro_l0.nn.engine.dependency import Dependencies
 from pyro_l0.nn.engine.tape import Recording
 
 __all__ = ["Report", "Stay", "report"]
@@ -56,33 +56,33 @@ class Report:
         return "\n".join(map(str, self.stays)) or "every unit leaves with its gate"
 
 
-def report(recording: Recording, dependence: Dependence) -> Report:
+def report(recording: Recording, dependencies: Dependencies) -> Report:
     """What keeps units of a network, found by closing half of the gates and then the others."""
     closings = [
-        {site: (torch.arange(size) + shift) % 2 == 0 for site, size in dependence.sizes.items()} for shift in (0, 1)
+        {site: (torch.arange(size) + shift) % 2 == 0 for site, size in dependencies.sizes.items()} for shift in (0, 1)
     ]
     analyses = [analyse(recording, closing) for closing in closings]
     lines: dict[tuple[str, str, str], list[int]] = {}
-    for site, unit, front, behind in _staying(dependence):
+    for site, unit, front, behind in _staying(dependencies):
         where = "both" if front and behind else "in front" if front else "behind"
         lines.setdefault((site, where, _why(analyses[unit % 2], site, unit, behind)), []).append(unit)
     return Report(tuple(Stay(site, tuple(units), where, why) for (site, where, why), units in lines.items()))
 
 
-def _staying(dependence: Dependence) -> Iterator[tuple[str, int, bool, bool]]:
+def _staying(dependencies: Dependencies) -> Iterator[tuple[str, int, bool, bool]]:
     """Each gate's units that stay in front of it or behind it, where it and those on the same units are closed.
 
     Behind one gate for a whole branch are no units of its own.
     """
-    formulas, units = dependence.formulas, dependence.maps.slots.units()
-    starts = dict(zip(dependence.sizes, accumulate(dependence.sizes.values(), initial=0), strict=False))
-    calls = {call.site: call for call in dependence.maps.gates}
+    formulas, units = dependencies.formulas, dependencies.maps.slots.units()
+    starts = dict(zip(dependencies.sizes, accumulate(dependencies.sizes.values(), initial=0), strict=False))
+    calls = {call.site: call for call in dependencies.maps.gates}
     together: dict[int, set[int]] = {}
     for site, call in calls.items():
         for unit, common in enumerate(units[call.front.block].tolist()):
             together.setdefault(common, set()).add(starts[site] + unit)
     for site, call in calls.items():
-        sides = zip(dependence.kept(call.front).tolist(), dependence.kept(call.behind).tolist(), strict=True)
+        sides = zip(dependencies.kept(call.front).tolist(), dependencies.kept(call.behind).tolist(), strict=True)
         for unit, (front, behind) in enumerate(sides):
             closed = together[units[call.front.block][unit]]
             stays = formulas.holds(front, closed), not call.is_whole and formulas.holds(behind, closed)

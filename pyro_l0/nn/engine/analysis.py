@@ -303,7 +303,6 @@ def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor
     """The constant inputs that the layer does without, once for each weight."""
     found = dict[Value, Fold]()
     for layer, constant in constants.items():
-        assert layer.candidates is not None
         axis = maps.axes[layer.input][layer.input_dim]
         units = np.flatnonzero(layer.candidates & ~axis.needed)
         if len(units) and layer.operation in solution.running:

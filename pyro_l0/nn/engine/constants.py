@@ -27,7 +27,7 @@ def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
     of_weight = defaultdict[Value, list[ConstantInput]](list)
     for layer in maps.constant_inputs:
         of_weight[layer.weight].append(layer)
-    chosen = {weight: layers for weight, layers in of_weight.items() if any(_candidates(x).any() for x in layers)}
+    chosen = {weight: layers for weight, layers in of_weight.items() if any(x.candidates.any() for x in layers)}
     values = _Evaluation(maps).run([layer.input for layers in chosen.values() for layer in layers])
     constants = dict[ConstantInput, Tensor]()
     for layers in chosen.values():
@@ -35,8 +35,8 @@ def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
         known = [maps.states(layer.input, layer.input_dim) < VARIES for layer in layers]
         fits = _agree(layers, tensors, known)
         for layer, tensor in zip(layers, tensors, strict=True):
-            _read(layer)[_candidates(layer) & ~fits] = True
-            constants[layer] = _reduced(tensor, _candidates(layer) & fits)
+            layer.reads[layer.candidates & ~fits] = True
+            constants[layer] = _reduced(tensor, layer.candidates & fits)
     return constants
 
 
@@ -46,22 +46,11 @@ def read_what_stays(maps: Maps, solution: Solution) -> bool:
     for layer in maps.constant_inputs:
         axis = maps.axes[layer.input][layer.input_dim]
         stays = solution.stays[solution.units[axis.block]]
-        missed = _candidates(layer) & ~_read(layer) & stays & ~axis.needed
+        missed = layer.candidates & ~layer.reads & stays & ~axis.needed
         if layer.operation in solution.running and missed.any():
-            _read(layer)[missed] = True
+            layer.reads[missed] = True
             is_changed = True
     return is_changed
-
-
-def _candidates(layer: ConstantInput) -> Mask:
-    assert layer.candidates is not None
-    return layer.candidates
-
-
-def _read(layer: ConstantInput) -> Mask:
-    assert layer.read is not None
-    assert layer.read.where is not None
-    return layer.read.where
 
 
 def _by_unit(layer: ConstantInput, value: Tensor) -> Tensor:

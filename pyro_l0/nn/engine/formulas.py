@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 
-from pyro_l0.nn.engine.slots import Index
+from pyro_l0.nn.engine.slots import Axis, Index
 
 __all__ = ["FALSE", "TRUE", "Clause", "Formulas"]
 
@@ -107,10 +107,24 @@ class Formulas:
         return self._each(one, other, FALSE, lambda x, y: self.some((x, y)))
 
     def some_of_each(self, rows: Index) -> Index:
-        """Row by row, that one of its statements holds."""
+        """Along the last dimension, that one of the statements holds."""
         if not (rows != TRUE).any():
-            return np.full(len(rows), TRUE)
-        return np.array([self.some(set(row)) for row in rows.tolist()], dtype=np.int64)
+            return np.full(rows.shape[:-1], TRUE)
+        found = [self.some(set(row)) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
+        return np.array(found, dtype=np.int64).reshape(rows.shape[:-1])
+
+    def outer(self, vectors: Sequence[Index]) -> Index:
+        """That all entries of a combination hold, a dimension for each vector."""
+        result = vectors[0]
+        for vector in vectors[1:]:
+            result = self.both_each(result[..., np.newaxis], vector)
+        return result
+
+    def regroup(self, vectors: Sequence[Index], axes: Sequence[Axis], axis: Axis) -> Index:
+        """The combinations of entries are those of other dimensions: that one holds in which an entry takes part."""
+        flat = self.outer(vectors).reshape([other.size for other in axes])
+        rows = np.moveaxis(flat, next(dim for dim, other in enumerate(axes) if other is axis), 0)
+        return self.some_of_each(rows.reshape(axis.size, -1))
 
     def some_of(self, formulas: Index) -> int:
         """That one of an array's statements holds."""
@@ -148,11 +162,13 @@ class Formulas:
         return self._clause_cases[clause]
 
     def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
-        if one is other or not (other != neutral).any():
-            return one
+        one, other = np.broadcast_arrays(one, other)
+        if not (other != neutral).any() or not (one != other).any():
+            return one.copy()
         if not (one != neutral).any():
-            return other
-        return np.array([combine(x, y) for x, y in zip(one.tolist(), other.tolist(), strict=True)], dtype=np.int64)
+            return other.copy()
+        found = [combine(x, y) for x, y in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)]
+        return np.array(found, dtype=np.int64).reshape(one.shape)
 
     def _disjunction(self, parts: Sequence[tuple[Clause, ...]]) -> int:
         """One of several statements: what all have in common, and one of what else there is to each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class ConstantInput:
         input_dim: the dimension of the input that is summed over.
         weight_dim: the same of the weight.
         is_padded: whether it pads images with zeros.
-        read: which entries are read, those that do not leave.
+        read: the relation that says which entries are read, those that do not leave.
         candidates: which are constant and would be read.
     """
 
@@ -58,8 +58,14 @@ class ConstantInput:
     input_dim: int
     weight_dim: int
     is_padded: bool
-    read: Read | None = None
-    candidates: Mask | None = None
+    read: Read
+    candidates: Mask
+
+    @property
+    def reads(self) -> Mask:
+        """Which entries are read; changes where it is changed."""
+        assert self.read.where is not None
+        return self.read.where
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +118,7 @@ class Maps:
     barriers: dict[Operation, str] = field(default_factory=dict)
     pins: list[tuple[int, str]] = field(default_factory=list)
     roots: list[Value] = field(default_factory=list)
-    _numbers: dict[Value, int] = field(default_factory=dict)
+    _numbers: dict[Value, Axis] = field(default_factory=dict)
     _operation: Operation | None = None
 
     def begin(self, operation: Operation) -> None:
@@ -123,11 +129,16 @@ class Maps:
     def add(self, value: Value, state: int) -> None:
         """A value whose dimensions belong to nothing yet."""
         self.axes[value] = [Axis(size, self.slots.new(size), state) for size in value.shape]
-        self._numbers[value] = state
+        if not value.shape:
+            self._numbers[value] = Axis(1, -1, state)
+
+    def dims(self, value: Value) -> list[Axis]:
+        """The dimensions of a value; for a number, one of size 1 that stands for it and has no block."""
+        return self.axes[value] or [self._numbers[value]]
 
     def state(self, value: Value) -> int:
         """What is known of a whole tensor, one number of :data:`ZERO`, :data:`CONSTANT`, :data:`VARIES`."""
-        return min((axis.state for axis in self.axes[value]), default=self._numbers[value])
+        return min(axis.state for axis in self.dims(value))
 
     def states(self, value: Value, dim: int) -> States:
         """What is known of each slice of a tensor along a dimension."""
@@ -139,8 +150,7 @@ class Maps:
 
     def set_state(self, value: Value, state: int) -> None:
         """Say what is known of a whole tensor."""
-        self._numbers[value] = state
-        for axis in self.axes[value]:
+        for axis in self.dims(value):
             axis.states = np.full(axis.size, state, dtype=np.uint8)
 
     def same(
@@ -211,13 +221,18 @@ class Maps:
             return isinstance(self.module(), (nn.Linear, nn.modules.conv._ConvNd))
         return bool(bias.names)
 
-    def leave_to_bias(self, constant: ConstantInput, places: Sequence[tuple[Value, int]], where: Mask) -> None:
-        """Entries are read together as in :meth:`reads`, but the constant ones may leave into a bias."""
-        varies = self.states(constant.input, constant.input_dim) == VARIES
-        self.reads(*places, where=where & varies)
+    def reads_or_folds(
+        self, x: tuple[Value, int], weight: tuple[Value, int], where: Mask, bias: Value | None, is_padded: bool = False
+    ) -> None:
+        """Entries are read together as in :meth:`reads`, but the constant ones may leave into a layer's bias."""
+        varies = self.states(*x) == VARIES
+        self.reads(x, weight, where=where & varies)
         read = self.relations[self.operation][-1]
         assert isinstance(read, Read)
-        self.constant_inputs.append(replace(constant, read=read, candidates=where & ~varies))
+        (value, dim), (parameter, weight_dim) = x, weight
+        self.constant_inputs.append(
+            ConstantInput(self.operation, value, parameter, bias, dim, weight_dim, is_padded, read, where & ~varies)
+        )
 
     def pin(self, block: int, reason: str | None = None) -> None:
         """All entries of a block have to stay."""

@@ -1,4 +1,4 @@
-"""Which gates have to be open for an entry of a recorded tensor to be read on the way to the outputs."""
+"""Which gates have to be open for the network's outputs to depend on an entry of a recorded tensor."""
 
 from __future__ import annotations
 
@@ -6,140 +6,124 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
+from pyro_l0.nn.engine.formulas import FALSE, TRUE
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.presence import Presence, factors, outer_both, rows_of
+from pyro_l0.nn.engine.presence import NONZERO, VARYING, Presence, factors
 from pyro_l0.nn.engine.slots import Axis, Index, Link, Mask, Read, Reshape
 from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["find_needs"]
 
 
-def find_needs(
-    formulas: Formulas, gates: dict[str, Index], opened: Maps, closed: Maps, presence: Presence
-) -> list[tuple[int, Index]]:
-    """Go through the operations from the last to the first; return blocks of entries, and when each has to stay.
+def find_needs(presence: Presence, opened: Maps, closed: Maps) -> Iterator[tuple[int, Index]]:
+    """Go through the operations from the last to the first; yield blocks of entries, and when each has to stay.
 
-    Arguments are those of :func:`~pyro_l0.nn.engine.presence.find_presence`, and what it returns.
+    Args:
+        presence: when entries are zero, and when they vary.
+        opened: what the rules say with all gates open.
+        closed: what they say with all gates closed.
     """
-    finder = _Finder(formulas, gates, opened, closed, presence)
-    return list(finder.required())
+    needs = _Needs(presence, opened)
+    recording = opened.recording
+    outputs = [x for call in recording.calls for x in call.outputs]
+    for value in [*outputs, *(x for call in recording.calls for x in call.inputs)]:
+        for axis in opened.axes[value]:
+            yield axis.block, np.full(axis.size, TRUE)
+    needs.add_whole([*opened.roots, *outputs], TRUE)
+    for operation in reversed(recording.operations):
+        runs = TRUE if set(opened.roots).intersection(operation.inputs) else needs.runs(operation)
+        if runs == FALSE:
+            continue
+        needs.add_whole([value for value in operation.inputs if not value.shape], runs)
+        # What one of them has more, at the end, are entries that stayed for the sake of even parts.
+        relations = zip(opened.relations[operation], closed.relations[operation], strict=False)
+        for relation, other in reversed(list(relations)):
+            if isinstance(relation, Link):
+                needs.add(relation.source, needs.linked(operation, relation, runs))
+            elif isinstance(relation, Reshape):
+                needs.regroup(relation, runs)
+            else:
+                assert isinstance(other, Read)
+                entries = needs.read(relation, other.where, runs)
+                yield relation.axes[0].block, entries
+                for axis in relation.axes:
+                    needs.add(axis, entries)
 
 
-class _Finder:
-    def __init__(
-        self, formulas: Formulas, gates: dict[str, Index], opened: Maps, closed: Maps, presence: Presence
-    ) -> None:
-        self.formulas, self.gates, self.opened, self.closed, self.presence = formulas, gates, opened, closed, presence
-        self._needed = {axis: np.full(axis.size, TRUE) for axis in opened.fixed_axes}
-        self._numbers: dict[Value, int] = {}
-        self._to_bias = {id(layer.read) for layer in opened.constant_inputs}
+class _Needs:
+    """By dimension, the statements that the outputs depend on its entries, as far as they are known."""
 
-    def required(self) -> Iterator[tuple[int, Index]]:
-        """Blocks, and for each of their entries the statement that it has to stay."""
-        recording = self.opened.recording
-        for call in recording.calls:
-            for value in (*call.inputs, *call.outputs):
-                for axis in self.opened.axes[value]:
-                    yield axis.block, np.full(axis.size, TRUE)
-        for value in [*self.opened.roots, *(x for call in recording.calls for x in call.outputs)]:
-            self._numbers[value] = TRUE
-            for axis in self.opened.axes[value]:
-                self._needed[axis] = np.full(axis.size, TRUE)
-        looks = set(self.opened.roots)
-        for operation in reversed(recording.operations):
-            runs = TRUE if looks.intersection(operation.inputs) else self._runs(operation)
-            if runs == FALSE:
-                continue
-            for value in operation.inputs:
-                self._numbers[value] = self.formulas.some((self._numbers.get(value, FALSE), runs))
-            # What one of them has more, at the end, are entries that stayed for the sake of even parts.
-            relations = zip(self.opened.relations[operation], self.closed.relations[operation], strict=False)
-            for relation, other in reversed(list(relations)):
-                if isinstance(relation, Link):
-                    self._link(operation, relation, runs)
-                elif isinstance(relation, Reshape):
-                    self._reshape(relation, runs)
-                else:
-                    assert isinstance(other, Read)
-                    entries = self._read(relation, other.where, runs)
-                    yield relation.axes[0].block, entries
-                    for axis in relation.axes:
-                        self._add(axis, entries)
+    def __init__(self, presence: Presence, maps: Maps) -> None:
+        self.presence, self.maps, self.formulas = presence, maps, presence.formulas
+        self._needed = {axis: np.full(axis.size, TRUE) for axis in maps.fixed_axes}
+        self._to_bias = {id(layer.read) for layer in maps.constant_inputs}
 
-    def _runs(self, operation: Operation) -> int:
+    def of(self, axis: Axis, runs: int = TRUE) -> Index:
+        """The statements that an output's entries are needed, if its operation runs."""
+        return self.formulas.both_each(self._needed.get(axis, np.full(axis.size, FALSE)), np.int64(runs))
+
+    def add(self, axis: Axis, entries: Index) -> None:
+        """Entries are needed for another reason."""
+        self._needed[axis] = self.formulas.some_each(self.of(axis), entries)
+
+    def add_whole(self, values: list[Value], statement: int) -> None:
+        """All entries of tensors are needed."""
+        for axis in (axis for value in values for axis in self.maps.dims(value)):
+            self.add(axis, np.full(axis.size, statement))
+
+    def runs(self, operation: Operation) -> int:
         """The statement that the outputs depend on an operation."""
-        values = [value for value in operation.outputs if value is not None]
         return self.formulas.some(
-            self.formulas.every(self.formulas.some_of(self._of(axis)) for axis in self.opened.axes[value])
-            if value.shape
-            else self._numbers.get(value, FALSE)
-            for value in values
+            self.formulas.every(self.formulas.some_of(self.of(axis)) for axis in self.maps.dims(value))
+            for value in operation.outputs
+            if value is not None
         )
 
-    def _of(self, axis: Axis, runs: int = TRUE) -> Index:
-        """The statements that an output's entries are needed, if its operation runs."""
-        needed = self._needed[axis] if axis in self._needed else np.full(axis.size, FALSE)
-        return self.formulas.both_each(needed, np.full(axis.size, runs))
-
-    def _add(self, axis: Axis, entries: Index) -> None:
-        self._needed[axis] = self.formulas.some_each(self._of(axis), entries)
-
-    def _link(self, operation: Operation, link: Link, runs: int) -> None:
-        needed = self._of(link.target, runs)
+    def linked(self, operation: Operation, link: Link, runs: int) -> Index:
+        """The statements that an input's entries are needed by the entries that read them."""
+        needed = self.of(link.target, runs)
         if link.target_entries is not None:
             needed = needed[link.target_entries]
         if link.where is not None:
             needed = self.formulas.both_each(needed, self._where(operation, link))
-        if link.source_entries is not None:
-            spread = np.full(link.source.size, FALSE)
-            spread[link.source_entries] = needed
-            needed = spread
-        self._add(link.source, needed)
+        if link.source_entries is None:
+            return needed
+        spread = np.full(link.source.size, FALSE)
+        spread[link.source_entries] = needed
+        return spread
 
     def _where(self, operation: Operation, link: Link) -> Index:
         """The statements that an entry is not multiplied by zero."""
         if operation.name == "gate":
-            return self.gates[str(operation.arguments["site"])]
+            return self.presence.gates[str(operation.arguments["site"])]
         total = np.full(link.target.size, TRUE)
-        output = next(x for x in operation.outputs if x is not None and _place(self.opened, x, link.target) is not None)
-        output_dim = _place(self.opened, output, link.target)
-        assert output_dim is not None
-        for value in factors(self.opened, operation) or ():
-            axes = self.opened.axes[value]
+        values = [value for value in operation.outputs if value is not None]
+        behind = next(dim - x.rank for x in values for dim, axis in enumerate(self.maps.axes[x]) if axis is link.target)
+        for value in factors(self.maps, operation) or ():
+            axes = self.maps.axes[value]
             if any(axis is link.source for axis in axes):
                 continue
-            dim = output_dim - output.rank + value.rank
-            if dim >= 0 and axes[dim].size == link.target.size:
-                total = self.formulas.both_each(total, self.presence.nonzero[axes[dim]])
-            else:
-                total = self.formulas.both_each(total, np.full(len(total), self.presence.whole(self.opened, value)[0]))
+            is_same = value.rank + behind >= 0 and axes[behind].size == link.target.size
+            known = self.presence.known[axes[behind]] if is_same else self.presence.whole(value)
+            total = self.formulas.both_each(total, known[NONZERO])
         return total
 
-    def _reshape(self, relation: Reshape, runs: int) -> None:
-        flat = outer_both(self.formulas, [self._of(axis, runs) for axis in relation.targets])
+    def regroup(self, relation: Reshape, runs: int) -> None:
+        """An entry is needed if one that it takes part in is."""
+        targets = [self.of(axis, runs) for axis in relation.targets]
         for axis in relation.sources:
-            rows = rows_of(flat, relation.sources, axis)
-            self._add(axis, self.formulas.some_of_each(rows))
+            self.add(axis, self.formulas.regroup(targets, relation.sources, axis))
 
-    def _read(self, read: Read, closed: Mask | None, runs: int) -> Index:
+    def read(self, read: Read, closed: Mask | None, runs: int) -> Index:
         """The statements that entries are read: those that are with closed gates always, others unless zero."""
         size = read.axes[0].size
         entries = np.full(size, TRUE)
         if read.where is not None and closed is not None:
             for number, axis in enumerate(read.axes):
-                is_input = number == 0 and id(read) in self._to_bias
-                known = self.presence.varies if is_input else self.presence.nonzero
-                entries = self.formulas.both_each(entries, known[axis])
+                row = VARYING if number == 0 and id(read) in self._to_bias else NONZERO
+                entries = self.formulas.both_each(entries, self.presence.known[axis][row])
             entries = np.where(read.where, np.where(closed, TRUE, entries), FALSE)
-        runs_each = np.full(size, runs)
-        if read.behind is not None:
-            groups = self._of(read.behind).reshape(read.groups, -1)
-            each = self.formulas.some_of_each(groups)
-            runs_each = each.repeat(size // read.groups)
-        return self.formulas.both_each(entries, runs_each)
-
-
-def _place(maps: Maps, value: Value, axis: Axis) -> int | None:
-    """Which dimension of a value an axis is."""
-    return next((dim for dim, other in enumerate(maps.axes[value]) if other is axis), None)
+        if read.behind is None:
+            return self.formulas.both_each(entries, np.int64(runs))
+        groups = self.formulas.some_of_each(self.of(read.behind).reshape(read.groups, -1))
+        return self.formulas.both_each(entries, groups.repeat(size // read.groups))

@@ -70,11 +70,10 @@ def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
     found: dict[Operation, dict[Value, Value]] = {}
     for product in maps.products:
         operation = product.operation
-        added = operation.maybe("bias") or (operation.maybe("self") if "add" in operation.name else None)
         found[operation] = {
             value: source.get(value, value)
             for value in operation.inputs
-            if value not in varying and value is not added and value.rank > 0 and not value.is_given
+            if value not in varying and value is not operation.added and value.rank > 0 and not value.is_given
         }
     return found
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.slots import Axis, Box, Index, Mask, Read, outer
-from pyro_l0.nn.engine.tape import Operation, Value
+from pyro_l0.nn.engine.tape import Operation
 
 __all__ = ["Solution", "solve"]
 
@@ -76,22 +76,20 @@ def solve(maps: Maps) -> Solution:
 
 def spread_need(maps: Maps) -> set[Operation]:
     """Mark the entries that the outputs depend on, from the end to the beginning; return the operations that do."""
-    reached = {value for call in maps.recording.calls for value in call.outputs} | set(maps.roots)
-    for value in reached:
-        for axis in maps.axes[value]:
+    for value in [*maps.roots, *(value for call in maps.recording.calls for value in call.outputs)]:
+        for axis in maps.dims(value):
             axis.needed[:] = True
     running = set[Operation]()
-    looks = dict.fromkeys(maps.roots)
-
-    def is_needed(value: Value | None) -> bool:
-        return value is not None and value in reached and all(axis.needed.any() for axis in maps.axes[value])
-
+    roots = set(maps.roots)
     for operation in reversed(maps.recording.operations):
-        if any(is_needed(value) for value in operation.outputs) or any(x in looks for x in operation.inputs):
+        outputs = [maps.dims(value) for value in operation.outputs if value is not None]
+        if any(all(axis.needed.any() for axis in axes) for axes in outputs) or roots.intersection(operation.inputs):
             running.add(operation)
             for relation in reversed(maps.relations[operation]):
                 relation.spread_need()
-            reached.update(operation.inputs)
+            for value in operation.inputs:
+                if not value.shape:
+                    maps.dims(value)[0].needed[:] = True
     return running
 
 

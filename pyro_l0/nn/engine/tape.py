@@ -89,6 +89,11 @@ class Operation:
         found = self.arguments.get(name)
         return found if isinstance(found, Value) else None
 
+    @property
+    def added(self) -> Value | None:
+        """What it adds to a product: a bias."""
+        return self.maybe("bias") or (self.maybe("self") if "add" in self.name else None)
+
     def integer(self, name: str) -> int:
         """An argument that is an integer."""
         return int(cast(int, self.arguments[name]))

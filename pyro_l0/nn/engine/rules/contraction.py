@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import ConstantInput, Maps, Product
+from pyro_l0.nn.engine.maps import Maps, Product
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import ZERO, Axis, States
 from pyro_l0.nn.engine.tape import Operation, Value
@@ -15,44 +15,33 @@ __all__ = ["contract"]
 
 _LETTERS = "abcdefghij"  # of dimensions in front
 _Labelled = tuple[Value, str]
+_PRODUCTS = {  # the factors' names, their dimensions, and those of the result
+    "aten::mm": ("self", "mk", "mat2", "kn", "mn"),
+    "aten::addmm": ("mat1", "mk", "mat2", "kn", "mn"),
+    "aten::bmm": ("self", "bmk", "mat2", "bkn", "bmn"),
+    "aten::baddbmm": ("batch1", "bmk", "batch2", "bkn", "bmn"),
+    "aten::mv": ("self", "mk", "vec", "k", "m"),
+    "aten::addmv": ("mat", "mk", "vec", "k", "m"),
+    "aten::dot": ("self", "k", "tensor", "k", ""),
+    "aten::vdot": ("self", "k", "other", "k", ""),
+}
 
 
 @rule("aten::linear")
 def linear(maps: Maps, operation: Operation) -> None:
-    """Inputs are summed over; an input leaves if it is zero, or constant and so for the bias."""
-    x, weight, bias = operation.value("input"), operation.value("weight"), operation.maybe("bias")
+    """Inputs are summed over; an input leaves if it is zero, or if it is constant and goes into the bias."""
+    x, weight = operation.value("input"), operation.value("weight")
     front = _LETTERS[: x.rank - 1]
-    if weight.rank == 1:
-        return contract(maps, [(x, front + "k"), (weight, "k")], front, bias)
-    constant = _constant_input(maps, x, weight, bias, 1)
-    contract(maps, [(x, front + "k"), (weight, "nk")], front + "n", bias, constant)
+    label = "nk"[-weight.rank :]
+    contract(maps, [(x, front + "k"), (weight, label)], front + label[:-1], operation.added, folds=weight.rank == 2)
 
 
-@rule("aten::addmm", "aten::baddbmm", "aten::addmv")
-def add_product(maps: Maps, operation: Operation) -> None:
-    """A matrix product, and a tensor that is added to it."""
-    ranks = {"aten::addmm": ("mk", "kn", "mn"), "aten::baddbmm": ("bmk", "bkn", "bmn"), "aten::addmv": ("mk", "k", "m")}
-    names = ("mat1", "mat2", "batch1", "batch2", "mat", "vec")
-    one, other = (operation.value(name) for name in operation.arguments if name in names)
-    labels = ranks[operation.name.removesuffix("_")]
-    bias = operation.value("self")
-    constant = _constant_input(maps, one, other, bias, 0) if operation.name == "aten::addmm" else None
-    contract(maps, [(one, labels[0]), (other, labels[1])], labels[2], bias, constant)
-
-
-@rule("aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::vdot")
+@rule(*_PRODUCTS)
 def multiply(maps: Maps, operation: Operation) -> None:
     """A matrix product: the inner dimension is summed over, and an entry leaves if it is zero in one factor."""
-    labels = {
-        "aten::mm": ("mk", "kn", "mn"),
-        "aten::bmm": ("bmk", "bkn", "bmn"),
-        "aten::mv": ("mk", "k", "m"),
-        "aten::dot": ("k", "k", ""),
-        "aten::vdot": ("k", "k", ""),
-    }[operation.name]
-    one, other = operation.inputs if len(operation.inputs) > 1 else operation.inputs * 2
-    constant = _constant_input(maps, one, other, None, 0) if operation.name == "aten::mm" else None
-    contract(maps, [(one, labels[0]), (other, labels[1])], labels[2], None, constant)
+    one, left, other, right, result = _PRODUCTS[operation.name.removesuffix("_")]
+    factors = [(operation.value(one), left), (operation.value(other), right)]
+    contract(maps, factors, result, operation.added, folds=result == "mn")
 
 
 @rule("aten::matmul")
@@ -64,8 +53,7 @@ def matmul(maps: Maps, operation: Operation) -> None:
     left = "k" if one.rank == 1 else front[rank - one.rank + 2 :] + "mk"
     right = "k" if other.rank == 1 else front[rank - other.rank + 2 :] + "kn"
     result = front + ("m" if one.rank > 1 else "") + ("n" if other.rank > 1 else "")
-    constant = _constant_input(maps, one, other, None, 0) if other.rank == 2 else None
-    contract(maps, [(one, left), (other, right)], result, None, constant)
+    contract(maps, [(one, left), (other, right)], result, folds=other.rank == 2)
 
 
 @rule("aten::bilinear")
@@ -106,8 +94,7 @@ def contract(
     operands: Sequence[_Labelled],
     result: str,
     bias: Value | None = None,
-    constant: ConstantInput | None = None,
-    output: Value | None = None,
+    folds: bool = False,
 ) -> None:
     """A sum over products: a letter for every dimension; those of the result pass, the others are summed over.
 
@@ -116,11 +103,10 @@ def contract(
         operands: the factors.
         result: letters of the output.
         bias: what is added, its last dimensions those of the output.
-        constant: says that the first factor's constant inputs may leave into a bias.
-        output: the output; the operation's first one without it.
+        folds: whether the first factor's constants may leave into a bias, where the second one is a layer's weight.
     """
-    operation = maps.operation
-    output = operation.output if output is None else output
+    output = maps.operation.output
+    folds = folds and not operands[0][0].names and maps.takes_constants(operands[1][0], bias)
     sizes = {letter: size for x, term in operands for letter, size in zip(term, x.shape, strict=True) if size > 1}
     places: dict[str, list[tuple[Value, int]]] = {}
     for x, term in operands:
@@ -135,8 +121,8 @@ def contract(
                 maps.same(x, dim, output, result.index(letter))
         else:
             where = np.logical_and.reduce([maps.states(x, dim) != ZERO for x, dim in found])
-            if constant is not None and found[0][0] is constant.input:
-                maps.leave_to_bias(constant, found, where)
+            if folds:
+                maps.reads_or_folds(*found, where=where, bias=bias)
             else:
                 maps.reads(*found, where=where)
     _set_states(maps, operands, result, output)
@@ -144,7 +130,7 @@ def contract(
         _add(maps, bias, output)
     if len(operands) > 1:
         axes: dict[str, Axis] = {letter: maps.axes[x][dim] for letter, ((x, dim), *_) in places.items()}
-        maps.products.append(Product(operation, tuple(axes.values())))
+        maps.products.append(Product(maps.operation, tuple(axes.values())))
 
 
 def _set_states(maps: Maps, operands: Sequence[_Labelled], result: str, output: Value) -> None:
@@ -177,10 +163,3 @@ def _add(maps: Maps, bias: Value, output: Value) -> None:
         maps.set_states(output, output_dim, np.maximum(states, maps.states(output, output_dim)))
     if not output.shape:
         maps.set_state(output, max(maps.state(output), maps.state(bias)))
-
-
-def _constant_input(maps: Maps, x: Value, weight: Value, bias: Value | None, weight_dim: int) -> ConstantInput | None:
-    """Where the constants of an input may go, if there is a place."""
-    if x.names or not maps.takes_constants(weight, bias):
-        return None
-    return ConstantInput(maps.operation, x, weight, bias, x.rank - 1, weight_dim, False)

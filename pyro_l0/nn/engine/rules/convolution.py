@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import ConstantInput, Maps, Product
+from pyro_l0.nn.engine.maps import Maps, Product
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO, States
 from pyro_l0.nn.engine.tape import Operation, Value
@@ -60,8 +60,7 @@ def _dense(maps: Maps, operation: Operation, x: Value, weight: Value, bias: Valu
     where = (maps.states(x, 1) != ZERO) & (maps.states(weight, weight_in) != ZERO)
     if not is_transposed and maps.takes_constants(weight, bias):
         is_padded = any(operation.integers("padding")) and any(size > 1 for size in weight.shape[2:])
-        constant = ConstantInput(operation, x, weight, bias, 1, weight_in, is_padded)
-        maps.leave_to_bias(constant, [(x, 1), (weight, weight_in)], where)
+        maps.reads_or_folds((x, 1), (weight, weight_in), where, bias, is_padded)
     else:
         maps.reads((x, 1), (weight, weight_in), where=where)
     maps.same(weight, weight_out, operation.output, 1)
