@@ -100,7 +100,7 @@ class _Kept:
         """Units stay if statements hold; says whether that is new of some."""
         new = np.flatnonzero((entries != FALSE) & (self.stays[units] != TRUE))
         pairs = zip(units[new].tolist(), entries[new].tolist(), strict=True)
-        return any([self._raise(unit, formula) for unit, formula in pairs])
+        return bool(np.any([self._raise(unit, formula) for unit, formula in pairs]))
 
     def settle(self, maps: Maps, gates: dict[str, Index]) -> None:
         """Open gates have one unit in front and behind, and an entry of a box stays iff all its factors do."""
@@ -112,7 +112,7 @@ class _Kept:
         passed = dict.fromkeys(units for call in calls for units in zip(*(x.tolist() for x in call), strict=True))
         is_changed = True
         while is_changed:
-            is_changed = any([self._pass(*units) for units in (*passed, *reversed(passed))])
+            is_changed = bool(np.any([self._pass(*units) for units in (*passed, *reversed(passed))]))
             for factors, flat in boxes.values():
                 is_changed |= self._fit(factors, flat)
 

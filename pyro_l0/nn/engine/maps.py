@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor, nn
 
-from pyro_l0.nn.engine.slots import VARIES, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
+from pyro_l0.nn.engine.slots import VARIES, ZERO, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 
 __all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
@@ -144,6 +144,12 @@ class Maps:
         """What is known of each slice of a tensor along a dimension."""
         return self.axes[value][dim].states
 
+    def broadcast_states(self, value: Value, dim: int, size: int) -> States:
+        """The same along a dimension of an output: for each entry that of the whole where it reads the whole."""
+        if -value.rank <= dim < value.rank and value.shape[dim] == size:
+            return self.states(value, dim)
+        return np.full(size, self.state(value), dtype=np.uint8)
+
     def set_states(self, value: Value, dim: int, states: States) -> None:
         """Say what is known of each slice of a tensor along a dimension."""
         self.axes[value][dim].states = states
@@ -171,10 +177,29 @@ class Maps:
             self.slots.join(one.block, other.block)
         self._say(Link(one, other, where=where))
 
-    def passes(self, source: Value, dim: int, target: Value, target_dim: int) -> None:
-        """Entry i of an input is entry i of the output, and just as constant."""
+    def passes(
+        self, source: Value, dim: int, target: Value, target_dim: int, least: int = ZERO, nonzero: int = ZERO
+    ) -> None:
+        """Entry i of an input is entry i of the output, and just as constant.
+
+        Args:
+            source: the input.
+            dim: its dimension.
+            target: the output.
+            target_dim: its dimension.
+            least: what entries become at least, such as :data:`CONSTANT` for zeros to which something is added.
+            nonzero: what those become at least that are not zero.
+        """
+        states = self.states(source, dim)
         self.same(source, dim, target, target_dim)
-        self.set_states(target, target_dim, self.states(source, dim))
+        states = np.where(states == ZERO, states, np.maximum(states, np.uint8(nonzero)))
+        self.set_states(target, target_dim, np.maximum(states, np.uint8(least)))
+
+    def passes_rest(self, source: Value, target: Value, *dims: int, least: int = ZERO) -> None:
+        """All dimensions but some pass, as :meth:`passes` says, each to the one of its number."""
+        for dim in range(source.rank):
+            if not {dim, dim - source.rank}.intersection(dims):
+                self.passes(source, dim, target, dim, least)
 
     def part(
         self, source: Value, dim: int, target: Value, target_dim: int, entries: Index, target_entries: Index

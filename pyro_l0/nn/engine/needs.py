@@ -60,7 +60,7 @@ class _Needs:
 
     def of(self, axis: Axis, runs: int = TRUE) -> Index:
         """The statements that an output's entries are needed, if its operation runs."""
-        return self.formulas.both_each(self._needed.get(axis, np.full(axis.size, FALSE)), np.int64(runs))
+        return self.formulas.both_each(self._needed.get(axis, np.full(axis.size, FALSE)), np.array([runs]))
 
     def add(self, axis: Axis, entries: Index) -> None:
         """Entries are needed for another reason."""
@@ -124,6 +124,6 @@ class _Needs:
                 entries = self.formulas.both_each(entries, self.presence.known[axis][row])
             entries = np.where(read.where, np.where(closed, TRUE, entries), FALSE)
         if read.behind is None:
-            return self.formulas.both_each(entries, np.int64(runs))
+            return self.formulas.both_each(entries, np.array([runs]))
         groups = self.formulas.some_of_each(self.of(read.behind).reshape(read.groups, -1))
         return self.formulas.both_each(entries, groups.repeat(size // read.groups))

@@ -38,10 +38,9 @@ class Presence:
         }
         self.known: dict[Axis, Index] = {axis: _rows(other) for axis, other in at_least.items()}
         for operation in opened.recording.operations:
-            for relation in opened.relations[operation]:
-                for axis in relation.targets if isinstance(relation, Reshape) else ():
-                    if axis not in at_least:  # of no tensor, between two reshapes
-                        self.known[axis] = self._regroup(relation, axis)
+            for reshape in [x for x in opened.relations[operation] if isinstance(x, Reshape)]:
+                for axis in set(reshape.targets).difference(at_least):  # of no tensor, between two reshapes
+                    self.known[axis] = self._regroup(reshape, axis)
             for output in operation.outputs:
                 for axis in opened.dims(output) if output is not None else ():
                     self._settle(operation, axis)

@@ -108,17 +108,16 @@ def find_writers(maps: Maps) -> list[Use]:
         pairs = {call.front: _identity(call.front) for call in maps.gates if call.site == site}
         for operation in reversed(maps.recording.operations):
             given = weights.get(operation, {})
-            axes = {axis: (root, dim) for x, root in given.items() for dim, axis in enumerate(maps.axes[x])}
+            axes = {axis: (x, dim) for x in given for dim, axis in enumerate(maps.axes[x])}
             for relation in maps.relations[operation]:
                 if isinstance(relation, Link) and relation.target in pairs:
+                    moved = _moved(relation, pairs[relation.target], is_back=True)
                     if relation.source in axes:
-                        root, dim = axes[relation.source]
-                        value = next(x for x in given if relation.source in maps.axes[x])
-                        place = site, root, _dim_of(value, dim, root), 1, operation.path
-                        found.setdefault(place, set()).update(_linked_back(relation, pairs[relation.target]))
+                        value, dim = axes[relation.source]
+                        place = site, given[value], _dim_of(value, dim, given[value]), 1, operation.path
+                        found.setdefault(place, set()).update(moved)
                     elif not given:
-                        before = pairs.setdefault(relation.source, set())
-                        before.update(_linked_back(relation, pairs[relation.target]))
+                        pairs.setdefault(relation.source, set()).update(moved)
                 elif isinstance(relation, Reshape) and len(relation.sources) == 1:
                     _regroup(pairs, relation.targets, relation.sources)
     return _uses(found)
@@ -134,16 +133,12 @@ def _identity(axis: Axis) -> set[tuple[int, int]]:
 
 def _uses(found: dict[_Place, set[tuple[int, int]]]) -> list[Use]:
     """Each weight once, whichever modules use it."""
-    paths: dict[tuple[str, Value, int, int], str] = {}
-    together: dict[tuple[str, Value, int, int], set[tuple[int, int]]] = {}
+    together: dict[tuple[str, Value, int, int], tuple[str, set[tuple[int, int]]]] = {}
     for (site, weight, dim, groups, path), pairs in found.items():
-        key = site, weight, dim, groups
-        paths.setdefault(key, path)
-        together.setdefault(key, set()).update(pairs)
+        together.setdefault((site, weight, dim, groups), (path, set()))[1].update(pairs)
     uses = []
-    for (site, weight, dim, groups), pairs in together.items():
+    for (site, weight, dim, groups), (path, pairs) in together.items():
         columns = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
-        path = paths[site, weight, dim, groups]
         uses.append(Use(site, weight, dim, columns[:, 0], columns[:, 1], path, groups))
     return uses
 
@@ -182,26 +177,21 @@ def _grouped(
 def _follow(pairs: _Pairs, relation: Link | Reshape) -> None:
     """Hand units on from an operation's input to its output."""
     if isinstance(relation, Reshape):
-        return _regroup(pairs, relation.sources, relation.targets)
-    if relation.source in pairs:
-        given = pairs[relation.source]
-        if relation.source_entries is not None or relation.target_entries is not None:
-            sources, targets = _entries(relation)
-            target_of = dict(zip(sources, targets, strict=True))
-            given = {(target_of[entry], unit) for entry, unit in given if entry in target_of}
+        _regroup(pairs, relation.sources, relation.targets)
+    elif relation.source in pairs:
+        given = _moved(relation, pairs[relation.source])
         pairs[relation.target] = pairs[relation.target] | given if relation.target in pairs else given
 
 
-def _linked_back(link: Link, pairs: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    sources, targets = _entries(link)
-    source_of = dict(zip(targets, sources, strict=True))
-    return {(source_of[entry], unit) for entry, unit in pairs if entry in source_of}
-
-
-def _entries(link: Link) -> tuple[list[int], list[int]]:
-    sources = range(link.source.size) if link.source_entries is None else link.source_entries.tolist()
-    targets = range(link.target.size) if link.target_entries is None else link.target_entries.tolist()
-    return list(sources), list(targets)
+def _moved(link: Link, pairs: set[tuple[int, int]], is_back: bool = False) -> set[tuple[int, int]]:
+    """The pairs of an output for those of an input, or the reverse."""
+    if link.source_entries is None and link.target_entries is None:
+        return pairs
+    sources = np.arange(link.source.size) if link.source_entries is None else link.source_entries
+    targets = np.arange(link.target.size) if link.target_entries is None else link.target_entries
+    before, behind = (targets, sources) if is_back else (sources, targets)
+    moved = dict(zip(before.tolist(), behind.tolist(), strict=True))
+    return {(moved[entry], unit) for entry, unit in pairs if entry in moved}
 
 
 def _regroup(pairs: _Pairs, sources: tuple[Axis, ...], targets: tuple[Axis, ...]) -> None:

@@ -16,9 +16,7 @@ __all__: list[str] = []
 def softmax(maps: Maps, operation: Operation) -> None:
     """Entries of its dimension share a sum, and stay; the other dimensions, such as heads, pass."""
     x, output = operation.value("self"), operation.output
-    for d in range(x.rank):
-        maps.same(x, d, output, d)
-        maps.set_states(output, d, np.maximum(maps.states(x, d), np.uint8(CONSTANT)))
+    maps.passes_rest(x, output, least=CONSTANT)
     if x.rank:
         maps.reads((x, operation.integer("dim") % x.rank))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps, Product
 from pyro_l0.nn.engine.registry import rule
-from pyro_l0.nn.engine.slots import ZERO, Axis, States
+from pyro_l0.nn.engine.slots import ZERO, Axis
 from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__ = ["contract"]
@@ -122,7 +122,7 @@ def contract(
         else:
             where = np.logical_and.reduce([maps.states(x, dim) != ZERO for x, dim in found])
             if folds:
-                maps.reads_or_folds(*found, where=where, bias=bias)
+                maps.reads_or_folds(found[0], found[1], where, bias)
             else:
                 maps.reads(*found, where=where)
     _set_states(maps, operands, result, output)
@@ -137,28 +137,22 @@ def _set_states(maps: Maps, operands: Sequence[_Labelled], result: str, output: 
     """A slice of a product is zero if it is in one factor, and varies if it does in one."""
     wholes = [maps.state(x) for x, _ in operands]
     is_zero = ZERO in wholes
-    if not output.shape:
-        maps.set_state(output, ZERO if is_zero else max(wholes))
-    for dim, letter in enumerate(result):
-        each: list[States] = []
-        for (x, term), whole in zip(operands, wholes, strict=True):
-            has = letter in term and x.shape[term.index(letter)] == output.shape[dim]
-            each.append(
-                maps.states(x, term.index(letter)) if has else np.full(output.shape[dim], whole, dtype=np.uint8)
-            )
-        zero = np.logical_or.reduce([states == ZERO for states in each]) | is_zero
+    maps.set_state(output, ZERO if is_zero else max(wholes))
+    for dim, letter in enumerate("" if is_zero else result):
+        dims = [(x, term.index(letter) if letter in term else x.rank) for x, term in operands]
+        each = [maps.broadcast_states(x, place, output.shape[dim]) for x, place in dims]
+        zero = np.logical_or.reduce([states == ZERO for states in each])
         maps.set_states(output, dim, np.where(zero, np.uint8(ZERO), np.maximum.reduce(each)))
 
 
 def _add(maps: Maps, bias: Value, output: Value) -> None:
     """Something is added to an output; it is not zero any more, unless both are."""
     for output_dim in range(output.rank):
-        dim = output_dim - output.rank + bias.rank
-        states = np.full(output.shape[output_dim], maps.state(bias), dtype=np.uint8)
-        if dim >= 0 and bias.shape[dim] == output.shape[output_dim]:
+        dim = output_dim - output.rank
+        states = maps.broadcast_states(bias, dim, output.shape[output_dim])
+        if -dim <= bias.rank and bias.shape[dim] == output.shape[output_dim]:
             maps.same(bias, dim, output, output_dim)
-            states = maps.states(bias, dim)
-        elif dim >= 0:
+        elif -dim <= bias.rank:
             maps.fixes(bias, dim)
         maps.set_states(output, output_dim, np.maximum(states, maps.states(output, output_dim)))
     if not output.shape:

@@ -19,12 +19,7 @@ def convolution(maps: Maps, operation: Operation) -> None:
     An input channel leaves if it is zero, or constant and so for the bias. With groups, whole groups leave, or the
     same channels of every group; in a depthwise convolution a channel is one unit throughout.
     """
-    x, weight, bias, output = (
-        operation.value("input"),
-        operation.value("weight"),
-        operation.maybe("bias"),
-        operation.output,
-    )
+    x, weight, bias, output = operation.value("input"), operation.value("weight"), operation.added, operation.output
     is_transposed, groups = bool(operation.arguments["transposed"]), operation.integer("groups")
     maps.passes(x, 0, output, 0)
     images = range(2, x.rank)

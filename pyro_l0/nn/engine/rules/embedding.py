@@ -19,10 +19,7 @@ def embedding(maps: Maps, operation: Operation) -> None:
     weight, indices, output = operation.value("weight"), operation.value("indices"), operation.output
     maps.fixes(weight, 0)
     maps.set_state(output, max(maps.state(weight), maps.state(indices), CONSTANT))
-    maps.passes(weight, 1, output, output.rank - 1)
-    if maps.state(indices) > CONSTANT:
-        states = maps.states(weight, 1)
-        maps.set_states(output, output.rank - 1, np.where(states == ZERO, states, np.uint8(maps.state(indices))))
+    maps.passes(weight, 1, output, output.rank - 1, nonzero=maps.state(indices))
     for dim in range(indices.rank):
         maps.same(indices, dim, output, dim)
 
@@ -38,7 +35,7 @@ def index_select(maps: Maps, operation: Operation) -> None:
     maps.fixes(index, *range(index.rank))
     for d in range(x.rank):
         if d != dim:
-            _pass_on(maps, x, d, output, d, [index])
+            maps.passes(x, d, output, d, nonzero=maps.state(index))
 
 
 @rule("aten::gather")
@@ -49,7 +46,7 @@ def gather(maps: Maps, operation: Operation) -> None:
     _look_up(maps, x, [index], output)
     for d in range(x.rank):
         if d != dim and x.shape[d] == output.shape[d]:
-            _pass_on(maps, x, d, output, d, [index])
+            maps.passes(x, d, output, d, nonzero=maps.state(index))
             maps.same(index, d, output, d)
         else:
             for value in (x, index, output):
@@ -79,7 +76,7 @@ def index(maps: Maps, operation: Operation) -> None:
     passed = [d for d in range(x.rank) if d not in used]
     free = [d for d in range(output.rank) if not first <= d < first + rank]
     for d, place in zip(passed, free, strict=True):
-        _pass_on(maps, x, d, output, place, tensors)
+        maps.passes(x, d, output, place, nonzero=max(map(maps.state, tensors)))
 
 
 @rule("aten::index_add", "aten::index_copy", "aten::scatter_add", "aten::scatter", "aten::scatter_reduce")
@@ -109,10 +106,3 @@ def write_by_index(maps: Maps, operation: Operation) -> None:
 def _look_up(maps: Maps, x: Value, indices: list[Value], output: Value) -> None:
     """What is looked up in zeros is zero; what is looked up in constants varies with the index."""
     maps.set_state(output, ZERO if maps.state(x) == ZERO else max([maps.state(x), *map(maps.state, indices)]))
-
-
-def _pass_on(maps: Maps, x: Value, dim: int, output: Value, output_dim: int, indices: list[Value]) -> None:
-    maps.same(x, dim, output, output_dim)
-    states = maps.states(x, dim)
-    varies = max(maps.state(i) for i in indices)
-    maps.set_states(output, output_dim, np.where(states == ZERO, states, np.maximum(states, np.uint8(varies))))

@@ -22,9 +22,7 @@ def gate(maps: Maps, operation: Operation) -> None:
     unit_dim = operation.integer("dim") % x.rank
     size = x.shape[unit_dim]
     is_closed = maps.closed.get(site, np.zeros(size, dtype=np.bool_))
-    for dim in range(x.rank):
-        if dim != unit_dim:
-            maps.passes(x, dim, output, dim)
+    maps.passes_rest(x, output, unit_dim)
     front, behind = maps.axes[x][unit_dim], maps.axes[output][unit_dim]
     maps.same(x, unit_dim, output, unit_dim, where=~is_closed, tied=not is_closed.any())
     if is_closed.any():

@@ -65,29 +65,17 @@ def _common_parts(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple
         yield dims, output_dims
 
 
-@rule("aten::permute")
+@rule("aten::permute", "aten::t", "aten::numpy_T", "aten::mT", "aten::transpose", "aten::swapaxes")
 def permute(maps: Maps, operation: Operation) -> None:
-    """Dimensions change places."""
+    """Dimensions change places: all as given, two of them, or those of a matrix."""
     x = operation.value("self")
-    _permute(maps, x, operation.output, [dim % x.rank for dim in operation.integers("dims")])
-
-
-@rule("aten::t", "aten::numpy_T", "aten::mT")
-def transpose_matrix(maps: Maps, operation: Operation) -> None:
-    """The dimensions of a matrix change places."""
-    x = operation.value("self")
-    _permute(maps, x, operation.output, list(reversed(range(x.rank))))
-
-
-@rule("aten::transpose", "aten::swapaxes")
-def transpose(maps: Maps, operation: Operation) -> None:
-    """Two dimensions change places."""
-    x = operation.value("self")
-    order = list(range(x.rank))
-    if order:
+    order = operation.integers("dims") or list(range(x.rank))
+    if order and "dim0" in operation.arguments:
         one, other = operation.integer("dim0"), operation.integer("dim1")
         order[one], order[other] = order[other], order[one]
-    _permute(maps, x, operation.output, order)
+    elif "dims" not in operation.arguments:
+        order.reverse()
+    _permute(maps, x, operation.output, [dim % x.rank for dim in order])
 
 
 def _permute(maps: Maps, x: Value, output: Value, order: Sequence[int]) -> None:
@@ -97,32 +85,20 @@ def _permute(maps: Maps, x: Value, output: Value, order: Sequence[int]) -> None:
         maps.set_state(output, maps.state(x))
 
 
-@rule("aten::expand", "aten::expand_as", "aten::broadcast_to")
+@rule("aten::expand", "aten::expand_as", "aten::broadcast_to", "aten::repeat")
 def expand(maps: Maps, operation: Operation) -> None:
-    """A dimension of size 1 is repeated; its one entry stays."""
-    x, output = operation.value("self"), operation.output
-    new = output.rank - x.rank
-    state = maps.state(x)
-    maps.set_state(output, state)
-    for dim, size in enumerate(x.shape):
-        if size == output.shape[dim + new]:
-            maps.passes(x, dim, output, dim + new)
-        else:
-            maps.fixes(x, dim)
-
-
-@rule("aten::repeat")
-def repeat(maps: Maps, operation: Operation) -> None:
-    """A repeated dimension is a product of the copies, which all stay, and of what is copied."""
+    """A repeated dimension is a product of the copies, which all stay, and of what is copied; one entry alone stays."""
     x, output = operation.value("self"), operation.output
     new = output.rank - x.rank
     maps.set_state(output, maps.state(x))
     for dim, size in enumerate(x.shape):
-        copies = output.shape[dim + new] // size
-        if copies == 1:
+        if size == output.shape[dim + new]:
             maps.passes(x, dim, output, dim + new)
+        elif operation.name == "aten::repeat":
+            copies = maps.fixed(output.shape[dim + new] // size)
+            maps.reshape([copies, maps.axes[x][dim]], [maps.axes[output][dim + new]])
         else:
-            maps.reshape([maps.fixed(copies), maps.axes[x][dim]], [maps.axes[output][dim + new]])
+            maps.fixes(x, dim)
 
 
 @rule("aten::cat", "aten::concat")
@@ -189,21 +165,17 @@ def flip(maps: Maps, operation: Operation) -> None:
     """Dimensions are read backwards."""
     x, output = operation.value("self"), operation.output
     flipped = [dim % x.rank for dim in operation.integers("dims")]
-    for dim, size in enumerate(x.shape):
-        if dim in flipped:
-            maps.part(x, dim, output, dim, np.arange(size)[::-1], np.arange(size))
-        else:
-            maps.passes(x, dim, output, dim)
+    maps.passes_rest(x, output, *flipped)
+    for dim in flipped:
+        maps.part(x, dim, output, dim, np.arange(x.shape[dim])[::-1], np.arange(x.shape[dim]))
 
 
 def _take(maps: Maps, x: Value, output: Value, dim: int, entries: Index) -> None:
-    for d in range(x.rank):
-        if d != dim:
-            maps.passes(x, d, output, d)
-        elif len(entries) == x.shape[dim]:
-            maps.passes(x, dim, output, dim)
-        else:
-            maps.part(x, dim, output, dim, entries, np.arange(len(entries)))
+    if len(entries) == x.shape[dim]:
+        maps.passes_rest(x, output)
+    else:
+        maps.passes_rest(x, output, dim)
+        maps.part(x, dim, output, dim, entries, np.arange(len(entries)))
 
 
 @rule("aten::select", "aten::unbind")
@@ -236,7 +208,7 @@ def pad(maps: Maps, operation: Operation) -> None:
         place = 2 * (x.rank - 1 - dim)
         before, behind = amounts[place : place + 2] if place < len(amounts) else (0, 0)
         if before == behind == 0:
-            maps.passes(x, dim, output, dim)
+            maps.passes(x, dim, output, dim, state)
         elif min(before, behind) < 0 or not is_constant:
             maps.fixes(x, dim)
             maps.fixes(output, dim)
@@ -247,34 +219,27 @@ def pad(maps: Maps, operation: Operation) -> None:
             new = np.ones(size + before + behind, dtype=np.bool_)
             new[before : before + size] = False
             maps.reads((output, dim), where=new)
-        maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(state)))
+            maps.set_states(output, dim, np.maximum(maps.states(output, dim), np.uint8(state)))
 
 
-@rule("aten::pixel_shuffle")
+@rule("aten::pixel_shuffle", "aten::pixel_unshuffle")
 def pixel_shuffle(maps: Maps, operation: Operation) -> None:
-    """A channel of the output leaves iff all the channels that make its pixels leave; the image stays."""
+    """The image stays. Where a channel becomes pixels of several, or the reverse, one leaves iff all of these leave."""
     x, output = operation.value("self"), operation.output
-    places = maps.fixed(operation.integer("upscale_factor") ** 2)
-    _leave_image(maps, x, output)
-    maps.reshape([maps.axes[x][-3]], [maps.axes[output][-3], places])
-
-
-@rule("aten::pixel_unshuffle")
-def pixel_unshuffle(maps: Maps, operation: Operation) -> None:
-    """A channel of the input leaves iff all the channels that its pixels make leave; the image stays."""
-    x, output = operation.value("self"), operation.output
-    places = maps.fixed(operation.integer("downscale_factor") ** 2)
-    _leave_image(maps, x, output)
-    maps.reshape([maps.axes[x][-3], places], [maps.axes[output][-3]])
+    before, behind = [maps.axes[x][-3]], [maps.axes[output][-3]]
+    is_unshuffled = operation.name == "aten::pixel_unshuffle"
+    factor = operation.integer("downscale_factor" if is_unshuffled else "upscale_factor")
+    (before if is_unshuffled else behind).append(maps.fixed(factor**2))
+    maps.fixes(x, -2, -1)
+    maps.passes_rest(x, output, -3, -2, -1)
+    maps.reshape(before, behind)
 
 
 @rule("aten::channel_shuffle", "aten::native_channel_shuffle")
 def channel_shuffle(maps: Maps, operation: Operation) -> None:
     """Channels of several groups are shuffled; the groups stay, so that the same channels of all groups leave."""
     x, output, groups = operation.value("self"), operation.output, operation.integer("groups")
-    for dim in range(x.rank):
-        if dim != 1:
-            maps.passes(x, dim, output, dim)
+    maps.passes_rest(x, output, 1)
     group, place = maps.fixed(groups), maps.free(x.shape[1] // groups)
     maps.reshape([maps.axes[x][1]], [group, place])
     maps.reshape([place, group], [maps.axes[output][1]])
@@ -286,11 +251,4 @@ def view_as_complex(maps: Maps, operation: Operation) -> None:
     x, output = operation.value("self"), operation.output
     for dim in range(min(x.rank, output.rank)):
         maps.passes(x, dim, output, dim)
-    real = x if x.rank > output.rank else output
-    maps.fixes(real, real.rank - 1)
-
-
-def _leave_image(maps: Maps, x: Value, output: Value) -> None:
-    maps.fixes(x, x.rank - 2, x.rank - 1)
-    for dim in range(x.rank - 3):
-        maps.passes(x, dim, output, dim)
+    maps.fixes(x if x.rank > output.rank else output, -1)

@@ -24,48 +24,47 @@ __all__: list[str] = []
 )
 def batch_norm(maps: Maps, operation: Operation) -> None:
     """Each channel by itself: a channel of zeros becomes constant, its shift."""
-    x, output = operation.value("input"), operation.output
+    x = operation.value("input")
     channel = min(1, x.rank - 1)
     is_zero = maps.states(x, channel) == ZERO
     before = maps.zero_channels.get(operation.path)
     maps.zero_channels[operation.path] = is_zero if before is None else is_zero & before
-    _normalise_channels(maps, operation, x, output, channel)
+    maps.passes_rest(x, operation.output, least=_least(maps, operation))
+    _scale(maps, operation, channel)
 
 
 @rule("aten::instance_norm")
 def instance_norm(maps: Maps, operation: Operation) -> None:
     """Each channel of each example by itself, zeros stay zeros without a bias; images stay."""
     x, output = operation.value("input"), operation.output
-    _normalise_channels(maps, operation, x, output, 1)
+    maps.passes_rest(x, output, least=_least(maps, operation))
+    _scale(maps, operation, 1)
     if operation.maybe("bias") is None and operation.maybe("running_mean") is None:
         maps.set_states(output, 1, maps.states(x, 1))
     maps.fixes(x, *range(2, x.rank))
 
 
-def _least(maps: Maps, operation: Operation) -> np.uint8:
+def _least(maps: Maps, operation: Operation) -> int:
     """What a norm makes of zeros: constants, if its weight and bias are."""
     parameters = [operation.maybe(name) for name in ("weight", "bias")]
-    return np.uint8(max([CONSTANT, *(maps.state(x) for x in parameters if x is not None)]))
+    return max([CONSTANT, *(maps.state(x) for x in parameters if x is not None)])
 
 
-def _normalise_channels(maps: Maps, operation: Operation, x: Value, output: Value, channel: int) -> None:
-    floor = _least(maps, operation)
-    for dim in range(x.rank):
-        maps.same(x, dim, output, dim)
-        maps.set_states(output, dim, np.maximum(maps.states(x, dim), floor))
+def _scale(maps: Maps, operation: Operation, *dims: int) -> None:
+    """Weights and statistics have the output's entries along some dimensions."""
     for name in ("weight", "bias", "running_mean", "running_var"):
         parameter = operation.maybe(name)
-        if parameter is not None:
-            maps.same(parameter, 0, output, channel)
+        for number, dim in enumerate(dims if parameter is not None else ()):
+            assert parameter is not None
+            maps.same(parameter, number, operation.output, dim)
 
 
 @rule("aten::native_group_norm")
 def group_norm(maps: Maps, operation: Operation) -> None:
     """Groups of channels share a mean and a scale, so that whole groups leave; images stay."""
     x, output, groups = operation.value("input"), operation.output, operation.integer("group")
-    floor = _least(maps, operation)
-    maps.same(x, 0, output, 0)
-    maps.set_states(output, 0, np.maximum(maps.states(x, 0), floor))
+    least = _least(maps, operation)
+    maps.passes(x, 0, output, 0, least)
     for dim in range(2, x.rank):
         maps.same(x, dim, output, dim)
         maps.fixes(x, dim)
@@ -74,11 +73,8 @@ def group_norm(maps: Maps, operation: Operation) -> None:
     maps.box([maps.slots.new(groups), maps.fixed(channels.size // groups).block], channels.block)
     maps.reads((x, 1), groups=groups, behind=channels)
     each = maps.states(x, 1).reshape(groups, -1).max(1).repeat(channels.size // groups)
-    maps.set_states(output, 1, np.maximum(each, floor))
-    for name in ("weight", "bias"):
-        parameter = operation.maybe(name)
-        if parameter is not None:
-            maps.same(parameter, 0, output, 1)
+    maps.set_states(output, 1, np.maximum(each, np.uint8(least)))
+    _scale(maps, operation, 1)
 
 
 @rule("aten::native_layer_norm")
@@ -118,23 +114,16 @@ def weight_norm(maps: Maps, operation: Operation) -> None:
 
 def _normalise_units(maps: Maps, operation: Operation, kind: str, x: Value, count: int) -> None:
     output = operation.output
-    weight, floor = operation.maybe("weight"), _least(maps, operation)
-    for dim in range(x.rank):
-        maps.same(x, dim, output, dim)
-        if dim < x.rank - count:
-            maps.set_states(output, dim, np.maximum(maps.states(x, dim), floor))
-        else:
-            state = max(maps.state(x), int(floor))
-            maps.set_states(output, dim, np.full(x.shape[dim], state, dtype=np.uint8))
-    for name in ("weight", "bias"):
-        parameter = operation.maybe(name)
-        for dim in range(count if parameter is not None else 0):
-            assert parameter is not None
-            maps.same(parameter, dim, output, x.rank - count + dim)
+    weight, least = operation.maybe("weight"), _least(maps, operation)
+    normed = range(x.rank - count, x.rank)
+    maps.passes_rest(x, output, least=least)
+    for dim in normed:
+        maps.set_states(output, dim, np.full(x.shape[dim], max(maps.state(x), least), dtype=np.uint8))
+    _scale(maps, operation, *normed)
     layer = nn.LayerNorm if kind == "layer" else nn.RMSNorm
     if count == 1 and type(maps.module()) is layer:  # a class of the user's may do something else with its units
         names = weight.names if weight is not None else ()
         maps.norms.append(NormCall(operation, kind, names[0] if names else None, maps.axes[x][-1]))
         maps.reads((x, x.rank - 1), where=maps.states(x, x.rank - 1) != ZERO)
     else:
-        maps.fixes(x, *range(x.rank - count, x.rank))
+        maps.fixes(x, *normed)

@@ -94,18 +94,14 @@ def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing
     """
     output = operation.output
     for output_dim, size in enumerate(output.shape):
-        dims = [output_dim - output.rank + operand.rank for operand in operands]
-        is_same = [dim >= 0 and x.shape[dim] == size for x, dim in zip(operands, dims, strict=True)]
-        states = [
-            maps.states(x, dim) if same else np.full(size, maps.state(x), dtype=np.uint8)
-            for x, dim, same in zip(operands, dims, is_same, strict=True)
-        ]
-        for number, (operand, dim, same) in enumerate(zip(operands, dims, is_same, strict=True)):
-            if same:
+        dim = output_dim - output.rank
+        states = [maps.broadcast_states(x, dim, size) for x in operands]
+        for number, operand in enumerate(operands):
+            if -dim <= operand.rank and operand.shape[dim] == size:
                 others = [states[group[0]] == ZERO for group in zeroing if len(group) == 1 and group != (number,)]
                 where: Mask | None = ~np.logical_or.reduce(others) if others else None
                 maps.same(operand, dim, output, output_dim, where)
-            elif dim >= 0:
+            elif -dim <= operand.rank:
                 maps.fixes(operand, dim)  # one entry for all
         maps.set_states(output, output_dim, _states_of(states, zeroing))
     if not output.shape:

@@ -25,12 +25,10 @@ def pool(maps: Maps, operation: Operation) -> None:
     x = operation.inputs[0]
     match = re.search(r"(\d)d", operation.name)
     assert match is not None
-    images = int(match[1])
-    state = maps.state(x)
-    maps.fixes(x, *range(x.rank - images, x.rank))
+    image = range(-int(match[1]), 0)
+    maps.fixes(x, *image)
     for output in operation.outputs:
         assert output is not None
-        maps.set_state(output, state)
-        for dim in range(x.rank - images):
-            maps.passes(x, dim, output, dim)
-        maps.fixes(output, *range(x.rank - images, x.rank))
+        maps.set_state(output, maps.state(x))
+        maps.passes_rest(x, output, *image)
+        maps.fixes(output, *image)

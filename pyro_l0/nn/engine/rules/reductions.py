@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.registry import rule
 from pyro_l0.nn.engine.rules.pointwise import pointwise
@@ -42,17 +40,12 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
     keeps = bool(operation.arguments.get("keepdim", False))
     for dim in sorted(dims):
         maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
-    state = maps.state(x)
-    floor = np.uint8(CONSTANT if operation.name == "aten::logsumexp" else ZERO)  # which alone is not 0 at zeros
-    for output in operation.outputs:
-        if output is None:
-            continue
-        maps.set_state(output, max(state, int(floor)))
-        rest = [dim for dim in range(x.rank) if dim not in dims]
+    least = CONSTANT if operation.name == "aten::logsumexp" else ZERO  # which alone is not 0 at zeros
+    rest = [dim for dim in range(x.rank) if dim not in dims]
+    for output in filter(None, operation.outputs):
+        maps.set_state(output, max(maps.state(x), least))
         for place, dim in enumerate(rest):
-            output_dim = dim if keeps else place
-            maps.same(x, dim, output, output_dim)
-            maps.set_states(output, output_dim, np.maximum(maps.states(x, dim), floor))
+            maps.passes(x, dim, output, dim if keeps else place, least)
 
 
 _ORDERS = """cumsum cumprod cummax cummin logcumsumexp sort argsort topk kthvalue roll _fft_c2c _fft_r2c _fft_c2r"""
@@ -64,16 +57,10 @@ def along(maps: Maps, operation: Operation) -> None:
     x = operation.inputs[0]
     given = operation.integers("dims" if operation.name == "aten::roll" else "dim") or list(range(x.rank))
     dims = {dim % x.rank for dim in given} if x.rank else set()
-    for output in operation.outputs:
-        if output is None:
-            continue
-        places = np.uint8(ZERO if output.dtype.is_floating_point or output.dtype.is_complex else CONSTANT)
-        for dim in range(x.rank):
-            if dim not in dims:
-                maps.same(x, dim, output, dim)
-                maps.set_states(output, dim, np.maximum(maps.states(x, dim), places))
-            else:
-                maps.fixes(output, dim)
+    for output in filter(None, operation.outputs):
+        is_place = not (output.dtype.is_floating_point or output.dtype.is_complex)
+        maps.passes_rest(x, output, *dims, least=CONSTANT if is_place else ZERO)
+        maps.fixes(output, *dims)
     maps.fixes(x, *dims)
 
 
@@ -81,9 +68,8 @@ def along(maps: Maps, operation: Operation) -> None:
 def triangle(maps: Maps, operation: Operation) -> None:
     """Part of each matrix becomes zero; matrices stay, and the dimensions in front are the same."""
     x, output = operation.value("self"), operation.output
-    for dim in range(x.rank):
-        maps.passes(x, dim, output, dim)
-    maps.fixes(x, x.rank - 2, x.rank - 1)
+    maps.passes_rest(x, output)
+    maps.fixes(x, -2, -1)
 
 
 @rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_assert_async")
