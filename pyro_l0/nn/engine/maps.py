@@ -1,4 +1,4 @@
-"""The words that rules use: which entries belong together, which are read, and what is known of them."""
+"""Vocabulary for operation rules: which entries belong together, which are read, and what is known of them."""
 
 from __future__ import annotations
 
