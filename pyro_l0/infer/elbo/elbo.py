@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.blocks import Kind, Run, blocks_of
-from pyro_l0.infer.elbo.coefficients import Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
+from pyro_l0.infer.elbo.coefficients import NAMES, Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
 from pyro_l0.infer.elbo.estimators import (
     EstimatorName,
     Estimators,
@@ -37,6 +37,7 @@ from pyro_l0.infer.elbo.watch import Watch, bad_values, number_of_bad
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 _LOG_Q = "log q(z)"  # beside the terms of a particle
+_Parts = dict[str, Tensor]  # by the names of terms
 
 
 class ElboState(TypedDict):
@@ -46,18 +47,10 @@ class ElboState(TypedDict):
     baseline: Tensor | None
 
 
-class _Summed(NamedTuple):
-    """Terms summed over particles, how many these are, and a surrogate for the gradient of binary gates."""
-
-    parts: dict[str, Tensor]
-    particles: int
-    surrogate: Tensor | None = None
-
-
 class _Outcome(NamedTuple):
     """The terms of a loss, the runs they are from, and what to say if they are not finite."""
 
-    parts: dict[str, Tensor]
+    parts: _Parts
     runs: list[Run]
     explain: Callable[[], str]
 
@@ -263,31 +256,24 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         norms = joint_norms(self.square_norm)
         decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
         with nullcontext() if norms is None else norms.during(decayed):
-            parts, particles, surrogate = found(model, guide, args, kwargs, runs)
-        kl_scale = self.kl_scale_now()
-        for name in parts:
-            factor = (kl_scale if name in self._kls else 1.0) / particles
-            if factor != 1.0:
-                parts[name] = parts[name] * factor
-        if surrogate is not None:
-            _add(parts, "nll", surrogate)
+            parts = found(model, guide, args, kwargs, runs)
         return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
 
     # ------------------------------------------------------------ three ways to a gradient
 
-    def _pathwise(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Summed:
+    def _pathwise(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Parts:
         """The terms of every particle, whose draws carry the gradient."""
-        parts: dict[str, Tensor] = {}
+        parts: _Parts = {}
         for run in self._get_traces(model, guide, args, kwargs):  # type: ignore[no-untyped-call]
             runs.append(run)
             self._add_run(parts, run)
-        return _Summed(parts, self.num_particles)
+        return self._mean(parts, self.num_particles)
 
-    def _leave_one_out(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Summed:
+    def _leave_one_out(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]) -> _Parts:
         """The terms of every particle; the binary gates' gradient compares each particle with the others."""
         has_gradient = torch.is_grad_enabled()
 
-        def evaluate(of_guide: Record) -> dict[str, Tensor]:
+        def evaluate(of_guide: Record) -> _Parts:
             run = self._run(model, of_guide, of_guide.sites, args, kwargs)._replace(at_draws=has_gradient)
             if not self.vectorize_particles:
                 runs.append(run)
@@ -300,15 +286,15 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         log_q = found.pop(_LOG_Q)
         parts = {name: values.sum() for name, values in found.items()}
         if not has_gradient:
-            return _Summed(parts, self.num_particles)
+            return self._mean(parts, self.num_particles)
         kl_scale = self.kl_scale_now()
         loss = reduce(operator.add, (x * kl_scale if name in self._kls else x for name, x in found.items()))
         temper = self.temper(self.step) if callable(self.temper) else self.temper
-        return _Summed(parts, self.num_particles, leave_one_out(loss, log_q, temper))
+        return self._mean(parts, self.num_particles, leave_one_out(loss, log_q, temper))
 
     def _estimate(
         self, estimator: Estimators, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: list[Run]
-    ) -> _Summed:
+    ) -> _Parts:
         """The terms at draws of the binary gates that an estimator makes."""
         of_guide = record_run(guide, args, kwargs, self.step)
         gates = binary_gates(of_guide.sites)
@@ -319,11 +305,22 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             return self.evaluate(model, of_guide, values, args, kwargs, runs)
 
         evaluations, surrogate = estimator(evaluate, gates, self.num_particles)
-        parts: dict[str, Tensor] = {}
+        parts: _Parts = {}
         for evaluation in evaluations:
             for name, value in evaluation.parts.items():
                 _add(parts, name, value)
-        return _Summed(parts, len(evaluations), surrogate)
+        return self._mean(parts, len(evaluations), surrogate)
+
+    def _mean(self, sums: _Parts, particles: int, surrogate: Tensor | None = None) -> _Parts:
+        """Terms as they enter the loss, of their sums over particles, and a surrogate for the gradient of gates."""
+        kl_scale = self.kl_scale_now()
+        for name in sums:
+            factor = (kl_scale if name in self._kls else 1.0) / particles
+            if factor != 1.0:
+                sums[name] = sums[name] * factor
+        if surrogate is not None:
+            _add(sums, "nll", surrogate)
+        return sums
 
     # ------------------------------------------------------------ one run
 
@@ -360,7 +357,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         analytic = [part for term, part in scaled if not term.uses_draws]
         return Evaluation(parts, reduce(operator.add, cost) if cost else torch.zeros(()), analytic)
 
-    def _add_run(self, parts: dict[str, Tensor], run: Run) -> dict[str, Tensor]:
+    def _add_run(self, parts: _Parts, run: Run) -> _Parts:
         """Add every term of a run to parts."""
         for term, _, value in self._values(run):
             _add(parts, term, value)
@@ -387,7 +384,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             # If only an estimator's surrogate is not finite, any site may be the cause.
             for name in bad.values() or run.model:
                 causes += [cause for of in (run.model, run.guide) if name in of for cause in bad_values(of[name])]
-        for option in ("lam", "group_size", "weight_decay", "kl_scale"):
+        for option in (*NAMES, "kl_scale"):
             value = getattr(self, option)
             entries = value.values() if isinstance(value, dict) else [value]
             causes += [f"{option} is not finite" for x in entries if not callable(x) and number_of_bad(x)]
@@ -395,6 +392,6 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return f"{what}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
 
 
-def _add(parts: dict[str, Tensor], term: str, value: Tensor) -> None:
+def _add(parts: _Parts, term: str, value: Tensor) -> None:
     """Sum terms over sites and particles."""
     parts[term] = parts[term] + value if term in parts else value
