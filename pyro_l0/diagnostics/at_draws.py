@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from pyro_l0.distributions.wrappers import inside_events
 from pyro_l0.fast.record import Site, is_deterministic, is_likelihood
-from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program
+from pyro_l0.infer.elbo.runs import Args, Kwargs, Program
 from pyro_l0.infer.guides.expansion import run_at
 
 __all__ = ["AtDraws", "at_draws", "is_observation", "refuse_subsample", "sites_of"]

@@ -20,7 +20,7 @@ from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo.elbo import L0_ELBO
-from pyro_l0.infer.elbo.pairs import Program
+from pyro_l0.infer.elbo.runs import Program
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
 from pyro_l0.maths.quadrature import Nodes, Stretch
 

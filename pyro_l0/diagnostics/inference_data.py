@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_l0.diagnostics.at_draws import AtDraws, at_draws, is_observation, sites_of
 from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of, is_posterior
 from pyro_l0.expect import expect
-from pyro_l0.infer.elbo.pairs import Program
+from pyro_l0.infer.elbo.runs import Program
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import active_prob, find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
-from pyro_l0.infer.elbo.pairs import Args, Kwargs
-from pyro_l0.infer.elbo.runs import record_run
+from pyro_l0.infer.elbo.runs import Args, Kwargs, record_run
 from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of, product_name
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.mcmc import PosteriorSamples

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_l0.distributions.wrappers import find_gate, rewrap
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
-from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program
+from pyro_l0.infer.elbo.runs import Args, Kwargs, Program
 
 
 class RectifyReparam(Reparam):

@@ -28,9 +28,8 @@ from pyro_l0.infer.elbo.estimators import (
     gates_log_prob,
     leave_one_out,
 )
-from pyro_l0.infer.elbo.pairs import Args, Kwargs, Program, check_arguments, odd_arguments
 from pyro_l0.infer.elbo.particles import over_particles
-from pyro_l0.infer.elbo.runs import record_run
+from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, check_arguments, odd_arguments, record_run
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
 from pyro_l0.infer.elbo.terms import TERMS, Term, check_slab, joint_norms, terms_of
 from pyro_l0.infer.elbo.watch import Watch, bad_values, number_of_bad

@@ -20,8 +20,8 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
-from pyro_l0.infer.elbo.pairs import Args, Kwargs
 from pyro_l0.infer.elbo.particles import each
+from pyro_l0.infer.elbo.runs import Args, Kwargs
 from pyro_l0.infer.elbo.slabs import Switch, check_used, gate_site, places_of, switches_of
 from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.correlated import Correlated, CorrelatedPosterior, Part
