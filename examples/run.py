@@ -29,7 +29,7 @@ from options import Options
 from processes import parallel, shuffled
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.compaction.selected_inputs import SelectedInputs
+from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.diagnostics import diagnose

@@ -18,7 +18,7 @@ __getattr__ = retired_names(
         "CompactionError": "pyro_l0.compaction.compact.CompactionError",
         "rewrite": "pyro_l0.compaction.compact.rewrite",
         "Plan": "pyro_l0.compaction.plan.Plan",
-        "SelectedInputs": "pyro_l0.compaction.selected_inputs.SelectedInputs",
+        "SelectedInputs": "pyro_l0.compaction.inputs.SelectedInputs",
         "Replica": "pyro_l0.compaction.shrinker.Replica",
         "Compacted": "pyro_l0.compaction.storage.Compacted",
     },

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from pyro_l0.compaction.slice import Kept, cut
+from pyro_l0.compaction.apply import Kept, cut
+from pyro_l0.compaction.calls import (
+    Arguments,
+    random_calls,
+    run,
+    run_in_place,
+    tensors,
+    with_another_row,
+    with_noise,
+)
 from pyro_l0.nn.engine.record import keep_buffers
 
-__all__ = [
-    "Arguments",
-    "Certificate",
-    "NoDropout",
-    "another_size",
-    "certify",
-    "difference",
-    "is_constant",
-    "run",
-    "tensors",
-    "tolerance_of",
-]
-
-Arguments = tuple[tuple[object, ...], dict[str, object]]
-"""Positional arguments and keywords of one call of a network."""
+__all__ = ["Certificate", "certify", "difference", "tolerance_of"]
 
 _SEED = 0
-_ROWS = 4  # of random inputs
 _TIE = 1e-10  # a difference of gradients that is looked at beside the example, too
-_NOISE = 1e-2  # of the example's largest number
 _RANDOM = 1e-6  # a difference that rounding does not make
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -95,10 +84,10 @@ def certify(
     """
     pair, calls = _doubled(reference, small, calls)
     compare = _Comparison(*pair, kept, scales)
-    batches = [*calls, *(_with_another_row(call) for call in calls), *(call for x in calls for call in random_calls(x))]
+    batches = [*calls, *(with_another_row(call) for call in calls), *(call for x in calls for call in random_calls(x))]
     outputs, gradients = compare.on(batches, calls, training=False)
     try:
-        in_training = compare.on([], [_with_another_row(call) for call in calls], training=True)
+        in_training = compare.on([], [with_another_row(call) for call in calls], training=True)
     except _NotComparableError:
         return Certificate(outputs, gradients, None, None)
     return Certificate(outputs, gradients, *in_training)
@@ -161,7 +150,7 @@ class _Comparison:
         gradient goes to; a little noise on the example tells them apart.
         """
         try:
-            beside = self._gradient_difference(_with_noise(call))
+            beside = self._gradient_difference(with_noise(call))
         except Exception:  # the network takes no such numbers
             return found
         return found if beside is None or not beside < found else beside
@@ -187,108 +176,6 @@ class _Comparison:
                 other = other * self.scales[name].to(other).view(1, -1, *[1] * (other.dim() - 2))
             worst = _worst(worst, _largest(other - gradient))
         return worst / largest if worst and largest else math.inf if worst else 0.0
-
-
-def run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
-    """The outputs that are tensors, under a seed and without dropout; inputs and buffers may be changed in place."""
-    with keep_buffers(network):
-        return _run(network, call, seed)
-
-
-def _run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
-    """:func:`run`, after which buffers are what the network made of them."""
-    args, kwargs = tree_map_only(Tensor, lambda x: x.clone(), call)
-    devices = [x.device for x in tensors(call) if x.is_cuda][:1]
-    with torch.random.fork_rng(devices), NoDropout():
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        return tensors(network(*args, **kwargs))
-
-
-def tensors(result: object) -> list[Tensor]:
-    """The tensors in arguments or results."""
-    if hasattr(result, "to_tuple"):  # of Hugging Face's models
-        result = result.to_tuple()
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        result = [getattr(result, field.name) for field in dataclasses.fields(result)]
-    return [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-
-
-def random_calls(call: Arguments) -> list[Arguments]:
-    """Calls with random numbers of the same shapes; of integers and booleans, the rows in another order."""
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def noise(scale: float) -> Arguments:
-        def draw(x: Tensor) -> Tensor:
-            if not x.is_floating_point():
-                return x.flip(0) if x.dim() else x
-            return scale * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
-
-        return cast(Arguments, tree_map_only(Tensor, draw, call))
-
-    return [noise(1.0), noise(3.0)]
-
-
-def _with_noise(call: Arguments) -> Arguments:
-    """A call whose floating-point numbers are each a little different."""
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def shift(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        scale = _NOISE * (_largest(x) or 1.0)
-        return x + scale * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
-
-    return cast(Arguments, tree_map_only(Tensor, shift, call))
-
-
-def another_size(call: Arguments) -> Arguments | None:
-    """A call with images of one more place in every dimension; None without images."""
-
-    def grow(x: Tensor) -> Tensor:
-        return F.pad(x, [0, 1] * (x.dim() - 2), mode="replicate") if _is_image(x) else x
-
-    if not any(_is_image(x) for x in tensors(call)):
-        return None
-    return cast(Arguments, tree_map_only(Tensor, grow, call))
-
-
-def is_constant(network: nn.Module, calls: Sequence[Arguments]) -> bool:
-    """Whether a network in evaluation mode gives the same for every example."""
-    network.eval()
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def draw(x: Tensor) -> Tensor:
-        shape = (_ROWS, *x.shape[1:]) if x.dim() else x.shape
-        if x.is_floating_point():
-            return torch.randn(shape, generator=generator, dtype=x.dtype).to(x.device)
-        return x.flatten()[torch.randint(x.numel(), shape, generator=generator).to(x.device)]
-
-    for call in calls:
-        try:
-            outputs = run(network, tree_map_only(Tensor, draw, call))
-        except Exception:  # rows that do not belong together
-            outputs = run(network, call)
-        if any(not x.dim() or not torch.equal(x, x[:1].expand_as(x)) for x in outputs):
-            return False
-    return True
-
-
-def _is_image(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dim() in (3, 4, 5)
-
-
-def _with_another_row(call: Arguments) -> Arguments:
-    """The same call with its first row once more."""
-    rows = [x.shape[0] for x in tensors(call) if x.dim()]
-    number = max(set(rows), key=rows.count, default=0)
-
-    def add(x: Tensor) -> Tensor:
-        return torch.cat([x, x[:1]]) if x.dim() and x.shape[0] == number else x
-
-    return cast(Arguments, tree_map_only(Tensor, add, call))
 
 
 def _doubled(
@@ -321,42 +208,13 @@ def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
     call = tree_map_only(Tensor, lambda x: next(order) if x.is_floating_point() else x, call)
     wanted = {**inputs, **{name: p for name, p in network.named_parameters() if p.requires_grad}}
     with keep_buffers(network), torch.enable_grad():
-        outputs = [y for y in _run(network, call) if y.requires_grad]
+        outputs = [y for y in run_in_place(network, call) if y.requires_grad]
         generator = torch.Generator().manual_seed(_SEED)
         weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device) for y in outputs]
         if not outputs or not wanted:
             return {}
         found = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
     return {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
-
-
-class NoDropout(TorchFunctionMode):
-    """Every dropout of torch's hands on its input."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
-
-
-_DROPOUTS: set[object] = {
-    *(getattr(F, name) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")),
-    *(getattr(torch, name) for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")),
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-}
 
 
 def difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, float]:

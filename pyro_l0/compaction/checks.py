@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.attributes import where_raised
-from pyro_l0.compaction.certificate import run, tensors
+from pyro_l0.compaction.calls import run, tensors
+from pyro_l0.compaction.sizes import where_raised
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, gate_names

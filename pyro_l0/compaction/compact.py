@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.carrying_out import carry_out
-from pyro_l0.compaction.certificate import tensors, tolerance_of
+from pyro_l0.compaction.apply import carry_out, names_before
+from pyro_l0.compaction.calls import tensors
+from pyro_l0.compaction.certificate import tolerance_of
 from pyro_l0.compaction.checks import check_network
-from pyro_l0.compaction.fitting import CompactionError, Fitted, constants_of, fit, uncut
-from pyro_l0.compaction.plan import Plan, names_before
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.search import CompactionError, Fitted, constants_of, fit, uncut
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, calls_of

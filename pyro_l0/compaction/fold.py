@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0.compaction.certificate import Arguments, run
+from pyro_l0.compaction.calls import Arguments, run
 from pyro_l0.compaction.layers import pads_zeros
 from pyro_l0.nn.engine import Operation, Recording, Value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -10,11 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.routes import GateChange
-from pyro_l0.compaction.slice import named_tensors
-from pyro_l0.nn.hooks import new_name, old_names
+from pyro_l0.compaction.fold import Constant, contribution, gates_into_weights, is_layer
+from pyro_l0.compaction.gate_change import GateChange, new_indices
+from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm
+from pyro_l0.compaction.sizes import table
+from pyro_l0.nn.engine import Analysis, GateMap, Recording
+from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.hooks import new_name
 
-__all__ = ["LayerFold", "Plan", "Size", "names_before"]
+__all__ = ["LayerFold", "Plan", "Size", "check_seen", "constant_units", "make_plan", "warn_unseen"]
 
 _Entry = TypeVar("_Entry")
 
@@ -131,17 +136,202 @@ class Plan:
             raise ValueError(f"Expected the JSON of a compaction plan, but got {text[:60]!r} ({error}).") from error
 
 
-def names_before(plans: Sequence[Plan], network: nn.Module) -> dict[str, str]:
-    """By module path in plans of an earlier version, the path in their network now; empty for plans of this version."""
-    old = old_names(network)
-    own = {name for name, _ in (*network.named_modules(), *named_tensors(network))}
-    names = {name for plan in plans for name in (*plan.kept, *plan.changes)}
-    return old if any(name not in own and new_name(name, old) in own for name in names) else {}
-
-
 def _tuple(value: Any) -> Any:
     return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _tuple(value) for name, value in values.items()}
+
+
+Places = dict[str, tuple[Tensor | None, ...]]
+
+
+def constant_units(network: nn.Module, analysis: Analysis) -> dict[str, tuple[int, ...]] | None:
+    """By path of a layer, the inputs that can leave into its bias; None if code other than a layer's reads them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for fold in analysis.folds:
+        path, _, name = fold.weight.rpartition(".")
+        units = tuple(fold.units.tolist())
+        if fold.path != path or name != "weight" or not is_layer(network.get_submodule(path)):
+            return None
+        if found.setdefault(path, units) != units:
+            return None
+    return found
+
+
+def make_plan(
+    network: nn.Module,
+    recording: Recording,
+    analysis: Analysis,
+    gates: Mapping[str, Tensor],
+    constants: Mapping[str, Constant],
+    units: Mapping[str, tuple[int, ...]],
+    keep_gates: bool,
+) -> Plan:
+    """The plan that an analysis amounts to, without the attributes of users' modules.
+
+    Args:
+        network: as it was recorded; it is not changed.
+        recording: of the network.
+        analysis: of the recording.
+        gates: the values by site.
+        constants: by layer, its inputs that leave.
+        units: by layer, which these are.
+        keep_gates: whether open gates stay sites.
+    """
+    places = _places(network, analysis)
+    indices, sizes = new_indices(network, analysis)
+    for path in indices:
+        places.pop(f"{path}.index", None)
+    factors: dict[str, Tensor] = {}
+    folded: set[str] = set()
+    if not keep_gates:
+        factors, folded = _factors(network, recording, analysis, gates)
+    paths = {gate: path for path, gate in network.named_modules() if isinstance(gate, Gate)}
+    changes = {
+        paths[gate]: change
+        for site, gate in gate_names(network).items()
+        if (change := _change(recording, site, gate, gates[site], analysis.gates.get(site), keep_gates, site in folded))
+    }
+    return Plan(
+        gates={site: tuple(value.double().tolist()) for site, value in gates.items()},
+        kept={name: tuple(None if x is None else tuple(x.tolist()) for x in new) for name, new in places.items()},
+        changes=changes,
+        folds=tuple(_fold(network, path, units[path], constants[path], places) for path in units),
+        factors={name: tuple(factor.double().tolist()) for name, factor in factors.items()},
+        norms={norm.path: _size(network.get_submodule(norm.path), norm.size) for norm in analysis.norms},
+        zero_channels={p: tuple(x.tolist()) for p, x in analysis.zero_channels.items()} if keep_gates else {},
+        attributes={**_attributes(network, analysis, places), **{path: {"size": size} for path, size in sizes.items()}},
+        indices={f"{path}.index": index for path, index in indices.items()},
+    )
+
+
+def _places(network: nn.Module, analysis: Analysis) -> Places:
+    """What stays of the tensors of which something leaves."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict(keep_vars=True).items()}
+    shapes.update({name: tuple(tensor.shape) for name, tensor in network.named_buffers(remove_duplicate=False)})
+    found: Places = {}
+    for name, kept in analysis.kept.items():
+        places = tuple(None if len(x) == n else x for x, n in zip(kept, shapes[name], strict=True))
+        if any(x is not None for x in places):
+            found[name] = places
+    return found
+
+
+def check_seen(network: nn.Module, recording: Recording, plan: Plan) -> None:
+    """Refuse a module of which one parameter would be cut and another was not used by any call of the example.
+
+    Raises:
+        ValueError: there is one.
+    """
+    cut = {name.rpartition(".")[0] for name in plan.kept}
+    for name, parameter in network.named_parameters():
+        path = name.rpartition(".")[0]
+        if path in cut and name not in recording.named and parameter.dim():
+            raise ValueError(
+                f"Expected an example_input that uses all parameters of module {path!r}, of which units leave, but "
+                f"{name!r} was not used; give a list of calls that together use every parameter."
+            )
+
+
+def warn_unseen(network: nn.Module, recording: Recording, shrunk: Mapping[str, Mapping[int, int]]) -> None:
+    """Tell of layers that no call used, and that have a size of units that leave beside them."""
+    for path, module in network.named_modules():
+        own = dict(module.named_parameters(path, recurse=False))
+        sizes = {size for parameter in own.values() if parameter.dim() > 1 for size in parameter.shape[:2]}
+        if not own.keys() & recording.named.keys() and sizes & shrunk.get(path.rpartition(".")[0], {}).keys():
+            warnings.warn(
+                f"Expected an example_input that uses the whole network, but no call of example_input uses {path!r}, "
+                "which stays as it is and may not fit the units that are left; give a list of calls that use it too.",
+                stacklevel=6,
+            )
+
+
+def _change(
+    recording: Recording, site: str, gate: Gate, value: Tensor, found: GateMap | None, keep_gates: bool, is_folded: bool
+) -> GateChange | None:
+    """What becomes of a gate; None if it stays as it is."""
+    every = torch.arange(gate.size)
+    kept_in, kept_out = (every, every) if found is None else (found.kept_in, found.kept_out)
+    inside, behind = kept_in.tolist(), kept_out.tolist()
+    units = [unit for unit in inside if unit in set(behind)]
+    if keep_gates and not bool((value[units] != 0).any()):
+        units = []  # what the code around can't do without is zeros
+    if keep_gates and len(units) == gate.size:
+        return None
+    left = value.detach().double().cpu()[units]
+    is_one = bool((left == 1).all())
+    return GateChange(
+        site=site,
+        units=tuple(units),
+        size=len(inside),
+        read=tuple(i for i, unit in enumerate(inside) if unit in set(units)),
+        put=tuple(i for i, unit in enumerate(behind) if unit in set(units)),
+        out=len(behind),
+        reads_input=_reads_input(recording, site),
+        fixed=None if keep_gates or is_folded or is_one else tuple(left.tolist()),
+        random=keep_gates,
+    )
+
+
+def _reads_input(recording: Recording, site: str) -> bool:
+    """Whether a gate alone reads an input of the network."""
+    calls = [x for x in recording.operations if x.name == "gate" and x.arguments["site"] == site]
+    if len(calls) != 1 or not calls[0].value("input").is_input:
+        return False
+    return sum(calls[0].value("input") in operation.inputs for operation in recording.operations) == 1
+
+
+def _factors(
+    network: nn.Module, recording: Recording, analysis: Analysis, gates: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Gates that go into weights: those whose units that stay are open."""
+    candidates: dict[str, Tensor] = {}
+    for site, found in analysis.gates.items():
+        gate = gates[site].detach().double().cpu()
+        stays = torch.zeros(len(gate), dtype=torch.bool)
+        stays[found.kept_in] = True
+        if not bool((gate[stays] == 1).all()) and bool((gate[stays] > 0).all()):
+            candidates[site] = torch.where(gate > 0, gate, 1.0)
+    layers = {f"{path}.weight" if path else "weight" for path, module in network.named_modules() if is_layer(module)}
+    return gates_into_weights(recording, candidates, layers)
+
+
+def _fold(network: nn.Module, path: str, units: tuple[int, ...], constant: Constant, places: Places) -> LayerFold:
+    layer = network.get_submodule(path)
+    value, is_map = contribution(layer, constant)
+    if not is_map:
+        return LayerFold(path, units, None)
+    shape = list(value.shape[1:])
+    is_transposed = isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed
+    cut = places.get(f"{path}.weight")
+    rows = None if cut is None else cut[1 if is_transposed else 0]
+    if rows is not None:
+        shape[-1 if isinstance(layer, nn.Linear) else 0] = len(rows)
+    return LayerFold(path, units, tuple(shape))
+
+
+def _size(module: nn.Module, size: int) -> int:
+    """The units of a normalisation before any left."""
+    return module.size if isinstance(module, (ReducedLayerNorm, ReducedRMSNorm)) else size
+
+
+def _attributes(network: nn.Module, analysis: Analysis, places: Places) -> dict[str, dict[str, Size]]:
+    """The integers of torch's modules that follow their tensors."""
+    found: dict[str, dict[str, Size]] = {}
+    for path, module in network.named_modules():
+        own = _own(path, module, places)
+        shrunk = analysis.shrunk.get(path, {})
+        new = table(module, own, shrunk) if own or shrunk else {}
+        if new:
+            found[path] = new
+    for norm in analysis.norms:
+        found.setdefault(norm.path, {})["normalized_shape"] = (len(norm.kept),)
+    return found
+
+
+def _own(path: str, module: nn.Module, places: Places) -> dict[str, Sequence[Tensor | None]]:
+    names = [*module._parameters, *module._buffers]
+    full = {name: f"{path}.{name}" if path else name for name in names}
+    return {name: places[key] for name, key in full.items() if key in places}

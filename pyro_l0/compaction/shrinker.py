@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol, TypedDict, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from pyro_l0.compaction.carrying_out import carry_out
-from pyro_l0.compaction.certificate import is_constant, tolerance_of
+from pyro_l0.compaction.apply import carry_out, check_state, move, names_before
+from pyro_l0.compaction.calls import is_constant
+from pyro_l0.compaction.certificate import tolerance_of
 from pyro_l0.compaction.checks import check_network
-from pyro_l0.compaction.fitting import constants_of, fit
-from pyro_l0.compaction.plan import Plan, names_before
-from pyro_l0.compaction.slice import check_state, move
+from pyro_l0.compaction.plan import Plan
+from pyro_l0.compaction.search import constants_of, fit
 from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import check_gates, fix_gates

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.carrying_out import carry_out
+from pyro_l0.compaction.apply import carry_out, names_before
 from pyro_l0.compaction.certificate import Certificate
 from pyro_l0.compaction.files import replace_file
-from pyro_l0.compaction.plan import Plan, names_before
+from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn.hooks import new_name
 
 __all__ = ["Compacted", "Content", "load_compacted"]

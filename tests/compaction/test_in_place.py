@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import pyro_l0.compaction.slice as slicing
+import pyro_l0.compaction.apply as slicing
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates

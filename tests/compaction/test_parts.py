@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.compaction.attributes import table
+from pyro_l0.compaction.apply import check_state, slice_tensors
 from pyro_l0.compaction.compact import rewrite
-from pyro_l0.compaction.norms import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
+from pyro_l0.compaction.inputs import SelectedInputs
+from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.selected_inputs import SelectedInputs
-from pyro_l0.compaction.slice import check_state, slice_tensors
+from pyro_l0.compaction.sizes import table
 from pyro_l0.nn import Gate, fix_gates
 
 OPTIMISERS = {

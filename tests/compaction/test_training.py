@@ -13,7 +13,7 @@ from mnist import Options
 from networks import build as build_network
 from pyro_l0.compaction import Shrinker, load_compacted
 from pyro_l0.compaction.compact import plan, rewrite
-from pyro_l0.compaction.selected_inputs import SelectedInputs
+from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates, square_norms

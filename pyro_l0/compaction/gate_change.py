@@ -1,21 +1,80 @@
-"""What stands where a gate stood: nothing, fixed gates, a selection of units, zeros between them, or a smaller gate."""
+"""A selection of units, and zeros between units: what may stand where a gate stood."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.pieces import Expand, Select
 from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
 from pyro_l0.nn.engine.slots import ZERO
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import Gate, keep_being_called
 from pyro_l0.nn.hooks import replace_gate
 
-__all__ = ["GateChange", "RoutedGate", "change_gate", "new_indices"]
+__all__ = ["Expand", "GateChange", "RoutedGate", "Select", "change_gate", "new_indices"]
+
+
+class Select(nn.Module):
+    """Some units of a tensor.
+
+    Args:
+        units: which, in order.
+        dim: dimension of the units.
+        size: number of units that there are.
+        reads_input: whether what it selects from is an input of the network that nothing else reads.
+
+    Raises:
+        ValueError: the input has another number of units.
+    """
+
+    index: Tensor
+
+    def __init__(self, units: Sequence[int], dim: int, size: int, reads_input: bool = False) -> None:
+        super().__init__()
+        self.dim = dim
+        self.size = size
+        self.reads_input = reads_input
+        self.is_done = False  # by whoever hands in the units
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The selected units."""
+        if self.is_done:
+            return x
+        if x.shape[self.dim] != self.size:
+            raise ValueError(
+                f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "
+                f"tensor of shape {tuple(x.shape)}."
+            )
+        return x.index_select(self.dim, self.index)
+
+
+class Expand(nn.Module):
+    """Units of a tensor and zeros between them.
+
+    Args:
+        units: where the tensor's units go, in order.
+        dim: dimension of the units.
+        size: number of units of the result.
+    """
+
+    index: Tensor
+
+    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.size = size
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All units."""
+        shape = list(x.shape)
+        shape[self.dim] = self.size
+        return x.new_zeros(shape).index_copy(self.dim, self.index, x)
 
 
 class RoutedGate(nn.Module):

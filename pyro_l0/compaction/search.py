@@ -10,23 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.attributes import Attributes, candidates, choices, path_raised, set_attributes, where_raised
-from pyro_l0.compaction.carrying_out import carry_out, reset_running_means
-from pyro_l0.compaction.certificate import (
-    Arguments,
-    Certificate,
-    NoDropout,
-    another_size,
-    certify,
-    difference,
-    run,
-    tensors,
-)
+from pyro_l0.compaction.apply import carry_out, reset_running_means
+from pyro_l0.compaction.calls import Arguments, NoDropout, another_size, run, tensors
+from pyro_l0.compaction.certificate import Certificate, certify, difference
 from pyro_l0.compaction.fold import Constant, NotConstantError, layer_constants
-from pyro_l0.compaction.input_sizes import refuse_other_sizes
-from pyro_l0.compaction.norms import as_whole_norms
-from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.planning import check_seen, constant_units, make_plan, warn_unseen
+from pyro_l0.compaction.inputs import refuse_other_sizes
+from pyro_l0.compaction.layers import as_whole_norms
+from pyro_l0.compaction.plan import Plan, check_seen, constant_units, make_plan, warn_unseen
+from pyro_l0.compaction.sizes import Attributes, candidates, choices, path_raised, set_attributes, where_raised
 from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, record
 from pyro_l0.nn.engine.shared_sizes import find_integers
 from pyro_l0.nn.fixed import fix_gates
