@@ -16,7 +16,7 @@ __getattr__ = retired_names(
     {
         "Certificate": "pyro_l0.compaction.certificate.Certificate",
         "CompactionError": "pyro_l0.compaction.compact.CompactionError",
-        "rewrite": "pyro_l0.compaction.compact.rewrite",
+        "rewrite": "pyro_l0.compaction.apply.apply_plan",
         "Plan": "pyro_l0.compaction.plan.Plan",
         "SelectedInputs": "pyro_l0.compaction.inputs.SelectedInputs",
         "Replica": "pyro_l0.compaction.shrinker.Replica",

@@ -1,28 +1,34 @@
-"""Slices of a network's own tensors: parameters, buffers, gradients and the optimiser's state."""
+"""Applies a plan to a network, in place: cuts tensors and their optimiser's state, changes integers and gates."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.fold import Constant, contribution
+from pyro_l0.compaction.calls import Arguments
+from pyro_l0.compaction.fold import Constant, contribution, input_dim, layer_constants
 from pyro_l0.compaction.gate_change import change_gate
 from pyro_l0.compaction.inputs import refuse_other_sizes
 from pyro_l0.compaction.layers import add_shift, reduce_norm
 from pyro_l0.compaction.plan import LayerFold, Plan
 from pyro_l0.compaction.sizes import set_attributes
-from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.engine import Example, calls_of
+from pyro_l0.nn.fixed import fix_gates
+from pyro_l0.nn.gate import Gate, check_given
 from pyro_l0.nn.hooks import new_name, old_names
+from pyro_l0.retired import renamed_arguments
 
 __all__ = [
     "Kept",
-    "carry_out",
+    "apply_in_place",
+    "apply_plan",
     "check_state",
+    "constants_of",
     "cut",
     "move",
-    "named_tensors",
     "names_before",
     "reset_running_means",
     "set_value",
@@ -30,26 +36,193 @@ __all__ = [
 ]
 
 Kept = Mapping[str, Sequence[Tensor | None]]
-"""By name of a parameter or buffer, the places that stay along each dimension; None for all."""
+"""By name of a parameter or buffer, the indices that stay along each dimension; None for all."""
 
 
-def named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+@renamed_arguments(example_input="example")
+@torch.no_grad()
+def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -> nn.Module:
+    """The network that a plan describes, on a copy; nothing is certified.
+
+    Args:
+        network: the network that the plan was made for, with any weights.
+        plan: from :func:`~pyro_l0.compaction.compact`.
+        example: what the network is called with; only a plan that folds constants asks for it.
+
+    Raises:
+        ValueError: the plan is of another network, or asks for an example.
+
+    Example:
+        >>> from pyro_l0.compaction import compact
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), Gate(3), nn.Linear(3, 1))
+        >>> plan = compact(net, {"2": torch.tensor([1.0, 0.0, 0.5])}, torch.ones(1, 2)).plan
+        >>> apply_plan(net, plan)[0]
+        Linear(in_features=2, out_features=2, bias=True)
+    """
+    check_given(network)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"Expected the plan of a compacted network, but got {plan!r}.")
+    plan = plan.renamed(names_before([plan], network))
+    if plan.folds and example is None:
+        raise ValueError("Expected an example, since constants of removed units are computed from it.")
+    constants = constants_of(network, plan, [] if example is None else calls_of(example))
+    small = copy.deepcopy(network)
+    apply_in_place(small, plan, constants)
+    return small if plan.keeps_gates else small.eval()
+
+
+@torch.no_grad()
+def apply_in_place(
+    network: nn.Module,
+    plan: Plan,
+    constants: Mapping[str, Constant] | None,
+    optimiser: torch.optim.Optimizer | None = None,
+) -> None:
+    """Change a network as a plan says; every parameter stays the object that it was.
+
+    So hooks on parameters, lists of them and the optimiser's groups hold.
+
+    Args:
+        network: the network that the plan was made for, with any weights.
+        plan: what stays.
+        constants: by layer, its inputs that are folded, as this network computes them; None where the parameters will
+            be loaded.
+        optimiser: trains the network's parameters; its state is cut with them, and new biases join it.
+
+    Raises:
+        ValueError: the plan is of another network.
+    """
+    _check(network, plan)
+    modules = dict(network.named_modules())
+    additions = {} if constants is None else {f.layer: _addition(modules, plan, f, constants) for f in plan.folds}
+    like = next(network.parameters(), torch.zeros(()))
+    for fold in plan.folds:  # inputs that keep their place are no longer read
+        weight = network.get_parameter(f"{fold.layer}.weight")
+        unread = torch.tensor(fold.units, dtype=torch.long, device=weight.device)
+        set_value(weight, weight.detach().index_fill(input_dim(modules[fold.layer]), unread, 0.0))
+    for name, factors in plan.factors.items():
+        weight = network.get_parameter(name)
+        factor = torch.tensor(factors, dtype=torch.float64).to(weight)
+        set_value(weight, weight.detach() * factor.view(1, -1, *[1] * (weight.dim() - 2)))
+    reset_running_means(network, plan.zero_channels)
+    slice_tensors(network, plan.kept_indices(), optimiser)
+    for fold in plan.folds:
+        _add(modules[fold.layer], fold, additions.get(fold.layer), optimiser)
+    for name, index in plan.indices.items():
+        buffer = network.get_buffer(name)
+        set_value(buffer, torch.tensor(index, dtype=torch.long, device=buffer.device))
+    for path, change in plan.changes.items():
+        change_gate(network, path, change, like)
+    for path, size in plan.norms.items():
+        reduce_norm(modules[path], size)
+    set_attributes(network, plan.attributes)
+    if plan.input_sizes is not None:
+        refuse_other_sizes(network, plan.input_sizes)
+
+
+def constants_of(network: nn.Module, plan: Plan, calls: Sequence[Arguments]) -> dict[str, Constant]:
+    """The inputs of layers that a plan folds, as a network computes them on all examples.
+
+    Raises:
+        NotConstantError: they are not the same for every example.
+    """
+    if not plan.folds:
+        return {}
+    like = next(network.parameters())
+    gates = {site: torch.tensor(values, dtype=torch.float64).to(like) for site, values in plan.gates.items()}
+    reference = fix_gates(network, gates).eval()
+    reset_running_means(reference, plan.zero_channels)
+    return layer_constants(reference, {fold.layer: fold.units for fold in plan.folds}, calls)
+
+
+@torch.no_grad()
+def reset_running_means(network: nn.Module, channels: Mapping[str, Sequence[int]]) -> None:
+    """Set the running mean of channels that are always zero, by path of a BatchNorm, to its limit, 0."""
+    for path, units in channels.items():
+        mean = network.get_submodule(path).running_mean
+        if isinstance(mean, Tensor):
+            set_value(mean, mean.index_fill(0, torch.tensor(units, dtype=torch.long, device=mean.device), 0.0))
+
+
+def names_before(plans: Sequence[Plan], network: nn.Module) -> dict[str, str]:
+    """By module path in plans of an earlier version, the path in their network now; empty for plans of this version."""
+    old = old_names(network)
+    own = {name for name, _ in (*network.named_modules(), *_named_tensors(network))}
+    names = {name for plan in plans for name in (*plan.kept, *plan.changes)}
+    return old if any(name not in own and new_name(name, old) in own for name in names) else {}
+
+
+def _check(network: nn.Module, plan: Plan) -> None:
+    """Refuse a plan whose names or indices are not those of a network."""
+    named = dict(_named_tensors(network))
+    for name, indices in plan.kept.items():
+        if name not in named:
+            raise ValueError(f"Expected a plan of this network, but it has no {name!r}.")
+        shape = tuple(named[name].shape)
+        ends = [-1 if index is None else max(index, default=-1) for index in indices]
+        if len(ends) != len(shape) or any(end >= size for end, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"Expected a plan of this network, but it cuts {name!r}, of shape {shape}, at {ends}.")
+    modules = dict(network.named_modules())
+    for path in (*plan.changes, *(fold.layer for fold in plan.folds), *plan.norms, *plan.attributes):
+        if path not in modules:
+            raise ValueError(f"Expected a plan of this network, but it has no module {path!r}.")
+    for path, change in plan.changes.items():
+        gate = modules[path]
+        if not isinstance(gate, Gate) or max(change.units, default=0) >= gate.size:
+            raise ValueError(f"Expected a plan of this network, but it has no Gate at {path!r} of the plan's size.")
+
+
+def _addition(
+    modules: Mapping[str, nn.Module], plan: Plan, fold: LayerFold, constants: Mapping[str, Constant]
+) -> Tensor:
+    """What constant inputs add to the outputs of a layer that stay."""
+    layer = modules[fold.layer]
+    value, is_map = contribution(layer, constants[fold.layer])
+    dim = 0 if not is_map else value.dim() - 1 if isinstance(layer, nn.Linear) else 1
+    indices = plan.kept_indices().get(f"{fold.layer}.weight")
+    rows = None if indices is None else indices[1 - input_dim(layer)]
+    return cut(value, [None] * dim + [rows])
+
+
+def _add(layer: nn.Module, fold: LayerFold, addition: Tensor | None, optimiser: torch.optim.Optimizer | None) -> None:
+    """Let a layer add something to its output: to its bias, which may be new, or as a map."""
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    if fold.shape is not None:
+        add_shift(layer, weight.new_zeros((1, *fold.shape)) if addition is None else addition)
+        return
+    bias = layer.bias
+    if bias is None:
+        rows = weight.shape[1 - input_dim(layer)]
+        bias = layer.bias = nn.Parameter(weight.new_zeros(rows), requires_grad=weight.requires_grad)
+        for group in [] if optimiser is None else optimiser.param_groups:
+            if any(parameter is weight for parameter in group["params"]):
+                group["params"].append(bias)
+    assert isinstance(bias, nn.Parameter)
+    if addition is not None:
+        set_value(bias, bias.detach() + addition)
+
+
+# ------------------------------------------------------------ slices of tensors and of an optimiser's state
+
+
+def _named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers under every name that they have."""
     yield from network.named_parameters(remove_duplicate=False)
     yield from network.named_buffers(remove_duplicate=False)
 
 
-def cut(tensor: Tensor, places: Sequence[Tensor | None]) -> Tensor:
-    """Some places of a tensor along each dimension, as a tensor of its own."""
+def cut(tensor: Tensor, kept: Sequence[Tensor | None]) -> Tensor:
+    """Some indices of a tensor along each dimension, as a new tensor."""
     small = tensor
-    for dim, index in enumerate(places):
+    for dim, index in enumerate(kept):
         if index is not None and len(index) < small.shape[dim]:
             small = small.index_select(dim, index.to(small.device))
     return small.clone() if small is tensor else small
 
 
 def set_value(tensor: Tensor, value: Tensor) -> None:
-    """Give a parameter or buffer another value, of another shape perhaps; it stays the same object.
+    """Give a parameter or buffer another value, perhaps of another shape; it stays the same object.
 
     A node of autograd that accumulates its gradient and is alive, as data parallelism holds them, refuses another
     shape, but not with another type in between.
@@ -65,31 +238,25 @@ def set_value(tensor: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def slice_tensors(network: nn.Module, kept: Kept, optimiser: torch.optim.Optimizer | None = None) -> None:
-    """Cut parameters and buffers in place, with their gradients and what an optimiser keeps about them.
-
-    Every parameter stays the object that it was, so that hooks on it, lists of it and the optimiser's groups hold.
-
-    Args:
-        network: whose tensors.
-        kept: what stays; tensors that it does not name stay whole.
-        optimiser: of a state that :func:`check_state` takes.
-    """
+    """Cut parameters and buffers in place, with their gradients and the state that an optimiser keeps of them."""
     done: set[int] = set()
-    for name, tensor in named_tensors(network):
-        places = kept.get(name)
-        if places is None or id(tensor) in done:
+    for name, tensor in _named_tensors(network):
+        if name not in kept or id(tensor) in done:
             continue
         done.add(id(tensor))
-        shape = tensor.shape
-        if all(index is None or len(index) == size for index, size in zip(places, shape, strict=True)):
+        shape, indices = tensor.shape, kept[name]
+        if all(index is None or len(index) == size for index, size in zip(indices, shape, strict=True)):
             continue
         state = {} if optimiser is None else optimiser.state.get(tensor, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == shape:
-                state[key] = cut(value, places)
-        gradient = None if tensor.grad is None else cut(tensor.grad, places)
-        set_value(tensor, cut(tensor.detach(), places))
+        state.update(_cut_state(state, shape, indices))
+        gradient = None if tensor.grad is None else cut(tensor.grad, indices)
+        set_value(tensor, cut(tensor.detach(), indices))
         tensor.grad = gradient
+
+
+def _cut_state(state: Mapping[str, object], shape: torch.Size, kept: Sequence[Tensor | None]) -> dict[str, object]:
+    """What an optimiser keeps of a parameter, cut where it has the parameter's shape."""
+    return {k: cut(x, kept) if isinstance(x, Tensor) and x.shape == shape else x for k, x in state.items()}
 
 
 def check_state(optimiser: torch.optim.Optimizer, parameters: Collection[Tensor]) -> None:
@@ -109,148 +276,20 @@ def check_state(optimiser: torch.optim.Optimizer, parameters: Collection[Tensor]
 
 
 def move(optimiser: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, tuple[nn.Parameter | None, Tensor]]) -> None:
-    """Let an optimiser go on with parameters in the place of others, and the parts of its state that belong to them.
+    """Let an optimiser go on with other parameters, and with the parts of its state that belong to them.
 
     Args:
-        optimiser: whatever trains the parameters.
-        replaced: for each old parameter the new one, None if there is none, and its places along dimension 0.
+        optimiser: trains the parameters.
+        replaced: for each old parameter the new one, None if there is none, and its indices along dimension 0.
     """
     for group in optimiser.param_groups:
         params: list[nn.Parameter] = []
         for old in group["params"]:
-            new, places = replaced.get(old, (old, None))
+            new, index = replaced.get(old, (old, None))
             state = optimiser.state.pop(old, None) if new is not old else None
             if new is None:
                 continue
             params.append(new)
             if state is not None:
-                optimiser.state[new] = {
-                    key: cut(value, (places,)) if isinstance(value, Tensor) and value.shape == old.shape else value
-                    for key, value in state.items()
-                }
+                optimiser.state[new] = _cut_state(state, old.shape, (index,))
         group["params"] = params
-
-
-@torch.no_grad()
-def carry_out(
-    network: nn.Module,
-    plan: Plan,
-    constants: Mapping[str, Constant] | None,
-    optimiser: torch.optim.Optimizer | None = None,
-) -> None:
-    """Change a network as a plan says, in place; every parameter stays the object that it was.
-
-    Args:
-        network: the network that the plan was made for, with any weights.
-        plan: see :class:`Plan`.
-        constants: by layer, its inputs that leave, as this network computes them; None where the parameters will be
-            loaded.
-        optimiser: trains the network's parameters; its state is cut with them, and new biases join it.
-
-    Raises:
-        ValueError: the plan is of another network.
-    """
-    _check(network, plan)
-    modules = dict(network.named_modules())
-    additions = {} if constants is None else {f.layer: _addition(modules, plan, f, constants) for f in plan.folds}
-    like = next(network.parameters(), torch.zeros(()))
-    for fold in plan.folds:  # inputs whose places stay are read no more
-        weight = network.get_parameter(f"{fold.layer}.weight")
-        unread = torch.tensor(fold.units, dtype=torch.long, device=weight.device)
-        set_value(weight, weight.detach().index_fill(_input_dim(modules[fold.layer]), unread, 0.0))
-    for name, factors in plan.factors.items():
-        weight = network.get_parameter(name)
-        factor = torch.tensor(factors, dtype=torch.float64).to(weight)
-        set_value(weight, weight.detach() * factor.view(1, -1, *[1] * (weight.dim() - 2)))
-    reset_running_means(network, plan.zero_channels)
-    slice_tensors(network, plan.places(), optimiser)
-    for fold in plan.folds:
-        _add(modules[fold.layer], fold, additions.get(fold.layer), optimiser)
-    for name, index in plan.indices.items():
-        buffer = network.get_buffer(name)
-        set_value(buffer, torch.tensor(index, dtype=torch.long, device=buffer.device))
-    for path, change in plan.changes.items():
-        change_gate(network, path, change, like)
-    for path, size in plan.norms.items():
-        reduce_norm(modules[path], size)
-    set_attributes(network, plan.attributes)
-    if plan.input_sizes is not None:
-        refuse_other_sizes(network, plan.input_sizes)
-
-
-@torch.no_grad()
-def reset_running_means(network: nn.Module, channels: Mapping[str, Sequence[int]]) -> None:
-    """Set the running mean of channels that are always zero to its limit, 0.
-
-    Args:
-        network: changed in place.
-        channels: by path of a BatchNorm.
-    """
-    for path, units in channels.items():
-        mean = network.get_submodule(path).running_mean
-        if isinstance(mean, Tensor):
-            set_value(mean, mean.index_fill(0, torch.tensor(units, dtype=torch.long, device=mean.device), 0.0))
-
-
-def _check(network: nn.Module, plan: Plan) -> None:
-    """Refuse a plan whose names or places are not those of a network."""
-    named = dict(named_tensors(network))
-    for name, places in plan.kept.items():
-        if name not in named:
-            raise ValueError(f"Expected a plan of this network, but it has no {name!r}.")
-        shape = tuple(named[name].shape)
-        ends = [-1 if index is None else max(index, default=-1) for index in places]
-        if len(ends) != len(shape) or any(end >= size for end, size in zip(ends, shape, strict=True)):
-            raise ValueError(f"Expected a plan of this network, but it cuts {name!r}, of shape {shape}, at {ends}.")
-    modules = dict(network.named_modules())
-    for path in (*plan.changes, *(fold.layer for fold in plan.folds), *plan.norms, *plan.attributes):
-        if path not in modules:
-            raise ValueError(f"Expected a plan of this network, but it has no module {path!r}.")
-    for path, change in plan.changes.items():
-        gate = modules[path]
-        if not isinstance(gate, Gate) or max(change.units, default=0) >= gate.size:
-            raise ValueError(f"Expected a plan of this network, but it has no Gate at {path!r} of the plan's size.")
-
-
-def _addition(
-    modules: Mapping[str, nn.Module], plan: Plan, fold: LayerFold, constants: Mapping[str, Constant]
-) -> Tensor:
-    """What the outputs of a layer that stay get from constant inputs."""
-    layer = modules[fold.layer]
-    value, is_map = contribution(layer, constants[fold.layer])
-    dim = 0 if not is_map else value.dim() - 1 if isinstance(layer, nn.Linear) else 1
-    places = plan.places().get(f"{fold.layer}.weight")
-    rows = None if places is None else places[1 - _input_dim(layer)]
-    return cut(value, [None] * dim + [rows])
-
-
-def _input_dim(layer: nn.Module) -> int:
-    """The dimension of a weight that reads the inputs."""
-    return 0 if isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed else 1
-
-
-def _add(layer: nn.Module, fold: LayerFold, addition: Tensor | None, optimiser: torch.optim.Optimizer | None) -> None:
-    """Let a layer add something to its output: to its bias, which may be new, or as a map."""
-    weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
-    if fold.shape is not None:
-        add_shift(layer, weight.new_zeros((1, *fold.shape)) if addition is None else addition)
-        return
-    bias = layer.bias
-    if bias is None:
-        rows = weight.shape[1 - _input_dim(layer)]
-        bias = layer.bias = nn.Parameter(weight.new_zeros(rows), requires_grad=weight.requires_grad)
-        for group in [] if optimiser is None else optimiser.param_groups:
-            if any(parameter is weight for parameter in group["params"]):
-                group["params"].append(bias)
-    assert isinstance(bias, nn.Parameter)
-    if addition is not None:
-        set_value(bias, bias.detach() + addition)
-
-
-def names_before(plans: Sequence[Plan], network: nn.Module) -> dict[str, str]:
-    """By module path in plans of an earlier version, the path in their network now; empty for plans of this version."""
-    old = old_names(network)
-    own = {name for name, _ in (*network.named_modules(), *named_tensors(network))}
-    names = {name for plan in plans for name in (*plan.kept, *plan.changes)}
-    return old if any(name not in own and new_name(name, old) in own for name in names) else {}

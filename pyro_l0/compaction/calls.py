@@ -1,4 +1,4 @@
-"""Calls of a network: how one is run to be compared, and others like it."""
+"""Calls of a network: how one is run to be compared, and other calls like it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ __all__ = [
     "NoDropout",
     "another_size",
     "is_constant",
+    "largest",
+    "normal_numbers",
     "random_calls",
     "run",
     "run_in_place",
@@ -36,14 +38,14 @@ _NOISE = 1e-2  # of the example's largest number
 
 
 def run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
-    """The outputs that are tensors, under a seed and without dropout; inputs and buffers may be changed in place."""
+    """The outputs that are tensors, under a seed and without dropout; inputs and buffers stay as they are."""
     with keep_buffers(network):
         return run_in_place(network, call, seed)
 
 
 def run_in_place(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
     """:func:`run`, after which buffers are what the network made of them."""
-    args, kwargs = tree_map_only(Tensor, lambda x: x.clone(), call)
+    args, kwargs = _map(torch.clone, call)
     devices = [x.device for x in tensors(call) if x.is_cuda][:1]
     with torch.random.fork_rng(devices), NoDropout():
         torch.default_generator.manual_seed(seed)
@@ -62,43 +64,49 @@ def tensors(result: object) -> list[Tensor]:
     return [x for x in tree_leaves(result) if isinstance(x, Tensor)]
 
 
+def largest(x: Tensor) -> float:
+    """The largest absolute entry; 0 if there is none."""
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def normal_numbers() -> Callable[[Tensor], Tensor]:
+    """A function that draws normal numbers in the shape of a tensor, from the start of a fixed sequence."""
+    generator = torch.Generator().manual_seed(_SEED)
+    return lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+
+
 def random_calls(call: Arguments) -> list[Arguments]:
     """Calls with random numbers of the same shapes; of integers and booleans, the rows in another order."""
-    generator = torch.Generator().manual_seed(_SEED)
+    draw = normal_numbers()
 
-    def noise(scale: float) -> Arguments:
-        def draw(x: Tensor) -> Tensor:
-            if not x.is_floating_point():
-                return x.flip(0) if x.dim() else x
-            return scale * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+    def scaled(scale: float) -> Arguments:
+        return _map(lambda x: scale * draw(x) if x.is_floating_point() else x.flip(0) if x.dim() else x, call)
 
-        return cast(Arguments, tree_map_only(Tensor, draw, call))
-
-    return [noise(1.0), noise(3.0)]
+    return [scaled(1.0), scaled(3.0)]
 
 
 def with_noise(call: Arguments) -> Arguments:
     """A call whose floating-point numbers are each a little different."""
-    generator = torch.Generator().manual_seed(_SEED)
+    draw = normal_numbers()
+    return _map(lambda x: x + _NOISE * (largest(x) or 1.0) * draw(x) if x.is_floating_point() else x, call)
 
-    def shift(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        scale = _NOISE * (float(x.abs().max()) or 1.0)
-        return x + scale * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
 
-    return cast(Arguments, tree_map_only(Tensor, shift, call))
+def with_another_row(call: Arguments) -> Arguments:
+    """The same call with its first row once more."""
+    rows = [x.shape[0] for x in tensors(call) if x.dim()]
+    number = max(set(rows), key=rows.count, default=0)
+    return _map(lambda x: torch.cat([x, x[:1]]) if x.dim() and x.shape[0] == number else x, call)
 
 
 def another_size(call: Arguments) -> Arguments | None:
-    """A call with images of one more place in every dimension; None without images."""
+    """A call with images that are larger by one in every dimension; None without images."""
 
-    def grow(x: Tensor) -> Tensor:
-        return F.pad(x, [0, 1] * (x.dim() - 2), mode="replicate") if _is_image(x) else x
+    def is_image(x: Tensor) -> bool:
+        return x.is_floating_point() and x.dim() in (3, 4, 5)
 
-    if not any(_is_image(x) for x in tensors(call)):
+    if not any(map(is_image, tensors(call))):
         return None
-    return cast(Arguments, tree_map_only(Tensor, grow, call))
+    return _map(lambda x: F.pad(x, [0, 1] * (x.dim() - 2), mode="replicate") if is_image(x) else x, call)
 
 
 def is_constant(network: nn.Module, calls: Sequence[Arguments]) -> bool:
@@ -114,7 +122,7 @@ def is_constant(network: nn.Module, calls: Sequence[Arguments]) -> bool:
 
     for call in calls:
         try:
-            outputs = run(network, tree_map_only(Tensor, draw, call))
+            outputs = run(network, _map(draw, call))
         except Exception:  # rows that do not belong together
             outputs = run(network, call)
         if any(not x.dim() or not torch.equal(x, x[:1].expand_as(x)) for x in outputs):
@@ -122,23 +130,12 @@ def is_constant(network: nn.Module, calls: Sequence[Arguments]) -> bool:
     return True
 
 
-def _is_image(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dim() in (3, 4, 5)
-
-
-def with_another_row(call: Arguments) -> Arguments:
-    """The same call with its first row once more."""
-    rows = [x.shape[0] for x in tensors(call) if x.dim()]
-    number = max(set(rows), key=rows.count, default=0)
-
-    def add(x: Tensor) -> Tensor:
-        return torch.cat([x, x[:1]]) if x.dim() and x.shape[0] == number else x
-
-    return cast(Arguments, tree_map_only(Tensor, add, call))
+def _map(function: Callable[[Tensor], Tensor], call: Arguments) -> Arguments:
+    return cast(Arguments, tree_map_only(Tensor, function, call))
 
 
 class NoDropout(TorchFunctionMode):
-    """Every dropout of torch's hands on its input."""
+    """All of torch's dropout functions return their input."""
 
     def __torch_function__(
         self,

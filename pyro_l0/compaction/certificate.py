@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,8 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.compaction.apply import Kept, cut
 from pyro_l0.compaction.calls import (
     Arguments,
+    largest,
+    normal_numbers,
     random_calls,
     run,
     run_in_place,
@@ -25,25 +26,26 @@ from pyro_l0.nn.engine.record import keep_buffers
 
 __all__ = ["Certificate", "certify", "difference", "tolerance_of"]
 
-_SEED = 0
-_TIE = 1e-10  # a difference of gradients that is looked at beside the example, too
+_TIE = 1e-10  # a larger difference of gradients is also checked beside the example
 _RANDOM = 1e-6  # a difference that rounding does not make
 # What rounding explains, relative to the output. Half precisions round every product with a gate.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """Largest differences between two networks, each relative to the largest absolute entry of its kind.
+class Certificate(float):
+    """The largest difference between two networks, a number, with the differences that it is the largest of.
+
+    Each is relative to the largest absolute entry of its kind. A file keeps the largest alone: a certificate that was
+    loaded has it as ``outputs``, and None elsewhere.
 
     Attributes:
         outputs: on all examples, on another number of rows and on random inputs, in evaluation mode.
         gradients: of a random function of the outputs with respect to every parameter and input that is left; None
             where parameters that are left also made constants, which were folded into biases, or where the network
             changes in place what its gradients need.
-        training_outputs: in training mode without dropout, under one seed; None where the modes of the network can't
-            be compared: it can't be called so, draws random numbers of the shapes of units that left, or normalises
-            closed units by statistics that are not what training would make of them.
+        training_outputs: in training mode without dropout, under one seed; None where the network can't be called so,
+            draws random numbers in the shapes of units that were removed, or normalises closed units by statistics
+            that training would change.
         training_gradients: as above.
     """
 
@@ -52,14 +54,23 @@ class Certificate:
     training_outputs: float | None
     training_gradients: float | None
 
+    def __new__(  # noqa: D102
+        cls,
+        outputs: float,
+        gradients: float | None = None,
+        training_outputs: float | None = None,
+        training_gradients: float | None = None,
+    ) -> Certificate:
+        found = [x for x in (outputs, gradients, training_outputs, training_gradients) if x is not None]
+        self = super().__new__(cls, math.nan if any(map(math.isnan, found)) else max(found))
+        self.outputs, self.gradients = outputs, gradients
+        self.training_outputs, self.training_gradients = training_outputs, training_gradients
+        return self
+
     @property
     def largest(self) -> float:
-        """The largest of all; not a number if one is not."""
-        found = (self.outputs, self.gradients, self.training_outputs, self.training_gradients)
-        worst = 0.0
-        for value in found:
-            worst = worst if value is None else _worst(worst, value)
-        return worst
+        """The certificate as a plain number."""
+        return float(self)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -70,7 +81,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 def certify(
     reference: nn.Module, small: nn.Module, calls: Sequence[Arguments], kept: Kept, scales: Mapping[str, Tensor]
 ) -> Certificate:
-    """Compare a smaller network with the one that it was made from, both in float64 if they take it.
+    """Compare a smaller network with the one that it was made from, both in float64 if they accept it.
 
     Args:
         reference: its gates are fixed; not changed.
@@ -84,13 +95,12 @@ def certify(
     """
     pair, calls = _doubled(reference, small, calls)
     compare = _Comparison(*pair, kept, scales)
-    batches = [*calls, *(with_another_row(call) for call in calls), *(call for x in calls for call in random_calls(x))]
+    batches = [*map(with_another_row, calls), *(other for call in calls for other in random_calls(call))]
     outputs, gradients = compare.on(batches, calls, training=False)
     try:
-        in_training = compare.on([], [with_another_row(call) for call in calls], training=True)
+        return Certificate(outputs, gradients, *compare.on([], list(map(with_another_row, calls)), training=True))
     except _NotComparableError:
-        return Certificate(outputs, gradients, None, None)
-    return Certificate(outputs, gradients, *in_training)
+        return Certificate(outputs, gradients)
 
 
 class _NotComparableError(Exception):
@@ -107,41 +117,39 @@ class _Comparison:
     def on(
         self, batches: Sequence[Arguments], examples: Sequence[Arguments], training: bool
     ) -> tuple[float, float | None]:
-        """The largest differences of outputs, and of gradients on the examples; of what the first network takes."""
+        """The largest differences of outputs, and of gradients on the examples; batches may be none that it accepts."""
         self.reference.train(training)
         self.small.train(training)
-        scales: list[float] = []
-        differences: list[float] = []
+        found: list[tuple[float, float]] = []
         gradients: float | None = 0.0
-        for call in (*batches, *examples):
-            is_example = any(call is example for example in examples)
+        for call in examples:
             try:
                 expected = run(self.reference, call)
             except Exception as error:
                 if training:
                     raise _NotComparableError from error
-                if is_example:
-                    raise
-                continue  # random inputs and another number of rows may be none that it takes
-            got = run(self.small, call)
-            apart, scale = difference(expected, got)
-            if not is_example and not math.isfinite(scale):
+                raise
+            found.append(difference(expected, run(self.small, call)))
+            here = self._gradient_difference(call)
+            if here is not None and not here <= _TIE:
+                here = self._off_ties(call, here)
+            gradients = None if here is None or gradients is None else _worst(gradients, here)
+        for call in batches:
+            try:
+                expected = run(self.reference, call)
+            except Exception:  # random inputs or another number of rows
                 continue
-            scales.append(scale)
-            differences.append(apart)
-            if is_example:
-                found = self._gradient_difference(call)
-                if found is not None and not found <= _TIE:
-                    found = self._off_ties(call, found)
-                gradients = None if found is None or gradients is None else _worst(gradients, found)
-        outputs = _relative(differences, scales)
+            apart, scale = difference(expected, run(self.small, call))
+            if math.isfinite(scale):
+                found.append((apart, scale))
+        outputs = _relative(found)
         if training and not _worst(outputs, gradients or 0.0) <= _RANDOM and self._draws(examples):
             raise _NotComparableError
         return outputs, gradients
 
     def _draws(self, calls: Sequence[Arguments]) -> bool:
-        """Whether the first network draws random numbers itself, whose shapes may be those of units that left."""
-        return any(difference(run(self.reference, call), run(self.reference, call, _SEED + 1))[0] for call in calls)
+        """Whether the first network draws random numbers itself, perhaps in the shapes of units that were removed."""
+        return any(difference(run(self.reference, call), run(self.reference, call, seed=1))[0] for call in calls)
 
     def _off_ties(self, call: Arguments, found: float) -> float:
         """The difference of gradients beside an example, where that is smaller.
@@ -151,7 +159,7 @@ class _Comparison:
         """
         try:
             beside = self._gradient_difference(with_noise(call))
-        except Exception:  # the network takes no such numbers
+        except Exception:  # the network accepts no such numbers
             return found
         return found if beside is None or not beside < found else beside
 
@@ -162,25 +170,23 @@ class _Comparison:
         except RuntimeError:
             return None
         got = _gradients(self.small, call)
-        largest = max((_largest(x) for x in expected.values()), default=0.0)
+        scale = max(map(largest, expected.values()), default=0.0)
         worst = 0.0
         for name, gradient in expected.items():
-            other = got.get(name)
             if name in self.kept:
                 gradient = cut(gradient, self.kept[name])
-            if other is None:
-                other = torch.zeros_like(gradient)
+            other = got.get(name, torch.zeros_like(gradient))
             if other.shape != gradient.shape:
                 return math.inf
             if name in self.scales:
                 other = other * self.scales[name].to(other).view(1, -1, *[1] * (other.dim() - 2))
-            worst = _worst(worst, _largest(other - gradient))
-        return worst / largest if worst and largest else math.inf if worst else 0.0
+            worst = _worst(worst, largest(other - gradient))
+        return worst / scale if worst and scale else math.inf if worst else 0.0
 
 
 def _doubled(
     reference: nn.Module, small: nn.Module, calls: Sequence[Arguments]
-) -> tuple[tuple[nn.Module, nn.Module], list[Arguments]]:
+) -> tuple[tuple[nn.Module, nn.Module], Sequence[Arguments]]:
     """Both networks and the calls in float64, or as they are where code of the network asks for their own type."""
     doubled = _without_dropout(reference).double(), _without_dropout(small).double()
     inputs = [tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call) for call in calls]
@@ -188,7 +194,7 @@ def _doubled(
         for call in inputs:
             run(doubled[0].eval(), call)
     except Exception:
-        return (_without_dropout(reference), _without_dropout(small)), list(calls)
+        return (_without_dropout(reference), _without_dropout(small)), calls
     return doubled, inputs
 
 
@@ -202,36 +208,36 @@ def _without_dropout(network: nn.Module) -> nn.Module:
 
 
 def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
-    """Of a random linear function of the outputs, by name of a parameter or place of an input."""
+    """Of a random linear function of the outputs, by name of a parameter or number of an input."""
     inputs = {f"input {i}": x.detach().clone() for i, x in enumerate(tensors(call)) if x.is_floating_point()}
     order = iter(x.requires_grad_() for x in inputs.values())
     call = tree_map_only(Tensor, lambda x: next(order) if x.is_floating_point() else x, call)
     wanted = {**inputs, **{name: p for name, p in network.named_parameters() if p.requires_grad}}
     with keep_buffers(network), torch.enable_grad():
         outputs = [y for y in run_in_place(network, call) if y.requires_grad]
-        generator = torch.Generator().manual_seed(_SEED)
-        weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device) for y in outputs]
         if not outputs or not wanted:
             return {}
+        weights = list(map(normal_numbers(), outputs))
         found = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
     return {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
 
 
 def difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, float]:
     """The largest difference of outputs, and the largest output; not numbers if one is not finite."""
+    scale = apart = 0.0
+    for x in expected:
+        scale = _worst(scale, largest(x))
     if [x.shape for x in expected] != [x.shape for x in got]:
-        return math.inf, max(map(_largest, expected), default=0.0)
-    largest = apart = 0.0
+        return math.inf, scale
     for x, y in zip(expected, got, strict=True):
-        largest = _worst(largest, _largest(x))
-        apart = _worst(apart, _largest(y - x) if x.is_floating_point() else float(not torch.equal(x, y)))
-    return apart, largest
+        apart = _worst(apart, largest(y - x) if x.is_floating_point() else float(not torch.equal(x, y)))
+    return apart, scale
 
 
-def _relative(differences: Sequence[float], scales: Sequence[float]) -> float:
+def _relative(found: Sequence[tuple[float, float]]) -> float:
     """The largest difference over its batch's largest output, or over the largest of all where that is 0."""
-    worst, overall = 0.0, max(scales, default=0.0)
-    for apart, own in zip(differences, scales, strict=True):
+    worst, overall = 0.0, max((scale for _, scale in found), default=0.0)
+    for apart, own in found:
         if not math.isfinite(apart) or not math.isfinite(own):
             return math.nan if math.isnan(apart) or not math.isfinite(own) else math.inf
         if apart:
@@ -241,7 +247,3 @@ def _relative(differences: Sequence[float], scales: Sequence[float]) -> float:
 
 def _worst(one: float, other: float) -> float:
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.detach().abs().max()) if x.numel() else 0.0

@@ -1,4 +1,4 @@
-"""What leaves without its values being lost: constant inputs of layers, and gates between 0 and 1."""
+"""What is removed without its values being lost: constant inputs of layers, and gates between 0 and 1."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from pyro_l0.compaction.calls import Arguments, run
 from pyro_l0.compaction.layers import pads_zeros
 from pyro_l0.nn.engine import Operation, Recording, Value
 
-__all__ = ["Constant", "NotConstantError", "contribution", "gates_into_weights", "is_layer", "layer_constants"]
+__all__ = [
+    "Constant",
+    "NotConstantError",
+    "contribution",
+    "gates_into_weights",
+    "input_dim",
+    "is_layer",
+    "layer_constants",
+]
 
 Constant = Tensor
-"""One example's input of a layer, shape ``(1, ...)``: constants at the units that leave, zeros elsewhere."""
+"""One example's input of a layer, shape ``(1, ...)``: constants at the units that are removed, zeros elsewhere."""
 
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
@@ -27,9 +35,13 @@ class NotConstantError(ValueError):
 
 def is_layer(module: nn.Module) -> bool:
     """Whether constant inputs of a module can go into its bias: a dense layer or a convolution without groups."""
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return module.groups == 1 and "weight" in module._parameters
-    return isinstance(module, nn.Linear) and "weight" in module._parameters
+    is_one = isinstance(module, nn.Linear) or (isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1)
+    return is_one and "weight" in module._parameters
+
+
+def input_dim(layer: nn.Module) -> int:
+    """The dimension of a layer's weight that reads the inputs."""
+    return 0 if isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed else 1
 
 
 @torch.no_grad()
@@ -52,7 +64,9 @@ def layer_constants(
         dim = -1 if isinstance(module, nn.Linear) else 1
         index = torch.tensor(units[path], dtype=torch.long, device=x.device)
         x = x.detach().movedim(dim, 1).index_select(1, index)
-        whole = x.new_zeros((1, _inputs(module), *x.shape[2:])).index_copy(1, index, x[:1]).movedim(1, dim)
+        weight = cast(Tensor, module.weight)
+        zeros = x.new_zeros((1, weight.shape[input_dim(module)], *x.shape[2:]))
+        whole = zeros.index_copy(1, index, x[:1]).movedim(1, dim)
         known = found.setdefault(path, whole)
         if known.shape != whole.shape or not _same(x, x[:1]) or not _same(known, whole):
             raise NotConstantError(
@@ -65,7 +79,7 @@ def layer_constants(
 
     handles = [reference.get_submodule(path).register_forward_pre_hook(hook(path)) for path in units]
     try:
-        for call in calls:
+        for call in calls if units else ():
             run(reference.eval(), call)
     finally:
         for handle in handles:
@@ -78,13 +92,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if not one.numel():
         return True
     return bool((one - other).abs().max() <= 100 * torch.finfo(one.dtype).eps * one.abs().max())
-
-
-def _inputs(layer: nn.Module) -> int:
-    if isinstance(layer, nn.Linear):
-        return layer.weight.shape[1]
-    assert isinstance(layer, nn.modules.conv._ConvNd)
-    return layer.weight.shape[0 if layer.transposed else 1]
 
 
 @torch.no_grad()
@@ -104,8 +111,8 @@ def contribution(layer: nn.Module, constant: Constant) -> tuple[Tensor, bool]:
             out = cast(Any, _TRANSPOSED[layer.weight.dim() - 3])(constant, layer.weight, None, *options)
         else:
             out = cast(Any, layer)._conv_forward(constant, layer.weight, None)
-    places = constant.movedim(dim, 1).flatten(2) if constant.dim() > 2 else constant[..., None]
-    if pads_zeros(layer) or not _same(places, places[..., :1]):
+    positions = constant.movedim(dim, 1).flatten(2) if constant.dim() > 2 else constant[..., None]
+    if pads_zeros(layer) or not _same(positions, positions[..., :1]):
         return out, True
     return out.movedim(dim, 0).flatten(1)[:, 0], False
 
@@ -146,20 +153,15 @@ def gates_into_weights(
         found: dict[str, Tensor] | None = {}
         for operation in recording.operations:
             if operation.name == "gate" and operation.arguments["site"] == site and found is not None:
-                found = _follow(operation.output, _spread(gate, operation), readers, found, layers)
+                view = [1] * operation.output.rank
+                view[operation.integer("dim")] = -1
+                factor = gate.view(view).expand(operation.output.shape)
+                found = _follow(operation.output, factor, readers, found, layers)
         if found is not None:
             folded.add(site)
             for name, factor in found.items():
                 factors[name] = factor * factors[name] if name in factors else factor
     return factors, folded
-
-
-def _spread(gate: Tensor, operation: Operation) -> Tensor:
-    """Gates in the shape of what they multiply."""
-    shape = operation.output.shape
-    view = [1] * len(shape)
-    view[operation.integer("dim")] = -1
-    return gate.view(view).expand(shape)
 
 
 def _follow(
@@ -169,12 +171,11 @@ def _follow(
     found: dict[str, Tensor],
     layers: Collection[str],
 ) -> dict[str, Tensor] | None:
-    """Carry a factor on to the weights of every layer that reads a value; None where that can't be done."""
+    """Follow a factor to the weights of every layer that reads a value; None where that can't be done."""
     if value.is_output or not readers.get(id(value)):
         return None
     for operation in readers[id(value)]:
         name = operation.name.removeprefix("aten::")
-        inputs = operation.inputs
         if name in ("linear", "convolution", "conv1d", "conv2d", "conv3d"):
             weight = operation.value("weight")
             vector = _inputs_factor(operation, value, weight, factor)
@@ -183,13 +184,13 @@ def _follow(
                 return None
             found[weight.names[0]] = vector
             continue
-        behind = _behind(operation, name, value, factor) if len(inputs) == 1 else None
+        behind = _behind(operation, name, factor) if len(operation.inputs) == 1 else None
         if behind is None or _follow(operation.output, behind, readers, found, layers) is None:
             return None
     return found
 
 
-def _behind(operation: Operation, name: str, value: Value, factor: Tensor) -> Tensor | None:
+def _behind(operation: Operation, name: str, factor: Tensor) -> Tensor | None:
     """The factor of an operation's output."""
     if name in _UNITWISE or name == "gate":
         return factor
@@ -198,16 +199,16 @@ def _behind(operation: Operation, name: str, value: Value, factor: Tensor) -> Te
     if name in _POOLING and factor.dim() > 2:
         if name == "mean" and 1 in [dim % factor.dim() for dim in operation.integers("dim") or range(factor.dim())]:
             return None
-        places = factor.flatten(2)
-        if not bool((places == places[..., :1]).all()):
+        positions = factor.flatten(2)
+        if not bool((positions == positions[..., :1]).all()):
             return None
         shape = operation.output.shape
-        return places[..., 0].view(*factor.shape[:2], *[1] * (len(shape) - 2)).expand(shape)
+        return positions[..., 0].view(*factor.shape[:2], *[1] * (len(shape) - 2)).expand(shape)
     return None
 
 
 def _inputs_factor(operation: Operation, value: Value, weight: Value, factor: Tensor) -> Tensor | None:
-    """The factor of each input of a layer, if it is the same at every place."""
+    """The factor of each input of a layer, if it is the same at every position."""
     is_dense = operation.name == "aten::linear"
     if operation.value("input") is not value or weight is value:
         return None

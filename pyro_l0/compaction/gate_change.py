@@ -1,4 +1,4 @@
-"""A selection of units, and zeros between units: what may stand where a gate stood."""
+"""What a gate becomes: nothing, fixed gates, a selection of units, zeros between units, or a smaller gate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Select(nn.Module):
         self.dim = dim
         self.size = size
         self.reads_input = reads_input
-        self.is_done = False  # by whoever hands in the units
+        self.is_done = False  # the caller has selected the units
         self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,34 +98,33 @@ class RoutedGate(nn.Module):
         return out
 
     def narrow(self, before: nn.Module, gate: nn.Module, after: nn.Module) -> None:
-        """Gate fewer units; the arguments are those that stand in the place of the gate."""
+        """Gate fewer units: the arguments replace the gate."""
         self.before, self.after = _chained(self.before, before), _chained(after, self.after)
         self.gate = gate
 
 
 def _chained(one: nn.Module, other: nn.Module) -> nn.Module:
-    """Two selections, or two expansions, one behind the other, as one."""
-    if isinstance(one, nn.Identity) or isinstance(other, nn.Identity):
-        return other if isinstance(one, nn.Identity) else one
+    """Two selections, or two expansions, one after the other, as one."""
+    if isinstance(one, nn.Identity):
+        return other
     if isinstance(one, Select) and isinstance(other, Select):
         one.index = one.index[other.index]
-        return one
-    assert isinstance(one, Expand)
-    assert isinstance(other, Expand)
-    other.index = other.index[one.index]
-    return other
+    elif isinstance(one, Expand) and isinstance(other, Expand):
+        other.index = other.index[one.index]
+        return other
+    return one
 
 
 @dataclass(frozen=True)
 class GateChange:
-    """What becomes of a gate in a network.
+    """What a gate in a network becomes.
 
     Attributes:
         site: its name.
         units: the units of the gate that stay gates, in order.
         size: number of units that come in.
-        read: for each of ``units``, its place among those that come in.
-        put: for each of ``units``, its place among those that go out, between which there are zeros.
+        read: for each of ``units``, its index among those that come in.
+        put: for each of ``units``, its index among those that go out, between which there are zeros.
         out: number of units that go out.
         reads_input: whether what comes in is an input of the network that nothing else reads.
         fixed: the fixed gates of ``units``; None if they are all 1, went into weights, or stay random.
@@ -142,25 +141,21 @@ class GateChange:
     fixed: tuple[float, ...] | None
     random: bool
 
-    @property
-    def is_straight(self) -> bool:
-        """Whether the units that come in go out, in the same order."""
-        return self.read == tuple(range(self.size)) and self.put == tuple(range(self.out))
-
 
 def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:
-    """Carry out what becomes of a gate.
+    """Change a gate in a network, in place; without units it is no longer a site.
 
     Args:
-        network: the network, changed in place.
-        path: of the gate in it.
-        change: see :class:`GateChange`. Without units the gate is no site any more.
+        network: has the gate.
+        path: of the gate.
+        change: what it becomes.
         like: a parameter of the network, for device and type.
     """
     gate = network.get_submodule(path)
     assert isinstance(gate, Gate)
     before: nn.Module = nn.Identity()
     after: nn.Module = nn.Identity()
+    new: nn.Module = nn.Identity()
     if change.read != tuple(range(change.size)):
         before = Select(change.read, gate.dim, change.size, change.reads_input).to(like.device)
     if change.put != tuple(range(change.out)):
@@ -168,23 +163,20 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     if change.random and change.units:
         _shrink_gate(gate, change.units)
         gate.site_name = change.site
-        new: nn.Module = gate
+        new = gate
     else:
-        new = _fixed(change, gate.dim, like)
+        if change.fixed is not None and change.units:
+            new = FixedGate(torch.tensor(change.fixed, dtype=torch.float64).to(like), gate.dim)
         new.register_forward_pre_hook(keep_being_called)
+    new.train(gate.training)
     holder = network.get_submodule(path.rpartition(".")[0])
     if isinstance(holder, RoutedGate):
-        holder.narrow(before, new.train(gate.training), after)
-        new = holder
-    elif not change.is_straight:
+        holder.narrow(before, new, after)
+        replace_gate(network, holder, holder.train(gate.training), change.size)
+        return
+    if not (isinstance(before, nn.Identity) and isinstance(after, nn.Identity)):
         new = RoutedGate(before, new, after)
-    replace_gate(network, holder if new is holder else gate, new.train(gate.training), change.size)
-
-
-def _fixed(change: GateChange, dim: int, like: Tensor) -> nn.Module:
-    if change.fixed is None or not change.units:
-        return nn.Identity()
-    return FixedGate(torch.tensor(change.fixed, dtype=torch.float64).to(like), dim)
+    replace_gate(network, gate, new.train(gate.training), change.size)
 
 
 def _shrink_gate(gate: Gate, units: tuple[int, ...]) -> None:
@@ -201,16 +193,16 @@ def _shrink_gate(gate: Gate, units: tuple[int, ...]) -> None:
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again
 
 
-_look_up, _put_in = find_rule("aten::index_select"), find_rule("aten::index_copy")
+_index_select, _index_copy = find_rule("aten::index_select"), find_rule("aten::index_copy")
 
 
 @rule("aten::index_select")
 def select_units(maps: Maps, operation: Operation) -> None:
-    """A unit that is selected is one unit in front and behind; what else is looked up is another rule's."""
+    """Before and after a selection a unit is the same; the engine's own rule is for every other ``index_select``."""
     module = maps.module()
     if not isinstance(module, Select):
-        assert _look_up is not None
-        _look_up(maps, operation)
+        assert _index_select is not None
+        _index_select(maps, operation)
         return
     x, output = operation.value("self"), operation.output
     unit_dim = module.dim % x.rank
@@ -223,11 +215,11 @@ def select_units(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::index_copy")
 def expand_units(maps: Maps, operation: Operation) -> None:
-    """A unit that is put between zeros is one unit in front and behind; what else is put in is another rule's."""
+    """Before and after an expansion a unit is the same; the engine's own rule is for every other ``index_copy``."""
     module = maps.module()
     if not isinstance(module, Expand):
-        assert _put_in is not None
-        _put_in(maps, operation)
+        assert _index_copy is not None
+        _index_copy(maps, operation)
         return
     zeros, x, output = operation.value("self"), operation.value("source"), operation.output
     unit_dim = module.dim % x.rank
@@ -241,24 +233,21 @@ def expand_units(maps: Maps, operation: Operation) -> None:
 
 
 def new_indices(network: nn.Module, analysis: Analysis) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """What becomes of the selections and expansions of a network of which units leave.
-
-    Returns:
-        By path of one, its places, and the number of units that it selects from or expands to.
-    """
+    """By path of a selection or an expansion, its new indices, and how many units it selects from or makes."""
     indices: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, int] = {}
     for operation in analysis.maps.recording.operations:
         module = network.get_submodule(operation.path)
-        if operation.name not in ("aten::index_select", "aten::index_copy"):
-            continue
-        if not isinstance(module, (Select, Expand)):
-            continue
-        is_select = isinstance(module, Select)
-        x = operation.value("self" if is_select else "source")
-        fronts, behinds = (analysis.maps.axes[value][module.dim % x.rank] for value in (x, operation.output))
-        front, behind = analysis.solution.kept(fronts), analysis.solution.kept(behinds)
-        many, few = (front, behind) if is_select else (behind, front)
-        indices[operation.path] = tuple(np.searchsorted(many, module.index.cpu().numpy()[few]).tolist())
-        sizes[operation.path] = len(many)
+        is_select = isinstance(module, Select) and operation.name == "aten::index_select"
+        is_expand = isinstance(module, Expand) and operation.name == "aten::index_copy"
+        if is_select or is_expand:
+            assert isinstance(module, (Select, Expand))
+            x = operation.value("self" if is_select else "source")
+            ends = x, operation.output
+            few, many = (
+                analysis.solution.kept(analysis.maps.axes[value][module.dim % x.rank])
+                for value in (reversed(ends) if is_select else ends)
+            )
+            indices[operation.path] = tuple(np.searchsorted(many, module.index.cpu().numpy()[few]).tolist())
+            sizes[operation.path] = len(many)
     return indices, sizes

@@ -1,4 +1,4 @@
-"""A network that takes inputs of one size only."""
+"""Which inputs a smaller network accepts, and data sets cut to those that it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pyro_l0.compaction.calls import tensors
 from pyro_l0.compaction.gate_change import Select
 
-__all__ = ["InputSizes", "SelectedInputs", "refuse_other_sizes", "without_input_sizes"]
+__all__ = ["InputSizes", "SelectedInputs", "refuse_other_sizes"]
 
 
 class InputSizes:
@@ -25,57 +25,42 @@ class InputSizes:
         self.sizes = sizes
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Compare the sizes.
-
-        Raises:
-            ValueError: they are others.
-        """
+        """Raise ValueError if the sizes are others."""
         got = tuple(tuple(x.shape[1:]) for x in tensors((args, kwargs)))
         if got != self.sizes:
             expected, found = (" and ".join(map(str, sizes)) for sizes in (self.sizes, got))
             raise ValueError(
                 f"Expected inputs of size {expected}, as those that this network was compacted with (constants of "
-                f"units that left depend on it), but got {found}; compact the whole network with an "
-                "example_input of that size."
+                f"removed units depend on it), but got {found}; compact the whole network with an example of that size."
             )
 
 
 def refuse_other_sizes(network: nn.Module, sizes: tuple[tuple[int, ...], ...]) -> None:
     """Let a network refuse inputs of other sizes, in place of what it refused before."""
-    for key, hook in list(network._forward_pre_hooks.items()):
-        if isinstance(hook, InputSizes):
-            del network._forward_pre_hooks[key]
+    _remove_hook(network)
     network.register_forward_pre_hook(InputSizes(sizes), prepend=True, with_kwargs=True)
 
 
-@contextmanager
-def without_input_sizes(network: nn.Module) -> Iterator[None]:
-    """A context in which a network takes other sizes."""
-    hooks = dict(network._forward_pre_hooks)
-    for key, hook in hooks.items():
+def _remove_hook(network: nn.Module) -> None:
+    for key, hook in list(network._forward_pre_hooks.items()):
         if isinstance(hook, InputSizes):
             del network._forward_pre_hooks[key]
-    try:
-        yield
-    finally:
-        network._forward_pre_hooks.clear()
-        network._forward_pre_hooks.update(hooks)
 
 
 class SelectedInputs:
-    """All examples with the inputs that a smaller network reads, chosen when some left, not in every step.
+    """All examples with the inputs that a smaller network reads, selected after each shrinking and not in every step.
 
-    A network some of whose inputs left begins by selecting the others. Inside of :meth:`of` it does not, and takes
+    A network without some of its inputs begins by selecting the others. Inside of :meth:`of` it does not, and accepts
     examples from the tensor that the context yields.
 
     Args:
         inputs: all examples, shape ``(n, ...)``.
 
     Example:
-        >>> from pyro_l0.compaction import plan, rewrite
+        >>> from pyro_l0.compaction import compact
         >>> from pyro_l0.nn import Gate
         >>> net = nn.Sequential(Gate(3), nn.Linear(3, 1))
-        >>> small = rewrite(net, plan(net, {"0": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 3)))
+        >>> small = compact(net, {"0": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 3)).network
         >>> with SelectedInputs(torch.ones(5, 3)).of(small) as inputs:
         ...     inputs.shape, small(inputs[:2]).shape
         (torch.Size([5, 2]), torch.Size([2, 1]))
@@ -88,7 +73,7 @@ class SelectedInputs:
 
     @contextmanager
     def of(self, network: nn.Module) -> Iterator[Tensor]:
-        """Let a network take the inputs that it reads.
+        """Let a network accept the inputs that it reads.
 
         Args:
             network: as it is now; shrink it and save it outside of the context alone.
@@ -103,9 +88,12 @@ class SelectedInputs:
         if self._index is None or not torch.equal(self._index, select.index):  # a shrinking may leave them as they are
             self._index = select.index.clone()
             self._selected = select(self.inputs)
+        hooks = dict(network._forward_pre_hooks)
+        _remove_hook(network)
         select.is_done = True
         try:
-            with without_input_sizes(network):
-                yield self._selected
+            yield self._selected
         finally:
             select.is_done = False
+            network._forward_pre_hooks.clear()
+            network._forward_pre_hooks.update(hooks)

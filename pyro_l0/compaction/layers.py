@@ -1,4 +1,4 @@
-"""Layers that add what constant inputs which left made of them, place by place."""
+"""Torch's layers with constants of removed inputs, and its norms with removed units, which count as zeros."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ReducedLayerNorm", "ReducedRMSNorm", "add_shift", "as_whole_norms", 
 
 
 class _Shifted(nn.Module):
-    """A layer that adds a constant to its output, the contribution of inputs that left."""
+    """A layer that adds a constant to its output: the contribution of inputs that were removed."""
 
     shift: Tensor
 
@@ -23,7 +23,7 @@ class _Shifted(nn.Module):
 
 
 class ShiftedLinear(_Shifted, nn.Linear):
-    """A dense layer plus a constant for every place in front of its units."""
+    """A dense layer plus a constant."""
 
 
 class ShiftedConv1d(_Shifted, nn.Conv1d):
@@ -47,14 +47,10 @@ _SHIFTED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def add_shift(module: nn.Module, shift: Tensor) -> None:
-    """Let a layer add a constant to its output, in place; to one that it adds already.
-
-    Args:
-        module: a dense layer or a convolution of torch.
-        shift: one example's output, shape ``(1, ...)``.
+    """Let a layer add a constant, shape ``(1, ...)``, to its output, beside those that it adds already.
 
     Raises:
-        TypeError: it is another module.
+        TypeError: it is no dense layer or convolution of torch.
     """
     if isinstance(module, _Shifted):
         module.shift = module.shift + shift
@@ -66,18 +62,23 @@ def add_shift(module: nn.Module, shift: Tensor) -> None:
 
 
 def pads_zeros(module: nn.Module) -> bool:
-    """Whether a layer takes zeros for what is beyond the border."""
+    """Whether a layer reads zeros beyond the border."""
     if not isinstance(module, nn.modules.conv._ConvNd) or module.padding_mode != "zeros":
         return False
     if module.transposed:
-        return any(size > 1 for size in module.kernel_size)  # its border sees fewer places
+        return any(size > 1 for size in module.kernel_size)  # fewer inputs reach its border
     return any(module._reversed_padding_repeated_twice)
 
 
 class ReducedLayerNorm(nn.LayerNorm):
-    """Layer normalisation that counts units which left as zeros.
+    r"""Layer normalisation that counts removed units as zeros.
 
-    ``size`` is the number of units before any left; the shape of one example's units is ``normalized_shape``.
+    Of ``size`` units, :math:`N`, the set :math:`K` is left. The mean is :math:`\mu = \sum_{i \in K} x_i / N`, the
+    variance
+
+    .. math:: v = \frac{1}{N} \Big[ \sum_{i \in K} (x_i - \mu)^2 + (N - |K|) \mu^2 \Big],
+
+    because every removed unit differs from the mean by :math:`\mu`.
     """
 
     size: int
@@ -96,7 +97,7 @@ class ReducedLayerNorm(nn.LayerNorm):
 
 
 class ReducedRMSNorm(nn.RMSNorm):
-    """Root mean square normalisation that counts units which left as zeros; ``size`` as above."""
+    """Root mean square normalisation that counts removed units as zeros, of ``size`` units."""
 
     size: int
 
@@ -113,17 +114,12 @@ _WHOLE = {reduced: whole for whole, reduced in _REDUCED.items()}
 
 
 def reduce_norm(module: nn.Module, size: int) -> None:
-    """Let a normalisation count units that left as zeros, in place.
-
-    Args:
-        module: ``nn.LayerNorm`` or ``nn.RMSNorm``, reduced before or not.
-        size: the number of its units before any left.
+    """Let a norm, reduced before or not, count removed units as zeros; ``size`` is the number of units at the start.
 
     Raises:
-        TypeError: it is another module.
+        TypeError: it is neither ``nn.LayerNorm`` nor ``nn.RMSNorm``.
     """
-    if type(module) in _REDUCED:
-        module.__class__ = _REDUCED[type(module)]
+    module.__class__ = _REDUCED.get(type(module), type(module))
     if not isinstance(module, (ReducedLayerNorm, ReducedRMSNorm)):
         raise TypeError(f"Expected nn.LayerNorm or nn.RMSNorm to lose units, but got {type(module).__name__}.")
     module.size = size
@@ -131,7 +127,7 @@ def reduce_norm(module: nn.Module, size: int) -> None:
 
 @contextmanager
 def as_whole_norms(network: nn.Module) -> Iterator[None]:
-    """A context in which reduced normalisations of a network are plain ones, to be read as single operations."""
+    """A context in which reduced norms of a network are plain ones, to be recorded as single operations."""
     reduced = [(module, type(module)) for module in network.modules() if type(module) in _WHOLE]
     for module, kind in reduced:
         module.__class__ = _WHOLE[kind]

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.fold import Constant, contribution, gates_into_weights, is_layer
+from pyro_l0.compaction.fold import Constant, contribution, gates_into_weights, input_dim, is_layer
 from pyro_l0.compaction.gate_change import GateChange, new_indices
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm
-from pyro_l0.compaction.sizes import table
+from pyro_l0.compaction.sizes import Attributes, Size, torch_sizes
 from pyro_l0.nn.engine import Analysis, GateMap, Recording
 from pyro_l0.nn.gate import Gate, gate_names
 from pyro_l0.nn.hooks import new_name
 
-__all__ = ["LayerFold", "Plan", "Size", "check_seen", "constant_units", "make_plan", "warn_unseen"]
+__all__ = ["LayerFold", "Plan", "constant_units", "make_plan"]
 
 _Entry = TypeVar("_Entry")
+_Kept = dict[str, tuple[Tensor | None, ...]]
 
 _FORMAT = 2
-Size = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LayerFold:
-    """Inputs of a layer that are the same for every example and leave into its bias, or into a map.
+    """Inputs of a layer that are the same for every example and are folded into its bias, or into a map.
 
     Attributes:
         layer: path of the layer.
-        units: which of its inputs leave.
+        units: which of its inputs are removed.
         shape: of the map, for one example and the outputs that stay; None where one value per output is enough.
     """
 
@@ -48,17 +47,16 @@ class Plan:
 
     Attributes:
         gates: value of every gate by site.
-        kept: by name of a parameter or buffer of which something leaves, the places that stay along each dimension;
-            None for all of them.
-        changes: by path of a gate, what becomes of it.
-        folds: constant inputs of layers that leave into biases and maps.
+        kept: by name of a parameter or buffer that is cut, the indices that stay along each dimension; None for all.
+        changes: by path of a gate, what it becomes.
+        folds: constant inputs of layers that are folded into biases and maps.
         factors: by name of a weight, factors of its inputs: gates between 0 and 1 that went into it.
-        norms: by path of a normalisation of which units leave, how many there were at the start.
+        norms: by path of a norm of which units are removed, how many there were at the start.
         zero_channels: by path of a BatchNorm, channels whose running mean is set to 0, its limit.
         attributes: by path of a module, its integers that change.
-        indices: by name of a buffer that holds places of units, the new places.
-        input_sizes: sizes of one example's inputs if the smaller network takes no others, since constants of units
-            that left depend on them.
+        indices: by name of a buffer that holds indices of units, the new indices.
+        input_sizes: sizes of one example's inputs if the smaller network accepts no others, since constants of
+            removed units depend on them.
     """
 
     gates: dict[str, tuple[float, ...]]
@@ -77,15 +75,15 @@ class Plan:
         """Whether gates stay sites of a model, as while training."""
         return any(change.random for change in self.changes.values())
 
-    def places(self) -> dict[str, tuple[Tensor | None, ...]]:
-        """``kept`` as tensors of indices."""
+    def kept_indices(self) -> dict[str, tuple[Tensor | None, ...]]:
+        """``kept`` as tensors."""
         return {
             name: tuple(None if index is None else torch.tensor(index, dtype=torch.long) for index in indices)
             for name, indices in self.kept.items()
         }
 
     def renamed(self, old: Mapping[str, str]) -> Plan:
-        """This plan with the names of now, by :func:`names_before`."""
+        """This plan with the present names, by :func:`~pyro_l0.compaction.apply.names_before`."""
 
         def of(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
             return {new_name(name, old): entry for name, entry in entries.items()}
@@ -120,35 +118,26 @@ class Plan:
                 raise ValueError("it is of an earlier version; compact the network again")
             if number != _FORMAT:
                 raise ValueError("another format")
-            return cls(
-                gates=_tuples(values["gates"]),
-                kept=_tuples(values["kept"]),
-                changes={path: GateChange(**_tuples(change)) for path, change in values["changes"].items()},
-                folds=tuple(LayerFold(**_tuples(fold)) for fold in values["folds"]),
-                factors=_tuples(values["factors"]),
-                norms={path: int(size) for path, size in values["norms"].items()},
-                zero_channels=_tuples(values["zero_channels"]),
-                attributes={path: _tuples(new) for path, new in values["attributes"].items()},
-                indices=_tuples(values["indices"]),
-                input_sizes=_tuple(values["input_sizes"]),
-            )
+            values = {name: _with_tuples(value) for name, value in values.items()}
+            values["changes"] = {path: GateChange(**change) for path, change in values["changes"].items()}
+            values["folds"] = tuple(LayerFold(**fold) for fold in values["folds"])
+            return cls(**values)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"Expected the JSON of a compaction plan, but got {text[:60]!r} ({error}).") from error
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+def _with_tuples(value: Any) -> Any:
+    """The same with tuples for lists."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(entry) for name, entry in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _tuple(value) for name, value in values.items()}
-
-
-Places = dict[str, tuple[Tensor | None, ...]]
+# ------------------------------------------------------------ from the analysis of a recorded call
 
 
 def constant_units(network: nn.Module, analysis: Analysis) -> dict[str, tuple[int, ...]] | None:
-    """By path of a layer, the inputs that can leave into its bias; None if code other than a layer's reads them."""
+    """By path of a layer, the inputs that can be folded; None if code other than a layer's reads them."""
     found: dict[str, tuple[int, ...]] = {}
     for fold in analysis.folds:
         path, _, name = fold.weight.rpartition(".")
@@ -169,21 +158,21 @@ def make_plan(
     units: Mapping[str, tuple[int, ...]],
     keep_gates: bool,
 ) -> Plan:
-    """The plan that an analysis amounts to, without the attributes of users' modules.
+    """The plan for an analysis, without the integers of users' modules.
 
     Args:
         network: as it was recorded; it is not changed.
         recording: of the network.
         analysis: of the recording.
         gates: the values by site.
-        constants: by layer, its inputs that leave.
+        constants: by layer, its inputs that are folded.
         units: by layer, which these are.
         keep_gates: whether open gates stay sites.
     """
-    places = _places(network, analysis)
+    kept = _kept(network, analysis)
     indices, sizes = new_indices(network, analysis)
     for path in indices:
-        places.pop(f"{path}.index", None)
+        kept.pop(f"{path}.index", None)
     factors: dict[str, Tensor] = {}
     folded: set[str] = set()
     if not keep_gates:
@@ -196,68 +185,39 @@ def make_plan(
     }
     return Plan(
         gates={site: tuple(value.double().tolist()) for site, value in gates.items()},
-        kept={name: tuple(None if x is None else tuple(x.tolist()) for x in new) for name, new in places.items()},
+        kept={name: tuple(None if x is None else tuple(x.tolist()) for x in new) for name, new in kept.items()},
         changes=changes,
-        folds=tuple(_fold(network, path, units[path], constants[path], places) for path in units),
+        folds=tuple(_fold(network.get_submodule(path), path, units[path], constants[path], kept) for path in units),
         factors={name: tuple(factor.double().tolist()) for name, factor in factors.items()},
         norms={norm.path: _size(network.get_submodule(norm.path), norm.size) for norm in analysis.norms},
         zero_channels={p: tuple(x.tolist()) for p, x in analysis.zero_channels.items()} if keep_gates else {},
-        attributes={**_attributes(network, analysis, places), **{path: {"size": size} for path, size in sizes.items()}},
+        attributes={**_attributes(network, analysis, kept), **{path: {"size": size} for path, size in sizes.items()}},
         indices={f"{path}.index": index for path, index in indices.items()},
     )
 
 
-def _places(network: nn.Module, analysis: Analysis) -> Places:
-    """What stays of the tensors of which something leaves."""
+def _kept(network: nn.Module, analysis: Analysis) -> _Kept:
+    """The indices that stay, of tensors that are cut."""
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict(keep_vars=True).items()}
     shapes.update({name: tuple(tensor.shape) for name, tensor in network.named_buffers(remove_duplicate=False)})
-    found: Places = {}
+    found: _Kept = {}
     for name, kept in analysis.kept.items():
-        places = tuple(None if len(x) == n else x for x, n in zip(kept, shapes[name], strict=True))
-        if any(x is not None for x in places):
-            found[name] = places
+        indices = tuple(None if len(x) == n else x for x, n in zip(kept, shapes[name], strict=True))
+        if any(x is not None for x in indices):
+            found[name] = indices
     return found
-
-
-def check_seen(network: nn.Module, recording: Recording, plan: Plan) -> None:
-    """Refuse a module of which one parameter would be cut and another was not used by any call of the example.
-
-    Raises:
-        ValueError: there is one.
-    """
-    cut = {name.rpartition(".")[0] for name in plan.kept}
-    for name, parameter in network.named_parameters():
-        path = name.rpartition(".")[0]
-        if path in cut and name not in recording.named and parameter.dim():
-            raise ValueError(
-                f"Expected an example_input that uses all parameters of module {path!r}, of which units leave, but "
-                f"{name!r} was not used; give a list of calls that together use every parameter."
-            )
-
-
-def warn_unseen(network: nn.Module, recording: Recording, shrunk: Mapping[str, Mapping[int, int]]) -> None:
-    """Tell of layers that no call used, and that have a size of units that leave beside them."""
-    for path, module in network.named_modules():
-        own = dict(module.named_parameters(path, recurse=False))
-        sizes = {size for parameter in own.values() if parameter.dim() > 1 for size in parameter.shape[:2]}
-        if not own.keys() & recording.named.keys() and sizes & shrunk.get(path.rpartition(".")[0], {}).keys():
-            warnings.warn(
-                f"Expected an example_input that uses the whole network, but no call of example_input uses {path!r}, "
-                "which stays as it is and may not fit the units that are left; give a list of calls that use it too.",
-                stacklevel=6,
-            )
 
 
 def _change(
     recording: Recording, site: str, gate: Gate, value: Tensor, found: GateMap | None, keep_gates: bool, is_folded: bool
 ) -> GateChange | None:
-    """What becomes of a gate; None if it stays as it is."""
+    """What a gate becomes; None if it stays as it is."""
     every = torch.arange(gate.size)
     kept_in, kept_out = (every, every) if found is None else (found.kept_in, found.kept_out)
     inside, behind = kept_in.tolist(), kept_out.tolist()
     units = [unit for unit in inside if unit in set(behind)]
     if keep_gates and not bool((value[units] != 0).any()):
-        units = []  # what the code around can't do without is zeros
+        units = []  # the code around them needs their zeros alone
     if keep_gates and len(units) == gate.size:
         return None
     left = value.detach().double().cpu()[units]
@@ -290,48 +250,39 @@ def _factors(
     candidates: dict[str, Tensor] = {}
     for site, found in analysis.gates.items():
         gate = gates[site].detach().double().cpu()
-        stays = torch.zeros(len(gate), dtype=torch.bool)
-        stays[found.kept_in] = True
-        if not bool((gate[stays] == 1).all()) and bool((gate[stays] > 0).all()):
+        left = gate[found.kept_in]
+        if not bool((left == 1).all()) and bool((left > 0).all()):
             candidates[site] = torch.where(gate > 0, gate, 1.0)
     layers = {f"{path}.weight" if path else "weight" for path, module in network.named_modules() if is_layer(module)}
     return gates_into_weights(recording, candidates, layers)
 
 
-def _fold(network: nn.Module, path: str, units: tuple[int, ...], constant: Constant, places: Places) -> LayerFold:
-    layer = network.get_submodule(path)
+def _fold(layer: nn.Module, path: str, units: tuple[int, ...], constant: Constant, kept: _Kept) -> LayerFold:
     value, is_map = contribution(layer, constant)
     if not is_map:
         return LayerFold(path, units, None)
     shape = list(value.shape[1:])
-    is_transposed = isinstance(layer, nn.modules.conv._ConvNd) and layer.transposed
-    cut = places.get(f"{path}.weight")
-    rows = None if cut is None else cut[1 if is_transposed else 0]
+    rows = kept[f"{path}.weight"][1 - input_dim(layer)] if f"{path}.weight" in kept else None
     if rows is not None:
         shape[-1 if isinstance(layer, nn.Linear) else 0] = len(rows)
     return LayerFold(path, units, tuple(shape))
 
 
 def _size(module: nn.Module, size: int) -> int:
-    """The units of a normalisation before any left."""
+    """The units of a norm before any were removed."""
     return module.size if isinstance(module, (ReducedLayerNorm, ReducedRMSNorm)) else size
 
 
-def _attributes(network: nn.Module, analysis: Analysis, places: Places) -> dict[str, dict[str, Size]]:
+def _attributes(network: nn.Module, analysis: Analysis, kept: _Kept) -> Attributes:
     """The integers of torch's modules that follow their tensors."""
-    found: dict[str, dict[str, Size]] = {}
+    found: Attributes = {}
     for path, module in network.named_modules():
-        own = _own(path, module, places)
+        names = {name: f"{path}.{name}".removeprefix(".") for name in (*module._parameters, *module._buffers)}
+        own = {name: kept[key] for name, key in names.items() if key in kept}
         shrunk = analysis.shrunk.get(path, {})
-        new = table(module, own, shrunk) if own or shrunk else {}
+        new = torch_sizes(module, own, shrunk) if own or shrunk else {}
         if new:
             found[path] = new
     for norm in analysis.norms:
         found.setdefault(norm.path, {})["normalized_shape"] = (len(norm.kept),)
     return found
-
-
-def _own(path: str, module: nn.Module, places: Places) -> dict[str, Sequence[Tensor | None]]:
-    names = [*module._parameters, *module._buffers]
-    full = {name: f"{path}.{name}" if path else name for name in names}
-    return {name: places[key] for name, key in full.items() if key in places}

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextvars
+import signal
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
-from typing import NamedTuple, Protocol, TypedDict, cast
+from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, distributed, nn
 
-from pyro_l0.compaction.apply import carry_out, check_state, move, names_before
+from pyro_l0.compaction.apply import apply_in_place, check_state, constants_of, move, names_before
 from pyro_l0.compaction.calls import is_constant
-from pyro_l0.compaction.certificate import tolerance_of
 from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.search import constants_of, fit
+from pyro_l0.compaction.search import search
 from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example, calls_of
-from pyro_l0.nn.fixed import check_gates, fix_gates
+from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.square_norms import square_norms
+from pyro_l0.retired import renamed_arguments
 
 __all__ = ["GateObjective", "GatePosterior", "Replica", "Shrinker", "ShrinkerState"]
 
@@ -78,26 +78,25 @@ class Replica(NamedTuple):
 
 
 class Shrinker:
-    """Takes the units whose gates are closed for good out of a network while it trains, so that later steps cost less.
+    """Removes the units whose gates are closed for good from a network while it trains, so that later steps cost less.
 
-    A unit leaves when P(z != 0) of its gate was at most ``threshold`` (above the least that its family reaches, which
-    is 0 for most) and its test gate was 0 at ``patience`` calls of :meth:`step` in a row; call it once per epoch. The
-    unit, the weights that read and write it, its gate's parameters, their places in the optimiser's state and in the
-    replicas go with it. A smaller threshold and more patience are more conservative. A gate that would have opened
-    again is the only thing that is lost: the objective's prices stay what they are, and what leaves would have been
-    closed in all but ``threshold`` of the coming steps. An open gate that no longer reaches the output leaves too, and
-    its price with it.
+    A unit is removed when P(z != 0) of its gate was at most ``threshold`` (above the minimum of its family, which is
+    0 for most) and its test gate was 0 at ``patience`` calls of :meth:`step` in a row; call it once per epoch. With
+    the unit go the weights that read and write it, its gate's parameters, and their parts of the optimiser's state and
+    of the replicas. A smaller threshold and more patience are more conservative. Only a gate that would have opened
+    again is lost: the objective's prices stay what they are, and what is removed would have been closed in all but
+    ``threshold`` of the coming steps. An open gate that no longer reaches the output is removed too, with its price.
 
     The network stays the module that it is, with its methods, hooks, ``no_grad`` blocks, code for training and
     checkpointing, and its parameters stay the objects that they are: their values, gradients and optimiser states are
-    cut. Before that, a copy is cut and certified to have the same outputs and gradients. An interrupt finds all of this
-    done or none of it.
+    cut. Before that, a copy is cut and certified to have the same outputs and gradients. An interrupt waits until all
+    of this is done.
 
     Args:
         network: any module with gates; changed in place.
         guide: the guide of its gates.
-        example_input: what the network is called with, a small batch: a tensor, a tuple of positional arguments, a
-            dict of keywords, or a list of such calls; it is kept.
+        example: what the network is called with, a small batch: a tensor, a tuple of positional arguments, a dict of
+            keywords, or a list of such calls; it is kept.
         optimiser: trains the network's and the guide's parameters: Adam, AdamW, SGD, or another whose state has the
             shapes of the parameters.
         elbo: an objective whose coefficients by site lose the sites that leave.
@@ -108,12 +107,12 @@ class Shrinker:
 
     Raises:
         ValueError: ``threshold`` is not in (0, 1) or ``patience`` is not positive, the guide lacks a gate of the
-            network, or the network does not take the example.
+            network, or the network does not accept the example.
 
     Note:
-        Parameters have other shapes after a shrinking. What was made for the old ones does not hold any more:
+        Parameters have other shapes after a shrinking. What was made for the old ones no longer holds:
         ``DistributedDataParallel`` silently leaves out a synchronisation and then fails. Wrap the network anew in
-        ``on_shrink``, or when :meth:`step` was True. The guide's parameters are exchanged, in the optimiser too.
+        ``on_shrink``, or when :meth:`step` was True. The guide's parameters are replaced, in the optimiser too.
 
     Example:
         >>> from pyro_l0.infer import AutoGate
@@ -129,11 +128,12 @@ class Shrinker:
         (True, Linear(in_features=2, out_features=2, bias=True))
     """
 
+    @renamed_arguments(example_input="example")
     def __init__(
         self,
         network: nn.Module,
         guide: GatePosterior,
-        example_input: Example,
+        example: Example,
         optimiser: torch.optim.Optimizer,
         elbo: GateObjective | None = None,
         replicas: Sequence[Replica] = (),
@@ -151,7 +151,7 @@ class Shrinker:
             raise ValueError(f"Expected patience of at least 1, but got {patience}.")
         self.main = Replica(network, guide)
         self.replicas = list(replicas)
-        self.example_input = example_input
+        self.example = example
         self.optimiser = optimiser
         self.elbo = elbo
         self.threshold = threshold
@@ -164,7 +164,7 @@ class Shrinker:
                 f"Expected the guide to hold the network's gates, but it has none for {sorted(missing)}; call it once "
                 "with the model's arguments, and name the gates as the model does."
             )
-        check_network(network, example_input)
+        check_network(network, example)
         self._sizes = {site: gate.size for site, gate in gates.items()}
         self._kept = {site: torch.arange(gate.size) for site, gate in gates.items()}
         self._streaks = {site: torch.zeros(gate.size, dtype=torch.long) for site, gate in gates.items()}
@@ -173,16 +173,16 @@ class Shrinker:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """By site, the units of the network at the start that are still in it."""
+        """By site, the units that are left of the network at the start."""
         return dict(self._kept)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans that were carried out, in order."""
+        """The plans that were applied, in order."""
         return tuple(self._plans)
 
     def full(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values by site in the sizes of the network at the start; units that left have 0.
+        """Values by site in the sizes of the network at the start; removed units have 0.
 
         Args:
             gates: values of the units that are left, by site.
@@ -197,11 +197,11 @@ class Shrinker:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Look at the gates, and shrink if some are closed for good; True if the network shrank.
+        """Check the gates, and shrink if some are closed for good; True if the network shrank.
 
         Raises:
             ValueError: the optimiser's state can't be cut, or the example does not use all of a module of which units
-                leave.
+                are removed.
             CompactionError: the smaller network would not compute the same; nothing has changed.
         """
         self._count()
@@ -210,34 +210,32 @@ class Shrinker:
             return False
         network = self.main.network
         like = next(network.parameters())
-        # In place of what open gates may be, some numbers.
+        # Numbers that open gates may have.
         gates = {
             site: torch.linspace(0.5, 1.0, len(gate)).to(like) * gate.to(like) for site, gate in open_gates.items()
         }
-        check_gates(network, gates)
-        if is_constant(fix_gates(network, gates), calls_of(self.example_input)):
+        if is_constant(fix_gates(network, gates), calls_of(self.example)):
             warnings.warn(
                 "All gates of a layer are closed for good, so that the network's output would be a constant; it is "
                 "left as it is. Lower the price of open gates, or train them more slowly.",
                 stacklevel=2,
             )
             return False
-        fitted = fit(network, gates, self.example_input, keep_gates=True, tolerance=tolerance_of(like.dtype))
-        found = fitted.plan
-        if not found.kept and not found.changes:
+        found = search(network, gates, self.example, keep_gates=True)
+        if not found.plan.kept and not found.plan.changes:
             self._tried = open_gates
             return False
-        self._norms(fitted.network)  # which may be refused
-        check_state(self.optimiser, [p for name, p in network.named_parameters() if name in found.kept])
-        self._carry_out(found, self.example_input)
+        self._norms(found.network)  # which may be refused
+        check_state(self.optimiser, [p for name, p in network.named_parameters() if name in found.plan.kept])
+        self._apply(found.plan, self.example)
         return True
 
     def _count(self) -> None:
-        """For how long each gate has been closed."""
+        """Note for how long each gate has been closed."""
         for site, gate in self.main.guide.posterior().items():
             if site not in self._streaks:  # a gate elsewhere
                 continue
-            # A family without exact zeros is at its least probability always, and never closed.
+            # A family without exact zeros is always at its minimum, and never closed.
             unlikely = gate.active_prob - gate.least_active_prob <= self.threshold
             closed = (unlikely & (gate.test_gate == 0)).cpu()
             self._streaks[site] = torch.where(closed, self._streaks[site] + 1, 0)
@@ -250,7 +248,7 @@ class Shrinker:
         }
 
     def load_state_dict(self, state: ShrinkerState) -> None:
-        """Shrink the networks as those were whose state this is; load their parameters afterwards.
+        """Repeat the shrinkings of a run; load the networks' parameters afterwards.
 
         Args:
             state: from :meth:`state_dict`, of a shrinker of the same networks before their first shrinking.
@@ -261,44 +259,39 @@ class Shrinker:
         plans = [Plan.from_json(text) for text in state["plans"]]
         old = names_before(plans, self.main.network)
         for found in plans:
-            self._carry_out(found.renamed(old), None)
+            self._apply(found.renamed(old), None)
         if state["streaks"].keys() != self._streaks.keys():
             raise ValueError(f"Expected the state of gate sites {sorted(self._streaks)}.")
         self._streaks = {site: streak.clone() for site, streak in state["streaks"].items()}
 
-    def _carry_out(self, found: Plan, example: Example | None) -> None:
+    def _apply(self, plan: Plan, example: Example | None) -> None:
         """Shrink everything; without an example, to load parameters afterwards."""
-        units = {change.site: torch.tensor(change.units, dtype=torch.long) for change in found.changes.values()}
-        constants = [
-            None if example is None else _constants(one.network, found, example) for one in [self.main, *self.replicas]
-        ]
-        _whole(lambda: self._change(found, units, constants))
+        copies = [self.main, *self.replicas]
+        constants = [None if example is None else constants_of(one.network, plan, calls_of(example)) for one in copies]
+        units = {change.site: torch.tensor(change.units, dtype=torch.long) for change in plan.changes.values()}
+        gone = [site for site, index in units.items() if not len(index)]
+        with _interrupts_wait():
+            for one, constant in zip(copies, constants, strict=True):
+                apply_in_place(one.network, plan, constant, self.optimiser if one is self.main else None)
+                replaced = one.guide.keep(units)
+                if one is self.main:
+                    move(self.optimiser, replaced)
+            for site, index in units.items():
+                self._kept[site] = self._kept[site][index]
+                self._streaks[site] = self._streaks[site][index]
+            for site in gone:
+                del self._kept[site], self._streaks[site]
+            if self.elbo is not None:
+                self.elbo.drop(gone)
+                self.elbo.square_norm = self._norms(self.main.network)
+            self._plans.append(plan)
         self._tell()
 
-    def _change(
-        self, found: Plan, units: Mapping[str, Tensor], constants: Sequence[Mapping[str, Tensor] | None]
-    ) -> None:
-        for one, constant in zip([self.main, *self.replicas], constants, strict=True):
-            carry_out(one.network, found, constant, self.optimiser if one is self.main else None)
-            replaced = one.guide.keep(units)
-            if one is self.main:
-                move(self.optimiser, replaced)
-        for site, index in units.items():
-            self._kept[site] = self._kept[site][index]
-            self._streaks[site] = self._streaks[site][index]
-        gone = [site for site, index in units.items() if not len(index)]
-        for site in gone:
-            del self._kept[site], self._streaks[site]
-        if self.elbo is not None:
-            self.elbo.drop(gone)
-            self.elbo.square_norm = self._norms(self.main.network)
-        self._plans.append(found)
-
     def _norms(self, network: nn.Module) -> dict[str, Callable[[], Tensor]]:
-        """The objective's norms, of the layers that are there now."""
+        """The objective's norms, of the layers of a network."""
         if self.elbo is None or not self.elbo.square_norm:
             return {}
-        return square_norms(network, cast(Tensor, self.example_input))
+        return square_norms(network, cast(Tensor, self.example))
 
     def _tell(self) -> None:
         if self.on_shrink is not None:
@@ -311,43 +304,24 @@ class Shrinker:
             )
 
 
-def _whole(change: Callable[[], None]) -> None:
-    """Make a change that an interrupt does not cut in two: interrupts reach the main thread, and another makes it."""
-    claim, done, errors = threading.Lock(), threading.Event(), list[BaseException]()
-    context, has_gradients = contextvars.copy_context(), torch.is_grad_enabled()
-
-    def work() -> None:
-        if not claim.acquire(blocking=False):
-            return  # interrupted before it began
-        try:
-            with torch.set_grad_enabled(has_gradients):
-                context.run(change)
-                if torch.cuda.is_initialized():  # its stream is another one
-                    torch.cuda.synchronize()
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            done.set()
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """A context at whose end signals are handled that arrive in it; Python handles them in the main thread alone."""
+    arrived: list[tuple[Any, ...]] = []
+    handlers: dict[signal.Signals, Any] = {}
     try:
-        threading.Thread(target=work, daemon=True).start()
-        done.wait()
-    except BaseException:
-        if not claim.acquire(blocking=False):
-            while not done.is_set():
-                with suppress(KeyboardInterrupt):
-                    done.wait()
-        raise
-    if errors:
-        raise errors[0]
-
-
-def _constants(network: nn.Module, plan: Plan, example: Example) -> dict[str, Tensor]:
-    like = next(network.parameters())
-    gates = {site: torch.tensor(values, dtype=torch.float64).to(like) for site, values in plan.gates.items()}
-    return constants_of(network, gates, plan, calls_of(example))
+        if threading.current_thread() is threading.main_thread():
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    handlers[number] = handler
+                    signal.signal(number, lambda *given: arrived.append(given))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for given in arrived:
+            handlers[given[0]](*given)
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

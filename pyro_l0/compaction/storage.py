@@ -7,20 +7,21 @@ import hashlib
 import json
 import math
 import stat
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.apply import carry_out, names_before
+from pyro_l0.compaction.apply import apply_in_place, names_before
 from pyro_l0.compaction.certificate import Certificate
 from pyro_l0.compaction.files import replace_file
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn.hooks import new_name
 
-__all__ = ["Compacted", "Content", "load_compacted"]
+__all__ = ["Compacted", "load_compacted"]
 
 # What the file's header says beside the tensors.
 _PLANS, _SHA256 = "pyro_l0", "sha256"
@@ -33,24 +34,28 @@ class Compacted:
     Attributes:
         network: of the class that it had, without gates; it computes what the network with fixed gates computes.
         plan: what of it stayed.
-        certificate: largest difference between the two, of outputs and of gradients, in evaluation mode and in
-            training mode, each relative to the largest.
+        certificate: the largest difference between the two, of outputs and of gradients, in evaluation mode and in
+            training mode, each relative to the largest; a number, with the differences one by one as attributes.
         before: the plans by which the network had shrunk before, if it did.
-        differences: the differences one by one; None for a network that was loaded.
         reasons: by gate site, the closed units that stay, and why; empty for a network that was loaded.
     """
 
     network: nn.Module
     plan: Plan
-    certificate: float
+    certificate: Certificate
     before: tuple[Plan, ...] = ()
-    differences: Certificate | None = None
     reasons: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+
+    @property
+    def differences(self) -> Certificate:
+        """Deprecated: ``certificate``."""
+        warnings.warn("Compacted.differences is deprecated. Use certificate.", FutureWarning, stacklevel=2)
+        return self.certificate
 
     def save(self, path: str | Path) -> None:
         """Write ``path.safetensors``: the tensors, the plans, and a SHA-256 of both; no pickle is involved.
 
-        The file is written beside its place, brought to the disk and renamed. So whatever happens, a crash included,
+        The file is written beside its place, flushed to the disk and renamed. So whatever happens, a crash included,
         what stands there is the old file or the new one, whole; of two processes that save at the same time, one
         wins. A symbolic link at that place is replaced and not followed. A new file has the permissions of the one
         that it replaces. A process that is killed may leave a file ``.pyro_l0-*.tmp``, which can be deleted.
@@ -64,51 +69,12 @@ class Compacted:
         from safetensors.torch import save
 
         state = {name: value.detach().cpu().contiguous() for name, value in _distinct(self.network).items()}
-        content = Content(state, (*self.before, self.plan), self.certificate, _buffers(self.network))
-        wrong = content.not_finite()
+        wrong = _not_finite(self.network, state, self.certificate)
         if wrong is not None:
             raise ValueError(f"Expected a network of finite numbers to save at {str(path)!r}, but {wrong}.")
-        plans = [json.loads(plan.to_json()) for plan in content.plans]
-        text = json.dumps({"certificate": self.certificate, "plans": plans})
+        plans = [json.loads(plan.to_json()) for plan in (*self.before, self.plan)]
+        text = json.dumps({"certificate": float(self.certificate), "plans": plans})
         replace_file(_file_at(path), save(state, {_PLANS: text, _SHA256: _digest(text, state)}))
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a file holds.
-
-    Attributes:
-        state: the small network's tensors.
-        plans: the plans that lead to it, in order.
-        certificate: see :class:`Compacted`.
-        buffers: names of tensors that are no parameters.
-    """
-
-    state: Mapping[str, Tensor]
-    plans: tuple[Plan, ...]
-    certificate: float
-    buffers: frozenset[str] = frozenset()
-
-    def not_finite(self) -> str | None:
-        """What of it is no finite number, as half a sentence; infinite buffers, such as masks, are."""
-        if not math.isfinite(self.certificate):
-            return f"its certificate is {self.certificate}"
-        for name, value in self.state.items():
-            if not bool(value.isfinite().all()) and (name not in self.buffers or bool(value.isnan().any())):
-                return f"its tensor {name!r} holds NaN or infinity"
-        return None
-
-
-def _buffers(network: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, _ in network.named_buffers(remove_duplicate=False))
-
-
-def _distinct(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a network, a tied one under its first name alone."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, value in network.state_dict(keep_vars=True).items():
-        found.setdefault(id(value), (name, value))
-    return dict(found.values())
 
 
 def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
@@ -131,37 +97,55 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
-    content = _read(path)
-    old = names_before(content.plans, network)
-    plans = tuple(plan.renamed(old) for plan in content.plans)
-    content = replace(content, plans=plans, state={new_name(name, old): x for name, x in content.state.items()})
-    *before, found = content.plans
+    state, saved, certificate = _read(path)
+    old = names_before(saved, network)
+    *before, plan = plans = [plan.renamed(old) for plan in saved]
+    state = {new_name(name, old): x for name, x in state.items()}
     try:
         small = copy.deepcopy(network).eval()
-        for plan in content.plans:
-            carry_out(small, plan, None)
+        for one in plans:
+            apply_in_place(small, one, None)
         expected = _distinct(small)
         for name, value in expected.items():
-            got = content.state.get(name, value).dtype
+            got = state.get(name, value).dtype
             if got != value.dtype:
                 raise ValueError(
                     f"its tensor {name!r} is {got}, the network's {value.dtype}; load it into network.to({got})"
                 )
-        if expected.keys() != content.state.keys():
-            raise ValueError(f"its tensors are others at {sorted(expected.keys() ^ content.state.keys())}")
-        small.load_state_dict(dict(content.state), strict=False)  # tied ones by their first name
+        if expected.keys() != state.keys():
+            raise ValueError(f"its tensors are others at {sorted(expected.keys() ^ state.keys())}")
+        small.load_state_dict(state, strict=False)  # tied ones by their first name
     except Exception as error:  # a plan of another network breaks the rewriting in many ways
         raise ValueError(
             f"Expected the file '{path}.safetensors' to be of this network, but it does not fit: {error}"
         ) from error
-    wrong = replace(content, buffers=_buffers(small)).not_finite()
+    wrong = _not_finite(small, state, certificate)
     if wrong is not None:
         raise _refusal(_file_at(path), wrong)
-    return Compacted(small, found, content.certificate, tuple(before))
+    return Compacted(small, plan, certificate, tuple(before))
 
 
-def _read(path: str | Path) -> Content:
-    """What the file of :func:`load_compacted` holds, checked."""
+def _distinct(network: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a network, a tied one under its first name alone."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in network.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), (name, value))
+    return dict(found.values())
+
+
+def _not_finite(network: nn.Module, state: Mapping[str, Tensor], certificate: float) -> str | None:
+    """What is no finite number, as half a sentence; buffers may be infinite, as masks are."""
+    if not math.isfinite(certificate):
+        return f"its certificate is {certificate}"
+    buffers = {name for name, _ in network.named_buffers(remove_duplicate=False)}
+    for name, value in state.items():
+        if not bool(value.isfinite().all()) and (name not in buffers or bool(value.isnan().any())):
+            return f"its tensor {name!r} holds NaN or infinity"
+    return None
+
+
+def _read(path: str | Path) -> tuple[dict[str, Tensor], list[Plan], Certificate]:
+    """The tensors, plans and certificate in a file, checked."""
     _require_safetensors()
     file = _file_at(path)
     metadata, state = _open(file)
@@ -169,19 +153,17 @@ def _read(path: str | Path) -> Content:
         raise _refusal(file, "it was saved by an earlier version, beside a .json; compact the network again")
     if metadata is None or _PLANS not in metadata:
         raise _refusal(file, "it is a safetensors file of another program: no compaction plan is in it")
-    else:
-        text = metadata[_PLANS]
-        if metadata.get(_SHA256) != _digest(text, state):
-            raise _refusal(file, "its SHA-256 is another one than it was when saved: it is damaged or was changed")
+    text = metadata[_PLANS]
+    if metadata.get(_SHA256) != _digest(text, state):
+        raise _refusal(file, "its SHA-256 is another one than it was when saved: it is damaged or was changed")
     try:
         values = json.loads(text)
-        plans = tuple(Plan.from_json(json.dumps(plan)) for plan in values["plans"])
+        plans = [Plan.from_json(json.dumps(plan)) for plan in values["plans"]]
         if not plans:
             raise ValueError("there is none")
-        content = Content(state, plans, float(values["certificate"]))
+        return state, plans, Certificate(float(values["certificate"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _refusal(file, f"its plan can't be read: {error}") from error
-    return content
 
 
 def _open(file: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
