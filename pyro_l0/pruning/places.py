@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pyro_l0.compaction.compact import CompactionError, plan
+from pyro_l0.compaction.search import CompactionError, search
 from pyro_l0.expect import expect
 from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example
@@ -245,7 +245,7 @@ def _refusal(gated: nn.Module, example: Example) -> str | None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                plan(gated, closed, example)
+                search(gated, closed, example)
         except _REFUSALS as error:
             return str(error)
     return None

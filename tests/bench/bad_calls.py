@@ -31,13 +31,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
-from pyro_l0.compaction.compact import plan
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 from pyro_l0.nn import Gate, NetworkCost
 
 # By module, what is called.
 MODULES = {
-    "compaction.compact": "compact plan rewrite",
+    "compaction.apply": "apply_plan",
+    "compaction.compact": "compact",
     "compaction.shrinker": "Shrinker",
     "compaction.storage": "load_compacted",
     "diagnostics.doctor": "diagnose",
@@ -149,7 +149,7 @@ def shrinker():
     """What a shrinker takes."""
     net, made = of_network()
     optimiser = torch.optim.SGD([*net.parameters(), *made.parameters()], lr=0.1)
-    return dict(network=net, guide=made, example_input=torch.ones(1, 2), optimiser=optimiser)
+    return dict(network=net, guide=made, example=torch.ones(1, 2), optimiser=optimiser)
 
 
 def saved():
@@ -166,9 +166,8 @@ DATA = dict(X=torch.randn(20, 3, generator=torch.Generator().manual_seed(0)).num
 # By name, a function that makes the good arguments.
 GOOD = {
     "Shrinker": shrinker,
-    "compact": lambda: dict(network=network(), gates=OPEN, example_input=ONE),
-    "plan": lambda: dict(network=network(), gates=OPEN, example_input=ONE),
-    "rewrite": lambda: dict(network=network(), plan=plan(network(), OPEN, ONE)),
+    "compact": lambda: dict(network=network(), gates=OPEN, example=ONE),
+    "apply_plan": lambda: dict(network=network(), plan=compact(network(), OPEN, ONE).plan),
     "load_compacted": lambda: dict(network=network(), path=saved()),
     "diagnose": lambda: dict(guide=guide(AutoGate)),
     "exact_gradient": lambda: dict(elbo=L0_ELBO("l0"), model=only_gates, guide=guide(AutoGate, only_gates)),

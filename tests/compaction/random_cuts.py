@@ -58,7 +58,7 @@ def gated(name: str, with_heads: bool) -> _Made:
             if isinstance(module, nn.MultiheadAttention)
         }
         network = gate_heads(network, heads)
-        gates = {x.path: x.gate for x in suggested.places if not x.is_composite and not x.coupled}
+        gates = {x.path: x.gate for x in suggested.locations if not x.is_composite and not x.coupled}
     network = insert_gates(network, gates)
     name_gates(network)
     return network, example

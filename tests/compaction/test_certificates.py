@@ -111,9 +111,9 @@ def test_the_modes_are_certified_one_by_one():
     x, gates = torch.randn(5, 6).double(), {"2": GATE.double()}
     with pytest.raises(CompactionError, match="differs"):
         compact(dense(InTraining(lambda x: x * x.shape[-1])).double(), gates, x)
-    found = compact(dense(InTraining(lambda x: x + torch.randn_like(x))).double(), gates, x).differences
+    found = compact(dense(InTraining(lambda x: x + torch.randn_like(x))).double(), gates, x).certificate
     assert (found.training_outputs, found.training_gradients) == (None, None)
-    found = compact(dense(InTraining(torch.square)).double(), gates, x).differences
+    found = compact(dense(InTraining(torch.square)).double(), gates, x).certificate
     assert max(found.training_outputs, found.training_gradients, found.outputs, found.gradients) < 1e-12
     assert found.largest == max(found.training_outputs, found.training_gradients, found.outputs, found.gradients)
 
@@ -237,7 +237,7 @@ def test_other_dropout_stays(function):
     """It is the network's own code; certificates are without it."""
     torch.manual_seed(8)
     net = dense(function=function).double()
-    found = compact(net, {"g": GATE.double()}, torch.randn(5, 6).double()).differences
+    found = compact(net, {"g": GATE.double()}, torch.randn(5, 6).double()).certificate
     assert max(found.outputs, found.gradients, found.training_outputs, found.training_gradients) < 1e-12
 
 

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from networks import lenet5, mlp
 from pyro_l0.compaction import compact, load_compacted
-from pyro_l0.compaction.compact import CompactionError, plan, rewrite
+from pyro_l0.compaction.apply import apply_plan
+from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
@@ -230,10 +231,10 @@ def example(seed=0):
 def test_plans_are_json():
     """To the last digit."""
     net, gates, x = example()
-    found = plan(net, gates, x)
+    found = compact(net, gates, x).plan
     again = Plan.from_json(found.to_json())
     assert again == found
-    small = rewrite(net, again, x)
+    small = apply_plan(net, again, x)
     torch.testing.assert_close(small(x), fix_gates(net, gates).eval()(x), rtol=1e-4, atol=1e-5)  # float32
 
 

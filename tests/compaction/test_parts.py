@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.compaction.apply import check_state, slice_tensors
-from pyro_l0.compaction.compact import rewrite
+from pyro_l0.compaction.apply import apply_plan, check_state, slice_tensors
 from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.sizes import table
+from pyro_l0.compaction.sizes import torch_sizes
 from pyro_l0.nn import Gate, fix_gates
 
 OPTIMISERS = {
@@ -129,7 +128,7 @@ def test_attributes_of_torchs_modules(module, kept, expected):
     kept = {
         name: tuple(None if index is None else torch.tensor(index) for index in places) for name, places in kept.items()
     }
-    assert table(module, kept, {4: 3}) == expected
+    assert torch_sizes(module, kept, {4: 3}) == expected
 
 
 def test_gates_become_nothing_numbers_selections_or_zeros():
@@ -176,7 +175,7 @@ def test_plans_of_other_networks_are_refused():
         (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "no Gate at '2'"),
     ):
         with pytest.raises(ValueError, match=message):
-            rewrite(other, found)
+            apply_plan(other, found)
     assert Plan.from_json(found.to_json()) == found
 
 

@@ -60,7 +60,7 @@ def test_heads_that_leave_alone_are_proposed(name, heads):
     network, example = MODELS[name]()
     suggested = suggest_gates(network.eval(), example)
     assert list(suggested.heads.values()) == [heads, heads]
-    attention = [x for x in suggested.places if x.path.endswith((".c_attn", ".q_proj", ".k_proj", ".v_proj"))]
+    attention = [x for x in suggested.locations if x.path.endswith((".c_attn", ".q_proj", ".k_proj", ".v_proj"))]
     assert all(place.is_composite for place in attention)
 
 

@@ -76,7 +76,7 @@ def wrapped(function):
     return Net(lambda net, x: net.b(net.gate(function(net.a(x)))))
 
 
-@pytest.mark.filterwarnings("ignore:Expected an example_input that uses the whole")  # one leaves a layer out
+@pytest.mark.filterwarnings("ignore:Expected an example that uses the whole")  # one leaves a layer out
 @pytest.mark.parametrize(
     ("net", "x"),
     [
@@ -248,11 +248,11 @@ def test_examples_of_another_type_are_named(dtype, kind):
 def test_examples_elsewhere_and_of_other_kinds_are_named():
     net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.Linear(4, 2))
     elsewhere = copy.deepcopy(net).to("meta")
-    refused(net, VECTORS.to("meta"), "example_input on cpu, where .* but got one on meta; move it by .to")
+    refused(net, VECTORS.to("meta"), "example on cpu, where .* but got one on meta; move it by .to")
     refused(elsewhere, VECTORS.to("meta"), "a network with values", {"1": torch.ones(4)})
     refused(net, VECTORS[:0], r"with entries, but got shape \(0, 6\)", {"1": torch.ones(4)})
     refused(net, 3.0, "example that is a tensor, a tuple", error=TypeError)
-    refused(net, (3.0,), "example_input with tensors, but got tuple without any", error=TypeError)
+    refused(net, (3.0,), "example with tensors, but got tuple without any", error=TypeError)
     refused(lambda x: x, VECTORS, "network to be a torch module, but got function", {}, TypeError)
 
 

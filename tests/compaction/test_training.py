@@ -11,8 +11,7 @@ from torch import nn
 import mnist
 from mnist import Options
 from networks import build as build_network
-from pyro_l0.compaction import Shrinker, load_compacted
-from pyro_l0.compaction.compact import plan, rewrite
+from pyro_l0.compaction import Shrinker, compact, load_compacted
 from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
@@ -240,7 +239,7 @@ def test_the_example_resumes_across_shrinkings(tmp_path):
 def pruned_inputs(*layers, kept=(0, 2, 3, 5)):
     net = nn.Sequential(Gate(6), *layers)
     gates = {"0": torch.zeros(6).index_fill(0, torch.tensor(kept), 1.0)}
-    return rewrite(net, plan(net, gates, torch.ones(1, 6)))
+    return compact(net, gates, torch.ones(1, 6)).network
 
 
 def test_inputs_are_selected_once():
@@ -262,7 +261,7 @@ def test_inputs_are_selected_once():
 def test_a_network_that_reads_all_inputs_gets_them_as_they_are():
     x = torch.ones(4, 6)
     whole = nn.Sequential(Gate(6), nn.Linear(6, 3))
-    for net in (whole, rewrite(whole, plan(whole, {"0": torch.ones(6)}, x[:1]))):
+    for net in (whole, compact(whole, {"0": torch.ones(6)}, x[:1]).network):
         with SelectedInputs(x).of(net) as inputs:
             assert inputs is x
 

@@ -60,8 +60,8 @@ def test_networks_without_gradients():
     torch.manual_seed(0)
     network, x = Overwritten().double(), example(3, 4)
     result = compact(network, {"gate": CLOSED}, x)
-    assert result.differences.gradients is None
-    assert result.differences.outputs < 1e-12
+    assert result.certificate.gradients is None
+    assert result.certificate.outputs < 1e-12
     assert result.network.inner.out_features == 3
 
 
@@ -96,7 +96,7 @@ def test_heads_for_training_alone():
     network, x = Auxiliary().double(), example(3, 4)
     result = compact(network, {"gate": CLOSED}, x)
     assert (result.network.leave.in_features, result.network.second.in_features) == (3, 3)
-    assert result.differences.training_outputs < 1e-12
+    assert result.certificate.training_outputs < 1e-12
     whole, small = fix_gates(network, {"gate": CLOSED}), result.network.train()
     for one in (whole, small):
         one.drop.p = 0.0
@@ -142,7 +142,7 @@ def test_ways_that_the_example_does_not_take():
     """An example that leaves out a part of the network is told what to add; with it everything is cut."""
     torch.manual_seed(0)
     network, x = Branching().double(), example(3, 4).abs()
-    with pytest.raises(CompactionError, match=r"module 'other' .*No call of example_input uses 'other\.weight'"):
+    with pytest.raises(CompactionError, match=r"module 'other' .*No call of the example uses 'other\.weight'"):
         compact(network, {"gate": CLOSED}, x)
     assert compact(network, {"gate": CLOSED}, [x, -x]).network.other.in_features == 3
 
@@ -151,7 +151,7 @@ def test_parts_that_stay_whole_are_warned_of():
     """A part that no call used and that could read units that left."""
     torch.manual_seed(0)
     network, x = Branching(asks_units=False).double(), example(3, 4)
-    with pytest.warns(UserWarning, match="no call of example_input uses 'other'"):
+    with pytest.warns(UserWarning, match="no call of it uses 'other'"):
         compact(network, {"gate": CLOSED}, x)
     assert compact(network, {"gate": CLOSED}, [x, (x, True)]).network.other.in_features == 3
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.compaction import Shrinker, compact, load_compacted
-from pyro_l0.compaction.compact import rewrite
+from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
@@ -191,7 +191,7 @@ def test_a_network_of_an_earlier_version_loads(tmp_path):
     small = compact(found, values, x)
     plan = Plan.from_json(earlier_plan(small.plan))
     assert plan.kept.keys() != small.plan.kept.keys()
-    torch.testing.assert_close(rewrite(found, plan, x)(x), small.network(x), rtol=0, atol=0)
+    torch.testing.assert_close(apply_plan(found, plan, x)(x), small.network(x), rtol=0, atol=0)
 
     class Earlier(nn.Module):
         def state_dict(self, **options):
