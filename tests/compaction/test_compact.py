@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import lenet5, mlp
+from pyro_l0 import compaction
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.compact import CompactionError
@@ -312,6 +313,22 @@ def test_torch_pruning_agrees():
     torch.testing.assert_close(ours(x), theirs(x))
     ours_size, theirs_size = (sum(p.numel() for p in model.parameters()) for model in (ours, theirs))
     assert ours_size == theirs_size
+
+
+def test_old_names_warn_and_work():
+    """`plan`, `rewrite`, `differences` and `example_input`."""
+    net, gates, x = example()
+    result = compact(net, gates, x)
+    with pytest.warns(FutureWarning, match=r"plan is deprecated. Use compact\(network, gates, example\).plan"):
+        assert compaction.plan(net, gates, x) == result.plan
+    with pytest.warns(FutureWarning, match=r"rewrite is deprecated. Use pyro_l0.compaction.apply.apply_plan"):
+        rewrite = compaction.rewrite
+    with pytest.warns(FutureWarning, match="example_input of apply_plan is deprecated. Use example"):
+        assert torch.equal(rewrite(net, result.plan, example_input=x)(x), result.network(x))
+    with pytest.warns(FutureWarning, match="example_input of compact is deprecated. Use example"):
+        again = compact(net, gates, example_input=x)
+    with pytest.warns(FutureWarning, match="Compacted.differences is deprecated. Use certificate"):
+        assert again.differences.outputs <= again.certificate == again.certificate.largest
 
 
 # ------------------------------------------------------------ refusals

@@ -220,7 +220,7 @@ def test_what_code_does_with_a_tensor(net, x):
 
 def test_an_example_of_another_width_is_refused():
     net = nn.Sequential(nn.Linear(3, 4), Gate(4), nn.Linear(4, 2)).double()
-    with pytest.raises(ValueError, match=r"Expected an example.* that the network accepts, but got .* \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"Expected an example.* that the network takes, but got .* \(2, 5\)"):
         NetworkCost(net, torch.ones(2, 5, dtype=torch.float64))
 
 

@@ -8,7 +8,7 @@ from pyro import poutine
 from torch import nn
 
 from pyro_l0 import HardConcrete
-from pyro_l0.compaction.compact import rewrite
+from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.diagnostics.gradients import pathwise_noise
 from pyro_l0.nn import (
     Gate,
@@ -62,8 +62,8 @@ def test_what_holds_no_tensors(bad):
             door(bad)
     with pytest.raises(TypeError, match="Expected value to be a tensor"):
         FixedGate(bad)
-    with pytest.raises(TypeError, match=r"Expected what plan\(\) returns"):
-        rewrite(nn.Linear(2, 2), bad)
+    with pytest.raises(TypeError, match=r"Expected the plan of a compacted network"):
+        apply_plan(nn.Linear(2, 2), bad)
     with pytest.raises(TypeError, match="Expected a gate, but got"):
         pathwise_noise(bad)
 
