@@ -8,7 +8,6 @@ from tests.bench.bad_calls import GOOD, METHODS, doors
 
 KINDS = {
     "Shrinker": ["guide", "threshold", "patience"],
-    "plan": ["keep_gates"],
     "diagnose": ["target", "steps_left"],
     "measure_gradient": ["elbo", "draws", "exact"],
     "exact_gradient": ["elbo", "guide", "max_states"],
