@@ -11,8 +11,8 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
-from pyro_l0.selection._base import Array, SpikeSlabEstimator
-from pyro_l0.selection._predictive import averages
+from pyro_l0.selection.estimator import Array, SpikeSlabEstimator
+from pyro_l0.selection.predictive import averages
 from pyro_l0.selection.problem import Family
 
 if TYPE_CHECKING:

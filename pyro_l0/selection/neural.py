@@ -20,12 +20,12 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
-from pyro_l0.selection._parameters import seed_of
 from pyro_l0.selection.network_inputs.cross_fitting import Fold, refit
 from pyro_l0.selection.network_inputs.elimination import eliminate, train_for_subsets
 from pyro_l0.selection.network_inputs.gate_training import train_gates
 from pyro_l0.selection.network_inputs.networks import Net, check_outputs, make_networks
 from pyro_l0.selection.network_inputs.responses import ClassResponse, NormalResponse, Response
+from pyro_l0.selection.parameters import seed_of
 
 __all__ = ["NeuralFeatureSelector"]
 

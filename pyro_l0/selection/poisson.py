@@ -7,9 +7,8 @@ from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin
 from sklearn.utils import Tags
 
-from pyro_l0.selection._base import Array
-from pyro_l0.selection._one_output import OneOutput
-from pyro_l0.selection._predictive import averages
+from pyro_l0.selection.estimator import Array, OneOutput
+from pyro_l0.selection.predictive import averages
 from pyro_l0.selection.problem import Family
 
 __all__ = ["SpikeSlabPoissonRegressor"]

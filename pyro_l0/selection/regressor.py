@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin
 
-from pyro_l0.selection._base import Array, RandomState
-from pyro_l0.selection._one_output import OneOutput
-from pyro_l0.selection._predictive import averages
+from pyro_l0.selection.estimator import Array, OneOutput, RandomState
+from pyro_l0.selection.predictive import averages
 from pyro_l0.selection.problem import Family
 
 __all__ = ["SpikeSlabRegressor"]

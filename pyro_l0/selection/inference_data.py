@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from scipy.special import expit, gammaln, log_expit, log_softmax
 
 from pyro_l0.diagnostics.inference_data import inference_data
-from pyro_l0.selection._predictive import linear_predictors
 from pyro_l0.selection.posterior import Draws
+from pyro_l0.selection.predictive import linear_predictors
 from pyro_l0.selection.problem import Family
 
 if TYPE_CHECKING:

@@ -13,21 +13,21 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from pyro_l0.selection._inference_data import to_inference_data
-from pyro_l0.selection._parameters import check_parameters, checked_groups, seed_of
-from pyro_l0.selection._predictive import quantiles, rows_of
 from pyro_l0.selection.columns import Columns, coded, levels_of
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Design, make_design
+from pyro_l0.selection.inference_data import to_inference_data
 from pyro_l0.selection.methods import find_posterior
+from pyro_l0.selection.parameters import check_parameters, checked_groups, seed_of
 from pyro_l0.selection.posterior import MOST_ERROR, Draws, SelectionPosterior
+from pyro_l0.selection.predictive import quantiles, rows_of
 from pyro_l0.selection.problem import Family
 
 if TYPE_CHECKING:
     import arviz
     import pandas
 
-__all__ = ["SpikeSlabEstimator"]
+__all__ = ["OneOutput", "SpikeSlabEstimator"]
 
 Array = NDArray[np.float64]
 RandomState = int | np.random.RandomState | None
@@ -328,3 +328,17 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _gate_names(self) -> list[str]:
         """Of what has an inclusion probability."""
         return self._names() if self.groups is None else [f"group {g}" for g in range(len(self.pip_))]
+
+
+class OneOutput(SpikeSlabEstimator):
+    """A regression with one linear predictor: its coefficients are a vector, and its intercept is a number."""
+
+    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
+        found, target = validate_data(self, x, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
+        return np.array(found), np.array(target, dtype=np.float64)
+
+    def _as_coef(self, values: Array) -> Array:
+        return values
+
+    def _as_intercept(self, values: Array) -> Array:
+        return values[:, 0]
