@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.maths.spike_slab.quadratic import quadratic_of
-from pyro_l0.selection.gate_vectors.gaussian_grid import GaussianGrid, GridAxes
-from pyro_l0.selection.gate_vectors.laying import Laid, heaviest, integrated, lay
+from pyro_l0.selection.gate_vectors.grid import Grid, GridAxes, Laid, heaviest, lay
 from pyro_l0.selection.gate_vectors.states import (
     Group,
     distinct_states,
@@ -71,7 +70,7 @@ class GaussianStates:
     def log_marginal(self, z: Tensor) -> Tensor:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = self.problem.checked(z)
-        return integrated(self._laid(z), gate_prior(self.problem.prior).log_prob(z), self._parts)
+        return self._laid(z).integrated()
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
@@ -110,73 +109,51 @@ class GaussianStates:
             draw_rate(self.problem.prior, z, generator),
         )
 
-    def _laid(self, z: Tensor) -> Laid[GaussianGrid, _Eigenvalues]:
+    def _laid(self, z: Tensor) -> Laid:
         """Lay a grid where these states have their posterior."""
         on = self.problem.switched(z)
-        groups = [self._eigenvalues(group) for group in groups_of(on)]
+        groups = [self._with_eigenvalues(group) for group in groups_of(on)]
         log_gates = gate_prior(self.problem.prior).log_prob(z)
-        axes = GridAxes.start(
+        axes = GridAxes.gaussian(
             self.problem.prior, self._n, int(on.sum(1).max()), self._square_y, lambda x: self._least_residual(groups, x)
         )
         return lay(axes, groups, log_gates, self._parts)
 
-    def _parts(self, group: _Eigenvalues, grid: GaussianGrid) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, group: Group, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of some of a group's states and their log p(y, node | z)."""
         for part in group.split(max(1, _ENTRIES // grid.log_prior.numel())):
-            yield part.rows, self._log_joint(part.values, part.squares, grid)
+            values, squares = part.known
+            yield part.rows, self._log_joint(values, squares, grid)
 
-    def _eigenvalues(self, group: Group) -> _Eigenvalues:
-        """Of all states of a group, without the vectors: these take k times as much room."""
+    def _with_eigenvalues(self, group: Group) -> Group:
+        """A group with lambda and c^2, each of shape ``(m, k)``; the vectors would take k times as much room."""
         k = group.open.shape[1]
         spectra = [self._spectrum(part.open) for part in group.split(max(1, _ENTRIES // max(1, k * k)))]
-        return _Eigenvalues(
-            group.rows, torch.cat([x.values for x in spectra]), torch.cat([x.projected.square() for x in spectra])
-        )
+        squares = torch.cat([x.projected.square() for x in spectra])
+        return group._replace(known=(torch.cat([x.values for x in spectra]), squares))
 
     def _spectrum(self, index: Tensor) -> _Spectrum:
         values, vectors = torch.linalg.eigh(self._quadratic.blocks(index))
         projected = (vectors.mT @ self._linear[index][:, :, None])[:, :, 0]
         return _Spectrum(values.clamp(min=0), projected, vectors)
 
-    def _least_residual(self, groups: list[_Eigenvalues], log_ratio: float) -> float:
+    def _least_residual(self, groups: list[Group], log_ratio: float) -> float:
         ratio = torch.tensor([log_ratio], dtype=torch.float64)
-        most = max(float(_sums(group.values, group.squares, ratio)[0].max()) for group in groups)
-        return self._square_y - most
+        explained = [_sums(values, squares, ratio)[0].max() for values, squares in (group.known for group in groups)]
+        return self._square_y - max(map(float, explained))
 
-    def _probs(self, spectrum: _Spectrum, grid: GaussianGrid) -> Tensor:
+    def _probs(self, spectrum: _Spectrum, grid: Grid) -> Tensor:
         """Probabilities of the nodes given each state, shape ``(s, R, M)``."""
         log_joint = self._log_joint(spectrum.values, spectrum.projected.square(), grid)
         return log_joint.flatten(1).softmax(1).view_as(log_joint)
 
-    def _log_joint(self, values: Tensor, squares: Tensor, grid: GaussianGrid) -> Tensor:
+    def _log_joint(self, values: Tensor, squares: Tensor, grid: Grid) -> Tensor:
         """log p(y, node | z), shape ``(s, R, M)``."""
         explained, log_det = _sums(values, squares, grid.log_ratio)
         residual = (self._square_y - explained).clamp(min=0)
         alone = grid.log_prior - self._n * (grid.log_noise + 0.5 * math.log(2 * math.pi))
         log_joint = torch.addcmul(alone, residual[:, :, None], -0.5 * (-2 * grid.log_noise).exp())
         return log_joint.sub_(0.5 * log_det[:, :, None])
-
-
-class _Eigenvalues(NamedTuple):
-    """Of the open blocks of m states with k open gates.
-
-    Attributes:
-        rows: which states, shape ``(m,)``.
-        values: lambda, shape ``(m, k)``.
-        squares: c^2, shape ``(m, k)``.
-    """
-
-    rows: Tensor
-    values: Tensor
-    squares: Tensor
-
-    def where(self, kept: Tensor) -> _Eigenvalues:
-        """Some of the states."""
-        return self if bool(kept.all()) else _Eigenvalues(*(x[kept] for x in self))
-
-    def split(self, size: int) -> Iterator[_Eigenvalues]:
-        """At most so many states at a time."""
-        return (_Eigenvalues(*parts) for parts in zip(*(x.split(size) for x in self), strict=True) if len(parts[0]))
 
 
 class _Spectrum(NamedTuple):
@@ -200,7 +177,7 @@ class _Spectrum(NamedTuple):
         """r / (1 + r lambda), shape ``(s, k, R)``, for log ratios of shape ``(s or 1, R)``."""
         return 1 / ((-2 * log_ratio)[:, None, :].exp() + self.values[:, :, None])
 
-    def moments(self, probs: Tensor, grid: GaussianGrid) -> tuple[Tensor, Tensor]:
+    def moments(self, probs: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         """Means of the open coefficients and of their squares, each of shape ``(s, k)``."""
         gains = self._gains(grid.log_ratio[None])
         means = self.vectors @ (gains * self.projected[:, :, None])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,8 +17,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.maths.spike_slab.tempered_gibbs import distinct_rows
-from pyro_l0.selection.gate_vectors.hyper_axis import Axis, draw_nodes, log_half_normal, step_of
-from pyro_l0.selection.gate_vectors.laying import Axes, Laid, heaviest, integrated, lay
+from pyro_l0.selection.gate_vectors.grid import Grid, GridAxes, Laid, heaviest, lay
 from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.gate_vectors.modes import Mode, find_mode
 from pyro_l0.selection.gate_vectors.states import (
@@ -32,16 +30,12 @@ from pyro_l0.selection.gate_vectors.states import (
     sparse_rows,
 )
 from pyro_l0.selection.posterior import Draws
-from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.problem import Problem
 
 __all__ = ["LaplaceFit", "LaplaceStates", "laplace", "laplace_draws"]
 
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
 _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at once take less time than more steps
-# Of the integral over the slab scale: less than what Laplace's approximation errs by.
-_ERROR = 1e-4
-# Nats of the half-normal prior below and above its unit, between which the slab scale lies.
-_BELOW, _ABOVE = 11.0, 2.0
 _FINER = 3  # the grid of draws, compared with the grid of integrals
 # Nats below the heaviest state, 1e-6, within which a state has a part in where the grid lies.
 _MATTERS = 14.0
@@ -138,7 +132,7 @@ class LaplaceStates:
         """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
         z = self.problem.checked(z)
         laid = self._laid(z)
-        found = integrated(laid, gate_prior(self.problem.prior).log_prob(z), self._log_joint)
+        found = laid.integrated()
         self._last = _Last(z[found > found.max() - _MATTERS], laid.axes)
         return found
 
@@ -151,12 +145,12 @@ class LaplaceStates:
         for group in groups_of(self.problem.switched(z)):
             k = group.open.shape[1]
             for part in self._modes.parts(group):
-                modes = self._modes.along(part, grid.log_slab[:, None])
+                modes = self._modes.along(part, grid.log_ratio[:, None])
                 found = [(mode.log_evidence, mode.means()[:, :k], mode.variances()[:, :k]) for mode in modes]
                 log_evidence, mean, variance = (
                     torch.cat(x).unflatten(0, (-1, len(part.rows))) for x in zip(*found, strict=True)
                 )
-                probs = (log_evidence + grid.log_prior[:, None]).softmax(0) * weights[part.rows]
+                probs = (log_evidence + grid.log_prior).softmax(0) * weights[part.rows]
                 weight, at = probs[:, :, None, None], part.open.flatten()
                 first.index_add_(0, at, (weight * mean).sum(0).flatten(0, 1))
                 second.index_add_(0, at, (weight * (mean.square() + variance)).sum(0).flatten(0, 1))
@@ -176,92 +170,38 @@ class LaplaceStates:
         for group in groups_of(self.problem.switched(distinct)):
             for rows, log_joint in self._log_joint(group, grid):
                 drawn, place = draws_of(rows, state)
-                log_joint = finer.log_prior + _interpolated(log_joint - grid.log_prior, grid.log_slab, finer.log_slab)
-                log_slab[drawn] = finer.draw(log_joint.softmax(1), place, generator)
+                likelihood = _interpolated(log_joint - grid.log_prior, grid.log_ratio, finer.log_ratio)
+                log_slab[drawn], _ = finer.draw((finer.log_prior + likelihood).softmax(1), place, generator)
         return log_slab
 
-    def _axes(self, z: Tensor) -> Axes[_SlabGrid]:
+    def _axes(self, z: Tensor) -> GridAxes:
         """Where these states have their posterior."""
         return self._last.axes if self._last and self._last.holds(z) else self._laid(z).axes
 
-    def _laid(self, z: Tensor) -> Laid[_SlabGrid, Group]:
+    def _laid(self, z: Tensor) -> Laid:
         """Lay a grid where these states have their posterior."""
         on = self.problem.switched(z)
-        axes = _SlabAxes.start(self.problem.prior, int(on.sum(1).max()) * self.problem.outputs)
+        axes = GridAxes.without_noise(self.problem.prior, int(on.sum(1).max()) * self.problem.outputs)
         return lay(axes, groups_of(on), gate_prior(self.problem.prior).log_prob(z), self._log_joint)
 
-    def _log_joint(self, group: Group, grid: _SlabGrid) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of some of a group's states and their log p(y, node | z), shape ``(s, R)``."""
+    def _log_joint(self, group: Group, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of some of a group's states and their log p(y, node | z), shape ``(s, R, 1)``."""
         for part in self._modes.parts(group):
-            modes = self._modes.along(part, grid.log_slab[:, None])
+            modes = self._modes.along(part, grid.log_ratio[:, None])
             each = torch.cat([mode.log_evidence for mode in modes]).view(-1, len(part.rows))
-            yield part.rows, each.T + grid.log_prior
+            yield part.rows, each.T[:, :, None] + grid.log_prior
 
 
 class _Last(NamedTuple):
     """The states that mattered when log marginals were last asked for, shape ``(S, p)``, and where their grid lies."""
 
     z: Tensor
-    axes: Axes[_SlabGrid]
+    axes: GridAxes
 
     def holds(self, z: Tensor) -> bool:
         """Whether all of these states are among them."""
         first, _ = distinct_rows(torch.cat([self.z, z]))
         return bool((first < len(self.z)).all())
-
-
-class _SlabGrid(NamedTuple):
-    """Nodes of the log slab scale, and their log prior densities times the length of a cell; each of shape ``(R,)``."""
-
-    log_slab: Tensor
-    log_prior: Tensor
-
-    def draw(self, probs: Tensor, state: Tensor, generator: torch.Generator) -> Tensor:
-        """A log slab scale for each draw, spread over its cell; see :func:`draw_nodes`."""
-        node = self.log_slab[draw_nodes(probs, state, generator)]
-        cell = step_of(self.log_slab) if len(self.log_slab) > 1 else 0.0
-        return node + cell * (torch.rand(node.shape, generator=generator, dtype=torch.float64) - 0.5)
-
-
-@dataclass(frozen=True)
-class _SlabAxes:
-    """Where the nodes of the log slab scale lie."""
-
-    prior: Prior
-    slab: Axis
-
-    @staticmethod
-    def start(prior: Prior, most_open: int) -> _SlabAxes:
-        """Everything that the posterior may reach, for states of so many open coefficients."""
-        middle = math.log(prior.slab_unit if prior.slab_scale is None else prior.slab_scale)
-        below, above = (_BELOW, _ABOVE) if prior.slab_scale is None else (0.0, 0.0)
-        return _SlabAxes(prior, Axis(middle - below, middle + above, 2.0 * (most_open + 1), _ERROR))
-
-    @property
-    def size(self) -> float:
-        return self.slab.length
-
-    @property
-    def settled(self) -> bool:
-        return self.slab.settled
-
-    @property
-    def deficit(self) -> float:
-        return self.slab.deficit()
-
-    def coarse(self) -> _SlabGrid:
-        return self._grid(self.slab.coarse_nodes())
-
-    def fine(self, times: int = 1) -> _SlabGrid:
-        return self._grid(self.slab.fine_nodes(times))
-
-    def zoomed(self, log_weights: Tensor) -> _SlabAxes:
-        return replace(self, slab=self.slab.zoomed(log_weights, self.deficit))
-
-    def _grid(self, log_slab: Tensor) -> _SlabGrid:
-        if self.prior.slab_scale is not None:
-            return _SlabGrid(log_slab, torch.zeros_like(log_slab))
-        return _SlabGrid(log_slab, log_half_normal(log_slab, self.prior.slab_unit) + math.log(step_of(log_slab)))
 
 
 class _Modes:
@@ -302,7 +242,7 @@ class _Modes:
 
 
 def _interpolated(values: Tensor, nodes: Tensor, finer: Tensor) -> Tensor:
-    """Values of a smooth function, shape ``(s, R)``, at the nodes of a finer grid; one node is a known value."""
+    """Values of a smooth function, shape ``(s, R, 1)``, at the nodes of a finer grid; one node is a known value."""
     if len(nodes) == 1:
         return values
     return torch.from_numpy(CubicSpline(nodes, values, axis=1)(finer))

@@ -59,20 +59,23 @@ class Group(NamedTuple):
     Attributes:
         rows: which states, shape ``(m,)``.
         open: their open features, shape ``(m, k)``.
+        known: what has been computed once of each state, of shapes ``(m, ...)``.
     """
 
     rows: Tensor
     open: Tensor
+    known: tuple[Tensor, ...] = ()
 
     def where(self, kept: Tensor) -> Group:
         """Some of the states."""
-        return Group(self.rows[kept], self.open[kept])
+        if bool(kept.all()):
+            return self
+        return Group(self.rows[kept], self.open[kept], tuple(x[kept] for x in self.known))
 
     def split(self, size: int) -> Iterator[Group]:
-        """Groups of at most so many states."""
-        return (
-            Group(*parts) for parts in zip(self.rows.split(size), self.open.split(size), strict=True) if len(parts[0])
-        )
+        """Groups of at most ``size`` states."""
+        parts = zip(*(x.split(size) for x in (self.rows, self.open, *self.known)), strict=True)
+        return (Group(rows, opened, tuple(known)) for rows, opened, *known in parts if len(rows))
 
 
 def groups_of(on: Tensor) -> list[Group]:

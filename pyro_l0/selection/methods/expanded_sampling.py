@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
 from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun
-from pyro_l0.selection.gate_vectors.hyper_axis import log_half_normal
+from pyro_l0.selection.gate_vectors.axis import log_half_normal
 from pyro_l0.selection.gate_vectors.laplace_states import laplace, laplace_draws
 from pyro_l0.selection.gate_vectors.states import gate_prior
 from pyro_l0.selection.methods.expansion import Expansion, expanded, gate_of, null_predictor

@@ -11,9 +11,9 @@ from torch import Tensor
 from pyro_l0.maths.spike_slab.quadratic import quadratic_of
 from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
 from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun
-from pyro_l0.selection.gate_vectors.gaussian_grid import smallest_noise
+from pyro_l0.selection.gate_vectors.axis import log_half_cauchy, log_half_normal
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
-from pyro_l0.selection.gate_vectors.hyper_axis import log_half_cauchy, log_half_normal
+from pyro_l0.selection.gate_vectors.grid import smallest_noise
 from pyro_l0.selection.gate_vectors.states import gate_prior
 from pyro_l0.selection.methods.expanded_sampling import expanded_posterior
 from pyro_l0.selection.methods.tempered_chains import Effort, at_inclusion, chain_evidence, resampled, sampled_walk

@@ -1,0 +1,264 @@
+"""A grid of the unknown scales, laid where the posterior of gate vectors is.
+
+Its axes are the logarithms of slab scale / noise scale and of the noise scale. A family without noise has noise of
+scale one: its axis is the logarithm of the slab scale alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0.selection.gate_vectors.axis import Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
+from pyro_l0.selection.gate_vectors.states import Group
+from pyro_l0.selection.problem import Prior
+
+__all__ = ["Grid", "GridAxes", "Laid", "LogJoint", "heaviest", "lay", "smallest_noise"]
+
+_SMALLEST_NOISE = 1e-5
+_NEGLIGIBLE = 20.0  # nats below the largest density, where the ranges begin
+# Relative errors of integrals; without noise, less than that of Laplace's approximation.
+_ERROR, _ERROR_WITHOUT_NOISE = 1e-8, 1e-4
+# Nats of the half-normal prior below and above its unit, between which the slab scale lies.
+_BELOW, _ABOVE = 11.0, 2.0
+
+_LIGHT = 32.0  # nats below the heaviest state, beyond which a state has no part in the grid
+_ROUNDS = 8  # at most
+_ENOUGH = 512  # states
+
+
+class Grid(NamedTuple):
+    """R nodes of the log of slab scale / noise scale, and M nodes of the log noise scale for each of them.
+
+    Attributes:
+        log_ratio: shape ``(R,)``.
+        log_noise: shape ``(R, M)``.
+        log_prior: log prior density of the unknown scales times the area of a cell, shape ``(R, M)``.
+        steps: sizes of a cell; 0 where there is one node.
+        log_slab: of a slab scale that is known, from which the noise scale follows; otherwise None.
+    """
+
+    log_ratio: Tensor
+    log_noise: Tensor
+    log_prior: Tensor
+    steps: tuple[float, ...]
+    log_slab: float | None
+
+    def draw(self, probs: Tensor, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draws of log ratio and log noise scale, each of shape ``(N,)``, spread over their cells.
+
+        Args:
+            probs: of the nodes given each state, shape ``(s, R, M)``.
+            state: of each draw, shape ``(N,)``.
+            generator: of the random numbers.
+        """
+        node = draw_nodes(probs.flatten(1), state, generator)
+        row = node // self.log_noise.shape[1]
+        spread = torch.rand(len(self.steps), len(node), generator=generator, dtype=torch.float64) - 0.5
+        log_ratio = self.log_ratio[row] + self.steps[0] * spread[0]
+        if self.log_slab is not None:
+            return log_ratio, self.log_slab - log_ratio
+        log_noise = self.log_noise.flatten()[node]
+        return log_ratio, log_noise if len(self.steps) == 1 else log_noise + self.steps[1] * spread[1]
+
+
+@dataclass(frozen=True)
+class GridAxes:
+    """The ranges of a grid.
+
+    A known noise scale is the one node of the axis ``noise``. Where the slab scale is known and the noise scale is not,
+    the ratio tells the noise scale, and ``noise`` has one node that is not used.
+
+    Attributes:
+        prior: of the scales.
+        ratio: range of the log of slab scale / noise scale.
+        noise: range of the log noise scale; None for a family without noise.
+    """
+
+    prior: Prior
+    ratio: Axis
+    noise: Axis | None
+
+    @staticmethod
+    def gaussian(
+        prior: Prior, n: float, most_open: int, square_y: float, least_residual: Callable[[float], float]
+    ) -> GridAxes:
+        """All scales that the posterior of a Gaussian regression may have.
+
+        Args:
+            prior: of the scales.
+            n: observations.
+            most_open: gates of a state.
+            square_y: y'y.
+            least_residual: smallest y'y - a(r) of all states at a log ratio, which falls with the ratio.
+        """
+        slab, noise = prior.slab_scale, prior.noise_scale
+        unit = math.log(prior.slab_unit if slab is None else slab)
+        slab_range = (unit - _NEGLIGIBLE, unit + 2.0) if slab is None else (unit, unit)
+        if noise is None:
+            smallest = math.log(smallest_noise(n, square_y))
+            low, high = _noise_range(prior, n, square_y, least_residual(slab_range[1] - smallest), smallest)
+        else:
+            low = high = math.log(noise)
+        derived = slab is not None and noise is None
+        ratio = Axis(slab_range[0] - high, slab_range[1] - low, 2.0 * (most_open + 1 + (n if derived else 0)), _ERROR)
+        return GridAxes(prior, ratio, Axis(low, low if derived else high, 2.0 * n, _ERROR))
+
+    @staticmethod
+    def without_noise(prior: Prior, most_open: int) -> GridAxes:
+        """All slab scales that the posterior of states of so many open coefficients may have."""
+        middle = math.log(prior.slab_unit if prior.slab_scale is None else prior.slab_scale)
+        below, above = (_BELOW, _ABOVE) if prior.slab_scale is None else (0.0, 0.0)
+        return GridAxes(prior, Axis(middle - below, middle + above, 2.0 * (most_open + 1), _ERROR_WITHOUT_NOISE), None)
+
+    @property
+    def _axes(self) -> tuple[Axis, ...]:
+        return (self.ratio,) if self.noise is None else (self.ratio, self.noise)
+
+    @property
+    def size(self) -> float:
+        """Product of the lengths of the axes that are unknown."""
+        return math.prod(axis.length or 1.0 for axis in self._axes)
+
+    @property
+    def settled(self) -> bool:
+        """See :meth:`Axis.settled`."""
+        return all(axis.settled for axis in self._axes)
+
+    @property
+    def deficit(self) -> float:
+        """See :meth:`Axis.deficit`, of the coarse grid."""
+        return sum(axis.deficit() for axis in self._axes)
+
+    def coarse(self) -> Grid:
+        """The grid of :meth:`zoomed`."""
+        return self._grid([axis.coarse_nodes() for axis in self._axes])
+
+    def fine(self, times: int = 1) -> Grid:
+        """The grid that integrals are taken on, or one with ``times`` as many nodes on each axis."""
+        return self._grid([axis.fine_nodes(times) for axis in self._axes])
+
+    def zoomed(self, log_weights: Tensor) -> GridAxes:
+        """The part where the nodes of the coarse grid have weight, from their log weights of shape ``(R, M)``."""
+        ratio = self.ratio.zoomed(log_weights.logsumexp(1), self.deficit)
+        noise = None if self.noise is None else self.noise.zoomed(log_weights.logsumexp(0), self.deficit)
+        return replace(self, ratio=ratio, noise=noise)
+
+    def _grid(self, nodes: list[Tensor]) -> Grid:
+        prior, log_slab = self.prior, None
+        log_ratio, noise = nodes[0], nodes[1] if len(nodes) > 1 else nodes[0].new_zeros(1)
+        log_noise = noise.expand(len(log_ratio), -1)
+        learns_noise = self.noise is not None and prior.noise_scale is None
+        if prior.slab_scale is not None and learns_noise:
+            log_slab = math.log(prior.slab_scale)
+            log_noise = (log_slab - log_ratio)[:, None]
+        log_prior = torch.full_like(log_noise, sum(math.log(step_of(x)) for x in nodes))
+        if learns_noise:
+            log_prior = log_prior + log_half_cauchy(log_noise, prior.noise_unit)
+        if prior.slab_scale is None:
+            log_prior = log_prior + log_half_normal(log_noise + log_ratio[:, None], prior.slab_unit)
+        steps = tuple(step_of(x) if len(x) > 1 else 0.0 for x in nodes)
+        return Grid(log_ratio, log_noise, log_prior, steps, log_slab)
+
+
+def smallest_noise(n: float, square_y: float) -> float:
+    """The lower end of an unknown noise scale: 1e-5 times the root mean square of y."""
+    return _SMALLEST_NOISE * math.sqrt(square_y / n)
+
+
+def _noise_range(
+    prior: Prior, n: float, square_y: float, least_residual: float, smallest: float
+) -> tuple[float, float]:
+    """Of the log noise scale.
+
+    The likelihood's logarithm is -n (t + (e^-2t - 1) / 2) at a distance t from its maximum, and the prior's slope lies
+    between 1, below its unit, and -1.
+    """
+    below = min(2.0, 2 * math.sqrt(_NEGLIGIBLE / n))
+    above = min(_NEGLIGIBLE / n + 0.5, 2 * math.sqrt(_NEGLIGIBLE / n))
+    middle = 0.5 * math.log(square_y / n)
+    top = max(middle, math.log(prior.noise_unit)) if n < 20 else middle
+    low = smallest if least_residual <= 0 else max(0.5 * math.log(least_residual / n) - below, smallest)
+    return low, top + above
+
+
+# Of a group of states and a grid: rows of some of the states with their log p(y, node | z), shape ``(s, R, M)``.
+LogJoint = Callable[[Group, Grid], Iterator[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Where a grid has been laid.
+
+    Attributes:
+        axes: the ranges.
+        groups: the states that are heavy enough for the fine grid.
+        log_marginal: log p(y, z) of all states on the coarse grid, shape ``(S,)``.
+        log_gates: log priors of all states, shape ``(S,)``.
+        log_joint: see ``LogJoint``.
+    """
+
+    axes: GridAxes
+    groups: list[Group]
+    log_marginal: Tensor
+    log_gates: Tensor
+    log_joint: LogJoint
+
+    def integrated(self) -> Tensor:
+        """log p(y, z) of every state, shape ``(S,)``: on the fine grid, or on the coarse one for light states."""
+        log_marginal = self.log_marginal.clone()
+        _weigh(self.groups, self.axes.fine(), self.log_gates, self.log_joint, log_marginal)
+        return log_marginal
+
+
+def lay(axes: GridAxes, groups: list[Group], log_gates: Tensor, log_joint: LogJoint) -> Laid:
+    """Shrink the ranges of a grid in rounds to where the weight is, while light states drop out.
+
+    Args:
+        axes: ranges to begin with.
+        groups: all gate vectors.
+        log_gates: their log priors, shape ``(S,)``.
+        log_joint: see ``LogJoint``.
+    """
+    log_marginal = torch.full_like(log_gates, -math.inf)
+    for _ in range(_ROUNDS):
+        if axes.settled:
+            break
+        weights = _weigh(groups, axes.coarse(), log_gates, log_joint, log_marginal)
+        bound = log_marginal.max() - _LIGHT - axes.deficit
+        groups = [group.where(log_marginal[group.rows] > bound) for group in groups]
+        before, axes = axes.size, axes.zoomed(weights)
+        if axes.size > 0.7 * before:
+            break
+    return Laid(axes, groups, log_marginal, log_gates, log_joint)
+
+
+def heaviest(z: Tensor, weights: Tensor) -> Tensor:
+    """The states that tell where the grid lies, if they are many.
+
+    Args:
+        z: gates, shape ``(S, p)``.
+        weights: of the states, shape ``(S,)``.
+    """
+    return z[weights.topk(min(_ENOUGH, len(z))).indices]
+
+
+def _weigh(groups: list[Group], grid: Grid, log_gates: Tensor, log_joint: LogJoint, log_marginal: Tensor) -> Tensor:
+    """Fill in the log marginals of the groups' states, and give the log weights of the nodes."""
+    nodes: Tensor | None = None
+    for group in groups:
+        for rows, values in log_joint(group, grid):
+            flat = values.flatten(1)
+            most = flat.amax(1)
+            joint = (flat - most[:, None]).exp_()
+            most = most + log_gates[rows]
+            log_marginal[rows] = most + joint.sum(1).log()
+            added = (((most - most.max()).exp() @ joint).log() + most.max()).view(values.shape[1:])
+            nodes = added if nodes is None else torch.logaddexp(nodes, added)
+    assert nodes is not None
+    return nodes
