@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from pyro_l0.expect import expect
+from pyro_l0.retired import renamed_arguments
 
 __all__ = ["CredibleSet", "credible_sets", "open_gates"]
 
@@ -39,9 +40,10 @@ class CredibleSet:
         return f"{{{members}}} (probability {self.probability:.3f}, purity {self.purity:.2f})"
 
 
+@renamed_arguments(inclusion="active_probs")
 def credible_sets(
     gates: NDArray[np.bool_],
-    inclusion: NDArray[np.float64],
+    active_probs: NDArray[np.float64],
     x: NDArray[np.float64],
     *,
     level: float = 0.95,
@@ -65,7 +67,7 @@ def credible_sets(
 
     Args:
         gates: joint draws, bool, shape ``(N, G)``.
-        inclusion: P(z = 1 | y) of every gate, shape ``(G,)``.
+        active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
         x: features of the observations, shape ``(n, p)``, of which correlations are taken where they are needed.
         level: least probability that a member is open.
         min_correlation: least absolute correlation of any two members.
@@ -84,23 +86,23 @@ def credible_sets(
         if not 0 <= value <= 1:
             raise ValueError(f"Expected {name} to be between 0 and 1, but got {value!r}.")
     gate_of = np.arange(x.shape[1]) if gate_of is None else gate_of
-    if len(names) not in (0, len(inclusion)):
-        raise ValueError(f"Expected a name for each of {len(inclusion)} gates, but got {len(names)}.")
-    if not gates.shape[1:] == inclusion.shape == (gate_of.max() + 1,) or gate_of.shape != x.shape[1:]:
+    if len(names) not in (0, len(active_probs)):
+        raise ValueError(f"Expected a name for each of {len(active_probs)} gates, but got {len(names)}.")
+    if not gates.shape[1:] == active_probs.shape == (gate_of.max() + 1,) or gate_of.shape != x.shape[1:]:
         raise ValueError(
             f"Expected as many gates as inclusion probabilities and features, but got {gates.shape[1:]}, "
-            f"{inclusion.shape} and {x.shape[1:]}."
+            f"{active_probs.shape} and {x.shape[1:]}."
         )
     grower = _Grower(gates, x, gate_of, weights, level, min_correlation)
-    free = np.ones(len(inclusion), dtype=bool)
+    free = np.ones(len(active_probs), dtype=bool)
     found = []
-    for seed in np.argsort(-inclusion, kind="stable"):
-        if inclusion[seed] < _SEED:
+    for seed in np.argsort(-active_probs, kind="stable"):
+        if active_probs[seed] < _SEED:
             break
         members = grower.grow(seed, free) if free[seed] else None
         if members is not None:
             free[members] = False
-            ordered = sorted(members, key=lambda j: (-inclusion[j], j))
+            ordered = sorted(members, key=lambda j: (-active_probs[j], j))
             found.append(
                 CredibleSet(
                     features=tuple(ordered),

@@ -69,12 +69,12 @@ class Design:
         gates = np.unique(self.gate_of[kept])
         mean, sd = np.zeros((2, len(self.factor), self.problem.outputs))
         mean[kept], sd[kept] = (part * self.factor[kept, None] for part in (found.mean, found.sd))
-        inclusion, error = np.zeros((2, int(self.gate_of.max()) + 1))
-        inclusion[gates] = found.inclusion
+        active_probs, error = np.zeros((2, int(self.gate_of.max()) + 1))
+        active_probs[gates] = found.active_probs
         error[gates] = 0.0 if found.standard_error is None else found.standard_error
         draws = self._draws(found.draws, kept, np.random.default_rng(seed))
         known = None if found.standard_error is None else error
-        return replace(found, inclusion=inclusion, mean=mean, sd=sd, draws=draws, standard_error=known)
+        return replace(found, active_probs=active_probs, mean=mean, sd=sd, draws=draws, standard_error=known)
 
     def _draws(self, draws: Draws, kept: NDArray[np.intp], rng: np.random.Generator) -> Draws:
         outputs = self.problem.outputs

@@ -269,7 +269,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
         """Take a posterior of the problem over, in the units of the data."""
         raw = design.posterior(found, seed)
-        self.pip_, self.draws_, self.log_evidence_ = raw.inclusion, raw.draws, raw.log_evidence
+        self.pip_, self.draws_, self.log_evidence_ = raw.active_probs, raw.draws, raw.log_evidence
         self._standard_error = raw.standard_error
         self.coef_, self.coef_sd_ = (self._as_coef(part.reshape(1, -1))[0] for part in (raw.mean, raw.sd))
         # The problem's own intercept is zero where a flat one was integrated out: then the mean has no sampling error.

@@ -26,7 +26,7 @@ def to_inference_data(
     family: Family,
     draws: Draws,
     sample: dict[str, NDArray[Any]],
-    inclusion: Array,
+    active_probs: Array,
     x: Array,
     y: Array,
     names: Sequence[str],
@@ -38,7 +38,7 @@ def to_inference_data(
         family: of the observations.
         draws: N joint draws in the units of the data.
         sample: the same by name, as the estimator's ``sample`` gives them.
-        inclusion: P(z = 1 | y), shape ``(G,)``.
+        active_probs: P(z = 1 | y), shape ``(G,)``.
         x: features, shape ``(n, p)``.
         y: observations as numbers, shape ``(n,)``.
         names: of the features.
@@ -53,7 +53,7 @@ def to_inference_data(
         log_likelihood={"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]},
         posterior_predictive={"y": replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))[None]},
         observed_data={"y": y},
-        constant_data={"P(z != 0)": inclusion},
+        constant_data={"P(z != 0)": active_probs},
         coords={"feature": list(names), gate: list(gates)},
         dims={
             "z": [gate],

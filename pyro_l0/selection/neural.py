@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Integral
@@ -73,7 +74,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         random_state: seed of folds, starts, batches and gates. Global random states stay untouched.
 
     Attributes:
-        active_probs_: P(z != 0) of each feature's gate, the mean over the last 15 % of the selection's steps, shape
+        pip_: P(z != 0) of each feature's gate, the mean over the last 15 % of the selection's steps, shape
             ``(p,)``; with ``n_features=None``.
         ranking_: 1 for selected features, and the larger the earlier a feature was closed, shape ``(p,)``; with a
             number of features.
@@ -172,6 +173,12 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         metric = r2_score if isinstance(self.response_, NormalResponse) else accuracy_score
         return float(metric(y, predicted))
 
+    @property
+    def active_probs_(self) -> Array:
+        """The old name of ``pip_``."""
+        warnings.warn("NeuralFeatureSelector.active_probs_ is deprecated. Use pip_.", FutureWarning, stacklevel=2)
+        return self.pip_
+
     def _fit(self, x: Array, response: Response, y: NDArray[Any]) -> None:
         """Train gates and networks; torch's random numbers are this estimator's own."""
         networks = make_networks(self.net, x.shape[1], response.outputs, min(self.cv, len(x)))
@@ -182,11 +189,11 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         check_outputs(networks[0], response, inputs[:2])
         folds = _folds(observations, len(networks), isinstance(response, ClassResponse))
         fit = (networks, response, inputs, observations, folds)
-        for name in ("active_probs_", "ranking_"):  # of an earlier fit
+        for name in ("pip_", "ranking_"):  # of an earlier fit
             self.__dict__.pop(name, None)
         if self.n_features is None:
-            self.active_probs_: Array = train_gates(*fit, steps=self.max_steps).double().cpu().numpy()
-            self._support: NDArray[np.bool_] = self.active_probs_ > 0.5
+            self.pip_: Array = train_gates(*fit, steps=self.max_steps).double().cpu().numpy()
+            self._support: NDArray[np.bool_] = self.pip_ > 0.5
         else:
             train_for_subsets(*fit, steps=self.max_steps)
             alone = _told_alone(x, y, isinstance(response, ClassResponse))

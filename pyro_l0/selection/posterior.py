@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+from torch import Tensor
 
 __all__ = ["MOST_ERROR", "Draws", "SelectionPosterior"]
 
@@ -39,18 +41,38 @@ class SelectionPosterior:
     """The posterior of a regression with spike-and-slab coefficients, in the units of the problem.
 
     Attributes:
-        inclusion: P(z = 1 | y) of every feature, shape ``(p,)``.
+        active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
         mean: of the coefficients, shape ``(p, K)``.
         sd: their standard deviations, shape ``(p, K)``.
         log_evidence: log p(y), or its estimate.
         draws: joint draws.
-        standard_error: of the inclusion probabilities, from the differences of chains and from the weights that their
-            draws are given, shape ``(p,)``; None where there are no chains.
+        standard_error: of the active probabilities, from the differences of chains and from the weights that their
+            draws are given, shape ``(G,)``; None where there are no chains.
     """
 
-    inclusion: NDArray[np.float64]
+    active_probs: NDArray[np.float64]
     mean: NDArray[np.float64]
     sd: NDArray[np.float64]
     log_evidence: float
     draws: Draws
     standard_error: NDArray[np.float64] | None = None
+
+    @staticmethod
+    def of(
+        active_probs: Tensor,
+        moments: tuple[Tensor, Tensor],
+        log_evidence: float,
+        draws: Draws,
+        standard_error: Tensor | None = None,
+    ) -> SelectionPosterior:
+        """From tensors, and means of the coefficients and of their squares."""
+        mean, square = moments
+        sd = (square - mean.square()).clamp(min=0).sqrt()
+        error = None if standard_error is None else standard_error.numpy()
+        return SelectionPosterior(active_probs.numpy(), mean.numpy(), sd.numpy(), log_evidence, draws, error)
+
+    @property
+    def inclusion(self) -> NDArray[np.float64]:
+        """The old name of ``active_probs``."""
+        warnings.warn("SelectionPosterior.inclusion is deprecated. Use active_probs.", FutureWarning, stacklevel=2)
+        return self.active_probs

@@ -18,24 +18,24 @@ Array = NDArray[np.float64]
 _AT_ONCE = 4_000_000
 
 
-def quantiles(coefficients: csr_array, levels: Sequence[float]) -> Array:
+def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
     """Quantiles of each column of sparse draws.
 
     Args:
         coefficients: shape ``(N, C)``.
-        levels: in [0, 1].
+        probs: in [0, 1].
 
     Returns:
-        Shape ``(len(levels), C)``.
+        Shape ``(len(probs), C)``.
     """
-    found = np.zeros((len(levels), coefficients.shape[1]))
+    found = np.zeros((len(probs), coefficients.shape[1]))
     columns = coefficients.tocsc()
     # Columns of zeros need no work, which are most where there are thousands.
     filled = np.flatnonzero(np.diff(columns.indptr))
     width = max(1, _AT_ONCE // coefficients.shape[0])
     for start in range(0, len(filled), width):
         some = filled[start : start + width]
-        found[:, some] = np.quantile(columns[:, some].toarray(), levels, axis=0)
+        found[:, some] = np.quantile(columns[:, some].toarray(), probs, axis=0)
     return found
 
 

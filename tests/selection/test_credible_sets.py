@@ -99,12 +99,12 @@ def test_gates_of_sparse_draws(features):
     [
         ({"level": 1.5}, "Expected level to be between 0 and 1, but got 1.5."),
         ({"min_correlation": -0.1}, "Expected min_correlation to be between 0 and 1, but got -0.1."),
-        ({"inclusion": np.ones(3)}, "Expected as many gates as inclusion probabilities and features"),
+        ({"active_probs": np.ones(3)}, "Expected as many gates as inclusion probabilities and features"),
     ],
 )
 def test_refusals(options, message):
     """Levels outside of [0, 1] and arrays that do not belong together."""
-    arguments = {"gates": np.ones((5, 7), dtype=bool), "inclusion": np.ones(7), "x": np.ones((4, 7)), **options}
+    arguments = {"gates": np.ones((5, 7), dtype=bool), "active_probs": np.ones(7), "x": np.ones((4, 7)), **options}
     with pytest.raises(ValueError, match=re.escape(message)):
         credible_sets(**arguments)
 

@@ -102,7 +102,7 @@ def test_constant_features_have_no_coefficient(standardize):
     assert torch.equal(design.problem.x, make_design(np.delete(x, 1, 1), y, standardize=standardize).problem.x)
     assert design.problem.prior.rate == default_rate(3)
     raw = design.posterior(found_with(np.ones((3, 3)), np.zeros((3, 1))), seed=0)
-    assert (raw.inclusion == [0.5, 0, 0.5, 0.5]).all()
+    assert (raw.active_probs == [0.5, 0, 0.5, 0.5]).all()
     assert raw.mean[1] == raw.sd[1] == 0
     assert raw.draws.coefficients.indices.tolist() == [0, 2, 3] * 3  # what is stored tells the gates
 
@@ -128,8 +128,8 @@ def test_zeros_without_an_intercept_are_constant():
 def test_far_from_one_but_not_at_the_ends(scale):
     """Units change nothing but the units."""
     x, y = data()
-    here, there = (exact_posterior(a, b, random_state=0) for a, b in ((x, y), (x * scale, y / scale)))
-    np.testing.assert_allclose(there.inclusion, here.inclusion, atol=1e-8)
+    here, there = (exact_posterior(a, b, seed=0) for a, b in ((x, y), (x * scale, y / scale)))
+    np.testing.assert_allclose(there.active_probs, here.active_probs, atol=1e-8)
     np.testing.assert_allclose(there.mean * scale**2, here.mean, rtol=1e-6)
 
 
@@ -140,11 +140,11 @@ def test_scales_far_from_one(name, scale):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(60, 12))
     y = x[:, :9].sum(1) + 1e-7 * rng.normal(size=60)
-    found = exact_posterior(x, y, **{name: scale}, random_state=0)
+    found = exact_posterior(x, y, **{name: scale}, seed=0)
     assert np.isfinite(found.log_evidence)
-    assert ((found.inclusion >= 0) & (found.inclusion <= 1 + 1e-12)).all()
+    assert ((found.active_probs >= 0) & (found.active_probs <= 1 + 1e-12)).all()
     if (name, scale) != ("noise_scale", 1e9):
-        assert (found.inclusion[:9] > 0.99).all() or name == "slab_scale"
+        assert (found.active_probs[:9] > 0.99).all() or name == "slab_scale"
 
 
 @pytest.mark.parametrize(

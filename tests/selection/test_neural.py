@@ -211,7 +211,7 @@ def test_selects_an_interaction_without_marginal_effects(fitted):
     assert selector.score(fresh, truth) > 0.8
     assert selector.ranking_[[1, 4]].tolist() == [1, 1]
     assert sorted(selector.ranking_) == [1, 1, 2, 3, 4, 5, 6, 7]
-    assert not hasattr(selector, "active_probs_")
+    assert not hasattr(selector, "pip_")
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_number_of_features_is_found():
     x[:, 7] = 3.0  # constant: of no use, and no trouble
     selector = NeuralFeatureSelector(max_steps=400, random_state=0).fit(x, y)
     assert selector.get_support(indices=True).tolist() == [1, 4]
-    assert selector.active_probs_[7] < 1e-3
+    assert selector.pip_[7] < 1e-3
 
 
 def test_unselected_features_have_no_effect(fitted):

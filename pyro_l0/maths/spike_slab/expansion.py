@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,30 @@ from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
 from pyro_l0.maths.spike_slab.gate_priors import GatePrior
 from pyro_l0.maths.spike_slab.laplace import LogLikelihood, expanded, laplace_evidence
 from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, tempered_gibbs
+
+TargetT = TypeVar("TargetT")
+
+
+def sampled_on_expansions(
+    expand: Callable[[Tensor], TargetT],
+    point: Tensor,
+    sample: Callable[[TargetT, float], GibbsRun],
+    mean: Callable[[TargetT, GibbsRun], Tensor],
+    expansions: int = 2,
+) -> tuple[TargetT, GibbsRun]:
+    """Chains on the expansion of a log likelihood, which is taken anew at the mean that shorter chains find.
+
+    Args:
+        expand: the expansion at a point, as the chains' target.
+        point: the first one.
+        sample: runs chains on a target for a share of their flips.
+        mean: the point that a run has as its mean.
+        expansions: how often the log likelihood is expanded at a mean.
+    """
+    target = expand(point)
+    for _ in range(expansions):
+        target = expand(mean(target, sample(target, 1 / 3)))
+    return target, sample(target, 1.0)
 
 
 def gibbs_by_expansion(
@@ -18,7 +45,6 @@ def gibbs_by_expansion(
     *,
     start: Tensor,
     gate_of: Tensor | None = None,
-    expansions: int = 2,
     chains: int = 16,
     flips: int = 600,
     generator: torch.Generator | None = None,
@@ -34,7 +60,6 @@ def gibbs_by_expansion(
         prior: of the gates.
         start: coefficients at which the log likelihood is finite, shape ``(p,)``; zeros as a rule.
         gate_of: which gate switches each element, shape ``(p,)``; by default each has its own.
-        expansions: how often it is expanded at the mean.
         chains: run side by side.
         flips: of each chain.
         generator: of the random numbers.
@@ -44,13 +69,17 @@ def gibbs_by_expansion(
     """
     scale = torch.as_tensor(scale, dtype=start.dtype, device=start.device)
     point = laplace_evidence(log_likelihood, torch.ones_like(start)[None], scale, start).mode[0]
-    collapsed = CollapsedQuadratic(expanded(log_likelihood, point), scale, gate_of=gate_of)
-    for _ in range(expansions):
-        run = tempered_gibbs(collapsed, prior, chains=chains, flips=flips // 3, generator=generator)
+
+    def sample(collapsed: CollapsedQuadratic, share: float) -> GibbsRun:
+        return tempered_gibbs(collapsed, prior, chains=chains, flips=int(flips * share), generator=generator)
+
+    def mean(collapsed: CollapsedQuadratic, run: GibbsRun) -> Tensor:
         states, weights = run.distinct()
-        point = weights @ collapsed.mean(states)
-        collapsed = CollapsedQuadratic(expanded(log_likelihood, point), scale, gate_of=gate_of)
-    run = tempered_gibbs(collapsed, prior, chains=chains, flips=flips, generator=generator)
+        return weights @ collapsed.mean(states)
+
+    collapsed, run = sampled_on_expansions(
+        lambda at: CollapsedQuadratic(expanded(log_likelihood, at), scale, gate_of=gate_of), point, sample, mean
+    )
     return reweighted(run, log_likelihood, collapsed), collapsed
 
 

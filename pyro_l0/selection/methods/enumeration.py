@@ -7,9 +7,9 @@ from numbers import Integral
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from pyro_l0.expect import expect
+from pyro_l0.retired import renamed_arguments
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates
@@ -17,13 +17,14 @@ from pyro_l0.selection.gate_vectors.states import States
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Family, Problem
 
-__all__ = ["MOST_FEATURES", "enumerate_posterior", "exact_posterior", "states_of"]
+__all__ = ["enumerate_posterior", "exact_posterior"]
 
-MOST_FEATURES = 20
+_MOST_FEATURES = 20
 # Weight of all states that are left out of the moments of the coefficients.
 _LEFT_OUT = 1e-10
 
 
+@renamed_arguments(random_state="seed")
 def exact_posterior(
     X: ArrayLike,  # noqa: N803
     y: ArrayLike,
@@ -36,7 +37,7 @@ def exact_posterior(
     standardize: bool = True,
     fit_intercept: bool = True,
     draws: int = 1000,
-    random_state: int | np.random.RandomState | None = None,
+    seed: int | np.random.RandomState | None = None,
 ) -> SelectionPosterior:
     """The posterior of a regression with spike-and-slab coefficients, by a sum over every subset of the features.
 
@@ -57,7 +58,7 @@ def exact_posterior(
         standardize: as above.
         fit_intercept: as above.
         draws: how many joint draws.
-        random_state: seed of the draws, or a generator to take it from.
+        seed: of the draws, or a generator to take it from.
 
     Returns:
         The posterior in the units of the data; its scales of slabs are those of standardised features if these are.
@@ -76,8 +77,8 @@ def exact_posterior(
         standardize=standardize,
         fit_intercept=fit_intercept,
     )
-    seed = _seed(random_state)
-    return design.posterior(enumerate_posterior(design.problem, draws=draws, seed=seed), seed)
+    number = _number(seed)
+    return design.posterior(enumerate_posterior(design.problem, draws=draws, seed=number), number)
 
 
 @torch.no_grad()
@@ -92,45 +93,30 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     Raises:
         ValueError: there are more gates, or no draws are asked for.
     """
-    if problem.gates > MOST_FEATURES:
+    if problem.gates > _MOST_FEATURES:
         raise ValueError(
-            f"Expected at most {MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
+            f"Expected at most {_MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "
             "method."
         )
     expect(Integral, "a whole number", draws=draws)
     if draws < 1:
         raise ValueError(f"Expected at least one draw, but got {draws}.")
-    states, z = states_of(problem), _all_gates(problem.gates)
+    states: States = GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
+    z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = states.log_marginal(z)
     weights = log_marginal.softmax(0)
     lightest_first = weights.argsort()
     heavy = lightest_first[weights[lightest_first].cumsum(0) > _LEFT_OUT]
-    mean, square = states.moments(z[heavy], weights[heavy] / weights[heavy].sum())
+    moments = states.moments(z[heavy], weights[heavy] / weights[heavy].sum())
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(weights, draws, replacement=True, generator=generator)
-    return SelectionPosterior(
-        np.array([float(weights[column].sum()) for column in z.T]),
-        mean.numpy(),
-        (square - mean.square()).clamp(min=0).sqrt().numpy(),
-        float(log_marginal.logsumexp(0)),
-        states.draws(z[drawn], generator),
-    )
+    active_probs = torch.tensor([float(weights[column].sum()) for column in z.T], dtype=torch.float64)
+    draws_found = states.draws(z[drawn], generator)
+    return SelectionPosterior.of(active_probs, moments, float(log_marginal.logsumexp(0)), draws_found)
 
 
-def states_of(problem: Problem) -> States:
-    """The gate vectors of a problem, by its family."""
-    return GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
-
-
-def _all_gates(gates: int) -> Tensor:
-    """Every vector of G gates, bool, shape ``(2^G, G)``."""
-    return (torch.arange(2**gates)[:, None] >> torch.arange(gates)) % 2 == 1
-
-
-def _seed(random_state: int | np.random.RandomState | None) -> int:
+def _number(seed: int | np.random.RandomState | None) -> int:
     """A seed by the conventions of scikit-learn."""
-    if random_state is None:
+    if seed is None:
         return int(np.random.SeedSequence().generate_state(1)[0])
-    if isinstance(random_state, np.random.RandomState):
-        return int(random_state.randint(2**31 - 1))
-    return int(random_state)
+    return int(seed.randint(2**31 - 1)) if isinstance(seed, np.random.RandomState) else int(seed)

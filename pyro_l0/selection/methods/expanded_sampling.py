@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from pyro_l0.maths.spike_slab.expansion import sampled_on_expansions
 from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
 from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun
 from pyro_l0.selection.gate_vectors.axis import log_half_normal
 from pyro_l0.selection.gate_vectors.laplace_states import laplace, laplace_draws
 from pyro_l0.selection.gate_vectors.states import gate_prior
+from pyro_l0.selection.methods.chains import Effort, chain_evidence, resampled, rescaled, sampled_walk
 from pyro_l0.selection.methods.expansion import Expansion, expanded, gate_of, null_predictor
 from pyro_l0.selection.methods.laplace_chains import LaplaceChains, laplace_chains
-from pyro_l0.selection.methods.tempered_chains import Effort, at_inclusion, chain_evidence, resampled, sampled_walk
 from pyro_l0.selection.posterior import MOST_ERROR, SelectionPosterior
 from pyro_l0.selection.problem import Prior, Problem
 
 __all__ = ["expanded_posterior"]
 
-_EXPANSIONS = 2  # at the mean linear predictor, after that of the model without features
 _MEAN = 500  # draws that the mean linear predictor is taken from
 _DRAWS = 4000  # of gates and slab scale, which are re-weighted
 _CHAINS = 64  # on the Laplace evidence
@@ -43,12 +44,18 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
         draws: how many joint draws.
         generator: of the random numbers.
     """
-    expansion = expanded(problem, null_predictor(problem))
-    for _ in range(_EXPANSIONS):
-        walk, run = _sampled(expansion, effort._replace(flips=effort.flips // 3), generator)
-        expansion = expanded(problem, expansion.predictor(_mean(walk, run, generator)))
-    walk, run = _sampled(expansion, effort, generator)
 
+    def sampled(walk: _Walk, share: float) -> GibbsRun:
+        return sampled_walk(walk, problem.gates, int(effort.flips * share), generator)
+
+    def mean_predictor(walk: _Walk, run: GibbsRun) -> Tensor:
+        picked = resampled(run.weights, _MEAN, generator)
+        beta = walk.collapsed(run.hyper[picked]).mean(run.states[picked]).mean(0)
+        return walk.expansion.predictor(beta)
+
+    walk, run = sampled_on_expansions(
+        lambda eta: _Walk(problem, expanded(problem, eta), effort), null_predictor(problem), sampled, mean_predictor
+    )
     picked = resampled(run.weights, _DRAWS, generator)
     z, slab = run.states[picked], run.hyper[picked, 1].exp()
     fit = laplace(problem, z, slab)
@@ -56,27 +63,25 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     weights = torch.softmax(log_ratio, 0)
     # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
     change = weights - 1 / _DRAWS
-    inclusion = (run.active_probs + change @ z.double()).clamp(0, 1)
-    of_weights = change.square() @ (z.double() - inclusion).square()
+    active_probs = (run.active_probs + change @ z.double()).clamp(0, 1)
+    of_weights = change.square() @ (z.double() - active_probs).square()
     error = (run.standard_error().square() + of_weights).sqrt()
     which = resampled(weights, draws, generator)
-    log_evidence = chain_evidence(_ExpandedMarginal(walk, problem.prior), walk, run, generator)
+    log_evidence = chain_evidence(_log_marginal(walk, problem.prior), walk, run, generator)
     if error.max() > MOST_ERROR:
         chains = _continued(problem, walk, z[:_CHAINS], slab[:_CHAINS].log(), generator)
-        inclusion, error = chains.states.double().mean((0, 1)), chains.standard_error()
+        active_probs, error = chains.states.double().mean((0, 1)), chains.standard_error()
         some = torch.randperm(chains.log_slab.numel(), generator=generator)[:_DRAWS]
         z, slab = chains.states.flatten(0, 1)[some], chains.log_slab.flatten()[some].exp()
         fit, weights = laplace(problem, z, slab), torch.full_like(slab, 1 / len(slab))
         which = resampled(weights, draws, generator)
     moments = fit.moments(weights, problem.x.shape[1])
-    mean, square = at_inclusion(problem, inclusion, weights @ z.double(), moments)
-    return SelectionPosterior(
-        inclusion.numpy(),
-        mean.numpy(),
-        (square - mean.square()).clamp(min=0).sqrt().numpy(),
+    return SelectionPosterior.of(
+        active_probs,
+        rescaled(problem, active_probs, weights @ z.double(), moments),
         log_evidence + float(log_ratio.logsumexp(0)) - math.log(_DRAWS),
         laplace_draws(problem, z[which], slab[which], generator),
-        error.numpy(),
+        error,
     )
 
 
@@ -95,50 +100,37 @@ def _continued(
     return chains
 
 
-def _sampled(expansion: Expansion, effort: Effort, generator: torch.Generator) -> tuple[ScaleWalk, GibbsRun]:
-    problem = expansion.problem
-    prior = problem.prior
-    slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
-    start = torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2)
-    walk = ScaleWalk(
-        expansion.quadratic,
-        gate_prior(prior),
-        lambda theta: log_half_normal(theta[:, 1], prior.slab_unit),
-        start,
-        unknown=[1] if prior.slab_scale is None else [],
-        gate_of=gate_of(problem),
-        every=effort.every,
-    )
-    return walk, sampled_walk(walk, problem.gates, effort.flips, generator)
+class _Walk(ScaleWalk):
+    """Gates and an unknown slab scale on an expansion of a problem's log likelihood."""
+
+    def __init__(self, problem: Problem, expansion: Expansion, effort: Effort) -> None:
+        prior = problem.prior
+        slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
+        super().__init__(
+            expansion.quadratic,
+            gate_prior(prior),
+            lambda theta: log_half_normal(theta[:, 1], prior.slab_unit),
+            torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
+            unknown=[1] if prior.slab_scale is None else [],
+            gate_of=gate_of(problem),
+            every=effort.every,
+        )
+        self.expansion = expansion
 
 
-def _mean(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> Tensor:
-    """Mean of the coefficients over draws of the chains."""
-    picked = resampled(run.weights, _MEAN, generator)
-    return walk.collapsed(run.hyper[picked]).mean(run.states[picked]).mean(0)
+def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
+    """log p(y, z) of an expansion up to a constant, with an unknown slab scale integrated out."""
+    if prior.slab_scale is None:
+        middle = math.log(prior.slab_unit)
+        log_slabs = torch.linspace(middle - 10.0, middle + 2.0, _NODES, dtype=torch.float64)
+        log_weights = log_half_normal(log_slabs, prior.slab_unit) + math.log(12.0 / (_NODES - 1))
+    else:
+        log_slabs = torch.tensor([math.log(prior.slab_scale)], dtype=torch.float64)
+        log_weights = torch.zeros(1, dtype=torch.float64)
+    nodes = torch.stack([torch.zeros_like(log_slabs), log_slabs], 1)
 
+    def log_marginal(z: Tensor) -> Tensor:
+        each = torch.stack([walk.collapsed(node[None]).log_evidence(z) for node in nodes], 1)
+        return (each + log_weights).logsumexp(1) + walk.prior.log_prob(z)
 
-class _ExpandedMarginal:
-    """log p(y, z) of the expansion up to a constant, an unknown slab scale integrated out.
-
-    Args:
-        walk: over the expansion's gates.
-        prior: of the slab scale.
-    """
-
-    def __init__(self, walk: ScaleWalk, prior: Prior) -> None:
-        self._walk = walk
-        if prior.slab_scale is not None:
-            self._log_slabs = torch.tensor([math.log(prior.slab_scale)], dtype=torch.float64)
-            self._log_weights = torch.zeros(1, dtype=torch.float64)
-            return
-        low, high = math.log(prior.slab_unit) - 10.0, math.log(prior.slab_unit) + 2.0
-        self._log_slabs = torch.linspace(low, high, _NODES, dtype=torch.float64)
-        step = (high - low) / (_NODES - 1)
-        self._log_weights = log_half_normal(self._log_slabs, prior.slab_unit) + math.log(step)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        nodes = self._log_slabs.new_zeros(len(self._log_slabs), 2)
-        nodes[:, 1] = self._log_slabs
-        each = torch.stack([self._walk.collapsed(node[None]).log_evidence(z) for node in nodes], 1)
-        return (each + self._log_weights).logsumexp(1) + self._walk.prior.log_prob(z)
+    return log_marginal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +14,10 @@ from pyro_l0.selection.gate_vectors.axis import log_half_cauchy, log_half_normal
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.grid import smallest_noise
 from pyro_l0.selection.gate_vectors.states import gate_prior
+from pyro_l0.selection.methods.chains import Effort, chain_evidence, resampled, rescaled, sampled_walk
 from pyro_l0.selection.methods.expanded_sampling import expanded_posterior
-from pyro_l0.selection.methods.tempered_chains import Effort, at_inclusion, chain_evidence, resampled, sampled_walk
 from pyro_l0.selection.posterior import SelectionPosterior
-from pyro_l0.selection.problem import Prior, Problem
+from pyro_l0.selection.problem import Problem
 
 __all__ = ["tempered_posterior"]
 
@@ -51,61 +50,44 @@ def tempered_posterior(
     walk = _walk(problem, effort)
     run = sampled_walk(walk, problem.gates, effort.flips, generator)
     if problem.gate_of is None:
-        mean, square = (part[:, None] for part in _moments(walk, run, generator))
+        moments = _moments(walk, run, generator)
     else:
         z = run.states[resampled(run.weights, _FEWEST, generator)]
         moments = states.moments(z, torch.full((len(z),), 1 / len(z), dtype=torch.float64))
-        mean, square = at_inclusion(problem, run.active_probs, z.double().mean(0), moments)
-    return SelectionPosterior(
-        run.active_probs.numpy(),
-        mean.numpy(),
-        (square - mean.square()).clamp(min=0).sqrt().numpy(),
-        chain_evidence(states.log_marginal, walk, run, generator),
-        states.draws(run.states[resampled(run.weights, draws, generator)], generator),
-        run.standard_error().numpy(),
-    )
+        moments = rescaled(problem, run.active_probs, z.double().mean(0), moments)
+    log_evidence = chain_evidence(states.log_marginal, walk, run, generator)
+    found = states.draws(run.states[resampled(run.weights, draws, generator)], generator)
+    return SelectionPosterior.of(run.active_probs, moments, log_evidence, found, run.standard_error())
 
 
 def _walk(problem: Problem, effort: Effort) -> ScaleWalk:
     x, y, prior = problem.x, problem.y, problem.prior
-    density = _ScaleDensity.of(problem)
-    noise = math.sqrt(density.square / density.n) if prior.noise_scale is None else prior.noise_scale
-    slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
-    start = torch.tensor([math.log(noise), math.log(slab)], dtype=torch.float64).expand(effort.chains, 2)
-    unknown = [i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None]
-    quadratic, gates = quadratic_of(x, x.T @ y), gate_prior(prior)
-    return ScaleWalk(quadratic, gates, density, start, unknown=unknown, gate_of=problem.gate_of, every=effort.every)
+    n, square = problem.size, float(y @ y)
 
-
-@dataclass(frozen=True)
-class _ScaleDensity:
-    """Log density of the logarithms of noise and slab scale, with the part of the log likelihood that has no gates.
-
-    Attributes:
-        n: observations.
-        square: y'y.
-        prior: of the scales.
-    """
-
-    n: float
-    square: float
-    prior: Prior
-
-    @staticmethod
-    def of(problem: Problem) -> _ScaleDensity:
-        return _ScaleDensity(problem.size, float(problem.y @ problem.y), problem.prior)
-
-    def __call__(self, theta: Tensor) -> Tensor:
+    def log_density(theta: Tensor) -> Tensor:
+        """Of the logarithms of noise and slab scale, with the part of the log likelihood that has no gates."""
         noise, slab = theta.unbind(1)
-        total = -self.n * noise - 0.5 * self.square * (-2 * noise).exp()
-        if self.prior.noise_scale is None:
-            total = total + log_half_cauchy(noise, self.prior.noise_unit)
-            total = torch.where(noise >= math.log(smallest_noise(self.n, self.square)), total, -math.inf)
-        return total if self.prior.slab_scale is not None else total + log_half_normal(slab, self.prior.slab_unit)
+        total = -n * noise - 0.5 * square * (-2 * noise).exp()
+        if prior.noise_scale is None:
+            total = total + log_half_cauchy(noise, prior.noise_unit)
+            total = torch.where(noise >= math.log(smallest_noise(n, square)), total, -math.inf)
+        return total if prior.slab_scale is not None else total + log_half_normal(slab, prior.slab_unit)
+
+    first_noise = math.sqrt(square / n) if prior.noise_scale is None else prior.noise_scale
+    first_slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
+    return ScaleWalk(
+        quadratic_of(x, x.T @ y),
+        gate_prior(prior),
+        log_density,
+        torch.tensor([math.log(first_noise), math.log(first_slab)], dtype=torch.float64).expand(effort.chains, 2),
+        unknown=[i for i, known in enumerate((prior.noise_scale, prior.slab_scale)) if known is None],
+        gate_of=problem.gate_of,
+        every=effort.every,
+    )
 
 
 def _moments(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Means of the coefficients and of their squares, averaged over what each is given all other gates."""
+    """Means of the coefficients and of their squares, ``(p, 1)``, averaged over what each is given all other gates."""
     p = run.states.shape[1]
     active, first, second = torch.zeros(3, p, dtype=torch.float64)
     picked = resampled(run.weights, min(_MOST, max(_FEWEST, _ENTRIES // p)), generator)
@@ -118,4 +100,4 @@ def _moments(walk: ScaleWalk, run: GibbsRun, generator: torch.Generator) -> tupl
         second += (probs * (mean.square() + variance)).sum(0)
     # The probabilities of the whole run are surer than those of the states that are picked.
     share = run.active_probs / active.clamp(min=torch.finfo(active.dtype).tiny)
-    return first * share, second * share
+    return (first * share)[:, None], (second * share)[:, None]

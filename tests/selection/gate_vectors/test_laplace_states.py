@@ -191,7 +191,7 @@ def test_draws_have_the_moments():
         np.testing.assert_allclose(beta.std(0), found.sd, rtol=3 * error)
         gates = beta != 0
         assert (gates == gates[:, :, :1]).all()  # K coefficients of a feature share a gate
-        np.testing.assert_allclose(gates[:, :, 0].mean(0), found.inclusion, atol=error / 2)
+        np.testing.assert_allclose(gates[:, :, 0].mean(0), found.active_probs, atol=error / 2)
         assert np.isnan(found.draws.noise_scale).all()
         assert found.draws.intercept.shape == (3000, outputs)
         expected = (1 + gates[:, :, 0].sum(1)).mean() / 5
@@ -205,10 +205,10 @@ def test_a_known_posterior(number):
     family = {"logistic": "bernoulli"}.get(design.family, design.family)
     known = {"rate": design.rate, "slab_scale": design.tau}
     found = exact_posterior(
-        design.x, design.y, family=family, standardize=False, fit_intercept=False, draws=10, random_state=0, **known
+        design.x, design.y, family=family, standardize=False, fit_intercept=False, draws=10, seed=0, **known
     )
     expected = reference(design)
-    np.testing.assert_allclose(found.inclusion, expected.inclusion, atol=0.006)
+    np.testing.assert_allclose(found.active_probs, expected.inclusion, atol=0.006)
     np.testing.assert_allclose(found.mean[:, 0], expected.mean, atol=0.03)
     np.testing.assert_allclose(found.sd[:, 0], expected.sd, atol=0.03)
     assert found.log_evidence == pytest.approx(expected.log_evidence, abs=0.06)

@@ -38,11 +38,11 @@ def test_known_hyperparameters(design):
     """The model as it is stated: what differs is rounding."""
     known = {"rate": design.rate, "slab_scale": design.tau, "noise_scale": design.sigma}
     found = exact_posterior(
-        design.x.numpy(), design.y.numpy(), standardize=False, fit_intercept=False, draws=10, random_state=0, **known
+        design.x.numpy(), design.y.numpy(), standardize=False, fit_intercept=False, draws=10, seed=0, **known
     )
     expected = GaussianPosterior(design.x, design.y, design.sigma, design.tau, design.rate).summary()
     assert found.log_evidence == pytest.approx(expected.log_evidence, abs=1e-8)
-    np.testing.assert_allclose(found.inclusion, expected.inclusion, atol=1e-9)
+    np.testing.assert_allclose(found.active_probs, expected.inclusion, atol=1e-9)
     np.testing.assert_allclose(found.mean[:, 0], expected.mean, atol=1e-8)
     np.testing.assert_allclose(found.sd[:, 0], expected.sd, atol=1e-8)
 
@@ -69,7 +69,7 @@ def test_unknown_hyperparameters(number, unknown):
     )
     expected = reference.summary()
     assert found.log_evidence == pytest.approx(expected.log_evidence, abs=5e-6)
-    np.testing.assert_allclose(found.inclusion, expected.inclusion, atol=3e-6)
+    np.testing.assert_allclose(found.active_probs, expected.inclusion, atol=3e-6)
     np.testing.assert_allclose(found.mean[:, 0], expected.mean, atol=3e-6)
     np.testing.assert_allclose(found.sd[:, 0], expected.sd, atol=3e-6)
     # Five standard errors of the draws' means.
@@ -136,7 +136,7 @@ def test_draws_have_the_moments(known):
     np.testing.assert_allclose(beta.mean(0), found.mean[:, 0], atol=error * found.sd.max())
     np.testing.assert_allclose(beta.std(0), found.sd[:, 0], rtol=error * 2)
     opened = np.bincount(found.draws.coefficients.indices, minlength=4) / len(beta)
-    np.testing.assert_allclose(opened, found.inclusion, atol=error / 2)
+    np.testing.assert_allclose(opened, found.active_probs, atol=error / 2)
 
 
 def test_draws_given_the_scales():
@@ -168,7 +168,7 @@ def test_an_intercept_is_integrated_out():
     x, y = regression(25, 3, 9)
     x, y, wide = x + 3, y + 5, 1e4
     known = {"rate": 0.3, "slab_scale": 0.6, "noise_scale": 0.8}
-    found = exact_posterior(x, y, standardize=False, draws=20000, random_state=1, **known)
+    found = exact_posterior(x, y, standardize=False, draws=20000, seed=1, **known)
     inclusion, log_evidence = torch.zeros(3, dtype=torch.float64), []
     for z in all_gates(3):
         covariance = 0.64 * torch.eye(25) + 0.36 * (x * z) @ x.T + wide**2
@@ -176,7 +176,7 @@ def test_an_intercept_is_integrated_out():
         log_evidence.append(log_joint + (z * math.log(0.3) + (1 - z) * math.log(0.7)).sum())
         inclusion += z * log_evidence[-1].exp()
     total = torch.stack(log_evidence).logsumexp(0)
-    np.testing.assert_allclose(found.inclusion, inclusion / total.exp(), atol=1e-6)
+    np.testing.assert_allclose(found.active_probs, inclusion / total.exp(), atol=1e-6)
     # N(0, wide^2) at the intercept instead of 1, and the length of the constant vector.
     density = -math.log(wide) - 0.5 * math.log(2 * math.pi)
     assert found.log_evidence == pytest.approx(float(total) - density + 0.5 * math.log(25), abs=1e-6)
@@ -191,15 +191,15 @@ def test_difficult_data():
     x, y = regression(50, 4, 10)
     x[:, 1], x[:, 2] = 0.0, x[:, 0]
     found = enumerate_posterior(problem_of(x, y), seed=0)
-    assert found.inclusion[0] == pytest.approx(found.inclusion[2], abs=1e-9)
+    assert found.active_probs[0] == pytest.approx(found.active_probs[2], abs=1e-9)
     assert found.mean[1] == pytest.approx(0.0, abs=1e-9)
     exact = enumerate_posterior(problem_of(x, x[:, 0]), seed=0)
     np.testing.assert_allclose(exact.mean[[0, 2]].sum(), 1.0, atol=1e-6)
     assert exact.draws.noise_scale.max() < 1e-4
     zero = enumerate_posterior(problem_of(x, torch.zeros_like(y), noise_scale=1.0), seed=0)
     np.testing.assert_allclose(zero.mean, 0.0, atol=1e-12)
-    assert exact_posterior(x[:, :1], y, random_state=0).inclusion.shape == (1,)
-    assert np.isfinite(exact_posterior(x[:3, [0, 2, 3]], y[:3], random_state=0).inclusion).all()
+    assert exact_posterior(x[:, :1], y, seed=0).active_probs.shape == (1,)
+    assert np.isfinite(exact_posterior(x[:3, [0, 2, 3]], y[:3], seed=0).active_probs).all()
 
 
 def test_refusals():
@@ -221,8 +221,8 @@ def test_refusals():
 def test_seeds():
     x, y = regression(30, 3, 11)
     before = torch.get_rng_state()
-    one, two = (exact_posterior(x, y, random_state=3) for _ in range(2))
-    other = exact_posterior(x, y, random_state=np.random.RandomState(0))
+    one, two = (exact_posterior(x, y, seed=3) for _ in range(2))
+    other = exact_posterior(x, y, seed=np.random.RandomState(0))
     assert torch.equal(torch.get_rng_state(), before)
     assert (one.draws.coefficients != two.draws.coefficients).nnz == 0
     np.testing.assert_array_equal(one.draws.intercept, two.draws.intercept)

@@ -7,11 +7,11 @@ import torch
 from pyro_l0.selection import SpikeSlabPoissonRegressor
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.methods import expanded_sampling
+from pyro_l0.selection.methods.chains import Effort
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
-from pyro_l0.selection.methods.expanded_sampling import _sampled
+from pyro_l0.selection.methods.expanded_sampling import _Walk
 from pyro_l0.selection.methods.expansion import expanded, null_predictor
 from pyro_l0.selection.methods.laplace_chains import laplace_chains
-from pyro_l0.selection.methods.tempered_chains import Effort
 
 
 def counts(n, p, seed, most=10**9):
@@ -28,9 +28,9 @@ def test_a_poor_expansion_is_put_right(groups):
     """Around the model without features, from closed gates, against the sum over all gates; five standard errors."""
     x, y, _ = counts(25, 5, seed=6)
     problem = make_design(x, y, "poisson", slab_scale=0.5, rate=0.5, gate_of=groups).problem
-    exact = enumerate_posterior(problem, seed=0).inclusion
+    exact = enumerate_posterior(problem, seed=0).active_probs
     generator = torch.Generator().manual_seed(1)
-    walk, _ = _sampled(expanded(problem, null_predictor(problem)), Effort(4, 20, 2), generator)
+    walk = _Walk(problem, expanded(problem, null_predictor(problem)), Effort(4, 20, 2))
     start = torch.zeros(100, problem.gates, dtype=torch.bool)
     chains = laplace_chains(problem, walk, start, torch.full((100,), 0.5).double().log(), 40, generator)
     chains = chains._replace(states=chains.states[15:])

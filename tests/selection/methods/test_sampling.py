@@ -9,9 +9,9 @@ import torch
 import torch.distributions as dist
 
 from pyro_l0.selection.methods import sampling
+from pyro_l0.selection.methods.chains import Effort, sampled_walk
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import _moments, tempered_posterior
-from pyro_l0.selection.methods.tempered_chains import Effort, sampled_walk
 from pyro_l0.selection.problem import Prior, Problem
 from tests.cases import first_by_default
 from tests.reference_posteriors import GaussianPosterior
@@ -32,7 +32,7 @@ def errors(found, expected):
     """Largest errors of probabilities, of means in standard deviations, and of the evidence."""
     sd = expected.sd.numpy()
     return (
-        np.abs(found.inclusion - expected.inclusion.numpy()).max(),
+        np.abs(found.active_probs - expected.inclusion.numpy()).max(),
         (np.abs(found.mean[:, 0] - expected.mean.numpy()) / sd).max(),
         abs(found.log_evidence - expected.log_evidence),
     )
@@ -59,7 +59,7 @@ def error_of_log_sd(walk, run):
         active = share[part::8] @ run.chain_active_probs[part::8] / share[part::8].sum()
         alone = replace(run, weights=run.weights * (run.chain % 8 == part), active_probs=active)
         first, second = _moments(walk, alone, torch.Generator().manual_seed(part))
-        found.append((second - first.square()).log() / 2)
+        found.append((second - first.square()).squeeze(1).log() / 2)
     return torch.stack(found).std(0).numpy() / math.sqrt(8)
 
 
@@ -129,10 +129,10 @@ def test_seed_decides():
     state = torch.get_rng_state()
     first, again, other = (tempered_posterior(problem, draws=10, seed=seed, effort=QUICK) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
-    assert np.array_equal(first.inclusion, again.inclusion)
+    assert np.array_equal(first.active_probs, again.active_probs)
     assert (first.draws.coefficients != again.draws.coefficients).nnz == 0
     assert first.log_evidence == again.log_evidence
-    assert not np.array_equal(first.inclusion, other.inclusion)
+    assert not np.array_equal(first.active_probs, other.active_probs)
 
 
 def regression(name, intercept, prior):
@@ -166,12 +166,12 @@ def test_other_families(name):
     problem = OTHERS[name]()
     expected = enumerate_posterior(problem, draws=10)
     found = tempered_posterior(problem, seed=1)
-    apart = np.abs(found.inclusion - expected.inclusion)
+    apart = np.abs(found.active_probs - expected.active_probs)
     assert apart.max() < 0.03
     assert (apart < 5 * found.standard_error + 0.002).all()
     assert (np.abs(found.mean - expected.mean) / expected.sd).max() < 0.06
     assert np.abs(found.sd / expected.sd - 1).max() < 0.1
     assert found.log_evidence == pytest.approx(expected.log_evidence, abs=0.1)
     beta = found.draws.coefficients.toarray().reshape(4000, *expected.mean.shape)
-    assert np.abs((beta != 0).any(2).mean(0) - expected.inclusion).max() < 0.05
+    assert np.abs((beta != 0).any(2).mean(0) - expected.active_probs).max() < 0.05
     assert (np.abs(beta.mean(0) - expected.mean) / expected.sd).max() < 0.1

@@ -1,24 +1,25 @@
-"""Tempered chains of a problem's gates and scales, and what is taken from the states that they visit."""
+"""Tempered chains of a problem's gates and scales, what is taken from the states that they visit, and the evidence."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
 from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, sampled_target
-from pyro_l0.selection.methods.bridge import bridged_evidence
 from pyro_l0.selection.problem import Problem
 
-__all__ = ["Effort", "at_inclusion", "chain_evidence", "resampled", "sampled_walk"]
+__all__ = ["Effort", "chain_evidence", "resampled", "rescaled", "sampled_walk"]
 
 _WARM_UP = 0.3
 # Open gates that a chain starts with on average, at most.
 _START = 5.0
-_BRIDGE = 1000  # draws that the evidence is estimated from
+_BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and rounds of the estimate
 
 
 class Effort(NamedTuple):
@@ -51,11 +52,11 @@ def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Gener
     return sampled_target(walk, z, probs, flips=flips, warm_up=int(_WARM_UP * flips), generator=generator)
 
 
-def at_inclusion(
-    problem: Problem, inclusion: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]
+def rescaled(
+    problem: Problem, active_probs: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Moments ``(p, K)`` over draws in which each gate is open for a certain share, for what its probability is."""
-    change = problem.switched(inclusion / share.clamp(min=torch.finfo(share.dtype).tiny))[:, None]
+    """Moments ``(p, K)`` over draws in which each gate is open for a share, made those for its active probability."""
+    change = problem.switched(active_probs / share.clamp(min=torch.finfo(share.dtype).tiny))[:, None]
     return moments[0] * change, moments[1] * change
 
 
@@ -89,3 +90,41 @@ def chain_evidence(
         ]
     )
     return bridged_evidence(log_marginal, run.states[drawn], logits, generator)
+
+
+def bridged_evidence(
+    log_marginal: Callable[[Tensor], Tensor], drawn: Tensor, logits: Tensor, generator: torch.Generator
+) -> float:
+    """log p(y) from draws of the gates and where each would go next.
+
+    The bridge (Meng and Wong 1996, eq. 4.1) leads to a distribution that is known and close: a mixture with a part for
+    each draw, in which every gate is independently what it would be given the others of that draw.
+
+    Args:
+        log_marginal: log p(y, z) of gates, bool, shape ``(S, p)`` to ``(S,)``.
+        drawn: from the posterior, bool, shape ``(N, p)``; draws other than those of the mixture.
+        logits: log odds of each gate given the others in M draws, shape ``(M, p)``.
+        generator: of the random numbers.
+    """
+    part = torch.randint(len(logits), (len(drawn),), generator=generator)
+    proposed = torch.rand(drawn.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])
+    both = torch.cat([drawn, proposed])
+    # log p(y, z) / q(z), of draws and of proposals.
+    log_ratio = log_marginal(both) - _log_mixture(both, logits)
+    from_posterior, from_mixture = log_ratio.split(len(drawn))
+    log_evidence = float(from_mixture.logsumexp(0)) - math.log(len(drawn))
+    for _ in range(_ROUNDS):
+        before = log_evidence
+        numerator = F.logsigmoid(from_mixture - log_evidence).logsumexp(0)
+        denominator = F.logsigmoid(log_evidence - from_posterior).logsumexp(0)
+        log_evidence = before + float(numerator - denominator)
+        if abs(log_evidence - before) < 1e-6:
+            break
+    return log_evidence
+
+
+def _log_mixture(z: Tensor, logits: Tensor) -> Tensor:
+    """Log probability of gates, shape ``(S,)``, by parts of equal weight."""
+    closed = F.logsigmoid(-logits).sum(1)
+    each = [(part.to(logits) @ logits.T + closed).logsumexp(1) for part in z.split(256)]
+    return torch.cat(each) - math.log(len(logits))
