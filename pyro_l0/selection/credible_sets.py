@@ -78,7 +78,7 @@ def credible_sets(
     Raises:
         ValueError: the level or the correlation is not between 0 and 1, or the shapes do not fit.
     """
-    expect(np.ndarray, "an array", gates=gates, inclusion=inclusion, x=x)
+    expect(np.ndarray, "an array", gates=gates, active_probs=active_probs, x=x)
     expect(np.ndarray | None, "an array", gate_of=gate_of, weights=weights)
     expect(Sequence | np.ndarray, "a list of names", names=names)
     expect(Real, "a number", level=level, min_correlation=min_correlation)
