@@ -396,8 +396,8 @@ def test_a_block_that_closes_wholly_and_shrinkings_after_it(make):
     assert result.certificate < 1e-12
 
 
-def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
-    """One that comes between two tensors of a network waits until all of them, and the guide's, are cut."""
+def about_to_shrink():
+    """A network whose next step takes out every other unit: with its guide, optimiser, shrinker and example."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), Gate(8), nn.Linear(8, 2))
     x = torch.randn(6, 4)
@@ -407,6 +407,12 @@ def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
     shrinker = Shrinker(net, guide, x, optimiser, patience=1)
     with torch.no_grad():
         next(guide.parameters())[::2] = -9.0
+    return net, guide, optimiser, shrinker, x
+
+
+def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
+    """One that comes between two tensors of a network waits until all of them, and the guide's, are cut."""
+    net, guide, _, shrinker, x = about_to_shrink()
     cut, calls = slicing.set_value, []
 
     def interrupted(tensor, value):
