@@ -30,10 +30,9 @@ from torch.distributions import kl_divergence
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench_gpu import Work, settings, small_network
-
 import mnist
 from pyro_l0 import fast
+from tests.bench.steps.bench_gpu import Work, settings, small_network
 from tests.cases import ATOMIC, FAMILIES, stack
 
 TRAININGS = {

@@ -42,7 +42,7 @@ def test_faults_are_found(name):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_healthy_trainings_have_no_findings(name):
-    """Soon after the start, in the middle and at the end; tests/bench/bench_doctor.py has the others."""
+    """Soon after the start, in the middle and at the end; tests/bench/pruning/bench_doctor.py has the others."""
     run = start(HEALTHY[name])
     for look in (0.05, 0.5, 1.0):
         assert run.to(look).diagnosis().findings == ()

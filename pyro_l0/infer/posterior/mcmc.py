@@ -28,7 +28,7 @@ Kernel = Literal["nuts", "hmc"] | Callable[..., HMC]
 # Trajectories of more than 63 steps take minutes; r-hat tells where they would be needed.
 _KERNELS: dict[str, Callable[..., HMC]] = {"nuts": partial(NUTS, max_tree_depth=6), "hmc": HMC}
 _STARTS = 100
-# Right runs of tests/bench/bench_samplers.py have an r-hat of at most 1.014, the wrong one has 5.5.
+# Right runs of tests/bench/posteriors/bench_samplers.py have an r-hat of at most 1.014, the wrong one has 5.5.
 _AGREE = 1.05
 _APART = 0.15  # between the largest and the least of four chains: a standard error of .035 of their mean
 _MOVED = 0.15  # right runs move by .02, the wrong one by .5

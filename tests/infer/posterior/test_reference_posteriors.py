@@ -15,7 +15,7 @@ from pyro import poutine
 from scipy import integrate
 from torch.distributions import MultivariateNormal
 
-from tests.bench.posterior_references import FILE, reference
+from tests.bench.posteriors.posterior_references import FILE, reference
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.sampled_posteriors import Problem, importance_sampled_posterior, long_chain_posterior
 from tests.spike_slab_designs import (

@@ -13,7 +13,7 @@ from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates, laplace
 from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
 from pyro_l0.selection.problem import Prior, Problem
-from tests.bench.posterior_references import reference
+from tests.bench.posteriors.posterior_references import reference
 from tests.reference_posteriors import all_gates
 from tests.spike_slab_designs import generalised_linear_designs
 

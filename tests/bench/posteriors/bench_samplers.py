@@ -1,4 +1,4 @@
-"""Posterior samples of gates beside sums over all gates: python tests/bench/bench_samplers.py
+"""Posterior samples of gates beside sums over all gates: python tests/bench/posteriors/bench_samplers.py
 
 Three runs of sample_posterior, four chains each, one thread: Bernoulli gates on ten independent features, where they
 have to be within .03 of the exact probabilities; Bernoulli gates on eight features of which two are equal; and sharp

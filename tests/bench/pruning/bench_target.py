@@ -1,4 +1,4 @@
-"""Whether budgets are met with nothing tuned: python tests/bench/bench_target.py --data-dir FOLDER
+"""Whether budgets are met with nothing tuned: python tests/bench/pruning/bench_target.py --data-dir FOLDER
 
 FOLDER has MNIST's four files. ``prune`` takes an MLP with gates on its inputs, a convolutional network with BatchNorm
 and a small vision transformer to .5, .3, .1 and .05 of their multiply-adds, in 300, 1,000 and 3,000 steps, pretrained
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from data import load_images
 from pyro_l0 import prune

@@ -1,4 +1,4 @@
-"""What keeping to a budget adds to a step with gates: python tests/bench/bench_prune_step.py [--steps 1000 3000]
+"""What keeping to a budget adds to a step with gates: python tests/bench/steps/bench_prune_step.py [--steps 1000 3000]
 
 A step of ``prune`` in its phase with gates calls ``SparsityTarget.add_gradient`` and ``ascend``; the plain gated step
 has the same loss, guide and optimisers without them. The two calls are timed within the steps of a whole run, so that
@@ -21,15 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from bench_target import VisionTransformer
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from pyro_l0.nn import NetworkCost
 from pyro_l0.pruning.batches import BatchLoss
 from pyro_l0.pruning.phases import GatedPhase, TargetOptions
 from pyro_l0.pruning.places import put_gates
+from tests.bench.pruning.bench_target import VisionTransformer
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""The estimators beside posteriors that are known: python tests/bench/bench_estimators.py [--method METHOD]
+"""The estimators beside posteriors that are known: python tests/bench/posteriors/bench_estimators.py [--method METHOD]
 
 Five Gaussian designs of ten features (the exact pair: eight), and three of fifteen with new data for each seed, go
 through ``SpikeSlabRegressor(standardize=False, fit_intercept=False)`` with noise, slab scale and rate known, once per
@@ -20,12 +20,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from bench_posteriors import cell, print_row, table_head
-from posterior_references import reference
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.selection import SpikeSlabRegressor
+from tests.bench.posteriors.bench_posteriors import cell, print_row, table_head
+from tests.bench.posteriors.posterior_references import reference
 from tests.reference_posteriors import Posterior
 from tests.spike_slab_designs import Design, gaussian_designs, wide_designs
 

@@ -1,4 +1,4 @@
-"""Is a posterior calibrated? python tests/bench/simulation_based_calibration.py [--replicates 300]
+"""Is a posterior calibrated? python tests/bench/posteriors/simulation_based_calibration.py [--replicates 300]
 
 Coefficients, and unknown hyperparameters, are drawn from the prior and data from the model; a right posterior is then
 right on average over replicates, whatever the prior (Talts et al., 2018, arXiv:1804.06788). Four settings: features
@@ -36,10 +36,9 @@ from pyro import poutine
 from scipy import stats
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from posterior_references import exact_posterior
-
+from tests.bench.posteriors.posterior_references import exact_posterior
 from tests.spike_slab_designs import Design
 
 __all__ = ["Calibration", "replicate", "settings"]

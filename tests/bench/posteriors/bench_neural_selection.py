@@ -1,4 +1,4 @@
-"""What the selector of a network's inputs finds: python tests/bench/bench_neural_selection.py --part PART
+"""What the selector of a network's inputs finds: python tests/bench/posteriors/bench_neural_selection.py --part PART
 
 PART stg is the design of Yamada et al. (2020): 1,000 observations of 20 features from 5 U(0, 1) and y = sin(x1)
 cos(x2)^3 without noise; 1,000 more are the test. Columns: how many seeds selected exactly features 1 and 2, test mean
@@ -33,7 +33,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from sklearn.preprocessing import StandardScaler
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.selection import NeuralFeatureSelector
 

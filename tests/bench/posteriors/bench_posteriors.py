@@ -1,4 +1,4 @@
-"""Fits of spike and slab beside the posteriors that are known: python tests/bench/bench_posteriors.py --line LINE
+"""Fits of spike and slab beside known posteriors: python tests/bench/posteriors/bench_posteriors.py --line LINE
 
 LINE says which designs: 1 Gaussian regressions (five, and three of 15 features with new data for each seed), 2
 logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 6 whether ``check_fit``
@@ -26,12 +26,11 @@ from pathlib import Path
 import pyro
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from posterior_references import reference
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
+from tests.bench.posteriors.posterior_references import reference
 from tests.reference_posteriors import Posterior
 from tests.spike_slab_designs import (
     Design,

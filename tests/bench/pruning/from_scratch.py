@@ -1,4 +1,4 @@
-"""Pruned networks and the same trained from scratch: python tests/bench/from_scratch.py RUN [RUN ...] --data-dir MNIST
+"""Pruned networks, trained from scratch: python tests/bench/pruning/from_scratch.py RUN [RUN ...] --data-dir MNIST
 
 RUN is the folder of a finished run of examples/mnist.py. Its pruned network is trained again from a random start,
 without gates, as ``--retrain`` trains (Adam, a step that falls to 0, averaged weights, noise on the pixels if asked
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from data import load_mnist
 from networks import build

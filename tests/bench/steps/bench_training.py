@@ -1,4 +1,4 @@
-"""Whole training runs with shrinking beside the dense network: python tests/bench/bench_training.py --data-dir MNIST
+"""Training runs with shrinking beside the dense network: python tests/bench/steps/bench_training.py --data-dir MNIST
 
 The runs take their epochs in turn in one process: same loader, same batch size, same optimiser, averaged weights, one
 thread. Without gates the dense network has the plain loss. Prints the seconds of both and their ratio, so far and of
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from averages import Average
 from data import Images, load_mnist

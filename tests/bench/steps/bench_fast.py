@@ -1,4 +1,4 @@
-"""What each of the faster ways buys: python tests/bench/bench_fast.py
+"""What each of the faster ways buys: python tests/bench/steps/bench_fast.py
 
 Training steps with one door of ``pyro_l0.fast`` closed, over the same steps with all open; MLP 784-300-100 at several
 batch sizes, fused Adam, and with ``--wrn DEPTH WIDTH`` a wide residual network at a batch of 128 in place of it. One
@@ -19,10 +19,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from bench_step import GROUP_SIZES, LAM, NUM_DATA, SIZES, Model
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from cifar import Cifar
 from cifar_wrn import Options, Run
@@ -31,6 +29,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.nn import square_norms
 from pyro_l0.nn.gate import name_gates
+from tests.bench.steps.bench_step import GROUP_SIZES, LAM, NUM_DATA, SIZES, Model
 
 Step = Callable[[], None]
 # The doors that a loss passes; "all" closes every one.

@@ -1,4 +1,4 @@
-"""Variable selection beside abess on six published designs: python tests/bench/bench_selection.py
+"""Variable selection beside abess on six published designs: python tests/bench/posteriors/bench_selection.py
 
 Features are independent standard normal, and the first of them have effects. A design is n, p, the effects and the
 deviation of the noise, which is estimated. Ours is SpikeSlabRegressor as it comes, with select(.05), select(.1), which

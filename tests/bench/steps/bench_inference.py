@@ -1,4 +1,4 @@
-"""Time of compacted networks beside the dense ones: python tests/bench/bench_inference.py --mlp RUN --lenet5 RUN
+"""Time of compacted networks beside the dense ones: python tests/bench/steps/bench_inference.py --mlp RUN --lenet5 RUN
 
 RUN is the folder of a run of examples/mnist.py, whose pruned network is read. Both networks are called in turn, one
 thread, without gradients; the ratio is that of the medians.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from networks import NetworkName, build
 from pyro_l0.compaction import load_compacted

@@ -1,4 +1,4 @@
-"""What the library does on a GPU: python tests/bench/bench_gpu.py equality reads speed cifar --data-dir CIFAR
+"""What the library does on a GPU: python tests/bench/steps/bench_gpu.py equality reads speed cifar --data-dir CIFAR
 
 Four pieces, each of units that are written to ``--out`` as they finish. A run stops after ``--minutes`` and the next
 one goes on where it stopped, within a training too; so a GPU that is at hand for minutes at a time is enough.
@@ -34,11 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from bench_gpu_cifar import cifar_units
-from bench_wrn import without_gates
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from networks import Classifier, build
 from pyro_l0 import BernoulliGate, HardConcrete
@@ -46,6 +43,8 @@ from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.nn import NetworkCost, square_norms
 from pyro_l0.nn.gate import gate_names, name_gates
+from tests.bench.steps.bench_gpu_cifar import cifar_units
+from tests.bench.steps.bench_wrn import without_gates
 from tests.cases import ATOMIC, FAMILIES
 from wide_resnet import wide_resnet
 

@@ -1,4 +1,4 @@
-"""Inclusion probabilities of a thousand features: python tests/bench/large_designs.py [--quick]
+"""Inclusion probabilities of a thousand features: python tests/bench/posteriors/large_designs.py [--quick]
 
 Ten of p = 1,000 features have an effect of size .25 to .75, the noise is 1, and neighbouring features have correlation
 rho. The model knows the noise, the rate (1 %) and the slabs' scale (.5). The reference are two long tempered runs from

@@ -1,4 +1,4 @@
-"""Gates beside importance scores at equal steps and multiply-adds: python tests/bench/bench_pruning.py --out OUT
+"""Gates beside importance scores: python tests/bench/pruning/bench_pruning.py --out OUT
 
 Networks: ``mlp``, 784-300-100 on MNIST with gates for its inputs; ``cnn``, three convolutions with BatchNorm and a
 dense layer on MNIST; ``resnet``, a residual network of three blocks on 5,000 of CIFAR-10's images, 2,000 to test, with
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import checkpoint
 from cifar import load_cifar

@@ -1,4 +1,4 @@
-"""Time of a training step with gates, and throughput of sampling and KL: python tests/bench/bench_step.py
+"""Time of a training step with gates, and throughput of sampling and KL: python tests/bench/steps/bench_step.py
 
 MLP 784-300-100, batch 100, fused Adam, one thread. All steps run in turn within one process; the ratios are those of
 the medians over ``--rounds`` rounds. Baselines: the same loss written by hand on plain tensors (with this library's

@@ -1,4 +1,4 @@
-"""The doctor beside trainings whose faults are known: python tests/bench/bench_doctor.py [--only NAME]
+"""The doctor beside trainings whose faults are known: python tests/bench/pruning/bench_doctor.py [--only NAME]
 
 Trainings with a planted fault are looked at once, and their own finding is to be among what is found. Healthy ones are
 looked at at their start, after a twentieth, a fifth and a half of their steps, and at their end, and nothing is to be
@@ -13,7 +13,7 @@ import time
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.diagnostics.doctor_runs import FAULTS, HEALTHY, start
 

@@ -1,4 +1,4 @@
-"""A training step of a gated wide residual network beside the dense one: python tests/bench/bench_wrn.py
+"""A training step of a gated wide residual network beside the dense one: python tests/bench/steps/bench_wrn.py
 
 Random images, batch 128, SGD with Nesterov momentum, steps in turn in one process; prints the medians, their ratio and
 the peak of the process's memory. On a GPU (``--device cuda``) steps are synchronised; ``--amp`` takes bfloat16.
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from cifar import Cifar
 from cifar_wrn import Options, Run

@@ -1,4 +1,4 @@
-"""Seconds to record and to analyse large networks: python tests/bench/bench_engine.py
+"""Seconds to record and to analyse large networks: python tests/bench/pruning/bench_engine.py
 
 A BERT of base size (12 layers, 768 units, 12 heads; a gate on every head and hidden unit) and a ResNet-50 (a gate
 behind every activation in its blocks), written out here, with half of the gates closed. Columns: operations, seconds to

@@ -1,4 +1,4 @@
-"""Certificates of trained networks in both precisions: python tests/bench/certify.py RUN [RUN ...] --data-dir MNIST
+"""Certificates of trained networks: python tests/bench/pruning/certify.py RUN [RUN ...] --data-dir MNIST
 
 RUN is the folder of a finished run of examples/mnist.py. The averaged network of its checkpoint, under its test gates,
 is compacted in float32 and, from the same weights, in float64. Prints the largest difference between the two networks,
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from data import Images, load_mnist
 from options import Options

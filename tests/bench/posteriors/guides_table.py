@@ -1,4 +1,4 @@
-"""Which guide is right where, beside the exact posterior: python tests/bench/guides_table.py
+"""Which guide is right where, beside the exact posterior: python tests/bench/posteriors/guides_table.py
 
 Three guides of AutoSpikeSlab, trained by ``fit`` as it comes, on four regressions of ten features (the exact pair:
 eight) with known noise. A cell is the worst of all seeds: the log evidence minus the ELBO in nats, the largest error of
@@ -9,11 +9,15 @@ About seven minutes on one core; ``--quick`` takes one seed and 300 steps.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
-from bench_posteriors import Run, print_row, run, table_head
-from posterior_references import reference
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.bench.posteriors.bench_posteriors import Run, print_row, run, table_head
+from tests.bench.posteriors.posterior_references import reference
 from tests.spike_slab_designs import gaussian_designs
 
 GUIDES = (("mean_field", "independent"), ("mean_field", "structured"), ("autoregressive", "structured"))

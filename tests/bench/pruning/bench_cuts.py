@@ -1,4 +1,4 @@
-"""Random cuts of transformers' models and of the zoo: python tests/bench/bench_cuts.py [--cuts 50]
+"""Random cuts of transformers' models and of the zoo: python tests/bench/pruning/bench_cuts.py [--cuts 50]
 
 Prints of how many random choices of open gates a smaller network was certified. The gates are those that are suggested,
 of heads and of units that leave alone, or those of the zoo's networks; they are open at three rates by turns.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.compaction.random_cuts import MODELS, gated, refusals
 from tests.engine.zoo import ZOO

@@ -1,4 +1,4 @@
-"""Do credible sets and inclusion probabilities keep their word? python tests/bench/credible_sets.py [--part PART]
+"""Do credible sets and inclusion probabilities hold? python tests/bench/posteriors/credible_sets.py [--part PART]
 
 ``sets``: 200 data sets of 150 observations and 30 features, in blocks of five with the correlation rho within a block
 or as AR(rho) with ``--features ar``; three features have an effect, normal with standard deviation .5, under noise of
@@ -31,12 +31,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from simulation_based_calibration import BINS, Calibration
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.design import default_rate
+from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration
 
 N, P, BLOCK, EFFECTS = 150, 30, 5, 3
 LEAST, MOST = 0.93, 3.0
