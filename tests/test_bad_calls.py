@@ -29,7 +29,7 @@ KINDS = {
     "FixedGate": ["value", "dim"],
     "prune": ["gates", "pretrained", "resume", "progress", "finetune"],
     "exact_posterior": ["rate", "expected_size", "slab_scale", "noise_scale", "draws"],
-    "credible_sets": ["gates", "inclusion", "x", "level", "min_correlation", "names", "gate_of", "weights"],
+    "credible_sets": ["gates", "active_probs", "x", "level", "min_correlation", "names", "gate_of", "weights"],
 }
 FUNCTIONS = {name: function for name, function, _, _ in doors()}
 ARGUMENTS = {**GOOD, **{name: good for name, (_, good) in METHODS.items()}, "L0_ELBO": dict}
