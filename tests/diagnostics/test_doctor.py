@@ -20,7 +20,9 @@ from pyro_l0.diagnostics.sites import gate_sites
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.terms import Term
 from pyro_l0.nn import fix_gates
-from tests.diagnostics.doctor_runs import FAULTS, HEALTHY, cnn, digits, mlp, start, train
+from tests.diagnostics.doctor_faults import FAULTS
+from tests.diagnostics.doctor_runs import HEALTHY, digits, start, train
+from tests.diagnostics.networks import cnn, mlp
 
 QUICK = ("MLP, 60 steps", "MLP, one cycle", "MLP, Bernoulli gates, straight through", "regression by SVI, Eq. 22")
 
@@ -78,7 +80,7 @@ def are_equal(one, other):
 
 def test_a_diagnosis_changes_nothing():
     """Neither a BatchNorm network in training mode nor anything else, and the training goes on as it would have."""
-    looked, left_alone = start(HEALTHY["CNN"]).to(0.05), None
+    looked = start(HEALTHY["CNN"]).to(0.05)
     before = state_of(looked)
     first, second = looked.diagnosis(), looked.diagnosis()
     assert are_equal(before, state_of(looked))
@@ -188,14 +190,8 @@ def test_how_it_reads():
 def test_a_multiplier_at_its_limit():
     """A target knows it, and how many steps are left."""
     _, guide = gates_alone()
-    target = SimpleNamespace(
-        step=300,
-        steps=1000,
-        start=20,
-        settled=800,
-        multiplier=torch.ones(2),
-        saturated=torch.tensor([False, True]),
-    )
+    counts = {"step": 300, "steps": 1000, "start": 20, "settled": 800}
+    target = SimpleNamespace(**counts, multiplier=torch.ones(2), saturated=torch.tensor([False, True]))
     optimiser = torch.optim.Adam(guide.parameters(), 0.1)
     diagnosis = diagnose(guide, optimiser, target=target)
     assert diagnosis.codes == ("multiplier-at-limit",)
@@ -236,30 +232,29 @@ def test_sites_of_different_prices():
     assert "group_size is 0" in finding.seen
 
 
-def test_annealing_from_zero_is_a_price():
-    """A schedule of kl_scale begins with 0, a number of 0 stays."""
-    model, guide = gates_alone()
-    options = {"loss": L0_ELBO(kl_scale=lambda step: step / 100)(model, guide), "batches": [()]}
-    assert diagnose(guide, **options).findings == ()
-    options["loss"] = L0_ELBO(kl_scale=0.0)(model, guide)
-    assert diagnose(guide, **options).codes == ("no-price",)
+OWN = Term("own", lambda block, options: block.active_prob.sum())
 
 
-def test_a_term_of_ones_own_is_a_price():
-    """Only the objective's own coefficients are known to be 0."""
+@pytest.mark.parametrize(
+    ("elbo", "codes"),
+    [
+        (L0_ELBO("l0"), ("no-price",)),
+        (L0_ELBO("l0", extra_terms=[OWN]), ()),  # only the objective's own coefficients are known to be 0
+        (L0_ELBO(kl_scale=0.0), ("no-price",)),
+        (L0_ELBO(kl_scale=lambda step: step / 100), ()),  # a schedule begins with 0
+    ],
+)
+def test_what_is_a_price(elbo, codes):
     model, guide = gates_alone()
-    own = Term("own", lambda block, options: block.active_prob.sum())
-    loss = L0_ELBO("l0", extra_terms=[own])(model, guide)
-    assert diagnose(guide, loss=loss, batches=[()]).findings == ()
-    assert diagnose(guide, loss=L0_ELBO("l0")(model, guide), batches=[()]).codes == ("no-price",)
+    assert diagnose(guide, loss=elbo(model, guide), batches=[()]).codes == codes
 
 
 def test_posteriors_may_be_undecided():
     """With a prior, half-open gates are an answer; with a price they are unfinished."""
     model, guide = gates_alone(init_active_prob=0.6)
-    posterior, priced = L0_ELBO("free_energy")(model, guide), L0_ELBO("l0", lam=0.1)(model, guide)
-    assert "undecided-gates" not in diagnose(guide, loss=posterior, batches=[()], steps_left=0).codes
-    assert "undecided-gates" in diagnose(guide, loss=priced, batches=[()], steps_left=0).codes
+    for elbo, is_found in ((L0_ELBO("free_energy"), False), (L0_ELBO("l0", lam=0.1), True)):
+        codes = diagnose(guide, loss=elbo(model, guide), batches=[()], steps_left=0).codes
+        assert ("undecided-gates" in codes) is is_found
 
 
 def test_a_site_that_drifts():

@@ -41,22 +41,6 @@ def test_draws_must_agree():
         inference_data({"w": np.ones(5)})
 
 
-def test_files_keep_everything(tmp_path):
-    """Through netCDF and back, names of products and inclusion probabilities too."""
-    found = inference_data(
-        {"z": DRAWN["z"], "z * w": DRAWN["scope/w"]},
-        constant_data={"P(z != 0)": np.array([0.25, 0.5, 1.0])},
-        dims={"z * w": ["feature"], "P(z != 0)": ["feature"]},
-    )
-    found.to_netcdf(str(tmp_path / "posterior.nc"))
-    again = az.from_netcdf(str(tmp_path / "posterior.nc"))
-    for group in ("posterior", "constant_data"):
-        for name, variable in found[group].items():
-            np.testing.assert_array_equal(again[group][name], variable)
-            assert again[group][name].dtype == variable.dtype
-            assert again[group][name].dims == variable.dims
-
-
 def test_version_1_takes_one_nested_dict(monkeypatch):
     """Of arviz 1 there is only the signature of from_dict here."""
     seen = []

@@ -119,8 +119,12 @@ def test_arviz_takes_it(result, request, tmp_path):
     assert len(axes.get_yticklabels()) == 4
     found.to_netcdf(str(tmp_path / "posterior.nc"))
     again = az.from_netcdf(str(tmp_path / "posterior.nc"))
-    np.testing.assert_array_equal(again["posterior"]["z * w"], found["posterior"]["z * w"])
-    np.testing.assert_array_equal(again["constant_data"]["P(z != 0)"], found["constant_data"]["P(z != 0)"])
+    for group, name in (("posterior", "z"), ("posterior", "z * w"), ("constant_data", "P(z != 0)")):
+        np.testing.assert_array_equal(again[group][name], found[group][name])
+        assert (again[group][name].dtype, again[group][name].dims) == (
+            found[group][name].dtype,
+            found[group][name].dims,
+        )
 
 
 @PARETO

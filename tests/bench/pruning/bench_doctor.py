@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.diagnostics.doctor_runs import FAULTS, HEALTHY, start
+from tests.diagnostics.doctor_faults import FAULTS
+from tests.diagnostics.doctor_runs import HEALTHY, start
 
 LOOKS = (0.0, 0.05, 0.2, 0.5, 1.0)
 

@@ -1,0 +1,85 @@
+"""Small networks with gates, for digits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0 import HardConcrete
+from pyro_l0.nn import Gate, gate_heads, insert_gates
+
+
+def mlp(inputs: bool = False, prior: HardConcrete | None = None) -> nn.Sequential:
+    """Two hidden layers with gates."""
+    first = [Gate(64)] if inputs else []
+    layers = [nn.Linear(64, 60), nn.ReLU(), Gate(60, prior=prior), nn.Linear(60, 40), nn.ReLU(), Gate(40, prior=prior)]
+    return nn.Sequential(*first, *layers, nn.Linear(40, 10))
+
+
+def convolution(inputs: int, outputs: int, gated: bool = True) -> list[nn.Module]:
+    """With BatchNorm, an activation and gates behind it."""
+    last = [nn.ReLU(), Gate(outputs, dim=1)] if gated else []
+    return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), *last]
+
+
+def cnn(dropout: float = 0.0) -> nn.Sequential:
+    """Two convolutions with BatchNorm and gates."""
+    first, second = convolution(1, 12), convolution(12, 24)
+    pools = nn.MaxPool2d(2), nn.Dropout(dropout), nn.AdaptiveAvgPool2d(2)
+    return nn.Sequential(*first, *pools[:2], *second, pools[2], nn.Flatten(), nn.Linear(96, 10))
+
+
+class Residual(nn.Module):
+    """A stream with two branches of which a gate each takes all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(64, 32)
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 48), nn.ReLU(), Gate(48), nn.Linear(48, 32), Gate(1))
+            for _ in range(2)
+        )
+        self.leave = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.leave(x)
+
+
+class ResidualCNN(nn.Module):
+    """Two blocks of convolutions with BatchNorm beside a stream of maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(*convolution(1, 12, gated=False), nn.ReLU())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*convolution(12, 16), *convolution(16, 12, gated=False)) for _ in range(2)
+        )
+        self.leave = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return self.leave(x.mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """Rows of an image as tokens, one encoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        self.encoder = nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, batch_first=True, dropout=0.0)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(images)).mean(1))
+
+
+def transformer() -> nn.Module:
+    """With gates on its heads and hidden units."""
+    gated = gate_heads(Transformer(), {"encoder.self_attn.out_proj": 4})
+    return insert_gates(gated, {"encoder.linear1": Gate(64)})
