@@ -79,9 +79,9 @@ def refuse_without_likelihood(
         found = "has parameters to train"
     if found is not None:
         raise ValueError(
-            f"Expected a likelihood, but the model has no observed site and no factor, and {found}. The gates' price "
-            "alone would be trained, which closes them all. State a likelihood by pyro.sample('y', distribution, "
-            "obs=y), or a loss in nats, summed over the data, by pyro_l0.infer.factor('y', -loss) or pyro.factor."
+            f"Expected a likelihood, but the model has no observed site and no factor, and {found}: training would "
+            "only close gates. State a likelihood by pyro.sample('y', distribution, obs=y), or a loss in nats, summed "
+            "over the data, by pyro_l0.infer.factor('y', -loss) or pyro.factor."
         )
 
 
