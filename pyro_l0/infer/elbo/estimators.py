@@ -44,18 +44,7 @@ class Evaluation(NamedTuple):
 
 
 _Evaluate = Callable[[_Values], Evaluation]
-
-
-class Estimate(NamedTuple):
-    """What an estimator found.
-
-    Attributes:
-        evaluations: evaluations at exact draws, whose mean is the loss.
-        surrogate: 0 with the gradient for the gates' log odds, shape ``()``.
-    """
-
-    evaluations: list[Evaluation]
-    surrogate: Tensor
+Estimate = tuple[list[Evaluation], Tensor]
 
 
 class Estimators:
@@ -84,12 +73,16 @@ class Estimators:
             evaluate: the objective at values of the gates by site.
             gates: the gates by site.
             draws: independent draws (pairs of draws for ``"arm"``).
+
+        Returns:
+            Evaluations at exact draws, whose mean is the loss, and a surrogate: 0 with the gradient for the gates' log
+            odds, shape ``()``.
         """
         if self.name == "score_function":
             return self._score_function(evaluate, gates, draws)
         found = [_ESTIMATORS[self.name](evaluate, gates) for _ in range(draws)]
-        evaluations = [evaluation for estimate in found for evaluation in estimate.evaluations]
-        return Estimate(evaluations, reduce(operator.add, [estimate.surrogate / draws for estimate in found]))
+        evaluations = [evaluation for each, _ in found for evaluation in each]
+        return evaluations, reduce(operator.add, [surrogate / draws for _, surrogate in found])
 
     def _score_function(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
         drawn = [_draw(gates) for _ in range(draws)]
@@ -100,7 +93,7 @@ class Estimators:
         # Only now: a baseline that knew these draws would bias the gradient.
         mean = costs.mean()
         self.baseline = mean if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * mean
-        return Estimate(evaluations, reduce(operator.add, scores) / draws)
+        return evaluations, reduce(operator.add, scores) / draws
 
 
 def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
@@ -108,13 +101,13 @@ def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     first = evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()})
     second = evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()})
     slope = [((noise[name] - 0.5) * _change(gate.logits)).sum() for name, gate in gates.items()]
-    return Estimate([first, second], (first.cost - second.cost).detach() * torch.stack(slope).sum())
+    return [first, second], (first.cost - second.cost).detach() * torch.stack(slope).sum()
 
 
 def _straight_through(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     drawn = _draw(gates)
     found = evaluate({name: drawn[name] + _change(gate.probs) for name, gate in gates.items()})
-    return Estimate([found], found.cost.new_zeros(()))
+    return [found], found.cost.new_zeros(())
 
 
 def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
@@ -126,7 +119,7 @@ def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     for name in gates:
         surrogate = surrogate + (free_slope[name] * _change(free[name])).sum()
         surrogate = surrogate - (tied_slope[name] * _change(tied[name])).sum()
-    return Estimate([found], surrogate)
+    return [found], surrogate
 
 
 _ESTIMATORS = {"arm": _arm, "straight_through": _straight_through, "rebar": _rebar}
