@@ -2,12 +2,10 @@
 
 from pyro_l0.distributions import kl, no_transform  # noqa: F401  registers KLs and a refusal
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.exponential import ExponentialGate
-from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
-from pyro_l0.distributions.power_law import PowerLawGate
+from pyro_l0.distributions.mixture_families import ExponentialGate, ExponentialUniformGate, PowerLawGate
 from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
 from pyro_l0.retired import retired_names

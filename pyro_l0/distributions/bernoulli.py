@@ -138,7 +138,7 @@ class BernoulliGate(GateDistribution):
         return JointDraw(gates, [gate.sample() for gate in gates], torch.cat([gate.probs.flatten() for gate in gates]))
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Not there: no draw of two values has a derivative."""
+        """Not there: draws of a binary gate have no derivative."""
         raise NotImplementedError("A BernoulliGate has no pathwise draws; use sample, or an estimator of L0_ELBO.")
 
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:

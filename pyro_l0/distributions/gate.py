@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -12,10 +16,13 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
-from pyro_l0.distributions.sampled_kl import warn_if_sampled
 from pyro_l0.maths import host
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, cat_flat
+
+_has_warned = False
+# Estimators whose gradient has no bias on a gate: an analytic KL, and one that differentiates no sample.
+_EXACT = ("TraceMeanField_ELBO", "ReweightedWakeSleep")
 
 
 class GateSupport(constraints.interval):
@@ -197,7 +204,7 @@ class GateDistribution(TorchDistribution):
         if self._validate_args:
             self._validate_sample(value)
         if value.requires_grad and self.has_rsample and not host.transformed():
-            warn_if_sampled()
+            _warn_if_sampled()
         interior = (value > 0) & (value < 1)
         # The unused branch of a where still sends a gradient; 1/2 keeps it finite.
         log_density = self._log_density(torch.where(interior, value, 0.5))
@@ -316,3 +323,30 @@ def _kind(gate: GateDistribution) -> tuple[object, ...] | None:
         return None
     like = gate._like
     return type(gate), options, like.dtype, like.device
+
+
+def _warn_if_sampled() -> None:
+    """Warn once when a Trace-style ELBO is about to differentiate a sampled gate KL.
+
+    ELBOs give a distribution no sign of who asks for a log probability, so the callers are looked up: the guide's
+    terms are computed by ``Trace.compute_score_parts``, a few frames below the ELBO.
+    """
+    global _has_warned
+    if _has_warned:
+        return
+    callers = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    # Independent and masked wrappers, score_parts itself
+    if not any(frame.f_code.co_name == "compute_score_parts" for frame in islice(callers, 4)):
+        return
+    for frame in callers:
+        kinds = [kind.__name__ for kind in type(frame.f_locals.get("self")).__mro__]
+        if "ELBO" in kinds or "ReweightedWakeSleep" in kinds:
+            if not any(kind in _EXACT for kind in kinds):
+                _has_warned = True
+                warnings.warn(
+                    f"{kinds[0]} samples the KL of a gate, and the gradient of a sampled KL misses the mass that "
+                    "crosses the atoms: it is biased, however many particles are drawn. Use pyro_l0.infer.L0_ELBO "
+                    "or pyro.infer.TraceMeanField_ELBO, whose gate KL is exact.",
+                    stacklevel=3,
+                )
+            return

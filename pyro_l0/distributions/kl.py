@@ -17,12 +17,10 @@ from torch.distributions.kl import _KL_MEMOIZE, _dispatch_kl
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
-from pyro_l0.distributions.exponential import ExponentialGate
-from pyro_l0.distributions.exponential_uniform import ExponentialUniformGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
-from pyro_l0.distributions.power_law import PowerLawGate
+from pyro_l0.distributions.mixture_families import ExponentialGate, ExponentialUniformGate, PowerLawGate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
@@ -98,14 +96,6 @@ def _kl_bernoulli_bernoulli(q: BernoulliGate, p: BernoulliGate) -> Tensor:
     return special.klterm(q.log_prob_zero, p.log_prob_zero) + special.klterm(q.log_prob_one, p.log_prob_one)
 
 
-@register_kl(GateDistribution, BernoulliGate)
-def _kl_gate_bernoulli(q: GateDistribution, p: BernoulliGate) -> Tensor:
-    raise TypeError(
-        f"KL({type(q).__name__} || BernoulliGate) is infinite, as a BernoulliGate has no mass between 0 and 1; "
-        "use a prior that has."
-    )
-
-
 def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
 
@@ -143,29 +133,21 @@ def _check_atoms(q: GateDistribution, p: GateDistribution) -> None:
 register_kl(GateDistribution, GateDistribution)(kl_by_quadrature)
 
 
-@register_kl(GateDistribution, Distribution)
-def _kl_gate_other(q: GateDistribution, p: Distribution) -> Tensor:
-    raise TypeError(
-        f"KL({type(q).__name__} || {type(p).__name__}) is refused: a gate has point masses that "
-        f"{type(p).__name__} has not, or hides behind a wrapper; give both sides the same wrappers."
-    )
+def _refuse(first: type[Distribution], second: type[Distribution], why: str) -> None:
+    @register_kl(first, second)
+    def refusal(q: Distribution, p: Distribution) -> Tensor:
+        raise TypeError(f"KL({type(q).__name__} || {type(p).__name__}) is refused: {why}.")
 
 
-@register_kl(Distribution, GateDistribution)
-def _kl_other_gate(q: Distribution, p: GateDistribution) -> Tensor:
-    raise TypeError(
-        f"KL({type(q).__name__} || {type(p).__name__}) is refused: {type(q).__name__} is not a gate, or hides one "
-        "behind a wrapper; give both sides the same wrappers."
-    )
-
-
-@register_kl(Delta, GateDistribution)
-def _kl_delta_gate(q: Delta, p: GateDistribution) -> Tensor:
-    raise TypeError(
-        f"KL(Delta || {type(p).__name__}) is refused: the log density of a gate at one point is no divergence on "
-        "a measure with atoms. Use a gate as the posterior."
-    )
-
+_WRAPPERS = "or hides behind a wrapper; give both sides the same wrappers"
+_refuse(
+    GateDistribution,
+    BernoulliGate,
+    "it is infinite, as a BernoulliGate has no mass between 0 and 1",
+)
+_refuse(GateDistribution, Distribution, f"a gate has point masses, which the other side lacks {_WRAPPERS}")
+_refuse(Distribution, GateDistribution, f"the first is no gate {_WRAPPERS}")
+_refuse(Delta, GateDistribution, "a point has no divergence from a gate; use a gate as the posterior")
 
 for _q, _p in product((*_FAMILIES, Independent), repeat=2):
     _KL_MEMOIZE[_q, _p] = _dispatch_kl(_q, _p)

@@ -213,7 +213,9 @@ GOOD = {
         network=plain(), loss_fn=nn.functional.mse_loss, loader=BATCHES, target=0.5, example=ONE, epochs=8
     ),
     "exact_posterior": lambda: dict(**DATA, draws=5),
-    "credible_sets": lambda: dict(gates=torch.ones(5, 3).bool().numpy(), active_probs=torch.ones(3).numpy(), x=DATA["X"]),
+    "credible_sets": lambda: dict(
+        gates=torch.ones(5, 3).bool().numpy(), active_probs=torch.ones(3).numpy(), x=DATA["X"]
+    ),
     "factor": lambda: dict(name="f", log_factor=torch.zeros(())),
 }
 METHODS = {

@@ -1,4 +1,4 @@
-"""The gate of two values, which keeps what the contract promises without a density or a pathwise draw."""
+"""The binary gate, which keeps what the contract promises without a density or a pathwise draw."""
 
 import math
 

@@ -66,7 +66,7 @@ def model(x: Tensor, y: Tensor, gate: Gate) -> None:
 
 
 def enumerate_gates(x: Tensor, y: Tensor) -> Tensor:
-    """P(z = 1 | y) of gates of two values by a sum over all of them, weights integrated out."""
+    """P(z = 1 | y) of binary gates by a sum over all of them, weights integrated out."""
     x, y = x.double(), y.double()
     codes = torch.tensor(list(itertools.product((0.0, 1.0), repeat=x.shape[1])), dtype=torch.float64)
     active = codes[:, None, :] * x * SCALE

@@ -1,7 +1,7 @@
 """What the library does on a GPU: python tests/bench/steps/bench_gpu.py equality reads speed cifar --data-dir CIFAR
 
 Four pieces, each of units that are written to ``--out`` as they finish. A run stops after ``--minutes`` and the next
-one goes on where it stopped, within a training too; so a GPU that is at hand for minutes at a time is enough.
+one goes on where it stopped, within a training too; so a GPU that is available for minutes at a time is enough.
 ``report`` prints the tables of what is there.
 
 equality: losses and gradients of every family, objective and estimator, and compacted networks, beside the CPU's. Both

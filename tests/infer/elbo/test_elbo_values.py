@@ -13,7 +13,7 @@ from pyro.infer.renyi_elbo import RenyiELBO
 from torch.distributions import kl_divergence
 
 from pyro_l0 import HardConcrete, RectifiedNormal
-from pyro_l0.distributions import sampled_kl
+from pyro_l0.distributions import gate as gate_module
 from pyro_l0.infer import L0_ELBO, AutoGate
 
 Q = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -211,7 +211,7 @@ def test_gates_beside_other_latents():
 
 def test_bias_of_a_sampled_kl_and_exactness_of_ours(monkeypatch):
     """One gate, q: log alpha 0.3, p: -1: the gradient is +0.4069; a sampled KL gives +0.3441 with any particles."""
-    monkeypatch.setattr(sampled_kl, "_warned", True)
+    monkeypatch.setattr(gate_module, "_has_warned", True)
     draws = 40_000
 
     def gradients(elbo):
@@ -238,7 +238,7 @@ def test_bias_of_a_sampled_kl_and_exactness_of_ours(monkeypatch):
 @pytest.mark.parametrize("elbo", [Trace_ELBO(), TraceGraph_ELBO(), RenyiELBO(num_particles=2)], ids=type)
 def test_trace_style_elbos_warn_once(elbo, wrapped, monkeypatch):
     """With a sentence that says what to use instead."""
-    monkeypatch.setattr(sampled_kl, "_warned", False)
+    monkeypatch.setattr(gate_module, "_has_warned", False)
     leaf = torch.zeros(2, requires_grad=True)
 
     def sample(fn):

@@ -8,7 +8,7 @@ from pyro_l0.maths.chains import bulk_ess, r_hat
 
 
 def chains(n):
-    """Four chains of four variables: good, one chain apart, one wide, of two values."""
+    """Four chains of four variables: good, one chain apart, one wide, one binary."""
     t = torch.arange(4 * n, dtype=torch.float64).reshape(4, n)
     noise = torch.sin(12.9898 * t**1.5) * 43758.5453 % 1  # irregular, and the same on every machine
     x = torch.stack([noise] * 4, -1)
