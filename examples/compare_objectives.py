@@ -136,7 +136,7 @@ def rate_without_data(prior_active_prob: float, seed: int) -> float:
         loss().backward()
         optimiser.step()
         decay.step()
-    return float(guide.active_rate().overall)
+    return float(torch.cat([probs.flatten() for probs in guide.active_probs().values()]).mean())
 
 
 def _plot(comparison: dict[str, Any], path: Path) -> None:

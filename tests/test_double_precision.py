@@ -57,7 +57,7 @@ def regression(x, y):
 
 guide = AutoSpikeSlab(regression, slab={"w": "z"}, gates="autoregressive", slabs="structured")
 fit(regression, guide, x, y, seed=0)
-check_fit(guide, x, y)
+check_fit(regression, guide, x, y)
 assert guide.active_probs()["z"].dtype == torch.float64
 to_arviz(regression, guide, x, y, draws=10, seed=0)
 assert SpikeSlabRegressor(random_state=0).fit(x.numpy(), y.numpy()).pip_[0] > 0.9

@@ -9,13 +9,12 @@ import torch
 from pyro import poutine
 from pyro.distributions import Delta
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0.distributions.wrappers import find_gate, rewrap
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
-from pyro_l0.infer.elbo.runs import Args, Kwargs, Program
+from pyro_l0.infer.elbo.runs import Program, sample_sites
 
 
 class RectifyReparam(Reparam):
@@ -88,22 +87,17 @@ def complete_samples(
         {'z_base': (20,), 'z': (20,), 'effect': (20,)}
     """
     expect(Mapping, "a dict of tensors by site", samples=samples)
-    sites = _sites(model, args, kwargs)
+    sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
     lead = _dimensions_in_front(sites, samples)
     free = [name for name in samples if not is_deterministic(sites[name])]
     latent = {name: samples[name].reshape(-1, *samples[name].shape[len(lead) :]) for name in free}
     found: dict[str, list[Tensor]] = {name: [] for name, site in sites.items() if is_deterministic(site)}
     for i in range(lead.numel()):
-        run = _sites(poutine.condition(model, {name: x[i] for name, x in latent.items()}), args, kwargs)
+        at_draw = poutine.condition(model, {name: x[i] for name, x in latent.items()})
+        run = sample_sites(poutine.trace(at_draw).get_trace(*args, **kwargs))
         for name, values in found.items():
             values.append(run[name]["value"])
     return {**samples, **{name: torch.stack(x).reshape(lead + x[0].shape) for name, x in found.items()}}
-
-
-def _sites(model: Program, args: Args, kwargs: Kwargs) -> dict[str, Site]:
-    """The sample sites of one run."""
-    nodes: dict[str, Site] = poutine.trace(model).get_trace(*args, **kwargs).nodes
-    return {name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)}
 
 
 def _dimensions_in_front(sites: Mapping[str, Site], samples: Mapping[str, Tensor]) -> torch.Size:

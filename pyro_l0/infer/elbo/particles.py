@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_l0.fast.record import Record
-from pyro_l0.infer.guides.correlated import Part
+from pyro_l0.infer.guides.drawn import Part
 
 
 def over_particles(

@@ -9,6 +9,7 @@ from functools import partial
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine import Trace
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from pyro_l0.fast.record import Record, Site, is_likelihood
@@ -24,6 +25,12 @@ def log_prob(site: Site) -> Tensor:
     log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
     scaled: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"])
     return scaled
+
+
+def sample_sites(trace: Trace) -> dict[str, Site]:
+    """The sample sites of a run, but for those of plates."""
+    nodes: dict[str, Site] = trace.nodes
+    return {name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)}
 
 
 def record_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, TypeVar
@@ -21,9 +22,9 @@ from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site, sole_record
+from pyro_l0.infer.guides.correlated import CorrelatedPosterior
 from pyro_l0.infer.guides.lone_latents import LoneLatents, first_latents
 from pyro_l0.infer.guides.mean_field import (
-    Drawing,
     GatesPosterior,
     MeanField,
     SitePosterior,
@@ -98,7 +99,7 @@ class AutoGate(AutoGuide):
         # Plain modules: their attribute access costs far less per step than a PyroModule's.
         self.sites = nn.ModuleDict()
         self._posteriors: dict[str, SitePosterior] = {}
-        self._drawing: Drawing = MeanField(self._posteriors)
+        self._mean_field = MeanField(self._posteriors)
         self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
         self._watches: list[OptimiserWatch | Displaced] = []
 
@@ -195,7 +196,7 @@ class AutoGate(AutoGuide):
         modules = self._modules["sites"]  # not self.sites, which under Pyro is a pyro.module statement
         assert isinstance(modules, nn.ModuleDict)
         self._posteriors = take_over(modules, first)
-        self._drawing = MeanField(self._posteriors)
+        self._mean_field = MeanField(self._posteriors)
         self.prototype_trace = prototype
         # The guide's own sites have no use for the plates of the data.
         used = {plate for site in sites.values() for plate in plates_and_shape(site)[0]}
@@ -238,8 +239,12 @@ class AutoGate(AutoGuide):
         self._state_parameters()
         record = sole_record()
         if record is not None and not self._prototype_frames:
-            return self._drawing.draw_for(record)
-        return self._drawing.draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
+            return self._drawing().draw_for(record)
+        return self._drawing().draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def _drawing(self) -> MeanField | CorrelatedPosterior:
+        """What draws the sites."""
+        return self._mean_field
 
     def _state_parameters(self) -> None:
         """Tell the store the parameters, and handlers such as SVI's, which ask for them."""
@@ -294,7 +299,7 @@ class AutoGate(AutoGuide):
             ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
         """
         expect(Mapping, "a dict of tensors by gate site", units=units)
-        if not isinstance(self._drawing, MeanField):
+        if self._drawing() is not self._mean_field:
             raise ValueError("Expected gates that leave to depend on no other site, but got a correlated guide.")
         replaced: dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]] = {}
         for name, index in units.items():
@@ -310,7 +315,7 @@ class AutoGate(AutoGuide):
                     gates.parameters[key] = new
             if not len(index):
                 del self._posteriors[name], self.sites[site_key(name)]
-        self._drawing = MeanField(self._posteriors)
+        self._mean_field = MeanField(self._posteriors)
         self._names = None
         return replaced
 
@@ -339,9 +344,15 @@ class AutoGate(AutoGuide):
         return {name: gate.test_gate for name, gate in self.posterior().items()}
 
     @torch.no_grad()
+    def active_probs(self) -> dict[str, Tensor]:
+        """P(z != 0) of every gate, by site and in its shape."""
+        return {name: gate.active_prob.clone() for name, gate in self.posterior().items()}
+
+    @torch.no_grad()
     def active_rate(self) -> ActiveRate:
-        """Realised rate of open gates, by site and over all gates."""
-        probs = {name: gate.active_prob for name, gate in self.posterior().items()}
+        """The means of :meth:`active_probs`; deprecated."""
+        warnings.warn("active_rate is deprecated. Use active_probs.", FutureWarning, stacklevel=2)
+        probs = self.active_probs()
         overall = torch.cat([prob.flatten() for prob in probs.values()]).mean()
         return ActiveRate({name: prob.mean() for name, prob in probs.items()}, overall)
 

@@ -11,7 +11,6 @@ import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.params.param_store import param_with_module_name
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions.utils import clamp_probs
 
@@ -19,27 +18,29 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.expect import expect
-from pyro_l0.fast.record import Site, is_deterministic
+from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.particles import each
 from pyro_l0.infer.elbo.runs import Args, Kwargs
 from pyro_l0.infer.elbo.slabs import Switch, check_used, gate_site, places_of, switches_of
 from pyro_l0.infer.guides.auto_gate import AutoGate
-from pyro_l0.infer.guides.correlated import Correlated, CorrelatedPosterior, Part
-from pyro_l0.infer.guides.correlated_start import Structure, correlated_posterior, structure_of
-from pyro_l0.infer.guides.expansion import log_likelihood, run_at
-from pyro_l0.infer.guides.lone_latents import LoneLatents, Slab, first_latents, transform_to_support
-from pyro_l0.infer.guides.mean_field import GatesPosterior, SitePosterior, plates_and_shape
+from pyro_l0.infer.guides.correlated import CorrelatedPosterior
+from pyro_l0.infer.guides.correlated_start import Structure, correlated_posterior, model_runs, structure_of
+from pyro_l0.infer.guides.drawn import Part
+from pyro_l0.infer.guides.expansion import log_likelihood
+from pyro_l0.infer.guides.lone_latents import LoneLatents, Slab, first_latents
+from pyro_l0.infer.guides.mean_field import GatesPosterior, MeanField, SitePosterior, plates_and_shape
 from pyro_l0.infer.guides.parameters import parameters_in
 from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
 from pyro_l0.infer.posterior.collapse import Collapsed, collapse
 from pyro_l0.infer.posterior.refine import Method, RefinedPosterior, refined
 from pyro_l0.infer.posterior.summaries import JointDraws
 from pyro_l0.maths.spike_slab.laplace import LogLikelihood
+from pyro_l0.retired import renamed_arguments
 
 __all__ = ["AutoSpikeSlab"]
 
 
-class AutoSpikeSlab(JointDraws, AutoGate):
+class AutoSpikeSlab(AutoGate, JointDraws):
     r"""Gates, slabs and other latents in one guide, made for :func:`fit` or ``L0_ELBO("spike_slab", slab=...)``.
 
     Take ``gates="autoregressive", slabs="structured"`` for inclusion probabilities with up to about 30 gates, whatever
@@ -60,7 +61,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         init_scale: standard deviation of a mean field's slabs at the start, or of the normals that are carried over.
         init_loc: median of each of its slabs at the start, by site; where not given, the prior's mean (the median of
             some draws where it has none) plus a hundredth of its standard deviation times normal noise.
-        gates: ``"mean_field"``, or ``"autoregressive"`` for gates of two values that depend on those before them.
+        gates: ``"mean_field"``, or ``"autoregressive"`` for binary gates that depend on those before them.
         slabs: ``"independent"``, or ``"structured"``.
         hyper: the model's other latents (noise, scale of the slabs, rate, random effects). By default all of them are
             in this guide (in an ``AutoGuideList``: none), each as suits it: in a mean field an independent normal,
@@ -74,7 +75,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
 
     Raises:
         TypeError: ``hyper`` is a string, or an entry of ``slab`` no name or name and index.
-        ValueError: ``gates`` or ``slabs`` is unknown, ``family`` has no two values but gates are autoregressive, or
+        ValueError: ``gates`` or ``slabs`` is unknown, ``family`` is not binary but gates are autoregressive, or
             ``init_scale`` is not positive; when called, ``slab`` or ``hyper`` names a site that the model does not
             have or that is of another kind, a slab's support is neither real numbers nor an interval of them,
             ``init_loc`` has another shape or lies outside of it, or, if anything depends on another, a slab's prior is
@@ -119,7 +120,7 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             raise ValueError(f"Expected init_scale to be finite and positive, but got {init_scale}.")
         self._family_of_prior = "family" not in options
         switches = switches_of(slab)
-        self._structure, options = structure_of(switches, gates, slabs, hyper, options)
+        self._structure, options = structure_of(gates, slabs, hyper, options)
         super().__init__(model, **options)
         self.slab = switches
         self._hyper = None if hyper is None else tuple(hyper)
@@ -167,39 +168,28 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         self._names, self.prototype_trace = None, prototype
 
     def _set_up_joint(self, structure: Structure, args: Args, kwargs: Kwargs) -> None:
-        sites = self._sites(args, kwargs)
-        joint = self._new_posterior(self._with_others(structure), sites, args, kwargs)
+        sites, run_at = model_runs(self.model, args, kwargs)
+        joint = correlated_posterior(sites, run_at, structure, self.slab, self._named())
         if self._pending:
             joint.load_state_dict(self._pending)
             self._pending = {}
+        joint.posteriors = self._posteriors
+        joint.plates = {name: plates_and_shape(site)[0] for name, site in sites.items()}
         self.joint = joint
-        self._drawing = Correlated(
-            joint, self._posteriors, {name: plates_and_shape(site)[0] for name, site in sites.items()}
-        )
 
-    def _sites(self, args: Args, kwargs: Kwargs) -> dict[str, Site]:
-        """The model's sites in one run."""
-        nodes: dict[str, Site] = poutine.trace(self.model).get_trace(*args, **kwargs).nodes
-        found = {name: site for name, site in nodes.items() if site["type"] == "sample"}
-        return {name: x for name, x in found.items() if not site_is_subsample(x) and not is_deterministic(x)}
-
-    def _run_at(self, values: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> dict[str, Site]:
-        return run_at(lambda: self.model(*args, **kwargs), values)
-
-    def _with_others(self, structure: Structure) -> Structure:
-        """A structure of this guide's other latents: of those that are named as they say, of all as suits them."""
+    def _named(self) -> tuple[str, ...] | None:
+        """The other latents, all drawn before the gates; None to draw all latents of the model as suits them."""
         takes_all = self._hyper is None and super()._takes("")
-        return structure._replace(hyper=None if takes_all else tuple(self._others))
+        return None if takes_all else tuple(self._others)
 
-    def _new_posterior(
-        self, structure: Structure, sites: Mapping[str, Site], args: Args, kwargs: Kwargs
-    ) -> CorrelatedPosterior:
-        return correlated_posterior(
-            sites,
-            lambda values: self._run_at(values, args, kwargs),
-            structure,
-            lambda name, site: transform_to_support(name, site["fn"], is_slab=False),
-        )
+    @property
+    def _joint(self) -> CorrelatedPosterior | None:
+        found = self._modules.get("joint")
+        assert found is None or isinstance(found, CorrelatedPosterior)
+        return found
+
+    def _drawing(self) -> MeanField | CorrelatedPosterior:
+        return self._joint or super()._drawing()
 
     def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
         """The model with its slabs integrated out, for samplers of gates.
@@ -218,15 +208,18 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             ValueError: the guide has not been called; the model has other latent sites than this guide, or slabs whose
                 prior has a mean other than 0.
         """
+        return self.collapse(self.model, args, kwargs, chains)
+
+    def collapse(self, model: Callable[..., object] | None, args: Args, kwargs: Kwargs, chains: int = 1) -> Collapsed:
+        """As :meth:`collapsed`, for a model that is given."""
         probs = self.active_probs(1)
-        if self.model is None:
+        if model is None:
             raise ValueError(
                 "Expected a guide with its model, but this one was copied or loaded; load its state into a new one."
             )
-        joint, sites = self._modules.get("joint"), self._sites(args, kwargs)
-        if not isinstance(joint, CorrelatedPosterior) or not isinstance(joint.slab_posterior, StructuredSlabs):
-            structure = self._with_others(Structure(self.slab, None, False, True, True))
-            joint = self._new_posterior(structure, sites, args, kwargs)
+        joint, (sites, run_at) = self._joint, model_runs(model, args, kwargs)
+        if joint is None or not isinstance(joint.slab_posterior, StructuredSlabs):
+            joint = correlated_posterior(sites, run_at, Structure(False, True, True), self.slab, self._named())
         others = [name for name, site in sites.items() if not site["is_observed"] and name not in self.slab]
         unknown = [name for name in others if name not in probs and name not in self._others]
         if unknown:
@@ -238,19 +231,24 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         if joint.hyper.size and (chains > 1 or self._structure is not None):
             at = joint.hyper.together(self.draws(chains if chains > 1 else 1000))
             at = at if chains > 1 else at.mean(0, keepdim=True)
-        return collapse(joint, lambda values: self._run_at(values, args, kwargs), at)
+        return collapse(joint, run_at, at)
 
-    def collapsed_at_means(self, *args: object, **kwargs: object) -> tuple[Collapsed, LogLikelihood]:
-        """As :meth:`collapsed` for one chain, and the log likelihood itself, of coefficients ``(S, p)`` to ``(S,)``."""
-        collapsed = self.collapsed(*args, chains=1, **kwargs)
-        values = {name: site["value"] for name, site in self._sites(args, kwargs).items() if not site["is_observed"]}
-        fixed = {**values, **collapsed.others}
-        ones = {name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}
+    def collapsed_at_means(
+        self, model: Callable[..., object] | None, args: Args, kwargs: Kwargs
+    ) -> tuple[Collapsed, LogLikelihood]:
+        """As :meth:`collapse` for one chain, and the log likelihood itself, of coefficients ``(S, p)`` to ``(S,)``."""
+        collapsed = self.collapse(model, args, kwargs)
+        assert model is not None
+        sites, run_at = model_runs(model, args, kwargs)
+        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+        fixed = {
+            **values,
+            **collapsed.others,
+            **{name: torch.ones_like(values[name]) for name in collapsed.gates.shapes},
+        }
 
         def log_likelihood_at(slabs: Tensor) -> Tensor:
-            return log_likelihood(
-                self._run_at({**fixed, **ones, **collapsed.slabs.apart(slabs + collapsed.offset)}, args, kwargs)
-            )
+            return log_likelihood(run_at({**fixed, **collapsed.slabs.apart(slabs + collapsed.offset)}))
 
         return collapsed, each(log_likelihood_at)
 
@@ -289,12 +287,11 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         """
         if self.prototype_trace is None:
             self(*args, **kwargs)
-        collapsed, log_likelihood = self.collapsed_at_means(*args, **kwargs)
+        collapsed, log_likelihood = self.collapsed_at_means(self.model, args, kwargs)
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-        return refined(
-            collapsed, log_likelihood, method, self.slab, self._places, generator, chains=chains, flips=flips
-        )
+        found = refined(collapsed, log_likelihood, method, generator, chains, flips)
+        return RefinedPosterior(*found, self.slab, self._places)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
         if self._structure is not None and self.prototype_trace is None:
@@ -306,25 +303,17 @@ class AutoSpikeSlab(JointDraws, AutoGate):
     def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
         known = self._names is not None and self._names[0] == self._pyro_name
         names = super()._full_names()
-        joint = self._modules.get("joint")
-        if not known and joint is not None:
-            prefix = self._pyro_get_fullname("joint")
-            names += [(param_with_module_name(prefix, name), held, key) for name, held, key in parameters_in(joint)]
+        if not known and self._joint is not None:
+            prefix, found = self._pyro_get_fullname("joint"), parameters_in(self._joint)
+            names += [(param_with_module_name(prefix, name), held, key) for name, held, key in found]
         return names
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
         """Parts of joint draws by site, for a loss that takes many particles at once; None in subsampled plates."""
         self._state_parameters()
-        if isinstance(self._drawing, Correlated):
-            return self._drawing.draw_together(number)
-        if any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
+        if self._joint is None and any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
             return None
-        parts = {}
-        for name, posterior in self._posteriors.items():
-            fn = posterior.distribution(posterior.parameters)
-            values = fn.rsample((number,)) if fn.has_rsample else fn.sample((number,))
-            parts[name] = Part.alone(values, fn, posterior.event_dim)
-        return parts
+        return self._drawing().draw_together(number)
 
     def parameter_groups(self, learning_rate: float = 0.1) -> list[dict[str, object]]:
         """The guide's parameters for an optimiser, each kind with the learning rate that suits it.
@@ -335,21 +324,20 @@ class AutoSpikeSlab(JointDraws, AutoGate):
         Raises:
             ValueError: the guide has not been called.
         """
-        joint = self._modules.get("joint")
         posteriors = [*self._of_kind(GatesPosterior).values(), *self._of_kind(LoneLatents).values()]
         sites = [x for posterior in posteriors for x in posterior.parameters.values()]
-        if not isinstance(joint, CorrelatedPosterior):
+        if self._joint is None:
             return [{"params": sites, "lr": learning_rate}]
-        return joint.parameter_groups(sites, learning_rate)
+        return self._joint.parameter_groups(sites, learning_rate)
 
     # ------------------------------------------------------------ summaries
 
     def posterior(self) -> dict[str, GateDistribution]:
         """The posterior gates by site; live and differentiable where gates do not depend on each other.
 
-        Otherwise gates of two values with the marginal probabilities of :meth:`active_probs`, without a gradient.
+        Otherwise binary gates with the marginal probabilities of :meth:`active_probs`, without a gradient.
         """
-        if isinstance(self._drawing, Correlated) and self._drawing.is_chain:
+        if self._joint is not None and self._joint.is_chain:
             return {name: BernoulliGate(probs=clamp_probs(probs)) for name, probs in self.active_probs().items()}
         return super().posterior()
 
@@ -361,25 +349,17 @@ class AutoSpikeSlab(JointDraws, AutoGate):
             draws: over which the probabilities given other gates are averaged, where gates depend on each other; the
                 error is below 0.5 / sqrt(draws).
         """
-        if isinstance(self._drawing, Correlated):
-            return self._drawing.active_probs(draws)
-        return {name: gate.active_prob.clone() for name, gate in super().posterior().items()}
+        return super().active_probs() if self._joint is None else self._joint.active_probs(draws)
 
+    @renamed_arguments(number="n")
     @torch.no_grad()
-    def draws(self, number: int) -> dict[str, Tensor]:
-        """Joint draws of gates, slabs and the other latents of this guide.
-
-        Args:
-            number: n.
-
-        Returns:
-            By site, shape ``(n, *shape of the site)``.
-        """
-        if isinstance(self._drawing, Correlated):
-            return {name: part.supported() for name, part in self._drawing.draw_together(number).items()}
+    def draws(self, n: int) -> dict[str, Tensor]:
+        """Joint draws of gates, slabs and the other latents, by site, shape ``(n, *shape of the site)``."""
+        if self._joint is not None:
+            return {name: part.supported() for name, part in self._joint.draw_together(n).items()}
         lone = {name: x.distribution(x.parameters) for name, x in self._of_kind(LoneLatents).items()}
         sites: dict[str, TorchDistribution] = {**super().posterior(), **lone}
-        return {name: fn.sample((number,)) for name, fn in sites.items()}
+        return {name: fn.sample((n,)) for name, fn in sites.items()}
 
     def _is_gate(self, name: str) -> bool:
         return name in self._of_kind(GatesPosterior)

@@ -1,4 +1,4 @@
-"""Makes a correlated posterior for a model: what its sites are to each other, and where it starts."""
+"""Makes a correlated posterior for a model: how its sites depend on each other, and where it starts."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
 from pyro.distributions import Beta, Normal
 from torch import Tensor
-from torch.distributions import Transform
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate, innermost
-from pyro_l0.fast.record import Site
-from pyro_l0.infer.elbo.runs import log_prob
+from pyro_l0.fast.record import Site, is_deterministic
+from pyro_l0.infer.elbo.runs import Args, Kwargs, log_prob, sample_sites
 from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
 from pyro_l0.infer.guides.autoregressive import GateChain
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
-from pyro_l0.infer.guides.expansion import OpenModel, expand
+from pyro_l0.infer.guides.expansion import OpenModel, expand, run_at
 from pyro_l0.infer.guides.hyper import HyperPosterior
 from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
-from pyro_l0.infer.guides.lone_latents import middle
+from pyro_l0.infer.guides.lone_latents import middle, transform_to_support
 from pyro_l0.infer.guides.structured_slabs import IndependentSlabs, StructuredSlabs
 
 _RATES = (0.3, 0.6)  # at which a rate is tried
@@ -33,15 +33,11 @@ class Structure(NamedTuple):
     """What a user asks of a correlated posterior.
 
     Attributes:
-        slab: the gate site of each slab site.
-        hyper: the sites of the other latents; None for all of them, normal ones drawn with the slabs where they can be.
         coupled: whether gates depend on the gates before them.
-        structured: whether slabs depend on their gates.
-        chain: whether the gates have two values.
+        structured: whether slabs are one Gaussian given their gates.
+        chain: whether the gates are binary.
     """
 
-    slab: Mapping[str, Switch]
-    hyper: Sequence[str] | None
     coupled: bool
     structured: bool
     chain: bool
@@ -51,13 +47,13 @@ Options = dict[str, Any]  # of a guide
 
 
 def structure_of(
-    slab: Mapping[str, Switch], gates: str, slabs: str, hyper: Sequence[str] | None, options: Options
+    gates: str, slabs: str, hyper: Sequence[str] | None, options: Options
 ) -> tuple[Structure | None, Options]:
     """What a user's words ask for, None for a mean field; and a guide's options with the defaults that suit it.
 
     Raises:
         TypeError: ``hyper`` is a string.
-        ValueError: a word is unknown, or autoregressive gates are of a family that has more than two values.
+        ValueError: a word is unknown, or autoregressive gates are of a family that is not binary.
     """
     for name, value, known in (
         ("gates", gates, ("mean_field", "autoregressive")),
@@ -75,12 +71,26 @@ def structure_of(
         raise ValueError(
             f"Expected family=BernoulliGate for gates='autoregressive', but got {options['family'].__name__}."
         )
-    named = None if hyper is None else tuple(hyper)
-    return Structure(dict(slab), named, gates == "autoregressive", slabs == "structured", is_chain), options
+    return Structure(gates == "autoregressive", slabs == "structured", is_chain), options
+
+
+def model_runs(model: Callable[..., object], args: Args, kwargs: Kwargs) -> tuple[dict[str, Site], RunAt]:
+    """The sites of a model in one run, and what runs it at values of its latent sites."""
+
+    def program() -> object:
+        return model(*args, **kwargs)
+
+    sites = sample_sites(poutine.trace(program).get_trace())
+    found = {name: site for name, site in sites.items() if not is_deterministic(site)}
+    return found, lambda values: run_at(program, values)
 
 
 def correlated_posterior(
-    sites: Mapping[str, Site], run_at: RunAt, structure: Structure, transform: Callable[[str, Site], Transform | None]
+    sites: Mapping[str, Site],
+    run_at: RunAt,
+    structure: Structure,
+    slab: Mapping[str, Switch],
+    hyper_names: Sequence[str] | None,
 ) -> CorrelatedPosterior:
     """The posterior that a guide learns from.
 
@@ -88,33 +98,36 @@ def correlated_posterior(
         sites: the model's sites in one run.
         run_at: runs the model and returns its sites, at values of its latent sites by name.
         structure: what is asked for.
-        transform: the map from the real line to the support of a site; None for the real line itself.
+        slab: the gate site of each slab site.
+        hyper_names: the sites of the other latents; None for all of them, normal ones drawn with the slabs where they
+            can be.
 
     Raises:
         ValueError: a site is subsampled, a prior or a support is of another kind, or ``z`` and ``w`` do not enter the
             model as their product.
     """
     gate_names = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
-    slab_names = [name for name in sites if name in structure.slab]
+    slab_names = [name for name in sites if name in slab]
     latent = [name for name, site in sites.items() if not site["is_observed"]]
     others = [name for name in latent if name not in (*gate_names, *slab_names)]
-    if structure.hyper is None:
+    if hyper_names is None:
         slab_names += [name for name in others if _is_effect(name, sites, run_at)]
-    hyper_names = structure.hyper if structure.hyper is not None else [x for x in others if x not in slab_names]
+        hyper_names = [name for name in others if name not in slab_names]
     for name in (*gate_names, *slab_names, *hyper_names):
         _check_whole(name, sites[name])
     gates = Layout({name: sites[name] for name in gate_names})
     rates = [rate for name in hyper_names if (rate := _conjugate_rate(name, sites, run_at, gate_names)) is not None]
     learned = [name for name in hyper_names if name not in {rate.name for rate in rates}]
-    transforms = {name: found for name in learned if (found := transform(name, sites[name])) is not None}
+    found = {name: transform_to_support(name, sites[name]["fn"], is_slab=False) for name in learned}
+    transforms = {name: transform for name, transform in found.items() if transform is not None}
     hyper = Layout({name: sites[name] for name in learned}, transforms)
     slabs = Layout({name: sites[name] for name in slab_names})
     like = sites[gate_names[0]]["value"]
     medians = {name: middle(sites[name]["fn"], transforms.get(name)).to(like) for name in learned}
     start = hyper.together(medians) if learned else like.new_zeros(0)
     values = {name: sites[name]["value"] for name in latent}
-    values |= {rate.name: _mean(sites[rate.name]) for rate in rates}
-    gate_of = _gates_of(sites, structure.slab, slab_names, gates)
+    values |= {x.name: sites[x.name]["fn"].mean.detach().expand_as(values[x.name]) for x in rates}
+    gate_of = _gates_of(sites, slab, slab_names, gates)
     held = _held(hyper, start, lambda at: run_at({**values, **hyper.apart(at)}))
     expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start, gate_of, held)
     kind = StructuredSlabs if structure.structured else IndependentSlabs
@@ -134,16 +147,16 @@ def _is_effect(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
 
 
 def _held(hyper: Layout, start: Tensor, run: Callable[[Tensor], dict[str, Site]]) -> Tensor:
-    """Which entries have no useful mode: those that the priors of more entries depend on, as a scale of many latents.
+    """Which entries have no useful mode: those on which the priors of more entries depend, as a scale of many latents.
 
     The joint density of a scale and its latents is without bound where all of them go to 0.
     """
     held = []
     before = {name: log_prob(site) for name, site in run(start).items() if name in hyper.shapes}
-    for name, place in hyper.pieces(torch.arange(hyper.size, device=start.device)).items():
-        moved = run(start.index_add(0, place, torch.full_like(start[place], _MOVE)))
+    for name, own in hyper.positions(start.device).items():
+        moved = run(start.index_add(0, own, torch.full_like(start[own], _MOVE)))
         below = [hyper.shapes[x].numel() for x in before if x != name and not _same(log_prob(moved[x]), before[x])]
-        held.append(torch.full_like(place, sum(below) > len(place), dtype=torch.bool))
+        held.append(torch.full_like(own, sum(below) > len(own), dtype=torch.bool))
     return torch.cat(held) if held else start.bool()
 
 
@@ -194,21 +207,11 @@ def _odds(site: Site) -> Tensor | None:
 
 def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, Switch], names: Sequence[str], gates: Layout) -> Tensor:
     """Which gate switches each element of the slabs, shape ``(p,)``."""
-    offsets, at = {}, 0
-    for name, shape in gates.shapes.items():
-        offsets[name], at = at, at + shape.numel()
-    found = []
+    positions, found = gates.positions(), []
     for name in names:
-        if name not in slab:
-            found.append(torch.full(sites[name]["value"].shape, -1).reshape(-1))
-            continue
-        gate = gate_site(slab[name])
-        index = torch.arange(gates.shapes[gate].numel()).reshape(gates.shapes[gate]) + offsets[gate]
-        found.append(places_of(name, slab[name], sites).of(index).expand(sites[name]["value"].shape).reshape(-1))
+        shape, own = sites[name]["value"].shape, torch.tensor(-1)
+        if name in slab:
+            gate = gate_site(slab[name])
+            own = places_of(name, slab[name], sites).of(positions[gate].reshape(gates.shapes[gate]))
+        found.append(own.expand(shape).reshape(-1))
     return torch.cat(found).to(sites[names[0]]["value"].device)
-
-
-def _mean(site: Site) -> Tensor:
-    """The mean of a prior in the shape of the site."""
-    mean: Tensor = site["fn"].mean.detach().expand_as(site["value"])
-    return mean

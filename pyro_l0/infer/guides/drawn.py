@@ -1,10 +1,15 @@
-"""A distribution together with the value that was drawn of it, as a part of a joint draw."""
+"""A site's part of joint draws, and the distribution that it has at the site."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 import torch
-from pyro.distributions import TorchDistribution
+from pyro.distributions import TorchDistribution, TransformedDistribution
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
+from torch.distributions import Transform
 
 
 class Drawn(TorchDistribution):
@@ -36,32 +41,77 @@ class Drawn(TorchDistribution):
         return self.base_dist.support
 
     def expand(self, batch_shape: torch.types._size, _instance: object = None) -> Drawn:
-        """The distribution in more plates, of which the value has the dimensions already."""
+        """The distribution in more plates, whose dimensions the value has already."""
         return Drawn(self.base_dist.expand(batch_shape), self.value)
 
     def rsample(self, sample_shape: torch.types._size = torch.Size()) -> Tensor:
-        """The value that was drawn."""
-        return self.sample(sample_shape)
-
-    def sample(self, sample_shape: torch.types._size = torch.Size()) -> Tensor:
-        """The value that was drawn.
-
-        Raises:
-            ValueError: further draws are asked for.
-        """
+        """The value that was drawn; refuses further draws."""
         if len(sample_shape):
             raise ValueError(
                 f"Expected one draw of a part of a joint draw, but got sample_shape {tuple(sample_shape)}."
             )
         return self.value
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log density of the value that was drawn, shape ``batch_shape``.
+    sample = rsample
 
-        Raises:
-            ValueError: the value is another one.
-        """
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of the value that was drawn, shape ``batch_shape``; refuses another."""
         if value is not self.value and not torch.equal(value, self.value):
             raise ValueError("Expected the value that was drawn, since the other sites' draws depend on it.")
         log_prob: Tensor = self.base_dist.log_prob(value)
         return log_prob
+
+
+class Part(NamedTuple):
+    """A site's part of n joint draws.
+
+    Attributes:
+        values: on the real line, shape ``(n, entries of the site)``, or without the dimension of draws.
+        make: the distribution given the parts before, from its parameters.
+        parameters: of that distribution, each of the values' shape.
+        shape: of the site's value in one draw.
+        event_dim: how many of its dimensions are the event's.
+        transform: what carries values to the site's support; None for the identity.
+        depends: whether the distribution depends on other parts of the draw.
+    """
+
+    values: Tensor
+    make: Callable[..., TorchDistribution]
+    parameters: tuple[Tensor, ...]
+    shape: torch.Size
+    event_dim: int
+    transform: Transform | None = None
+    depends: bool = True
+
+    @classmethod
+    def of(cls, fn: TorchDistributionMixin, n: int, event_dim: int) -> Part:
+        """Draws of a distribution that depends on nothing."""
+        draws = fn.rsample((n,)) if fn.has_rsample else fn.sample((n,))
+        return cls(draws.reshape(n, -1), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
+
+    def at_site(self, particles: Mapping[int, int]) -> tuple[TorchDistribution, Tensor]:
+        """The distribution of a site and its value.
+
+        Args:
+            particles: sizes of the plates of the draws, by their dimensions from the right.
+        """
+        batch = self.shape[: len(self.shape) - self.event_dim]
+        width = max(len(batch), *(-dim for dim in particles), 0)
+        dims = [1] * (width - len(batch)) + list(batch)
+        for dim, size in particles.items():
+            dims[dim] = size
+        shape = torch.Size(dims) + self.shape[len(batch) :]
+        shape = shape if self.transform is None else self.transform.inverse_shape(shape)
+        base = self.make(*(x.reshape(shape) for x in self.parameters))
+        value = self.values.reshape(shape)
+        if self.transform is not None:
+            base, value = TransformedDistribution(base, [self.transform]), self.transform(value)
+        base = base.to_event(self.event_dim - base.event_dim) if self.event_dim > base.event_dim else base
+        return (Drawn(base, value) if self.depends else base), value
+
+    def supported(self) -> Tensor:
+        """The values in the site's support and shape, shape ``(n, *shape)``."""
+        if self.transform is None:
+            return self.values.reshape(-1, *self.shape)
+        values: Tensor = self.transform(self.values.reshape(-1, *self.transform.inverse_shape(self.shape)))
+        return values

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 _START = 0.2  # standard deviation on the real line
-
-
-class HyperDraw(NamedTuple):
-    """Draws on the real line, with each entry's normal given the entries before it; shapes ``(n, d)``."""
-
-    values: Tensor
-    means: Tensor
-    deviations: Tensor
 
 
 class HyperPosterior(nn.Module):
@@ -32,9 +23,9 @@ class HyperPosterior(nn.Module):
         self.log_scale = nn.Parameter(torch.full_like(start, math.log(_START)))
         self.coupling = nn.Parameter(start.new_zeros(len(start), len(start)))
 
-    def draw(self, number: int) -> HyperDraw:
-        """Draws, differentiable for the parameters."""
+    def draw(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Differentiable draws, with mean and deviation of each entry given those before it; shapes ``(n, d)``."""
         scale = self.log_scale.exp()
-        noise = torch.randn(number, len(self.loc), dtype=scale.dtype, device=scale.device)
+        noise = torch.randn(n, len(self.loc), dtype=scale.dtype, device=scale.device)
         means = self.loc + noise @ self.coupling.tril(-1).mT
-        return HyperDraw(means + scale * noise, means, scale.expand_as(noise))
+        return means + scale * noise, means, scale.expand_as(noise)

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import pyro
 import torch
@@ -18,6 +17,7 @@ from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.fast.switch import is_open
 from pyro_l0.infer.elbo.slabs import fits
+from pyro_l0.infer.guides.drawn import Part
 
 _NO_SITES = nn.ModuleDict()
 
@@ -74,20 +74,8 @@ class GatesPosterior(SitePosterior):
             parameter.view(-1)[here] = value.to(parameter).expand_as(parameter).reshape(-1)[here]
 
 
-class Drawing(Protocol):
-    """How a guide draws its sites."""
-
-    def draw(self, plates: Mapping[str, pyro.plate]) -> dict[str, Tensor]:
-        """Sample every site in its plates."""
-        ...
-
-    def draw_for(self, record: Record) -> dict[str, Tensor]:
-        """Sample every site, outside of plates, for a loss that looks at sites alone."""
-        ...
-
-
 class MeanField:
-    """Draws sites that do not depend on one another; the one piece of a guide that knows that they don't."""
+    """Draws sites that do not depend on one another."""
 
     def __init__(self, posteriors: Mapping[str, SitePosterior]) -> None:
         self._posteriors = posteriors
@@ -120,7 +108,7 @@ class MeanField:
         return values
 
     def draw_for(self, record: Record) -> dict[str, Tensor]:
-        """Sample every site, outside of plates, for a loss that looks at sites alone: gates of one kind in one draw."""
+        """Sample every site, outside of plates, for a loss that needs sites alone: gates of one kind in one draw."""
         values: dict[str, Tensor] = {}
         for names in self._groups if is_open("joint_draws") else []:
             gates, fns = zip(*map(self._gates, names), strict=True)
@@ -133,6 +121,10 @@ class MeanField:
                 fn = self._gates(name)[1] if is_gate else x.in_events(x.distribution(x.parameters))
                 values[name] = record.sample(name, fn)
         return values
+
+    def draw_together(self, n: int) -> dict[str, Part]:
+        """Parts of n joint draws, by site."""
+        return {name: Part.of(x.distribution(x.parameters), n, x.event_dim) for name, x in self._posteriors.items()}
 
     def _gates(self, name: str) -> tuple[GateDistribution, TorchDistributionMixin]:
         """The gates of a site, and these in events; kept from step to step if they hold the parameters themselves."""

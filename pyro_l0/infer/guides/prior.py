@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Self
 
-import pyro
 import torch
 from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
@@ -16,6 +14,7 @@ from torch.distributions import constraints
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
+from pyro_l0.infer.generators import generators_kept
 from pyro_l0.maths.special import Number
 
 # A fair coin that sets a temperature stays unnoticed once in a thousand set-ups.
@@ -85,7 +84,7 @@ def _prior_options(family: type[GateDistribution], trace: Trace) -> _Options:
 def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[str, str]]:
     """Where further runs of a model have other options than the first; random numbers elsewhere stay what they were."""
     left, drawn = set(first), set()
-    with _generators_kept():
+    with generators_kept():
         for _ in range(_REDRAWS):
             if not left:
                 break
@@ -95,16 +94,6 @@ def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[s
             lasting = {place for place in left if isinstance(first[place], Tensor) and first[place] is again.get(place)}
             left -= drawn | lasting
     return drawn
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Random numbers elsewhere stay what they were."""
-    state = pyro.util.get_rng_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        yield
-    pyro.util.set_rng_state(state)
 
 
 def check_supports(sites: Mapping[str, Site], run: Callable[[], Trace]) -> None:
@@ -119,7 +108,7 @@ def check_supports(sites: Mapping[str, Site], run: Callable[[], Trace]) -> None:
     """
     bounds = {name: found for name, site in sites.items() if (found := _bounds(site))}
     if bounds:
-        with _generators_kept():
+        with generators_kept():
             again = run()
         for name, found in bounds.items():
             if name not in again or not all(map(torch.equal, found, _bounds(again.nodes[name]))):

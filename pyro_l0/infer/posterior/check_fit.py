@@ -1,14 +1,18 @@
-"""Whether a fit is any good: chains that start from a guide's draws must not move its inclusion probabilities."""
+"""Checks a fitted guide: chains that start from its draws must not move its inclusion probabilities."""
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_l0.expect import expect
+from pyro_l0.infer.generators import seeded
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
 from pyro_l0.infer.posterior.refine import is_quadratic
@@ -17,8 +21,10 @@ from pyro_l0.maths.spike_slab.tempered_gibbs import tempered_gibbs
 
 __all__ = ["FitCheck", "check_fit"]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 _TOLERANCE = 0.06  # over 42 fits it flagged every one with an error of 0.07 or more, and none below 0.05
-_LEAST = 0.02  # of the running probabilities that steer the chains
+_MINIMUM = 0.02  # of the running probabilities that steer the chains
 
 
 class FitCheck(NamedTuple):
@@ -41,9 +47,31 @@ class FitCheck(NamedTuple):
     advice: str
 
 
+def _model_first(function: _Function) -> _Function:
+    """Accept the former order of arguments, without the model in front."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], AutoSpikeSlab):
+            message = "check_fit(guide, ...) is deprecated. Use check_fit(model, guide, ...)."
+            warnings.warn(message, FutureWarning, stacklevel=2)
+            args = (args[0].model, *args)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_model_first
 @torch.no_grad()
 def check_fit(
-    guide: AutoSpikeSlab, *args: object, chains: int = 256, flips: int = 90, draws: int = 1000, **kwargs: object
+    model: Callable[..., object],
+    guide: AutoSpikeSlab,
+    *args: object,
+    chains: int = 256,
+    flips: int = 90,
+    draws: int = 1000,
+    seed: int | None = None,
+    **kwargs: object,
 ) -> FitCheck:
     """Run chains of gates from draws of a guide, and see whether inclusion probabilities move.
 
@@ -53,18 +81,20 @@ def check_fit(
     other latents at their means; the gates that the chains visit are re-weighted by their Laplace evidence.
 
     Args:
+        model: the model.
         guide: a trained guide.
         *args: arguments of the model.
         chains: how many.
         flips: of each chain, the first third of which is not counted.
         draws: of the guide, for the evidence.
+        seed: of the random numbers; the global state of generators is then left as it was.
         **kwargs: keyword arguments of the model.
 
     Returns:
         What moved, the repaired probabilities and advice.
 
     Raises:
-        ValueError: the guide has no model or has not been called, or a slab's prior has a mean other than 0.
+        ValueError: the guide has not been called, or a slab's prior has a mean other than 0.
 
     References:
         Zanella and Roberts (2019), arXiv:1805.00541, for the sampler.
@@ -74,20 +104,23 @@ def check_fit(
         expect(Integral, "a whole number", **{name: number})
         if number < 1:
             raise ValueError(f"Expected {name} of at least 1, but got {number}.")
-    collapsed, log_likelihood = guide.collapsed_at_means(*args, **kwargs)
-    quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
-    if quadratic:
-        collapsed = guide.collapsed(*args, chains=chains, **kwargs)
-    drawn, probs = guide.draws(chains), guide.active_probs()
-    start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
-    running = collapsed.gates.together(probs).clamp(min=_LEAST)
-    run = tempered_gibbs(collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running)
-    if not quadratic:
-        run = reweighted(run, log_likelihood, collapsed.quadratic)
+    with seeded(seed):
+        collapsed, log_likelihood = guide.collapsed_at_means(model, args, kwargs)
+        quadratic = is_quadratic(log_likelihood, collapsed.quadratic)
+        if quadratic:
+            collapsed = guide.collapse(model, args, kwargs, chains)
+        drawn, probs = guide.draws(chains), guide.active_probs()
+        start = (collapsed.gates.together(drawn) != 0).to(collapsed.quadratic.quadratic.linear)
+        running = collapsed.gates.together(probs).clamp(min=_MINIMUM)
+        run = tempered_gibbs(
+            collapsed.quadratic, collapsed.prior, flips=flips, warm_up=1 / 3, start=start, running=running
+        )
+        if not quadratic:
+            run = reweighted(run, log_likelihood, collapsed.quadratic)
+        evidence = Evidence.of(log_ratios(model, guide, args, kwargs, draws))
     repaired = collapsed.gates.apart(run.active_probs)
     by_site = {name: repaired[name] - probs[name] for name in repaired}
     moved = max(float(change.abs().max()) for change in by_site.values())
-    evidence = Evidence.of(log_ratios(guide.model, guide, args, kwargs, guide.slab, draws))
     return FitCheck(moved, moved <= _TOLERANCE, repaired, by_site, evidence, _advice(moved, by_site, probs, repaired))
 
 

@@ -1,4 +1,4 @@
-"""A model as samplers of its gates see it: a quadratic log likelihood, slabs integrated out, and the gates' prior."""
+"""A model for samplers of its gates: a quadratic log likelihood, slabs integrated out, and the gates' prior."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class SiteGates:
     """The prior of the gates of several sites: independent, or with a Beta rate in common that is summed out.
 
     Args:
-        logits: log odds of each gate, shape ``(chains, G)`` or ``(1, G)``; those with a rate are not looked at.
-        rates: with the gates that each is of, as places.
+        logits: log odds of each gate, shape ``(chains, G)`` or ``(1, G)``; those with a rate are ignored.
+        rates: each behind the positions of its gates.
     """
 
     def __init__(self, logits: Tensor, rates: Sequence[tuple[Tensor, BetaBinomialGates]]) -> None:
         self._logits, self._rates = logits, rates
         self.active_prob = torch.sigmoid(logits).mean(0)
-        for places, rate in rates:
-            self.active_prob[places] = rate.active_prob.to(logits)
+        for positions, rate in rates:
+            self.active_prob[positions] = rate.active_prob.to(logits)
 
     def logits(self, z: Tensor) -> Tensor:
         """Log odds that a gate is open, given the others, shape of z."""
         odds = self._logits.expand(z.shape)
-        for places, rate in self._rates:
-            odds = odds.index_copy(1, places, rate.logits(z[:, places]))
+        for positions, rate in self._rates:
+            odds = odds.index_copy(1, positions, rate.logits(z[:, positions]))
         return odds
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Log probability of each vector, shape ``(S,)``."""
         each = torch.where(z > 0, 1.0, -1.0) * self._logits.expand(z.shape)
         each = torch.nn.functional.logsigmoid(each)
-        for places, _ in self._rates:
-            each = each.index_fill(1, places, 0.0)
-        rates = [rate.log_prob(z[:, places]) for places, rate in self._rates]
+        for positions, _ in self._rates:
+            each = each.index_fill(1, positions, 0.0)
+        rates = [rate.log_prob(z[:, positions]) for positions, rate in self._rates]
         return torch.stack([each.sum(1), *rates]).sum(0)
 
 
@@ -119,14 +119,14 @@ def _check_slabs(joint: CorrelatedPosterior) -> None:
     gated = slabs.gate_of >= 0
     if bool(slabs.loc[gated].any() or slabs.loc_shifts[gated].any()):
         raise ValueError(
-            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, around which gates are "
-            f"sampled, but got means of up to {float(slabs.loc[gated].abs().max()):.3g}."
+            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, but got means of up to "
+            f"{float(slabs.loc[gated].abs().max()):.3g}."
         )
     alone = (torch.bincount(slabs.gate_of[gated], minlength=joint.gates.size) == 0).nonzero().flatten()
     if len(alone):
         raise ValueError(
-            f"Expected gates that enter the model as products with their slabs alone, but got no slab of gate site "
-            f"{_site_at(joint.gates, alone[0])!r}; use sample_posterior."
+            f"Expected gates that enter the model as products with their slabs, but got no slab of gate site "
+            f"{_site_at(joint.gates, alone[0])!r}. Use sample_posterior."
         )
 
 
@@ -134,7 +134,7 @@ def _prior(
     joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
 ) -> SiteGates:
     """The gates' prior at values of the other latents."""
-    rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # not looked at
+    rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # ignored
 
     def odds(row: Tensor, gates: Tensor) -> Tensor:
         sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(gates)})
@@ -147,29 +147,27 @@ def _prior(
     if len(moved):
         raise ValueError(
             f"Expected gates that are independent given the other latents, but the prior of gate site "
-            f"{_site_at(joint.gates, moved[0])!r} changes with the gates before; use sample_posterior."
+            f"{_site_at(joint.gates, moved[0])!r} changes with the gates before. Use sample_posterior."
         )
-    return SiteGates(torch.stack(rows), [_places(joint.gates, rate) for rate in joint.rates])
+    positions = joint.gates.positions(hyper.device)
+    shared = [
+        (torch.cat([positions[name] for name in rate.gates]), BetaBinomialGates(float(rate.open), float(rate.closed)))
+        for rate in joint.rates
+    ]
+    return SiteGates(torch.stack(rows), shared)
 
 
-def _site_at(gates: Layout, place: Tensor) -> str:
-    """The site of the gate at a place."""
-    pieces = gates.pieces(torch.arange(gates.size, device=place.device))
-    return next(name for name, piece in pieces.items() if bool((piece == place).any()))
+def _site_at(gates: Layout, position: Tensor) -> str:
+    """The site of the gate at a position."""
+    own = gates.positions(position.device)
+    return next(name for name, positions in own.items() if bool((positions == position).any()))
 
 
 def _log_odds(name: str, site: Site) -> Tensor:
     gate = find_gate(site["fn"])
     if not isinstance(gate, BernoulliGate):
         raise ValueError(
-            f"Expected gates of two values at site {name!r}, which samplers of gates switch, but got {gate}; use a "
-            "BernoulliGate in the model, or sample_posterior."
+            f"Expected binary gates at site {name!r}, but got {gate}. Use a BernoulliGate in the model, or "
+            "sample_posterior."
         )
     return gate.logits
-
-
-def _places(gates: Layout, rate: ConjugateRate) -> tuple[Tensor, BetaBinomialGates]:
-    """Where the gates of a rate are, and their prior."""
-    pieces = gates.pieces(torch.arange(gates.size, device=rate.open.device))
-    places = torch.cat([pieces[name] for name in rate.gates])
-    return places, BetaBinomialGates(float(rate.open), float(rate.closed))

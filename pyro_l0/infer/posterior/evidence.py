@@ -11,10 +11,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0.fast.record import Record, Site
-from pyro_l0.infer.elbo.pairs import check_pair
 from pyro_l0.infer.elbo.particles import can_be_mapped, over_particles
-from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, log_prob, record_run
+from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, check_pair, log_prob, record_run
 from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
+from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.drawn import Drawn
 
 _AT_ONCE = 250
@@ -48,13 +48,7 @@ class Evidence(NamedTuple):
 
 
 def log_ratios(
-    model: Program,
-    guide: Program,
-    args: Args,
-    kwargs: Kwargs,
-    slab: Mapping[str, Switch],
-    draws: int,
-    mapped: bool | None = None,
+    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, draws: int, mapped: bool | None = None
 ) -> Tensor:
     """log p(D, z, w, ...) - log q(z, w, ...) at draws of the guide, shape ``(draws,)``.
 
@@ -66,40 +60,39 @@ def log_ratios(
         guide: the guide.
         args: their arguments.
         kwargs: their keyword arguments.
-        slab: the gate site of each slab site.
         draws: how many.
         mapped: whether ``torch.vmap`` takes them at once; by default, where it can.
     """
-    evaluate, run_guide = _runs(model, guide, args, kwargs, slab)
+    evaluate, run_guide = _runs(model, guide, args, kwargs)
     with torch.no_grad():
         if mapped is None:
             mapped = can_be_mapped(evaluate, run_guide, guide)
-        pieces = [min(_AT_ONCE, draws - i) for i in range(0, draws, _AT_ONCE)]
-        return torch.cat([over_particles(evaluate, run_guide, guide, n, mapped)["ratio"] for n in pieces])
+        parts = [min(_AT_ONCE, draws - i) for i in range(0, draws, _AT_ONCE)]
+        return torch.cat([over_particles(evaluate, run_guide, guide, n, mapped)["ratio"] for n in parts])
 
 
 @torch.no_grad()
-def is_mapped(model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, Switch]) -> bool:
+def is_mapped(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs) -> bool:
     """Whether ``torch.vmap`` can take many draws at once; arguments as of :func:`log_ratios`."""
-    return can_be_mapped(*_runs(model, guide, args, kwargs, slab), guide)
+    return can_be_mapped(*_runs(model, guide, args, kwargs), guide)
 
 
 def _runs(
-    model: Program, guide: Program, args: Args, kwargs: Kwargs, slab: Mapping[str, Switch]
+    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs
 ) -> tuple[Callable[[Record], dict[str, Tensor]], Callable[[], Record]]:
     """What evaluates a run of the guide, and what runs it."""
 
     def evaluate(of_guide: Record) -> dict[str, Tensor]:
         of_model = record_run(model, args, kwargs, 0, of_guide.sites)
-        return {"ratio": _log_ratio(of_model.sites, of_guide.sites, slab)}
+        return {"ratio": _log_ratio(of_model.sites, of_guide.sites, guide.slab)}
 
     return evaluate, lambda: record_run(guide, args, kwargs, 0)
 
 
 def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, Switch]) -> Tensor:
-    found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and _is_latent(site)]
+    found = [-log_prob(site).sum() for name, site in guide.items() if name not in model and _is_drawn(site)]
     for name, site in model.items():
-        if site["type"] != "sample" or site_is_subsample(site):
+        if not _is_drawn(site):
             continue
         if not site["is_observed"]:
             check_pair(name, site, guide.get(name))
@@ -114,5 +107,5 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
     return torch.stack(found).sum()
 
 
-def _is_latent(site: Site) -> bool:
+def _is_drawn(site: Site) -> bool:
     return site["type"] == "sample" and not site_is_subsample(site)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 
 import pyro
@@ -21,10 +22,10 @@ from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.evidence import Evidence, is_mapped, log_ratios
 
 _BETAS = (0.9, 0.99)
-_LEAST_RATE = 0.02  # of the learning rates, at the end
+_LAST_RATE = 0.02  # of the learning rates, at the end
 _TEMPERED = 0.3  # of the steps
-_LOOK = 50  # steps between looks at the variance of the log ratio
-_DRAWS_TO_LOOK = 256
+_CHECK = 50  # steps between checks of the variance of the log ratio
+_DRAWS_TO_CHECK = 256
 _SMALL = 1e-3  # nats that the evidence lower bound may lack, estimated as half that variance
 _DRAWS = 8_000  # for the evidence in the end
 _FALLING = 0.1  # nats by which a loss that has converged does not fall any more
@@ -114,20 +115,34 @@ def fit(
         raise ValueError(f"Expected a positive, finite learning_rate, but got {learning_rate!r}.")
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            "Expected gradients to be switched on, but got a call inside of torch.no_grad() or inference_mode(); "
-            "call it outside of them."
+            "Expected gradients to be switched on, but got a call inside torch.no_grad() or inference_mode(); call it "
+            "outside of them."
         )
     if seed is not None:
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)
     start = copy.deepcopy(guide.state_dict())
-    mapped = is_mapped(model, guide, args, kwargs, guide.slab)
+    mapped = is_mapped(model, guide, args, kwargs)
+
+    def ratios(draws: int) -> Tensor:
+        return log_ratios(model, guide, args, kwargs, draws, mapped)
+
     found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
     for i in range(restarts):
         if i:
             _start_anew(guide, start)
-        run = _Run(model, guide, args, kwargs, num_particles, mapped)
-        result = run.train(steps, learning_rate, f"restart {i + 1} of {restarts}, " if progress else None)
+        elbo = L0_ELBO(
+            "spike_slab",
+            slab=guide.slab,
+            estimator="leave_one_out",
+            num_particles=num_particles,
+            vectorize_particles=mapped,
+            temper=lambda k: min(1.0, (k + 1) / (_TEMPERED * steps)),
+        )
+        loss = partial(elbo.differentiable_loss, model, guide, *args, **kwargs)
+        optimiser = torch.optim.Adam(guide.parameter_groups(learning_rate), betas=_BETAS)
+        losses = _train(loss, optimiser, ratios, steps, f"restart {i + 1} of {restarts}, " if progress else None)
+        result = Fit(losses.tolist(), Evidence.of(ratios(_DRAWS)), converged=_has_converged(losses, steps))
         found.append((result, copy.deepcopy(guide.state_dict()), guide.active_probs()))
     best, state, probs = max(found, key=lambda entry: entry[0].elbo)
     guide.load_state_dict(state)
@@ -145,57 +160,32 @@ def _start_anew(guide: AutoSpikeSlab, start: dict[str, Tensor]) -> None:
         location.add_(torch.randn_like(location))
 
 
-class _Run:
-    """One training."""
-
-    def __init__(
-        self,
-        model: Callable[..., object],
-        guide: AutoSpikeSlab,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        num_particles: int,
-        mapped: bool,
-    ) -> None:
-        self.model, self.guide, self.args, self.kwargs, self.mapped = model, guide, args, kwargs, mapped
-        self.num_particles = num_particles
-
-    def ratios(self, draws: int) -> Tensor:
-        """Log ratios of model and guide."""
-        return log_ratios(self.model, self.guide, self.args, self.kwargs, self.guide.slab, draws, self.mapped)
-
-    def train(self, steps: int, learning_rate: float, progress: str | None) -> Fit:
-        """Train for some steps, or until the log ratio hardly varies; the text goes before the progress."""
-        optimiser = torch.optim.Adam(self.guide.parameter_groups(learning_rate), betas=_BETAS)
-        schedule = LambdaLR(
-            optimiser, lambda k: _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * k / steps))
-        )
-        elbo = L0_ELBO(
-            "spike_slab",
-            slab=self.guide.slab,
-            estimator="leave_one_out",
-            num_particles=self.num_particles,
-            vectorize_particles=self.mapped,
-            temper=lambda k: min(1.0, (k + 1) / (_TEMPERED * steps)),
-        )
-        losses: list[Tensor] = []
-        for k in range(1, steps + 1):
-            optimiser.zero_grad()
-            loss = elbo.differentiable_loss(self.model, self.guide, *self.args, **self.kwargs)
-            loss.backward()
-            optimiser.step()
-            schedule.step()
-            losses.append(loss.detach())
-            if progress is not None and k % max(1, steps // 10) == 0:
-                print(f"{progress}step {k} of {steps}: loss {float(loss):.2f} nats", file=sys.stderr, flush=True)
-            if k % _LOOK == 0 and k > _TEMPERED * steps and 0.5 * float(self.ratios(_DRAWS_TO_LOOK).var()) < _SMALL:
-                break
-        path = torch.stack(losses)
-        return Fit(path.tolist(), Evidence.of(self.ratios(_DRAWS)), converged=_has_converged(path, steps))
+def _train(
+    loss_of: Callable[[], Tensor],
+    optimiser: torch.optim.Optimizer,
+    ratios: Callable[[int], Tensor],
+    steps: int,
+    progress: str | None,
+) -> Tensor:
+    """Losses of some steps, or of those until the log ratio hardly varies; prints them behind a text."""
+    schedule = LambdaLR(optimiser, lambda k: _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * k / steps)))
+    losses: list[Tensor] = []
+    for k in range(1, steps + 1):
+        optimiser.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        losses.append(loss.detach())
+        if progress is not None and k % max(1, steps // 10) == 0:
+            print(f"{progress}step {k} of {steps}: loss {float(loss):.2f} nats", file=sys.stderr, flush=True)
+        if k % _CHECK == 0 and k > _TEMPERED * steps and 0.5 * float(ratios(_DRAWS_TO_CHECK).var()) < _SMALL:
+            break
+    return torch.stack(losses)
 
 
 def _has_converged(losses: Tensor, steps: int) -> bool:
-    """Whether the loss of the last tenth is no more below that before it than its noise lets one tell."""
+    """Whether the mean loss of the last tenth is below that of the tenth before by no more than its noise explains."""
     tenth = steps // 10
     if len(losses) < steps or tenth < 10:
         return len(losses) < steps

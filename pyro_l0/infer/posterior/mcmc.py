@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
 from typing import Literal
@@ -16,9 +15,11 @@ from torch import Tensor
 
 from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.slabs import Switch, gate_site, product_name, switches_of
+from pyro_l0.infer.generators import seeded
 from pyro_l0.infer.posterior.log_joint import LogJoint, Model
 from pyro_l0.infer.posterior.recorded import recorded_with_slope
-from pyro_l0.infer.posterior.swaps import gates_of_slabs, moved_by_swaps
+from pyro_l0.infer.posterior.summaries import JointDraws, Summary, entry
+from pyro_l0.infer.posterior.swaps import GatedSlab, moved_by_swaps, slabs_of
 from pyro_l0.maths.chains import bulk_ess, r_hat
 
 __all__ = ["PosteriorSamples", "sample_posterior"]
@@ -36,7 +37,7 @@ _DIVERGENT = 0.01  # of the transitions
 
 
 @dataclass(frozen=True)
-class PosteriorSamples:
+class PosteriorSamples(JointDraws):
     """Draws of a posterior by chain, and how well the chains agree.
 
     Attributes:
@@ -51,6 +52,7 @@ class PosteriorSamples:
         moved: by gate site, how far P(z != 0) moves when coefficients change places (only for gates in ``slab``).
         divergences: number of divergent transitions in each chain.
         problems: what is wrong with the sample, in sentences; empty if nothing was found.
+        slab: the gate site of each slab site.
     """
 
     samples: dict[str, Tensor]
@@ -60,6 +62,7 @@ class PosteriorSamples:
     moved: dict[str, Tensor]
     divergences: tuple[int, ...]
     problems: tuple[str, ...]
+    slab: dict[str, Switch] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -81,24 +84,26 @@ class PosteriorSamples:
             return flat
         return {name: x[torch.linspace(0, len(x) - 1, min(n, len(x))).long()] for name, x in flat.items()}
 
-    def quantiles(self, q: float | list[float]) -> dict[str, Tensor]:
-        """Posterior quantiles by site, with a dimension in front for each of several ``q``."""
-        level = torch.as_tensor(q, dtype=torch.float64)
-        return {name: x.double().quantile(level.to(x.device), 0) for name, x in self.draws().items()}
+    def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
+        return {name: draws[product_name(gate_site(switch), name)] for name, switch in self.slab.items()}
 
-    def summary(self) -> str:
-        """A table: mean, deviation, 90 % interval, P(not 0), r-hat and effective sample size of every entry."""
-        rows = [f"{'':20}{'mean':>9}{'sd':>9}{'5 %':>9}{'95 %':>9}{'P(not 0)':>10}{'r-hat':>8}{'ess':>8}"]
-        active = self.active_probs()
-        for name, x in self.draws().items():
-            flat = x.double().reshape(len(x), -1)
-            low, high = flat.quantile(torch.tensor([0.05, 0.95]).to(flat), 0)
-            not_zero = active[name] if name in active else (flat != 0).double().mean(0)
-            columns = (flat.mean(0), flat.std(0), low, high, not_zero, self.r_hat[name], self.ess[name])
-            for i, (mean, sd, a, b, p, r, n) in enumerate(zip(*(c.flatten().tolist() for c in columns), strict=True)):
-                label = _entry(name, x.shape[1:], i)
-                rows.append(f"{label:20}{mean:9.3f}{sd:9.3f}{a:9.3f}{b:9.3f}{p:10.3f}{r:8.3f}{n:8.0f}")
-        return "\n".join([*rows, f"divergent transitions by chain: {list(self.divergences)}", *self.problems])
+    def summary(self, draws: int | None = None) -> Summary:
+        """Of every sample, with r-hat, effective sample sizes and problems."""
+        found = {
+            name: site._replace(r_hat=self.r_hat[name], ess=self.ess[name])
+            for name, site in super().summary(draws).items()
+        }
+        return Summary(found, [f"divergent transitions by chain: {list(self.divergences)}", *self.problems])
+
+    def _summarised(self, n: int | None) -> dict[str, Tensor]:
+        return {name: x.double() for name, x in self.draws(n).items()}
+
+    def _is_gate(self, name: str) -> bool:
+        return name in self.chain_probs
+
+    def _active(self, name: str, values: Tensor, probs: Mapping[str, Tensor]) -> Tensor:
+        return probs[name] if name in probs else (values != 0).double().mean(0)
 
 
 def sample_posterior(
@@ -160,34 +165,29 @@ def sample_posterior(
         >>> sorted(posterior.samples)
         ['w', 'z', 'z * w']
     """
-    _check_counts(num_samples=(num_samples, 8), warmup_steps=(warmup_steps, 0), num_chains=(num_chains, 2))
+    least = {"num_samples": (num_samples, 8), "warmup_steps": (warmup_steps, 0), "num_chains": (num_chains, 2)}
+    for name, (count, minimum) in least.items():
+        expect(Integral, "a whole number", **{name: count})
+        if count < minimum:
+            raise ValueError(f"Expected {name} of at least {minimum}, but got {count}.")
     if isinstance(kernel, str) and kernel not in _KERNELS:
         raise ValueError(f"Expected kernel 'nuts', 'hmc' or a function of a potential, but got {kernel!r}.")
     switches = switches_of(slab)
-    with torch.random.fork_rng() if seed is not None else nullcontext():
-        if seed is not None:
-            torch.manual_seed(seed)
+    with seeded(seed):
         posterior = LogJoint(model, args, kwargs)
-        gates_of_slabs(posterior, switches)
+        slabs = slabs_of(posterior, switches)
         vectors, divergences = _run_chains(posterior, kernel, num_samples, warmup_steps, num_chains)
-        result = _complete(posterior, vectors, switches, divergences)
+        result = _complete(posterior, vectors, slabs, switches, divergences)
     if result.problems:
         warnings.warn(" ".join((*result.problems, _ADVICE)), stacklevel=2)
     return result
-
-
-def _check_counts(**counts: tuple[int, int]) -> None:
-    for name, (count, least) in counts.items():
-        expect(Integral, "a whole number", **{name: count})
-        if count < least:
-            raise ValueError(f"Expected {name} of at least {least}, but got {count}.")
 
 
 def _run_chains(
     posterior: LogJoint, kernel: Kernel, num_samples: int, warmup_steps: int, num_chains: int
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Places of the draws, shape ``(num_chains, num_samples, size)``, and divergent transitions of each chain."""
-    if not posterior.latent:
+    if not posterior.latent.size:
         return posterior.start.new_zeros(num_chains, num_samples, 0), (0,) * num_chains
     starts = [_start(posterior) for _ in range(num_chains)]
     potential = recorded_with_slope(posterior.potential, starts[0], starts[1])
@@ -222,33 +222,36 @@ def _start(posterior: LogJoint) -> Tensor:
             return start.detach()
     raise ValueError(
         f"Expected a model with a finite log density somewhere, but found none at {_STARTS} places between -2 and 2 on "
-        f"the real line of {sorted(posterior.latent)}; look at its data and its constraints, or rescale them."
+        f"the real line of {sorted(posterior.latent.shapes)}; look at its data and its constraints, or rescale them."
     )
 
 
 def _complete(
-    posterior: LogJoint, vectors: Tensor, slab: Mapping[str, Switch], divergences: tuple[int, ...]
+    posterior: LogJoint,
+    vectors: Tensor,
+    slabs: Sequence[GatedSlab],
+    switches: dict[str, Switch],
+    divergences: tuple[int, ...],
 ) -> PosteriorSamples:
-    """Gates that were summed out are drawn, values and products computed, and the draws are looked at."""
+    """Draw the gates that were summed out, compute values and products, and check the draws."""
     flat, by_chain = vectors.flatten(0, 1), vectors.shape[:2]
     weights = posterior.tables(flat).double().softmax(-1)
     codes = posterior.codes[weights.multinomial(1).squeeze(-1)]
     values = posterior.many(flat, codes)[1]
     conditional = weights @ posterior.codes.double()
-    for name, places in gates_of_slabs(posterior, slab).items():
-        gate = gate_site(slab[name])
+    for name, gate, places in slabs:
         values[product_name(gate, name)] = places.of(values[gate], 1) * values[name]
-    gates = dict.fromkeys((*posterior.gates, *map(gate_site, slab.values())))
+    gates = dict.fromkeys((*posterior.gates, *(slab.gate for slab in slabs)))
     probabilities = {name: (values[name] != 0).double() for name in gates}
-    for name, piece in posterior.switches.items():
-        probabilities[name] = conditional[:, piece.places].reshape(values[name].shape)
+    for name, x in posterior.switches.pieces(conditional).items():
+        probabilities[name] = x.reshape(values[name].shape)
     samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}
     chain_probs = {name: x.unflatten(0, by_chain).mean(1) for name, x in probabilities.items()}
     agreement = {name: r_hat(x) for name, x in samples.items()}
-    moved = moved_by_swaps(posterior, flat, codes, slab)
+    moved = moved_by_swaps(posterior, flat, codes, slabs)
     problems = _problems(agreement, chain_probs, moved, sum(divergences) / len(flat))
     ess = {name: bulk_ess(x) for name, x in samples.items()}
-    return PosteriorSamples(samples, chain_probs, agreement, ess, moved, divergences, problems)
+    return PosteriorSamples(samples, chain_probs, agreement, ess, moved, divergences, problems, switches)
 
 
 def _problems(
@@ -289,7 +292,7 @@ _ADVICE = (
 def _largest(values: Mapping[str, Tensor], limit: float) -> str:
     """The largest entries of some sites, above a limit, in words."""
     above = [
-        (value, _entry(name, x.shape, i))
+        (value, entry(name, x.shape, i))
         for name, x in values.items()
         for i, value in enumerate(x.flatten().tolist())
         if value > limit
@@ -297,9 +300,3 @@ def _largest(values: Mapping[str, Tensor], limit: float) -> str:
     above.sort(reverse=True)
     more = f" and over {limit} at {len(above) - 3} more" if len(above) > 3 else ""
     return ", ".join(f"{value:.2f} at {label}" for value, label in above[:3]) + more
-
-
-def _entry(name: str, shape: torch.Size, i: int) -> str:
-    """An entry of a site in words, such as ``w[1,0]``."""
-    place = [int(k) for k in torch.unravel_index(torch.tensor(i), shape)] if shape else []
-    return f"{name}{place}" if place else name

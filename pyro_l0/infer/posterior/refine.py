@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributions import Beta
 
 from pyro_l0.infer.elbo.slabs import Places, Switch
-from pyro_l0.infer.guides.correlated import ConjugateRate
 from pyro_l0.infer.posterior.collapse import Collapsed
 from pyro_l0.infer.posterior.summaries import JointDraws
 from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
 from pyro_l0.maths.spike_slab.expansion import gibbs_by_expansion
 from pyro_l0.maths.spike_slab.laplace import LogLikelihood
-from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, collapsed_mean_field, tempered_gibbs
+from pyro_l0.maths.spike_slab.tempered_gibbs import collapsed_mean_field, tempered_gibbs
+from pyro_l0.retired import renamed_arguments
 
 __all__ = ["Method", "RefinedPosterior", "refined"]
 
@@ -25,52 +27,41 @@ _POINTS = 4  # at which a log likelihood is compared with its expansion
 _CLOSE = 1e-3  # nats by which they may differ for 1 nat of change, or in all
 
 
+@dataclass(frozen=True)
 class RefinedPosterior(JointDraws):
     """Gates and slabs of a model whose other latents are held fixed.
 
     Attributes:
-        slab: the gate site of each slab site.
         spread: largest difference of an inclusion probability between chains; how well they have mixed.
+        slab: the gate site of each slab site.
     """
 
-    def __init__(
-        self,
-        collapsed: Collapsed,
-        probs: Tensor,
-        draw_gates: Callable[[int], Tensor],
-        slab: Mapping[str, Switch],
-        places: Mapping[str, Places],
-        spread: float,
-    ) -> None:
-        self.slab, self._places, self.spread = dict(slab), places, spread
-        self._collapsed, self._probs, self._draw_gates = collapsed, probs, draw_gates
+    _collapsed: Collapsed
+    _probs: Tensor
+    _draw_gates: Callable[[int], Tensor]
+    spread: float
+    slab: dict[str, Switch]
+    _places: Mapping[str, Places]
 
-    def active_probs(self, draws: int = 0) -> dict[str, Tensor]:
-        """Marginal P(z != 0) of every gate, by site and in its shape; no draws are needed."""
+    def active_probs(self) -> dict[str, Tensor]:
+        """Marginal P(z != 0) of every gate, by site and in its shape."""
         return self._collapsed.gates.apart(self._probs)
 
+    @renamed_arguments(number="n")
     @torch.no_grad()
-    def draws(self, number: int) -> dict[str, Tensor]:
-        """Joint draws by site, shape ``(number, *shape of the site)``; the other latents are the same in all."""
-        gates = self._draw_gates(number).to(self._probs)
+    def draws(self, n: int) -> dict[str, Tensor]:
+        """Joint draws by site, shape ``(n, *shape of the site)``; the other latents are the same in all."""
+        gates = self._draw_gates(n).to(self._probs)
         slabs = self._collapsed.quadratic.draw_slabs(gates) + self._collapsed.offset
-        found = {name: x.expand(number, *x.shape) for name, x in self._collapsed.others.items()}
+        found = {name: x.expand(n, *x.shape) for name, x in self._collapsed.others.items()}
         for layout, flat in ((self._collapsed.gates, gates), (self._collapsed.slabs, slabs)):
-            found |= {name: x.reshape(number, *layout.shapes[name]) for name, x in layout.pieces(flat).items()}
+            found |= {name: x.reshape(n, *layout.shapes[name]) for name, x in layout.pieces(flat).items()}
         for rate in self._collapsed.rates:
-            found[rate.name] = _rates(rate, found, number)
+            found[rate.name] = Beta(*rate.parameters(found)).sample().reshape(n, *rate.shape)
         return found
 
     def _is_gate(self, name: str) -> bool:
         return name in self._collapsed.gates.shapes
-
-
-def _rates(rate: ConjugateRate, drawn: Mapping[str, Tensor], number: int) -> Tensor:
-    """Draws of a rate given its gates."""
-    among = torch.cat([drawn[name].reshape(number, -1) for name in rate.gates], 1)
-    opened = among.sum(1)
-    beta = torch.distributions.Beta(rate.open + opened, rate.closed + among.shape[1] - opened)
-    return beta.sample().reshape(number, *rate.shape)
 
 
 @torch.no_grad()
@@ -78,24 +69,22 @@ def refined(
     collapsed: Collapsed,
     log_likelihood: LogLikelihood,
     method: Method,
-    slab: Mapping[str, Switch],
-    places: Mapping[str, Places],
     generator: torch.Generator | None,
-    *,
     chains: int,
     flips: int,
-) -> RefinedPosterior:
+) -> tuple[Collapsed, Tensor, Callable[[int], Tensor], float]:
     """Sample the gates, or fit a collapsed mean field to them.
 
     Args:
         collapsed: the model, to second order in its coefficients.
         log_likelihood: the model's own, of coefficients ``(S, p)`` to ``(S,)``.
         method: which.
-        slab: the gate site of each slab site.
-        places: of each slab site, where its gates lie.
         generator: of the random numbers.
         chains: of the sampler.
         flips: of each chain.
+
+    Returns:
+        The model as it was expanded last, P(z != 0), what draws gates, and the spread of the chains.
 
     Raises:
         ValueError: the method is unknown.
@@ -104,13 +93,8 @@ def refined(
         raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")
     quadratic, prior = collapsed.quadratic, collapsed.prior
     if method == "mean_field":
-        odds = collapsed_mean_field(quadratic, prior, generator=generator)
-        probs = torch.sigmoid(odds)
-
-        def independent(number: int) -> Tensor:
-            return torch.bernoulli(probs.expand(number, -1))
-
-        return RefinedPosterior(collapsed, probs, independent, slab, places, 0.0)
+        probs = torch.sigmoid(collapsed_mean_field(quadratic, prior, generator=generator))
+        return collapsed, probs, lambda n: torch.bernoulli(probs.expand(n, -1)), 0.0
     if is_quadratic(log_likelihood, quadratic):
         run = tempered_gibbs(quadratic, prior, chains=chains, flips=flips, generator=generator)
     else:
@@ -124,18 +108,9 @@ def refined(
             flips=flips,
             generator=generator,
         )
-    found = collapsed._replace(quadratic=quadratic)
-    return RefinedPosterior(found, run.active_probs, _draws_of(run), slab, places, _spread(run))
-
-
-def _draws_of(run: GibbsRun) -> Callable[[int], Tensor]:
-    return lambda number: run.draws(number)[0]
-
-
-def _spread(run: GibbsRun) -> float:
-    """Largest range of an inclusion probability over halves of the chains."""
     first, second = (x.mean(0) for x in run.chain_active_probs.tensor_split(2))
-    return float((first - second).abs().max())
+    spread = float((first - second).abs().max())
+    return collapsed._replace(quadratic=quadratic), run.active_probs, lambda n: run.draws(n)[0], spread
 
 
 def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:

@@ -1,49 +1,96 @@
-"""What joint draws of gates, slabs and other latents say of the coefficients that gates and slabs make."""
+"""Summaries of joint draws of gates, slabs and other latents."""
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_l0.infer.elbo.slabs import Places, Switch, gate_site
+from pyro_l0.retired import renamed_arguments
 
-__all__ = ["JointDraws", "Summary"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["JointDraws", "SiteSummary", "Summary", "entry"]
+
+_DRAWS = 10_000
 
 
-class Summary(NamedTuple):
-    """Of each entry of a site: of a slab's coefficients z * w, or of another latent variable.
+class SiteSummary(NamedTuple):
+    """Summary of each entry of a site, in the site's shape; ``print`` shows it as a table.
 
     Attributes:
-        active_prob: P(z != 0) of the entry's gate; None for a variable that has none.
-        mean: posterior mean, in the site's shape.
+        active_probs: P(z != 0) of the entry's gate; None for a variable that has none.
+        mean: posterior mean.
         sd: posterior standard deviation.
         lower: 5 % quantile.
         upper: 95 % quantile.
+        r_hat: rank-normalised split r-hat of chains; None for independent draws.
+        ess: their bulk effective sample size.
     """
 
-    active_prob: Tensor | None
+    active_probs: Tensor | None
     mean: Tensor
     sd: Tensor
     lower: Tensor
     upper: Tensor
+    r_hat: Tensor | None = None
+    ess: Tensor | None = None
+
+    @property
+    def active_prob(self) -> Tensor | None:
+        """The former name of ``active_probs``."""
+        warnings.warn("active_prob is deprecated. Use active_probs.", FutureWarning, stacklevel=2)
+        return self.active_probs
 
     def __str__(self) -> str:
         """A row for each entry."""
-        columns = {
-            "P(z != 0)": self.active_prob,
-            "mean": self.mean,
-            "sd": self.sd,
-            "5 %": self.lower,
-            "95 %": self.upper,
-        }
-        found = {title: x.reshape(-1).tolist() for title, x in columns.items() if x is not None}
-        head = " " * 6 + "".join(f"{title:>11}" for title in found)
-        rows = zip(*found.values(), strict=True)
-        return "\n".join([head, *(f"{i:6d}" + "".join(f"{x:11.3f}" for x in row) for i, row in enumerate(rows))])
+        return _printed(Summary({"": self}).to_frame().reset_index(drop=True))
+
+
+class Summary(dict[str, SiteSummary]):
+    """Summary of a posterior by site; ``print`` shows it as a table.
+
+    Args:
+        sites: of slab sites the coefficients z * w; the other latents.
+        notes: sentences that are printed below the table.
+    """
+
+    def __init__(self, sites: Mapping[str, SiteSummary], notes: Sequence[str] = ()) -> None:
+        super().__init__(sites)
+        self.notes = tuple(notes)
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row for each entry, such as ``w[0]``, and a column for each field of :class:`SiteSummary`."""
+        import pandas as pd  # takes half a second
+
+        frames = []
+        for name, site in self.items():
+            columns = {key: x.reshape(-1).tolist() for key, x in site._asdict().items() if x is not None}
+            labels = [entry(name, site.mean.shape, i) for i in range(site.mean.numel())]
+            frames.append(pd.DataFrame(columns, index=labels))
+        found = pd.concat(frames)
+        return found[[key for key in SiteSummary._fields if key in found]]
+
+    def __str__(self) -> str:
+        """A row for each entry, and the notes."""
+        return "\n".join([_printed(self.to_frame()), *self.notes])
+
+
+def _printed(frame: pd.DataFrame) -> str:
+    text: str = frame.to_string(float_format="{:.3f}".format, na_rep="")
+    return text
+
+
+def entry(name: str, shape: torch.Size, i: int) -> str:
+    """An entry of a site in words, such as ``w[1, 0]``."""
+    index = [int(k) for k in torch.unravel_index(torch.tensor(i), shape)] if shape else []
+    return f"{name}{index}" if index else name
 
 
 class JointDraws:
@@ -57,65 +104,66 @@ class JointDraws:
     _places: Mapping[str, Places]  # of each slab site
 
     @abstractmethod
-    def draws(self, number: int) -> dict[str, Tensor]:
-        """Joint draws by site, shape ``(number, *shape of the site)``."""
+    def draws(self, n: int) -> dict[str, Tensor]:
+        """Joint draws by site, shape ``(n, *shape of the site)``."""
 
     @abstractmethod
-    def active_probs(self, draws: int = 40_000) -> dict[str, Tensor]:
+    def active_probs(self) -> dict[str, Tensor]:
         """Marginal P(z != 0) of every gate, by site and in its shape."""
 
     @abstractmethod
     def _is_gate(self, name: str) -> bool: ...
 
-    def coefficients(self, number: int) -> dict[str, Tensor]:
-        """Draws of the coefficients z * w, by slab site.
+    def coefficients(self, n: int) -> dict[str, Tensor]:
+        """Joint draws of the coefficients z * w by slab site, shape ``(n, *shape of the slab)``."""
+        return self.products(self.draws(n))
 
-        Args:
-            number: n.
-
-        Returns:
-            Shape ``(n, *shape of the slab)``.
-        """
-        return self.products(self.draws(number))
-
-    def quantiles(self, probs: Sequence[float], draws: int = 10_000) -> dict[str, Tensor]:
+    @renamed_arguments(q="probs")
+    def quantiles(self, probs: float | Sequence[float], draws: int | None = None) -> dict[str, Tensor]:
         """Quantiles of the coefficients z * w by slab site, and of the latents that are neither gates nor slabs.
 
         Args:
             probs: in [0, 1].
-            draws: from which they are taken.
+            draws: from which they are taken; 10,000 by default, or all that a sampler made.
 
         Returns:
-            Shape ``(len(probs), *shape of the site)``.
+            Shape ``(len(probs), *shape of the site)``; that of the site for a single number.
         """
-        return {name: _quantiles(x, probs) for name, x in self._effects(draws).items()}
+        return {name: _quantiles(x, probs) for name, x in self._summarised(draws).items()}
 
-    def summary(self, draws: int = 10_000) -> dict[str, Summary]:
-        """Of the coefficients z * w by slab site, and of the other latents; ``print`` shows each as a table.
+    def interval(self, level: float = 0.9, draws: int | None = None) -> dict[str, Tensor]:
+        """Central intervals of this probability, as :meth:`quantiles` has them; shape ``(2, *shape of the site)``."""
+        return self.quantiles(((1 - level) / 2, (1 + level) / 2), draws)
+
+    def summary(self, draws: int | None = None) -> Summary:
+        """Of the coefficients z * w by slab site, and of the other latents.
 
         Args:
-            draws: from which all but P(z != 0) is taken.
+            draws: from which all but P(z != 0) is taken; as for :meth:`quantiles`.
         """
-        probs = self.active_probs()
         found = {}
-        for name, values in self._effects(draws).items():
+        probs = self.active_probs()
+        for name, values in self._summarised(draws).items():
             lower, upper = _quantiles(values, (0.05, 0.95))
-            of_gates = None
-            if name in self.slab:
-                of_gates = self._places[name].of(probs[gate_site(self.slab[name])]).expand(values.shape[1:])
-            found[name] = Summary(of_gates, values.mean(0), values.std(0), lower, upper)
-        return found
+            found[name] = SiteSummary(self._active(name, values, probs), values.mean(0), values.std(0), lower, upper)
+        return Summary(found)
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
         return {name: draws[name] * self._places[name].of(draws[gate_site(x)], 1) for name, x in self.slab.items()}
 
-    def _effects(self, number: int) -> dict[str, Tensor]:
+    def _summarised(self, n: int | None) -> dict[str, Tensor]:
         """Draws of the coefficients, and of the latents that are neither gates nor slabs."""
-        draws = self.draws(number)
+        draws = self.draws(_DRAWS if n is None else n)
         others = {name: x for name, x in draws.items() if name not in self.slab and not self._is_gate(name)}
         return {**self.products(draws), **others}
 
+    def _active(self, name: str, values: Tensor, probs: Mapping[str, Tensor]) -> Tensor | None:
+        """P(z != 0) of each entry of a site, of which these are draws."""
+        if name not in self.slab:
+            return None
+        return self._places[name].of(probs[gate_site(self.slab[name])]).expand(values.shape[1:])
 
-def _quantiles(draws: Tensor, probs: Sequence[float]) -> Tensor:
+
+def _quantiles(draws: Tensor, probs: float | Sequence[float]) -> Tensor:
     return torch.quantile(draws, torch.tensor(probs, dtype=draws.dtype, device=draws.device), dim=0)

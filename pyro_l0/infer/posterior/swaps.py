@@ -1,4 +1,4 @@
-"""Whether features that could stand in for one another do so in a sample: coefficients change places.
+"""Checks whether features that could stand in for one another do so in a sample: coefficients change places.
 
 A chain that stays in one mode, and all of its fellows in the same one, look as if they agreed. Where two features are
 nearly the same, the coefficient of one may as well be the other's: from a draw of the posterior, an exchange that is
@@ -7,7 +7,7 @@ accepted by Metropolis's rule leads to a draw of the posterior. If probabilities
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,54 +16,61 @@ from torch import Tensor
 from pyro_l0.infer.elbo.slabs import Places, Switch, gate_site, places_of
 from pyro_l0.infer.posterior.log_joint import LogJoint
 
-__all__ = ["gates_of_slabs", "moved_by_swaps"]
+__all__ = ["GatedSlab", "moved_by_swaps", "slabs_of"]
 
 _MOST_DRAWS = 1000
 _MOST_PAIRS = 200  # those in which one gate is open where the other is closed most often
 
 
+class GatedSlab(NamedTuple):
+    """A slab site, its gate site, and where its gates lie."""
+
+    name: str
+    gate: str
+    places: Places
+
+
 class _Swap(NamedTuple):
     """Two gates and their coefficients change places: what a vector and a code are read at, and the vector's signs."""
 
-    places: Tensor
+    vector: Tensor
     code: Tensor
     signs: Tensor
 
 
-def gates_of_slabs(log_joint: LogJoint, slab: Mapping[str, Switch]) -> dict[str, Places]:
-    """For each slab site how its gates multiply it.
+def slabs_of(log_joint: LogJoint, slab: Mapping[str, Switch]) -> list[GatedSlab]:
+    """The slabs with their gates.
 
     Raises:
         ValueError: ``slab`` names a site that the model does not have, or gates that do not fit.
     """
-    sites = log_joint.sites
+    latent = log_joint.latent.shapes
     for name in (*slab, *map(gate_site, slab.values())):
-        if name not in log_joint.latent and name not in log_joint.switches and name not in _bases(log_joint):
+        if not {name, f"{name}_base"} & {*latent, *log_joint.switches.shapes}:
             raise ValueError(
-                f"Expected slab to name latent sites of the model, such as {sorted(log_joint.latent)}, but {name!r} is "
-                "none."
+                f"Expected slab to name latent sites of the model, such as {sorted(latent)}, but {name!r} is none."
             )
-    return {name: places_of(name, switch, sites) for name, switch in slab.items()}
+    return [GatedSlab(name, gate_site(x), places_of(name, x, log_joint.sites)) for name, x in slab.items()]
 
 
 @torch.no_grad()
 def moved_by_swaps(
-    log_joint: LogJoint, vectors: Tensor, codes: Tensor, slab: Mapping[str, Switch]
+    log_joint: LogJoint, vectors: Tensor, codes: Tensor, slabs: Sequence[GatedSlab]
 ) -> dict[str, Tensor]:
     """By how much P(z != 0) moves, by gate site, when gates of a site change places with their coefficients.
 
     Args:
         log_joint: the posterior.
         vectors: draws, shape ``(n, size)``.
-        codes: gates of two values that were drawn with them.
-        slab: the gate site of each slab site; gates without a slab are left where they are.
+        codes: binary gates that were drawn with them.
+        slabs: the slabs; gates without a slab are left where they are.
     """
     keep = torch.linspace(0, len(vectors) - 1, min(len(vectors), _MOST_DRAWS)).long()
     vectors, codes = vectors[keep], codes[keep]
     density, values = log_joint.many(vectors, codes)
-    before = {gate: _active(values[gate]) for gate in sorted(set(map(gate_site, slab.values())))}
-    for swap in _swaps(log_joint, slab, before):
-        new_vectors, new_codes = vectors[:, swap.places] * swap.signs, codes[:, swap.code]
+    before = {gate: _active(values[gate]) for gate in sorted({slab.gate for slab in slabs})}
+    for swap in _swaps(log_joint, slabs, before):
+        new_vectors, new_codes = vectors[:, swap.vector] * swap.signs, codes[:, swap.code]
         new_density = log_joint.many(new_vectors, new_codes)[0]
         accepted = torch.rand_like(density).log() < new_density - density
         density = torch.where(accepted, new_density, density)
@@ -77,53 +84,44 @@ def _active(gates: Tensor) -> Tensor:
     return (gates != 0).double().mean(0)
 
 
-def _bases(log_joint: LogJoint) -> dict[str, str]:
-    """The continuous site of each gate that is reparameterised."""
-    return {gate: f"{gate}_base" for gate in log_joint.sites if f"{gate}_base" in log_joint.latent}
-
-
-def _swaps(log_joint: LogJoint, slab: Mapping[str, Switch], active: Mapping[str, Tensor]) -> list[_Swap]:
+def _swaps(log_joint: LogJoint, slabs: Sequence[GatedSlab], active: Mapping[str, Tensor]) -> list[_Swap]:
     """Exchanges of gates in the order of how often they would change anything, with and without a change of sign."""
-    places = gates_of_slabs(log_joint, slab)
-    gates = {name: gate_site(switch) for name, switch in slab.items()}
+    # Entries of a slab that are not independent on the real line stay where they are.
+    stay = {
+        slab.gate for slab in slabs if log_joint.latent.real_shapes[slab.name] != log_joint.latent.shapes[slab.name]
+    }
     ranked: list[tuple[float, str, int, int]] = []
     for gate, probability in active.items():
-        if any(log_joint.latent[w].shape != log_joint.sites[w]["value"].shape for w, z in gates.items() if z == gate):
-            continue  # entries that are not independent on the real line
-        p = probability.flatten()
-        one_of_two = (p[:, None] * (1 - p)).triu(1) + (p * (1 - p[:, None])).triu(1)
-        ranked += [(float(one_of_two[i, j]), gate, i, j) for i, j in torch.triu_indices(len(p), len(p), 1).T.tolist()]
+        if gate not in stay:
+            p = probability.flatten()
+            one_of_two = (p[:, None] * (1 - p)).triu(1) + (p * (1 - p[:, None])).triu(1)
+            pairs = torch.triu_indices(len(p), len(p), 1).T.tolist()
+            ranked += [(float(one_of_two[i, j]), gate, i, j) for i, j in pairs]
     ranked.sort(reverse=True)
     swaps = []
     for _, gate, i, j in ranked[:_MOST_PAIRS]:
-        slabs = {name: x for name, x in places.items() if gates[name] == gate}
-        swaps += [_swap(log_joint, gate, slabs, i, j, sign) for sign in (1.0, -1.0)]
+        own = [slab for slab in slabs if slab.gate == gate]
+        swaps += [_swap(log_joint, gate, own, i, j, sign) for sign in (1.0, -1.0)]
     return [swap for swap in swaps if swap is not None]
 
 
-def _swap(log_joint: LogJoint, gate: str, slabs: Mapping[str, Places], i: int, j: int, sign: float) -> _Swap | None:
+def _swap(log_joint: LogJoint, gate: str, slabs: Sequence[GatedSlab], i: int, j: int, sign: float) -> _Swap | None:
     """Gates i and j of a site change places, and so do the entries of its slabs; None if they have not as many."""
-    swap = _Swap(
-        torch.arange(len(log_joint.start)), torch.arange(log_joint.codes.shape[1]), torch.ones_like(log_joint.start)
-    )
-    if gate in log_joint.switches:
-        row, gates = swap.code, log_joint.switches[gate].places
-    else:
-        row, gates = swap.places, log_joint.latent[_bases(log_joint)[gate]].places
+    latent, switches = log_joint.latent.positions(), log_joint.switches.positions()
+    vector, code = torch.arange(log_joint.latent.size), torch.arange(log_joint.switches.size)
+    signs = torch.ones_like(log_joint.start)
+    row, gates = (code, switches[gate]) if gate in switches else (vector, latent[f"{gate}_base"])
     _exchange(row, gates[[i]], gates[[j]])
-    like = log_joint.sites[gate]["value"]
-    numbered = torch.arange(like.numel()).reshape(like.shape)
-    for name, places in slabs.items():
-        entries = log_joint.latent[name].places
-        gate_of_entry = places.of(numbered).expand(log_joint.latent[name].shape).flatten()
-        first, second = entries[gate_of_entry == i], entries[gate_of_entry == j]
+    numbered = torch.arange(len(gates)).reshape(log_joint.sites[gate]["value"].shape)
+    for slab in slabs:
+        gate_of_entry = slab.places.of(numbered).expand(log_joint.latent.shapes[slab.name]).flatten()
+        first, second = (latent[slab.name][gate_of_entry == k] for k in (i, j))
         if len(first) != len(second):
             return None
-        _exchange(swap.places, first, second)
-        swap.signs[torch.cat((first, second))] = sign
-    return swap
+        _exchange(vector, first, second)
+        signs[torch.cat((first, second))] = sign
+    return _Swap(vector, code, signs)
 
 
 def _exchange(row: Tensor, first: Tensor, second: Tensor) -> None:
-    """Places of a row that holds the numbers of its places."""
     row[first], row[second] = second, first

@@ -99,7 +99,7 @@ def run(design: Design, known: Posterior, seed: int, options: argparse.Namespace
     start = time.process_time()
     result = fit(design.model, guide, design.x, design.y, seed=seed, **options.fit)
     seconds = time.process_time() - start
-    check = check_fit(guide, design.x, design.y)
+    check = check_fit(design.model, guide, design.x, design.y)
     inclusion = guide.active_probs()["z"].detach().double()
     draws = guide.draws(DRAWS)
     mean = (draws["z"] * draws["w"]).double().mean(0)

@@ -88,7 +88,7 @@ def test_a_random_intercept():
     torch.testing.assert_close(guide.active_probs()["z"], probs, rtol=0, atol=0.02)
     torch.testing.assert_close(guide.summary()["a"].mean, effect, rtol=0, atol=0.03)
     assert result.log_evidence == pytest.approx(evidence, abs=0.02)
-    check = check_fit(guide, chains=64, flips=60, draws=200)
+    check = check_fit(random_intercept, guide, chains=64, flips=60, draws=200)
     assert check.ok
     torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.02)
     refined = guide.refine(seed=0, flips=300, chains=8)
@@ -106,7 +106,7 @@ def test_a_hierarchy():
     torch.testing.assert_close(guide.active_probs()["z"], probs, rtol=0, atol=0.02)
     torch.testing.assert_close(guide.summary()["a"].mean, effect, rtol=0, atol=0.04)
     assert result.log_evidence == pytest.approx(evidence, abs=0.1)
-    assert check_fit(guide).ok
+    assert check_fit(hierarchy, guide).ok
 
 
 def test_a_mean_field_and_its_check():
@@ -115,7 +115,9 @@ def test_a_mean_field_and_its_check():
     guide = AutoSpikeSlab(random_intercept, SLAB)
     fit(random_intercept, guide, steps=150, num_particles=32, seed=0)
     torch.testing.assert_close(guide.summary()["a"].mean, effect, rtol=0, atol=0.15)
-    torch.testing.assert_close(check_fit(guide, chains=64).active_probs["z"], probs, rtol=0, atol=0.03)
+    torch.testing.assert_close(
+        check_fit(random_intercept, guide, chains=64).active_probs["z"], probs, rtol=0, atol=0.03
+    )
 
 
 def test_named_latents_are_drawn_before_the_gates():
@@ -124,7 +126,7 @@ def test_named_latents_are_drawn_before_the_gates():
     guide = AutoSpikeSlab(random_intercept, SLAB, hyper=("a",), **CORRELATED)
     fit(random_intercept, guide, steps=150, num_particles=64, seed=0)
     assert list(guide.joint.hyper.shapes) == ["a"]
-    check = check_fit(guide)
+    check = check_fit(random_intercept, guide)
     torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.05)
 
 
@@ -153,7 +155,7 @@ def test_local_latents_in_minibatches():
         elbo.differentiable_loss(model, guide, torch.randperm(n)[:10]).backward()
         optimiser.step()
     torch.testing.assert_close(guide.median(rows)["e"], y / 2, rtol=0, atol=0.5)
-    for refuse in (lambda: check_fit(guide, rows), lambda: AutoSpikeSlab(model, SLAB, **CORRELATED)(rows)):
+    for refuse in (lambda: check_fit(model, guide, rows), lambda: AutoSpikeSlab(model, SLAB, **CORRELATED)(rows)):
         with pytest.raises(ValueError, match="Expected site 'e' in plates of their full size, but 'data' is subsampl"):
             refuse()
 

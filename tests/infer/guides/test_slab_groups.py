@@ -56,12 +56,14 @@ def test_a_fit_is_right():
     torch.testing.assert_close(guide.active_probs()["z"], probs, rtol=0, atol=0.02)
     assert evidence - 0.05 < result.elbo < result.log_evidence + 0.01
     assert result.log_evidence == pytest.approx(evidence, abs=0.02)
-    check = check_fit(guide, chains=64)
+    check = check_fit(model, guide, chains=64)
     assert check.ok
     torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.02)
     summary = guide.summary()["w"]
-    assert torch.equal(summary.active_prob, summary.active_prob[torch.tensor([0, *range(1, 14)])])
-    torch.testing.assert_close(summary.active_prob, probs[GROUP], rtol=0, atol=0.02)
+    assert torch.equal(summary.active_probs, summary.active_probs[torch.tensor([0, *range(1, 14)])])
+    torch.testing.assert_close(summary.active_probs, probs[GROUP], rtol=0, atol=0.02)
+    with pytest.warns(FutureWarning, match=r"Use check_fit\(model, guide"):
+        assert check_fit(guide, chains=9, flips=9, draws=9, seed=0).moved >= 0
     draws = guide.draws(50)
     assert torch.equal(guide.products(draws)["w"], draws["z"][:, GROUP] * draws["w"])
     found = to_arviz(model, guide, draws=20, seed=0)["posterior"]
@@ -76,7 +78,7 @@ def test_other_kinds_of_guides(options):
     """They train, and the chains of the check mend them."""
     guide = AutoSpikeSlab(model, SLAB, **options)
     fit(model, guide, steps=60, num_particles=32, seed=0)
-    check = check_fit(guide, chains=64)
+    check = check_fit(model, guide, chains=64)
     torch.testing.assert_close(check.active_probs["z"], exact()[0], rtol=0, atol=0.03)
 
 

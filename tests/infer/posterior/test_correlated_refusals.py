@@ -110,7 +110,7 @@ def test_a_guide_that_was_not_called():
             guide.active_probs,
             guide.summary,
             lambda: guide.draws(2),  # noqa: B023
-            lambda: check_fit(guide),  # noqa: B023
+            lambda: check_fit(model, guide),  # noqa: B023
         ):
             with pytest.raises(ValueError, match="The guide has not seen the model yet; call it once"):
                 ask()
@@ -131,13 +131,13 @@ def test_a_latent_site_that_no_guide_has(kind):
     guide()
     for ask in (
         lambda: fit(with_noise, guide, steps=5),
-        lambda: log_ratios(with_noise, guide, (), {}, SLAB, 5),
-        lambda: log_ratios(with_noise, guide, (), {}, SLAB, 5, False),
+        lambda: log_ratios(with_noise, guide, (), {}, 5),
+        lambda: log_ratios(with_noise, guide, (), {}, 5, False),
     ):
         with pytest.raises(ValueError, match="Latent site 'sigma' of the model has no posterior in the guide"):
             ask()
     with pytest.raises(ValueError, match="'sigma' are none of its sites; name them in hyper"):
-        check_fit(guide)
+        check_fit(with_noise, guide)
 
 
 def test_slabs_with_a_prior_mean():
@@ -146,7 +146,7 @@ def test_slabs_with_a_prior_mean():
     guide = correlated(program)
     guide()
     with pytest.raises(ValueError, match=r"Expected slabs 'w' with a prior mean of 0.* but got means of up to 0\.5"):
-        check_fit(guide)
+        check_fit(program, guide)
 
 
 def test_gates_that_chains_do_not_know():
@@ -168,7 +168,7 @@ def test_gates_that_chains_do_not_know():
         guide = correlated(lambda: program(rate, offset), SLAB if offset else {**SLAB, "u": "v"})  # noqa: B023
         guide()
         with pytest.raises(ValueError, match=message):
-            check_fit(guide)
+            check_fit(guide.model, guide)
 
 
 def test_units_of_a_correlated_guide_do_not_leave():
@@ -230,7 +230,7 @@ def test_data_of_another_dtype_than_the_default(default):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "The loss was still falling")
         fit(mixed, guide, steps=3, num_particles=4)
-        assert check_fit(guide, flips=9).active_probs["z"].isfinite().all()
+        assert check_fit(mixed, guide, flips=9).active_probs["z"].isfinite().all()
     assert {x.dtype for x in guide.draws(2).values()} == {default}
 
 
@@ -261,7 +261,7 @@ def test_one_feature_and_more_features_than_observations(p):
     draws = guide.draws(500)
     assert bool((draws["sigma"] > 0).all() and (draws["tau"] > 0).all())
     assert 0.05 < float(draws["rate"].mean()) < 0.6
-    assert check_fit(guide, flips=9).active_probs["z"].isfinite().all()
+    assert check_fit(program, guide, flips=9).active_probs["z"].isfinite().all()
 
 
 def test_the_likelihood_may_be_a_factor():

@@ -131,7 +131,19 @@ def test_groups_switch_together(seeded):
     posterior = AutoSpikeSlab(model, slab=SLAB, slabs="structured").refine(x, y, seed=0)
     torch.testing.assert_close(posterior.active_probs()["z"], exact, atol=0.02, rtol=0)
     assert posterior.draws(7)["w"].shape == (7, 3, 2)
-    assert posterior.summary(50)["w"].active_prob.shape == (3, 2)
+    summary = posterior.summary(50)
+    assert summary["w"].active_probs.shape == (3, 2)
+    frame = summary.to_frame()
+    assert list(frame.columns) == ["active_probs", "mean", "sd", "lower", "upper"]
+    assert frame.loc["w[1, 0]", "mean"] == pytest.approx(float(summary["w"].mean[1, 0]))
+    assert str(summary).splitlines()[1].startswith("w[0, 0]")
+    assert len(str(summary["w"]).splitlines()) == 7
+    with pytest.warns(FutureWarning, match="Use active_probs"):
+        assert summary["w"].active_prob is summary["w"].active_probs
+    pyro.set_rng_seed(1)
+    interval = posterior.interval(0.8, draws=40)["w"]
+    pyro.set_rng_seed(1)
+    torch.testing.assert_close(interval, posterior.quantiles((0.1, 0.9), 40)["w"])
 
 
 def test_a_likelihood_that_is_not_quadratic(seeded):
