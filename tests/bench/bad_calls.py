@@ -190,7 +190,7 @@ GOOD = {
     "AutoSpikeSlab": lambda: dict(model=model, slab={"w": "z"}),
     "Estimators": lambda: dict(name="arm"),
     "SparsityTarget": target,
-    "check_fit": lambda: dict(guide=guide(), chains=2, flips=3, draws=5),
+    "check_fit": lambda: dict(model=model, guide=guide(), chains=2, flips=3, draws=5),
     "complete_samples": lambda: dict(model=model, samples={"z": torch.ones(3, 2), "w": torch.ones(3, 2)}),
     "fit": lambda: dict(model=model, guide=guide(), steps=2, num_particles=2),
     "sample_posterior": lambda: dict(model=model, slab={"w": "z"}, num_samples=8, warmup_steps=8, num_chains=2),

@@ -52,10 +52,11 @@ def _model_first(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], AutoSpikeSlab):
+        first = args[0] if args else kwargs.get("guide")
+        if isinstance(first, AutoSpikeSlab) and "model" not in kwargs:
             message = "check_fit(guide, ...) is deprecated. Use check_fit(model, guide, ...)."
             warnings.warn(message, FutureWarning, stacklevel=2)
-            args = (args[0].model, *args)
+            args = (first.model, *(args or [kwargs.pop("guide")]))
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
