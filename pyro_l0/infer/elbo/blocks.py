@@ -16,7 +16,7 @@ from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
 from pyro_l0.distributions.wrappers import active_prob, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.coefficients import Options, check_names
-from pyro_l0.infer.elbo.runs import check_auxiliary, check_draws, check_pair, check_slabs
+from pyro_l0.infer.elbo.pairs import check_auxiliary, check_draws, check_pair, check_slabs
 from pyro_l0.infer.elbo.slabs import gate_site
 from pyro_l0.infer.guides.drawn import Drawn
 

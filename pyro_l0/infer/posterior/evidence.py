@@ -11,8 +11,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0.fast.record import Record, Site
+from pyro_l0.infer.elbo.pairs import check_pair
 from pyro_l0.infer.elbo.particles import can_be_mapped, over_particles
-from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, check_pair, log_prob, record_run
+from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, log_prob, record_run
 from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.drawn import Drawn

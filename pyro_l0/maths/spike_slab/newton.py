@@ -96,7 +96,7 @@ def _ascended(objective: Objective, point: Point, value: Tensor, step: Step) -> 
 
 
 def _moved(point: Point, moves: Point, length: Tensor) -> Point:
-    return tuple(x + length.view(-1, *[1] * (x.dim() - 1)) * move for x, move in zip(point, moves, strict=True))
+    return tuple(x + length.to(x).view(-1, *[1] * (x.dim() - 1)) * move for x, move in zip(point, moves, strict=True))
 
 
 def jacobian(values: Tensor, at: Tensor) -> Tensor:

@@ -198,9 +198,9 @@ def test_a_model_that_cannot_be_mapped(monkeypatch):
 
     guide = correlated(branching)
     monkeypatch.setattr(fitting, "_DRAWS", 50)
-    with pytest.warns(UserWarning, match="one after the other|still falling") as caught:
+    with pytest.warns(UserWarning, match="one by one|still falling") as caught:
         result = fit(branching, guide, steps=12, num_particles=4, seed=0)
-    assert sum("one after the other" in str(warning.message) for warning in caught) == 1
+    assert sum("one by one" in str(warning.message) for warning in caught) == 1
     assert len(result.losses) == 12
     elbo = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4, vectorize_particles=True)
     with pytest.raises(ValueError, match=r"torch\.vmap can't map it; set vectorize_particles=False"):
