@@ -43,11 +43,7 @@ class AtDraws(NamedTuple):
 
 @torch.no_grad()
 def sites_of(model: Program, args: Args, kwargs: Kwargs) -> dict[str, Site]:
-    """The sample sites of a run of a model of all its data.
-
-    Raises:
-        ValueError: a site is in a plate that takes a part of the data, or observations are scaled.
-    """
+    """The sample sites of a run of a model; refuses a part of the data and observations that are scaled."""
     sites = run_at(lambda: model(*args, **kwargs), {})
     for name, site in sites.items():
         refuse_subsample(name, site)
@@ -80,16 +76,7 @@ def at_draws(
 ) -> AtDraws:
     """Run a model at draws of its latent sites, by ``torch.vmap`` where that can map it.
 
-    Args:
-        model: the model.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        sites: its sites, of :func:`sites_of`.
-        values: draws of its latent sites, shape ``(chains, draws, *shape of the site)``; what is given of deterministic
-            sites is computed anew.
-
-    Raises:
-        ValueError: draws of a latent site are missing, those of another site are given, or their shape is another.
+    Values have shape ``(chains, draws, *shape of the site)``; those of deterministic sites are computed anew.
     """
     _check_values(sites, values)
 
@@ -117,8 +104,7 @@ def at_draws(
 def pointwise(site: Site) -> Tensor:
     """Log probability of every observation of a site in nats; 0 for those that are masked.
 
-    An observation is an event in the batch of the site. Where all is one event of independent elements, as by
-    ``to_event`` in the place of a plate, each element is one.
+    Where the whole site is one event of independent elements, as by ``to_event``, each element is an observation.
     """
     fn = site["fn"] if site["fn"].batch_shape else inside_events(site["fn"])
     log_prob = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
@@ -157,12 +143,10 @@ def _check_values(sites: Mapping[str, Site], values: Mapping[str, Tensor]) -> No
 def _at_each(function: Callable[[dict[str, Tensor]], _Found], rows: dict[str, Tensor]) -> _Found:
     """What a function that can be run says of each row, stacked."""
     try:
-        # Checks of values branch on what is mapped. What torch warns of there takes longer, but is right.
+        # Checks of values branch on what is mapped. torch warns that Gamma and Binomial take longer here.
         with pyro.validation_enabled(False), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)  # Gamma
-            warnings.filterwarnings(
-                "ignore", "An output with one or more elements was resized", UserWarning
-            )  # Binomial
+            slow = "There is a performance drop|An output with one or more elements was resized"
+            warnings.filterwarnings("ignore", slow, UserWarning)
             mapped: _Found = torch.vmap(function, randomness="different", chunk_size=_AT_ONCE)(rows)
         return mapped
     except RuntimeError:  # it can't be mapped: it branches on values, or draws from what torch.vmap does not know

@@ -49,18 +49,7 @@ def is_posterior(given: object) -> bool:
 
 @torch.no_grad()
 def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> PosteriorDraws:
-    """Draws of a posterior.
-
-    Args:
-        posterior: what holds it.
-        number: of draws of a guide; samplers have as many as they have.
-        args: arguments of a guide.
-        kwargs: its keyword arguments.
-
-    Raises:
-        TypeError: it can't be drawn from.
-        ValueError: a guide draws a part of a plate, or observes data.
-    """
+    """Draws of a posterior: of a guide, called with some arguments, as many as asked for; of a sampler, all."""
     if isinstance(posterior, PosteriorSamples):
         return _of_samples(posterior)
     if isinstance(posterior, MCMC):
@@ -81,17 +70,7 @@ def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> Post
 def completed(
     drawn: PosteriorDraws, fixed: Mapping[str, Tensor], sites: Mapping[str, Site], slab: Mapping[str, Switch]
 ) -> PosteriorDraws:
-    """Draws together with what the model tells of them.
-
-    Args:
-        drawn: the draws.
-        fixed: values of the model's deterministic sites, in the shape of the draws.
-        sites: the model's sites.
-        slab: the gate site of each slab site, whose products are missing.
-
-    Raises:
-        ValueError: ``slab`` names sites that were not drawn, or gates that do not fit.
-    """
+    """Draws with the model's deterministic values, the products of slabs with their gates, and the gates' rates."""
     values, products = {**drawn.values, **fixed}, {}
     for name, switch in slab.items():
         gate = gate_site(switch)

@@ -70,11 +70,7 @@ def first_batches(batches: Iterable[object], number: int) -> list[object]:
 def measure_pulls(loss: Loss, batches: Sequence[object], locations: dict[str, Tensor], draws: int) -> Pulls:
     """Gradients over some draws, which go through the batches in turn.
 
-    Args:
-        loss: of a batch; an ``L0_ELBO(...)(model, guide)`` is split into data and price.
-        batches: at least one.
-        locations: the parameter of each site; those without ``requires_grad`` are left out.
-        draws: how many.
+    An ``L0_ELBO(...)(model, guide)`` is split into data and price. Sites without ``requires_grad`` are left out.
     """
     asked = {name: x for name, x in locations.items() if x.requires_grad}
     elbo = objective_of(loss)

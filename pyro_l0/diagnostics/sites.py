@@ -89,11 +89,7 @@ class Holding:
         return None if gradient is None else gradient.detach().float().abs()
 
     def longest_step(self, gradient: Tensor | None) -> float | None:
-        """How far one step moves at most; None if it is not known.
-
-        Args:
-            gradient: of each entry, where the optimiser has none yet.
-        """
+        """How far one step moves at most, by a gradient where the optimiser has none yet; None if it is not known."""
         if self.is_normalised:
             return self.rate
         if not isinstance(self.optimiser, torch.optim.SGD):
@@ -151,13 +147,7 @@ class GateSite:
 
 @torch.no_grad()
 def gate_sites(guide: GateGuide, optimisers: Sequence[AnyOptimiser], is_opened: bool) -> list[GateSite]:
-    """The sites of a guide.
-
-    Args:
-        guide: after its first call.
-        optimisers: of the training.
-        is_opened: whether a target has opened the gates, so that they did not start where the guide put them.
-    """
+    """The sites of a guide; ``is_opened`` where a target has opened them, so that their start is not known."""
     sites = []
     for (name, gate), parameter in zip(guide.posterior().items(), guide.locations(), strict=True):
         flat = parameter.detach().flatten()
