@@ -1,4 +1,4 @@
-"""Attention in plain operations, in whose place torch's module hides its heads."""
+"""Attention whose projections are layers that are called; torch's module hides its heads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ __all__ = ["PlainAttention"]
 
 
 class PlainAttention(nn.Module):
-    """What :class:`torch.nn.MultiheadAttention` computes, in layers that are called and views of what is left.
+    """Computes what :class:`torch.nn.MultiheadAttention` does, by layers that are called.
 
-    Torch's module hands its weights to one function that checks their sizes, and calls none of its layers. Here
+    Torch's module passes its weights to one function that checks their sizes, and calls none of its layers. Here
     ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` are dense layers, each head has its own slice of them, and the
-    number of heads is read off the projections. Weights of attention are dropped in training mode as there, by other
-    draws.
+    number of heads follows from the projections. Dropout of attention weights draws other random numbers.
 
     Args:
         module: the module whose weights are copied.
@@ -26,7 +25,7 @@ class PlainAttention(nn.Module):
         ValueError: the module adds a bias or zeros to its keys and values.
     """
 
-    # What torch's encoder layer and encoder read before they pass by a module that is called.
+    # torch's encoder and its layers read these to decide whether their fused path may bypass the module.
     in_proj_bias = None
     _qkv_same_embed_dim = False
 
@@ -52,7 +51,7 @@ class PlainAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Arguments and results as of :class:`torch.nn.MultiheadAttention`.
+        """Takes and returns what :class:`torch.nn.MultiheadAttention` does.
 
         Raises:
             ValueError: ``is_causal`` is given without ``attn_mask``.

@@ -23,8 +23,8 @@ class ModuleCall:
 
     Attributes:
         behind: in words, the module that made its first tensor.
-        input: the first tensor that it is called with; None if there is none, or no operation uses it.
-        output: what it returns; None if that is no tensor.
+        input: its first tensor; None if there is none, or no operation uses it.
+        output: what it returns; None if that is not a tensor.
         number: of the network's call.
     """
 
@@ -67,11 +67,7 @@ class Calls:
 
 
 def follow_calls(network: nn.Module, example: Example) -> Calls:
-    """Record a network and the calls of its modules.
-
-    Raises:
-        ValueError: the network does not take the example.
-    """
+    """Record a network and the calls of its modules."""
     check_given(network)
     seen: list[tuple[nn.Module, Tensor | None, object, str, int]] = []
     begun: list[object] = []  # calls of the whole network
@@ -80,7 +76,7 @@ def follow_calls(network: nn.Module, example: Example) -> Calls:
 
     def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        seen.append((module, given, result, makers.get(id(given), "what comes in"), len(begun)))
+        seen.append((module, given, result, makers.get(id(given), "the network's input"), len(begun)))
         if isinstance(result, Tensor):
             makers[id(result)] = repr(paths[module])
 
@@ -102,11 +98,7 @@ def follow_calls(network: nn.Module, example: Example) -> Calls:
 
 
 def refuse_computed(network: nn.Module) -> None:
-    """Refuse modules that hold a tensor which they have computed with a gradient, and which torch can't copy.
-
-    Raises:
-        ValueError: there is one, such as a weight by ``torch.nn.utils.spectral_norm``.
-    """
+    """Refuse modules that hold a tensor with a graph, such as a weight by ``spectral_norm``: torch can't copy it."""
     for path, module in network.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -117,12 +109,7 @@ def refuse_computed(network: nn.Module) -> None:
 
 
 def record_called(network: nn.Module, example: Example) -> Recording:
-    """Record a network in which every gate is called on the units of a tensor.
-
-    Raises:
-        ValueError: a gate is never called or computes weights, or the network does not take the example.
-        TypeError: ``network`` is no module, or the example is of no kind that is known.
-    """
+    """Record a network, and refuse gates that are never called or compute weights."""
     gates = gate_names(network)
     paths = {module: path for path, module in network.named_modules()}
     for site, gate in gates.items():
@@ -144,7 +131,7 @@ def _misplaced(site: str, path: str, why: str) -> ValueError:
 
 
 def record_example(network: nn.Module, example: Example) -> Recording:
-    """:func:`~pyro_l0.nn.engine.record`, which names the example where the network does not take it."""
+    """Record a network; where it does not take the example, the error names that."""
     check_given(network)
     calls = calls_of(example)
     tensors = [x for call in calls for x in tree_leaves(call) if isinstance(x, Tensor)]

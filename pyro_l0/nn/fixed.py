@@ -16,7 +16,7 @@ __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 
 
 class FixedGate(nn.Module):
-    """Multiply dimension ``dim`` by given values; what :func:`fix_gates` puts in the place of a Gate.
+    """Multiply dimension ``dim`` by given values; what :func:`fix_gates` puts in place of a Gate.
 
     Args:
         value: the gates, shape ``(size,)``; a buffer of the module.
@@ -24,7 +24,7 @@ class FixedGate(nn.Module):
 
     Raises:
         ValueError: a shape does not fit, as for :class:`Gate`.
-        TypeError: the input is no tensor of a floating or complex type.
+        TypeError: the input is not a tensor of a floating or complex type.
     """
 
     value: Tensor
@@ -63,7 +63,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     Raises:
         ValueError: a gate of the network has no value, a name is not a gate of the network, a shape does not fit,
             or a value is outside [0, 1] or not a number.
-        TypeError: ``gates`` is no mapping of tensors.
+        TypeError: ``gates`` is not a mapping of tensors.
 
     Example:
         >>> from pyro_l0.nn import Gate
@@ -79,7 +79,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
 
 
 def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Gate]:
-    """The gates of a network by site, after their values were checked; raises as :func:`fix_gates`."""
+    """Check values of gates as :func:`fix_gates` does, and return the network's gates by site."""
     check_given(network, gates, "gates by site name, such as guide.test_gates()")
     layers = gate_names(network)
     differences = [
@@ -98,7 +98,7 @@ def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Ga
 
 
 def check_value(name: str, size: int, value: object, slack: float | None = 0.0) -> None:
-    """Refuse what is no tensor of a value for each unit, and values outside of [0, 1] by more than a slack."""
+    """Refuse all but a tensor with a value for each unit, in [0, 1] up to a slack."""
     if not isinstance(value, Tensor):
         raise TypeError(f"Expected gates[{name!r}] to be a tensor, but got a {type(value).__name__}.")
     if value.shape != (size,):
@@ -109,7 +109,7 @@ def check_value(name: str, size: int, value: object, slack: float | None = 0.0) 
 
 
 def _why(network: nn.Module, layers: Mapping[str, Gate], gates: Mapping[str, Tensor]) -> str:
-    """What may have led to values of other names."""
+    """The likely cause of values under other names."""
     if any(isinstance(module, FixedGate) for module in network.modules()):
         return " (gates of this network have been fixed before)"
     ends = [(name, layer) for name in gates for layer in layers if name != layer]

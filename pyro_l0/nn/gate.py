@@ -27,7 +27,6 @@ __all__ = [
     "Gate",
     "GateHolder",
     "check_given",
-    "check_tensor",
     "check_units",
     "gate_names",
     "keep_being_called",
@@ -52,19 +51,18 @@ class Gate(nn.Module):
         Input and output have the same shape; dimension ``dim`` has ``size`` entries, or any number if that is 1.
 
     Note:
-        The layer behind may carry out the product on its weights. So a gradient with respect to the output itself is
-        there only if it was asked for (``retain_grad``, ``register_hook``) before the output was used; a flattening
-        and another gate are uses. Where flattened maps are used beside their features, neither may change in place.
+        The layer behind may apply the gates to its weights instead. So ask for a gradient of the output itself
+        (``retain_grad``, ``register_hook``) before the output is used; a flattening and another gate are uses. Where
+        maps are used beside their flattened features, neither may change in place.
 
-        Where no guide, loss or other handler of Pyro's gives the gates a value, they are drawn from the prior. That
-        is warned of, once in a network, in eval mode and when gradients pass repeatedly: use
-        :func:`~pyro_l0.nn.fix_gates`. Exporting such draws is refused. Blocks of ``torch.utils.checkpoint`` take
-        ``use_reentrant=False``.
+        Where no guide, loss or other handler of Pyro's gives the gates a value, they are drawn from the prior. In eval
+        mode, and when gradients pass repeatedly, this warns once per network: use :func:`~pyro_l0.nn.fix_gates`. Such
+        draws can't be exported. Blocks of ``torch.utils.checkpoint`` need ``use_reentrant=False``.
 
     Raises:
         ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has
             another number of units.
-        TypeError: ``dim`` is no integer, or the input no tensor of a floating or complex type.
+        TypeError: ``dim`` is not an integer, or the input not a tensor of a floating or complex type.
         RuntimeError: the layer is exported, or called in a reentrant checkpoint.
 
     Example:
@@ -97,16 +95,16 @@ class Gate(nn.Module):
         self.dim = int(dim)
         self.prior = prior.expand((self.size,))
         self.site_name: str | None = None
-        self.place = "gate"  # its name where no module that contains it is being called
-        self.is_reported = False  # that it draws from the prior where it should not
-        self.prior_gradients = 0  # how many passed such draws
+        self.place = "gate"  # its name where it is called outside of every module
+        self.is_reported = False  # whether a draw from the prior was warned of
+        self.prior_gradients = 0  # gradients through such draws
         self.register_forward_pre_hook(keep_being_called)
         self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply dimension ``dim`` of ``x`` by one sample of the gates."""
         check_units(x, self.size, self.dim, self.site_name or self)
-        # Plates neither give values nor keep them, as every other handler may.
+        # Every handler but a plate may give values.
         is_alone = all(isinstance(handler, IndepMessenger) for handler in runtime._PYRO_STACK)
         if is_alone and _is_exporting():
             raise _no_export(self)
@@ -149,11 +147,11 @@ class Gate(nn.Module):
 
 
 class GateHolder(nn.Module):
-    """What registers gates that act by hooks; a module that calls all its children finds one that does nothing.
+    """Registers gates that act by hooks; when it is called, it does nothing.
 
     Args:
-        levels: how many modules inside of the network it stands, as a container can't hold it.
-        old: by module path of networks of earlier versions, which wrapped gated modules, the path in this one.
+        levels: how many modules below the network it is, as a container can't hold it.
+        old: by module path in earlier versions, which wrapped gated modules, the path now.
     """
 
     def __init__(self, levels: int, old: Mapping[str, str]) -> None:
@@ -169,9 +167,9 @@ class GateHolder(nn.Module):
 def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
     """Name the gates of a network after their module paths, and return them by name.
 
-    A gate that was not named takes its name at its first forward pass, from the outermost module that is being
-    called and contains it (wrappers for losses and for data parallelism do not count). Naming them beforehand
-    makes the names independent of who calls the network first.
+    A gate without a name takes it at its first forward pass, from the outermost module that is being called and
+    contains it (wrappers for losses and for data parallelism do not count). Naming gates beforehand makes their names
+    independent of who calls the network first.
 
     Args:
         network: the module whose paths are used.
@@ -192,11 +190,11 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
 
 
 def gate_names(network: nn.Module) -> dict[str, Gate]:
-    """The gates of a network by site name; those without a name yet go by their path in this network.
+    """The gates of a network by site name, which is their path in this network if they have none yet.
 
     Raises:
         ValueError: two gates have one name.
-        TypeError: ``network`` is no module.
+        TypeError: ``network`` is not a module.
     """
     check_given(network)
     gates: dict[str, Gate] = {}
@@ -205,15 +203,15 @@ def gate_names(network: nn.Module) -> dict[str, Gate]:
             name = module.site_name or _site_path(network, path) or "gate"
             if name in gates:
                 raise ValueError(
-                    f"Expected gates of different names, but two are called {name!r}; give them their names by "
-                    "name_gates, which takes their paths in the whole network."
+                    f"Expected gates of different names, but two are called {name!r}; name them by name_gates, which "
+                    "takes their paths in the whole network."
                 )
             gates[name] = module
     return gates
 
 
 def check_given(network: object, entries: object = MappingProxyType({}), what: str = "") -> None:
-    """Refuse what is no network, and entries that are no mapping of strings; ``what`` says in words what they are."""
+    """Refuse all but a network and a mapping from strings, which a message describes by ``what``."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected a network, an nn.Module, but got a {type(network).__name__}.")
     if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
@@ -221,22 +219,23 @@ def check_given(network: object, entries: object = MappingProxyType({}), what: s
 
 
 def _warn_inside_data(name: str) -> None:
-    """Warn where a network is called in a subsampled plate, which gives every example gates of its own."""
+    """Warn of a subsampled plate around the network, which gives every example its own gates."""
     for handler in runtime._PYRO_STACK:
         if isinstance(handler, pyro.plate) and handler.subsample_size < handler.size:
             warnings.warn(
                 f"Gate {name!r} is sampled inside the subsampled plate {handler.name!r}, so that every example has "
-                "gates of its own, and none can be pruned; call the network before the plate.",
+                "its own gates, and none can be pruned; call the network before the plate.",
                 stacklevel=3,
             )
 
 
 def check_units(x: object, size: int, dim: int, name: object) -> None:
-    """Refuse the input of the layer ``name`` unless dimension ``dim`` holds ``size`` units that gates can multiply.
-
-    One gate multiplies any number of them.
-    """
-    x = check_tensor(x, name)
+    """Refuse an input unless dimension ``dim`` holds ``size`` units, any number if that is 1."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
+            "nn.MultiheadAttention returns, pass on the entry to be gated."
+        )
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(
             f"Expected units of a floating type at gate {name}, but got {x.dtype}, which would round gates to 0; "
@@ -251,31 +250,21 @@ def check_units(x: object, size: int, dim: int, name: object) -> None:
         )
 
 
-def check_tensor(x: object, name: object) -> Tensor:
-    """Hand on the input of a layer, and refuse what is no tensor."""
-    if isinstance(x, Tensor):
-        return x
-    raise TypeError(
-        f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
-        "nn.MultiheadAttention returns, hand on the entry that is to be gated."
-    )
-
-
 def keep_being_called(module: nn.Module, inputs: object) -> None:
-    """A hook that does nothing: torch's fused transformer layers pass by modules that have none."""
+    """A hook that does nothing, without which torch's fused transformer layers bypass a module."""
 
 
 def _tell_without_posterior(gate: Gate, name: str, out: Tensor) -> None:
-    """Warn of a draw from the prior where a value from the posterior was meant."""
-    is_compiling = torch.compiler.is_compiling()  # which allows neither for the stack nor for hooks
+    """Warn of a draw from the prior where a value of the posterior was probably meant."""
+    is_compiling = torch.compiler.is_compiling()  # where there is no stack and no hook
     if gate.training and (is_compiling or not out.requires_grad):
         return
     network = gate if is_compiling else _root_on_stack(gate)
     if not gate.training:
         _warn_once(
             network,
-            f"Gate {name!r} is called in eval mode outside of a guide's or a loss's run, so that its values are random "
-            "draws of the prior; evaluate fix_gates(network, guide.test_gates()), or the network of compact.",
+            f"Gate {name!r} is called in eval mode without a guide or a loss, so that its values are random draws of "
+            "the prior; evaluate fix_gates(network, guide.test_gates()), or the network of compact.",
         )
     else:
 
@@ -292,7 +281,7 @@ def _tell_without_posterior(gate: Gate, name: str, out: Tensor) -> None:
 
 
 def _warn_once(network: nn.Module, message: str) -> None:
-    """Warn, unless that was done for one of the network's gates."""
+    """Warn, unless one of the network's gates has warned already."""
     gates = [module for module in network.modules() if isinstance(module, Gate)]
     if not any(gate.is_reported for gate in gates):
         warnings.warn(message, stacklevel=2)
@@ -327,10 +316,7 @@ def _path_on_stack(gate: Gate) -> str:
 
 
 def _root_on_stack(gate: Gate) -> nn.Module:
-    """The outermost module that is being called and contains a gate.
-
-    A module does not know its parents. The callers do, and they are looked up once in a gate's life.
-    """
+    """The outermost module that is being called and contains a gate; a module does not know its parents."""
     root: nn.Module = gate
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -344,10 +330,7 @@ def _root_on_stack(gate: Gate) -> nn.Module:
 
 
 def _site_path(root: nn.Module, path: str, with_wrappers: bool = True) -> str:
-    """A gate's module path without holders of gates.
-
-    Without wrappers it also lacks the names that data parallelism, ``torch.compile`` and ``torch.export`` put in.
-    """
+    """A gate's module path without holders of gates, and without the wrappers of torch unless those are asked for."""
     names = list[str]()
     module = root
     for name in path.split(".") if path else []:

@@ -17,13 +17,13 @@ __all__ = ["gate_heads", "is_dense"]
 def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
     """A copy of a network with a gate per attention head.
 
-    The input of an output projection holds the heads side by side. Its slices are multiplied by the gates, so that a
-    closed head takes its columns of the projection and its rows of queries, keys and values with it.
+    The input of an output projection holds the heads side by side. The gates multiply its slices, so that a closed
+    head takes its columns of the projection and its rows of queries, keys and values with it.
 
-    A hook on the projection at ``path`` gates what it is given; the site is named ``path.gate``, and no module or
-    parameter of the network changes its place. :class:`torch.nn.MultiheadAttention` alone never calls its
-    output projection ``path.out_proj``; it is replaced by a module of the same arguments and results whose parts are
-    called, with queries, keys and values projected by ``path.q_proj``, ``path.k_proj`` and ``path.v_proj``.
+    A hook on the projection at ``path`` gates its input; the site is named ``path.gate``, and every module and
+    parameter of the network keeps its path. Only :class:`torch.nn.MultiheadAttention` never calls its output
+    projection ``path.out_proj``. It is replaced by a module with the same arguments and results whose layers are
+    called, among them ``path.q_proj``, ``path.k_proj`` and ``path.v_proj``.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
@@ -33,7 +33,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
         ValueError: a path is not a module of the network, or is one under two names; the number of heads is not that
             of an ``nn.MultiheadAttention``, or does not divide the projection's inputs; or an ``nn.MultiheadAttention``
             adds a bias or zeros to its keys and values.
-        TypeError: a module is no dense layer, or a number of heads no integer.
+        TypeError: a module is not a dense layer, or a number of heads not an integer.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
         _HeadsHook(projection, number)
     arrange(new)
     for module in new.modules():
-        # It would hand packed sequences to layers that take plain ones.
+        # It would pass packed sequences to layers that take plain ones.
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PlainAttention) for m in module.modules()):
             module.use_nested_tensor = False
     return new
@@ -88,7 +88,7 @@ class _HeadsHook(GateHook):
 
 
 def _swap(network: nn.Module, path: str, attention: nn.MultiheadAttention, heads: int) -> None:
-    """Put a module whose parts are called in the place of torch's attention."""
+    """Replace torch's attention by a module whose layers are called."""
     inner = path.rpartition(".")[0]
     if heads != attention.num_heads:
         raise ValueError(
@@ -109,7 +109,7 @@ def _swap(network: nn.Module, path: str, attention: nn.MultiheadAttention, heads
 
 
 def _check_projection(network: nn.Module, path: str, projection: nn.Module, heads: int) -> None:
-    """Refuse what does not read heads side by side, and layers that are used elsewhere too."""
+    """Refuse all but a dense layer of one name that reads heads side by side."""
     if has_hook(projection, _HeadsHook):
         raise ValueError(f"Expected an output projection without head gates, but {path!r} has them already.")
     if not is_dense(projection):

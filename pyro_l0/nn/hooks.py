@@ -1,4 +1,4 @@
-"""Gates that act by forward hooks, so that no module, parameter or attribute of a network changes its place."""
+"""Gates that act by forward hooks, so that every module, parameter and attribute of a network keeps its path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # run or count all 
 class GateHook:
     """A gate that acts at a module.
 
-    The handles go into pickles with it, so that torch gives their numbers to no other hook after loading.
+    Pickles contain the handles, so that after loading torch gives their numbers to no other hook.
 
     Attributes:
         inner: the module's name in the wrapper that earlier versions put around it.
@@ -46,17 +46,7 @@ class GateHook:
 def module_at(
     network: nn.Module, path: str, what: str, can_be: Callable[[nn.Module], bool] = lambda module: True
 ) -> nn.Module:
-    """The module at a path inside of a network.
-
-    Args:
-        network: the network.
-        path: of a module.
-        what: in words, the modules that are expected.
-        can_be: whether a module is one of them, so that an error names it.
-
-    Raises:
-        ValueError: there is no module at the path.
-    """
+    """The module at a path inside of a network; an error names others, of which ``can_be`` says whether they fit."""
     modules: dict[str, nn.Module] = dict(network.named_modules(remove_duplicate=False))
     if path and path in modules:
         return modules[path]
@@ -75,7 +65,7 @@ def has_hook(module: nn.Module, kind: type[GateHook]) -> bool:
 
 
 def hooks_of(network: nn.Module) -> Iterator[tuple[str, GateHook]]:
-    """The hooks of a network's modules, with the module's path; those inside of a module before the one behind it."""
+    """The hooks of a network's modules, with the module's path; those inside a module before the one behind it."""
     yield from _hooks_of(network, "", set())
 
 
@@ -97,7 +87,7 @@ def _hooks_of(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tu
 def arrange(network: nn.Module) -> None:
     """Register the gates of a network's hooks under one holder, at their sites, in place.
 
-    Sites have the names that they had in earlier versions, as if each gated module stood in a wrapper with its gate.
+    Sites keep the names of earlier versions, which put each gated module and its gate into a wrapper.
     """
     holders = {path: module for path, module in network.named_modules() if isinstance(module, GateHolder)}
     own = next((path for path, module in holders.items() if not _above(path, module)), None)
@@ -150,7 +140,7 @@ def _above(path: str, holder: GateHolder) -> str:
 
 
 def _place_of_holder(network: nn.Module) -> str:
-    """The network, or, as a container would run and count a holder, a layer inside, if possible with parameters."""
+    """Where a holder can be: the network, or, if that is a container, a layer inside, if possible with parameters."""
     layers = {path: module for path, module in network.named_modules() if not isinstance(module, _CONTAINERS)}
     trained = [path for path, module in layers.items() if not path or any(True for _ in module.parameters(False))]
     first: str = [*trained, *layers][0]
@@ -166,14 +156,7 @@ def _wrapped(path: str, marks: Mapping[str, list[str]]) -> str:
 
 
 def replace_gate(network: nn.Module, old: nn.Module, new: nn.Module, size: int) -> None:
-    """Let another module act in the place of a gate, in place; a hook for one that does nothing goes.
-
-    Args:
-        network: the network.
-        old: the gate.
-        new: acts in its place.
-        size: number of units that come in.
-    """
+    """Replace a gate, in place, by another module that gets so many units; an Identity takes the hook away."""
     hooks = [hook for _, hook in hooks_of(network) if hook.gate is old]
     is_gone = bool(hooks) and isinstance(new, nn.Identity)
     for hook in hooks:
@@ -190,7 +173,7 @@ def replace_gate(network: nn.Module, old: nn.Module, new: nn.Module, size: int) 
 
 
 def _take_out(network: nn.Module, path: str) -> None:
-    """Take a module out of a holder, and what then holds nothing; of a holder, its network's hook, too."""
+    """Remove a module from a holder, and what is empty then; with a holder, its network's hook."""
     parent, _, name = path.rpartition(".")
     module = network.get_submodule(parent)._modules.pop(name)
     if isinstance(module, GateHolder):
@@ -204,7 +187,7 @@ def _take_out(network: nn.Module, path: str) -> None:
 
 
 def old_names(network: nn.Module) -> dict[str, str]:
-    """By module path in a network of earlier versions, the path in this one; what is inside differs alike."""
+    """By module path in earlier versions, the path now; paths below change with it."""
     found: dict[str, str] = {}
     for path, holder in network.named_modules():
         if isinstance(holder, GateHolder):
@@ -215,7 +198,7 @@ def old_names(network: nn.Module) -> dict[str, str]:
 
 
 def new_name(name: str, old: Mapping[str, str]) -> str:
-    """A module's or tensor's name of an earlier version as it is now, by :func:`old_names`."""
+    """The name now of a module or tensor of an earlier version, by :func:`old_names`."""
     end = len(name)
     while end > 0:
         if name[:end] in old:
@@ -225,9 +208,9 @@ def new_name(name: str, old: Mapping[str, str]) -> str:
 
 
 def _load_old(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Before a state dict is loaded: give tensors of a file of earlier versions the names of now."""
+    """Before a state dict is loaded, give tensors of earlier versions their names of now."""
     own = {prefix + name for name in module.state_dict()}
-    marks = _marks(hooks_of(module))  # a pruning run took out wrappers of which no gate was left
+    marks = _marks(hooks_of(module))  # pruning removed wrappers without a gate
     ways = []
     for old in ({}, old_names(module), old_names(module) | {_wrapped(path, marks): path for path in marks}):
         inner = {name: new_name(name.removeprefix(prefix), old) for name in state if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Puts gates into networks that were written without them."""
+"""Puts gates into networks that were written without them: behind modules, and in place of Dropout."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
 def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None = None) -> nn.Module:
     """A copy of a network with gates behind named modules.
 
-    The gates act by forward hooks: every module, parameter and attribute stays at its place, and ``l0_gates``, which
-    has no parameters, holds the gates. The site of the gate behind ``path`` is named ``path.1``. A module that is
-    called several times has one gate, which is drawn once and acts alike each time.
+    The gates act by forward hooks: every module, parameter and attribute keeps its path, and ``l0_gates``, which has
+    no parameters, holds the gates. The site of the gate behind ``path`` is named ``path.1``. A module that is called
+    several times has one gate, which is drawn once and has the same value each time.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
         gates: by module path, the gate for the module's output; such as the answer of
             :func:`~pyro_l0.nn.suggest_gates`. A path of modules inside each other is allowed.
-        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; with it a module that
-            is never called, or a gate of another size than its output, is noticed at once.
+        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; with it, modules that
+            are never called and gates of another size than their outputs are refused.
 
     Raises:
-        ValueError: a path is not a module of the network, or a gate could not act behind this module: the module is
-            never called, is passed by by the module that holds it, returns more than a tensor, or has a gate already.
-        TypeError: ``network`` is no module, ``gates`` no mapping, or a value no gate.
+        ValueError: a path is not a module of the network, or a gate could not act behind the module: it is never
+            called, the module that holds it bypasses it, it returns more than a tensor, or it has a gate already.
+        TypeError: ``network`` is not a module, ``gates`` not a mapping, or a value not a gate.
 
     Example:
         >>> from pyro_l0.nn.gate import gate_names
@@ -54,7 +54,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
 
 
 def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None) -> None:
-    """Refuse what is no gate, and paths that are no modules behind which one can act."""
+    """Refuse all but gates, and paths of modules behind which one can act."""
     modules = dict(network.named_modules(remove_duplicate=False))
     followed = None if example is None else follow_calls(network, example)
     for path, gate in gates.items():
@@ -69,8 +69,8 @@ def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
         if followed is not None and not followed.are_same_units(outputs):
             found = " and at ".join(f"{path!r} behind {call.behind}" for call in calls or [])
             raise ValueError(
-                f"Expected {path!r} to be called on the same units each time, as a gate behind it acts alike, but it "
-                f"is called at {found}; make a module for every place, or write the Gate into the network's forward."
+                f"Expected {path!r} to be called on the same units each time, which share a gate, but it is called at "
+                f"{found}; make a module for each call, or write the Gate into the network's forward."
             )
 
 
@@ -110,7 +110,7 @@ def _check_size(path: str, gate: Gate, output: Value | None) -> None:
 
 
 def _check_place(modules: Mapping[str, nn.Module], path: str, calls: list[ModuleCall] | None, given: list[str]) -> None:
-    """Refuse a place where a gate would not act, or not alone."""
+    """Refuse a module behind which a gate would not act, or not alone."""
     module, parent = modules[path], modules[path.rpartition(".")[0]]
     if isinstance(parent, nn.MultiheadAttention):
         raise ValueError(
@@ -136,7 +136,7 @@ def _check_place(modules: Mapping[str, nn.Module], path: str, calls: list[Module
 
 
 def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[str, float]]:
-    """A copy of a network with a gate in the place of every Dropout layer.
+    """A copy of a network with a gate in place of every Dropout layer.
 
     ``nn.Dropout`` behind a convolution becomes one gate per feature map, which is what can be pruned; elsewhere one per
     feature. A Dropout layer with p = 0 stays.
@@ -147,8 +147,8 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
 
     Returns:
         The network, and by gate site the probability 1 - p with which a unit stayed: ``init_active_prob`` of
-        :class:`~pyro_l0.infer.AutoGate`. Sites go by their path in the network; a model that holds the network
-        under an attribute puts the attribute's name in front.
+        :class:`~pyro_l0.infer.AutoGate`. Sites are named by their path in the network; in a model that holds the
+        network under an attribute, the attribute's name comes first.
 
     Raises:
         ValueError: a Dropout layer drops everything, is never called, or is called on different numbers of units.
@@ -176,8 +176,8 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
             raise ValueError(f"Expected {path!r} to be called on one number of units, but it was called on {sizes}.")
         if len(found) > 1 and id(module) not in made:
             warnings.warn(
-                f"Dropout layer {path!r} is called {len(found)} times, and the gate in its place acts alike "
-                "each time; make a layer for every place if their units are to be pruned apart.",
+                f"Dropout layer {path!r} is called {len(found)} times, and the gate in its place has the same value "
+                "each time; make a layer for each call to prune their units separately.",
                 stacklevel=2,
             )
         made.setdefault(id(module), Gate(*found[0]))

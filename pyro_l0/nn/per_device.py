@@ -9,7 +9,7 @@ __all__ = ["PerDevice"]
 
 
 class PerDevice:
-    """A constant of the network on the CPU, moved to a device once: the host waits for what it moves."""
+    """A constant on the CPU that is moved to each device only once, as the host waits for that."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value

@@ -1,8 +1,7 @@
 """The value of a gate in a block that runs again for its gradient (``torch.utils.checkpoint``).
 
-The second run is part of the backward pass, where no guide hands on the gates' values. torch puts its random state back
-to what it was, so that the state tells at a gate which draw of the first run belongs there. The first run's graph keeps
-the draw.
+The second run is part of the backward pass, where no guide gives the gates their values. torch restores its random
+state, so that the state at a gate identifies its draw of the first run, which the first run's graph keeps.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ _last: WeakKeyDictionary[nn.Module, Draw] = WeakKeyDictionary()  # for gates in 
 def draw_in_block(
     gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]
 ) -> tuple[Tensor, Draw | None]:
-    """The value on a device of the gate at a site, and what its graph is to keep; None for that if it is no new draw.
-
-    Raises:
-        RuntimeError: a block runs again, and the value of its first run is not known or would get no gradient.
-    """
+    """The value of the gate at a site, and, if it is a new draw, what its graph must keep."""
     refuse_reentrant(name)
     draws, before = _draws.setdefault(gate, WeakValueDictionary()), _random_state(device)
     place = hashlib.blake2b(before.numpy().tobytes()).digest()
@@ -70,7 +65,7 @@ def draw_in_block(
 
 
 def keep_with(out: Tensor, draw: Draw) -> None:
-    """Let a draw live as long as the graph behind a gate, whose nodes keep what is given to them."""
+    """Let the graph behind a gate keep its draw."""
     if out.grad_fn is not None:
         kept: dict[object, object] = out.grad_fn.metadata  # type: ignore[assignment]  # which torch types as a method
         kept[_KEY] = draw

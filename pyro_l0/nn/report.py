@@ -57,7 +57,7 @@ class Report:
 
 
 def report(recording: Recording, dependencies: Dependencies) -> Report:
-    """What keeps units of a network, found by closing half of the gates and then the others."""
+    """Find what keeps units of a network, by closing half of the gates and then the others."""
     closings = [
         {site: (torch.arange(size) + shift) % 2 == 0 for site, size in dependencies.sizes.items()} for shift in (0, 1)
     ]
@@ -72,7 +72,7 @@ def report(recording: Recording, dependencies: Dependencies) -> Report:
 def _staying(dependencies: Dependencies) -> Iterator[tuple[str, int, bool, bool]]:
     """Each gate's units that stay in front of it or behind it, where it and those on the same units are closed.
 
-    Behind one gate for a whole branch are no units of its own.
+    A gate on a whole branch has no units behind it.
     """
     formulas, units = dependencies.formulas, dependencies.maps.slots.units()
     starts = dict(zip(dependencies.sizes, accumulate(dependencies.sizes.values(), initial=0), strict=False))

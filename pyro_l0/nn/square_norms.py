@@ -114,10 +114,7 @@ class SquareNorms(dict[str, Callable[[], Tensor]]):
         return record_norms(parameter for parameter in parameters if parameter is not None)
 
     def together(self, names: Sequence[str]) -> Tensor | None:
-        """The norms of several sites side by side, shape ``(n,)``, going over no weights twice.
-
-        None if one of the functions has been replaced by another's.
-        """
+        """The norms of several sites side by side, shape ``(n,)``; None if one of the functions has been replaced."""
         norms = [norm for norm in map(self.get, names) if isinstance(norm, _SquareNorm)]
         if len(norms) < len(names):
             return None

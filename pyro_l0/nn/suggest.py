@@ -54,7 +54,7 @@ class Suggestions(Mapping[str, Gate]):
 
     Attributes:
         locations: what is known of each.
-        refused: by path of other modules, why a gate behind it would cut nothing or act elsewhere, too.
+        refused: by path of other modules, why a gate behind them would cut nothing or also act elsewhere.
         heads: by path of a dense layer, the number of attention heads that it reads, for ``gate_heads``.
     """
 
@@ -96,8 +96,8 @@ class Suggestions(Mapping[str, Gate]):
 def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     """Find the modules behind which a gate would cut something.
 
-    Of modules that hand units on one by one, such as a layer and its activation, the last one is suggested, so that a
-    closed gate makes true zeros. Every answer comes from the counts of a copy of the network with all gates in place.
+    Of modules that pass units on one by one, such as a layer and its activation, the last one is suggested, so that a
+    closed gate makes true zeros. Every answer comes from the counts of a copy of the network with all gates.
 
     Args:
         network: the network; it is not changed.
@@ -210,7 +210,7 @@ def _kept_by(maps: Maps, operation: Operation, unit: Axis) -> list[Axis]:
 
 
 def _without_passed_on(maps: Maps, users: Mapping[Value, list[Operation]], found: Found) -> Found:
-    """Without the tensors that become another of them unit by unit, and are used for nothing else."""
+    """Without tensors that only become another of them, unit by unit."""
     others = {value for outputs in found.values() for value, _ in outputs}
 
     def is_passed_on(value: Value, dim: int) -> bool:
@@ -253,9 +253,9 @@ def _makes_output(maps: Maps, users: Mapping[Value, list[Operation]], value: Val
 
 
 def _has_other(network: nn.Module, path: str, calls: Calls, value: Value) -> bool:
-    """Whether a module inside returns the same tensor, one in front made it, or one behind changes it in place.
+    """Whether another module returns the same tensor: one inside, one that made it, or one that changes it in place.
 
-    A module that only hands it on, such as the Identity of a shortcut, may stand on one of several ways from there.
+    One that only passes it on, such as the Identity of a shortcut, may be one of several that use it.
     """
     own = network.get_submodule(path)
     inner = set(own.modules()) - {own}

@@ -29,7 +29,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
 
     Closed weights shrink nothing: :func:`fix_weights` writes them as zeros into the dense weight, and
     :func:`pack_zeros` stores such weights without their zeros. Where units have gates too, give
-    :func:`~pyro_l0.compaction.compact` what :func:`fix_weights` returns, with the values of the gates that are left.
+    :func:`~pyro_l0.compaction.compact` the result of :func:`fix_weights`, with the values of the other gates.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
@@ -68,7 +68,7 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
 
     Raises:
         ValueError: a gate of the network has no value or a wrong one, as for :func:`~pyro_l0.nn.fix_gates`.
-        TypeError: ``gates`` is no mapping of tensors.
+        TypeError: ``gates`` is not a mapping of tensors.
 
     Example:
         >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2)), "0")
@@ -139,13 +139,13 @@ def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_tensors(state: object) -> None:
-    """Refuse what is no mapping of tensors by name."""
+    """Refuse all but a mapping of tensors by name."""
     if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
         raise TypeError(f"Expected tensors by name, such as network.state_dict(), but got {state!r}.")
 
 
 class _WeightsHook(GateHook):
-    """Gates on the weight of a layer, which has their product in its weight's place while it is called."""
+    """Gates on the weight of a layer, whose ``weight`` is their product while it is called."""
 
     inner, outer = "layer", "gate"
 
@@ -155,7 +155,7 @@ class _WeightsHook(GateHook):
         self.handles.append(layer.register_forward_hook(self.restore, always_call=True))
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        """Put the product in front of the parameter, which stays where it is."""
+        """Let an attribute, the product, hide the parameter."""
         weight = _weight(module)
         module.__dict__["weight"] = self.gate(weight.flatten()).view_as(weight)
 
