@@ -7,6 +7,8 @@ import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 
+from pyro_l0 import HardConcrete
+from pyro_l0.fast.record import sample
 from pyro_l0.infer import L0_ELBO, factor
 
 LOG_FACTOR = torch.tensor([-1.5, 0.25, -3.0])
@@ -64,16 +66,17 @@ def test_nothing_is_checked():
 
 
 def test_a_name_is_used_once():
-    """Beside another factor and beside a sample."""
-    value = torch.tensor(0.0)
-    for first in (factor, lambda name, _: pyro.sample(name, dist.Normal(0.0, 1.0), obs=value)):
+    """Beside another factor, a sample and a gate of the library."""
+    value, gate = torch.tensor(0.0), HardConcrete(0.0)
+    samples = (lambda name, _: pyro.sample(name, dist.Normal(0.0, 1.0), obs=value), lambda name, _: sample(name, gate))
+    for first in (factor, *samples):
 
         def model(first=first):
             first("y", value)
             factor("y", value)
 
         with pytest.raises(RuntimeError, match="Multiple sample sites named 'y'"):
-            L0_ELBO("l0").loss(model, lambda: None)
+            L0_ELBO("l0").loss(model, lambda: pyro.sample("y", gate))
 
 
 def test_a_trace_has_it():
