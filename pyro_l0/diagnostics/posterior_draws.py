@@ -18,7 +18,7 @@ from pyro_l0.distributions.wrappers import active_prob, find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.runs import Args, Kwargs, record_run
-from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of, product_name
+from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site, product_name
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.mcmc import PosteriorSamples
 from pyro_l0.infer.posterior.refine import RefinedPosterior
@@ -77,7 +77,7 @@ def completed(
         for site in (name, gate):
             if site not in values:
                 raise ValueError(f"Expected slab to name sites of {sorted(values)}, but {site!r} is none.")
-        products[product_name(gate, name)] = places_of(name, switch, sites).of(values[gate], 2) * values[name]
+        products[product_name(gate, name)] = alignment_of(name, switch, sites).of(values[gate], 2) * values[name]
     gates = [name for name, site in sites.items() if name in values and _is_gate(name, site, values)]
     probs = {name: (values[name] != 0).double().mean((0, 1)) for name in gates} | drawn.active_probs
     switches = {name for name in gates if isinstance(find_gate(sites[name]["fn"]), BernoulliGate)}

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 Switch: TypeAlias = str | tuple[str, Tensor]
 
 
-class Places(NamedTuple):
+class Alignment(NamedTuple):
     """How the gates of a site align with the dimensions of a slab.
 
     Attributes:
@@ -83,7 +83,9 @@ def product_name(gate: str, slab: str) -> str:
     return f"{gate} * {slab}"
 
 
-def places_of(name: str, switch: Switch, model: Mapping[str, Site], guide: Mapping[str, Site] | None = None) -> Places:
+def alignment_of(
+    name: str, switch: Switch, model: Mapping[str, Site], guide: Mapping[str, Site] | None = None
+) -> Alignment:
     """How the gates of a slab align with it.
 
     The slab is the model's, the gates are the guide's; their plates in the model tell which dimensions belong together.
@@ -124,7 +126,7 @@ def places_of(name: str, switch: Switch, model: Mapping[str, Site], guide: Mappi
             f"as the slab has, of size 1 where a gate is shared, such as .expand({list(found[1])}).to_event("
             f"{len(slab_event)})."
         )
-    return Places(found[0], index)
+    return Alignment(found[0], index)
 
 
 def _check_index(name: str, gate: str, index: Tensor, shape: Shape, plates: Site) -> None:

@@ -21,7 +21,7 @@ from pyro_l0.distributions.wrappers import find_gate, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.blocks import Block, Kind
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero
-from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
+from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.drawn import Drawn
 
 _Objective = Any  # the Options; a user's function may ask for an L0_ELBO
@@ -191,7 +191,7 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
     if inner.event_dim != inner_prior.event_dim:
         inner, inner_prior = q, p
     joint: int = inner.event_dim
-    aligned = places_of(name, options.slab[name], block.run.model, block.run.guide)
+    aligned = alignment_of(name, options.slab[name], block.run.model, block.run.guide)
     split = len(aligned.shape) - joint
     if any(size > 1 for size in aligned.shape[split:]):
         raise ValueError(

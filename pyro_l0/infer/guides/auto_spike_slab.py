@@ -21,7 +21,7 @@ from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.particles import each
 from pyro_l0.infer.elbo.runs import Args, Kwargs
-from pyro_l0.infer.elbo.slabs import Switch, check_used, gate_site, places_of, switches_of
+from pyro_l0.infer.elbo.slabs import Switch, alignment_of, check_used, gate_site, switches_of
 from pyro_l0.infer.guides.auto_gate import AutoGate
 from pyro_l0.infer.guides.correlated import CorrelatedPosterior
 from pyro_l0.infer.guides.correlated_start import Structure, correlated_posterior, model_runs, structure_of
@@ -160,7 +160,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         prototype, self.prototype_trace = self.prototype_trace, None  # until all is well
         assert prototype is not None
         nodes: dict[str, Site] = prototype.nodes
-        self._places = {name: places_of(name, switch, nodes) for name, switch in self.slab.items()}
+        self._alignments = {name: alignment_of(name, switch, nodes) for name, switch in self.slab.items()}
         check_used(self.slab, {name: nodes[name]["value"].shape for name in map(gate_site, self.slab.values())})
         if self._structure is not None:
             with poutine.block():  # a loss or a trace whose first call this is has no use for these runs
@@ -291,7 +291,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         device = collapsed.quadratic.scale.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         found = refined(collapsed, log_likelihood, method, generator, chains, flips)
-        return RefinedPosterior(*found, self.slab, self._places)
+        return RefinedPosterior(*found, self.slab, self._alignments)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:  # type: ignore[override]
         if self._structure is not None and self.prototype_trace is None:

@@ -14,7 +14,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate, innermost
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.runs import Args, Kwargs, log_prob, sample_sites
-from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
+from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.autoregressive import GateChain
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.expansion import OpenModel, expand, run_at
@@ -212,6 +212,6 @@ def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, Switch], names: Sequ
         shape, own = sites[name]["value"].shape, torch.tensor(-1)
         if name in slab:
             gate = gate_site(slab[name])
-            own = places_of(name, slab[name], sites).of(positions[gate].reshape(gates.shapes[gate]))
+            own = alignment_of(name, slab[name], sites).of(positions[gate].reshape(gates.shapes[gate]))
         found.append(own.expand(shape).reshape(-1))
     return torch.cat(found).to(sites[names[0]]["value"].device)

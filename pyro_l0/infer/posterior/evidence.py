@@ -14,7 +14,7 @@ from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.pairs import check_pair
 from pyro_l0.infer.elbo.particles import can_be_mapped, over_particles
 from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, log_prob, record_run
-from pyro_l0.infer.elbo.slabs import Switch, gate_site, places_of
+from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.guides.drawn import Drawn
 
@@ -102,7 +102,7 @@ def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mappi
             value = value - log_prob(guide[name])
             if name in slab and not isinstance(guide[name]["fn"], Drawn):
                 gates = guide[gate_site(slab[name])]["value"]
-                opened = (places_of(name, slab[name], model, guide).of(gates) != 0).to(value.dtype)
+                opened = (alignment_of(name, slab[name], model, guide).of(gates) != 0).to(value.dtype)
                 value = value * opened.reshape(opened.shape[: value.dim()])
         found.append(value.sum())
     return torch.stack(found).sum()

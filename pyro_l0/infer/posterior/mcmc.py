@@ -239,8 +239,8 @@ def _complete(
     codes = posterior.codes[weights.multinomial(1).squeeze(-1)]
     values = posterior.many(flat, codes)[1]
     conditional = weights @ posterior.codes.double()
-    for name, gate, places in slabs:
-        values[product_name(gate, name)] = places.of(values[gate], 1) * values[name]
+    for name, gate, alignment in slabs:
+        values[product_name(gate, name)] = alignment.of(values[gate], 1) * values[name]
     gates = dict.fromkeys((*posterior.gates, *(slab.gate for slab in slabs)))
     probabilities = {name: (values[name] != 0).double() for name in gates}
     for name, x in posterior.switches.pieces(conditional).items():

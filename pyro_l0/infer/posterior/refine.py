@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Beta
 
-from pyro_l0.infer.elbo.slabs import Places, Switch
+from pyro_l0.infer.elbo.slabs import Alignment, Switch
 from pyro_l0.infer.posterior.collapse import Collapsed
 from pyro_l0.infer.posterior.summaries import JointDraws
 from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
@@ -41,7 +41,7 @@ class RefinedPosterior(JointDraws):
     _draw_gates: Callable[[int], Tensor]
     spread: float
     slab: dict[str, Switch]
-    _places: Mapping[str, Places]
+    _alignments: Mapping[str, Alignment]
 
     def active_probs(self) -> dict[str, Tensor]:
         """Marginal P(z != 0) of every gate, by site and in its shape."""

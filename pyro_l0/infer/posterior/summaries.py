@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.infer.elbo.slabs import Places, Switch, gate_site
+from pyro_l0.infer.elbo.slabs import Alignment, Switch, gate_site
 from pyro_l0.retired import renamed_arguments
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class JointDraws:
     """
 
     slab: dict[str, Switch]
-    _places: Mapping[str, Places]  # of each slab site
+    _alignments: Mapping[str, Alignment]  # of each slab site
 
     @abstractmethod
     def draws(self, n: int) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class JointDraws:
 
     def products(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The coefficients z * w of joint draws, by slab site and in the slab's shape."""
-        return {name: draws[name] * self._places[name].of(draws[gate_site(x)], 1) for name, x in self.slab.items()}
+        return {name: draws[name] * self._alignments[name].of(draws[gate_site(x)], 1) for name, x in self.slab.items()}
 
     def _summarised(self, n: int | None) -> dict[str, Tensor]:
         """Draws of the coefficients, and of the latents that are neither gates nor slabs."""
@@ -162,7 +162,7 @@ class JointDraws:
         """P(z != 0) of each entry of a site, of which these are draws."""
         if name not in self.slab:
             return None
-        return self._places[name].of(probs[gate_site(self.slab[name])]).expand(values.shape[1:])
+        return self._alignments[name].of(probs[gate_site(self.slab[name])]).expand(values.shape[1:])
 
 
 def _quantiles(draws: Tensor, probs: float | Sequence[float]) -> Tensor:

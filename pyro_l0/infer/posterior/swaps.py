@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.infer.elbo.slabs import Places, Switch, gate_site, places_of
+from pyro_l0.infer.elbo.slabs import Alignment, Switch, alignment_of, gate_site
 from pyro_l0.infer.posterior.log_joint import LogJoint
 
 __all__ = ["GatedSlab", "moved_by_swaps", "slabs_of"]
@@ -27,7 +27,7 @@ class GatedSlab(NamedTuple):
 
     name: str
     gate: str
-    places: Places
+    alignment: Alignment
 
 
 class _Swap(NamedTuple):
@@ -50,7 +50,7 @@ def slabs_of(log_joint: LogJoint, slab: Mapping[str, Switch]) -> list[GatedSlab]
             raise ValueError(
                 f"Expected slab to name latent sites of the model, such as {sorted(latent)}, but {name!r} is none."
             )
-    return [GatedSlab(name, gate_site(x), places_of(name, x, log_joint.sites)) for name, x in slab.items()]
+    return [GatedSlab(name, gate_site(x), alignment_of(name, x, log_joint.sites)) for name, x in slab.items()]
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def _swap(log_joint: LogJoint, gate: str, slabs: Sequence[GatedSlab], i: int, j:
     _exchange(row, gates[[i]], gates[[j]])
     numbered = torch.arange(len(gates)).reshape(log_joint.sites[gate]["value"].shape)
     for slab in slabs:
-        gate_of_entry = slab.places.of(numbered).expand(log_joint.latent.shapes[slab.name]).flatten()
+        gate_of_entry = slab.alignment.of(numbered).expand(log_joint.latent.shapes[slab.name]).flatten()
         first, second = (latent[slab.name][gate_of_entry == k] for k in (i, j))
         if len(first) != len(second):
             return None
