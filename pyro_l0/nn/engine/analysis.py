@@ -16,7 +16,7 @@ from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
 from pyro_l0.nn.engine.maps import ConstantInput, Maps
 from pyro_l0.nn.engine.registry import find_rule
 from pyro_l0.nn.engine.shared_sizes import keep_parts_even, pin_shared_sizes
-from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Index, Mask
+from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Mask
 from pyro_l0.nn.engine.solve import Solution, solve
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 from pyro_l0.nn.gate import gate_names
@@ -137,9 +137,11 @@ class Analysis:
         return self._count(kept, is_attention=True)
 
     def _count(self, kept: bool, is_attention: bool) -> int:
-        size = self.solution.size if kept else _full_size
-        products = [product for product in self.maps.products if product.is_attention == is_attention]
-        return sum(math.prod(size(axis) for axis in product.axes) for product in products)
+        return sum(
+            math.prod(self.solution.size(axis) if kept else axis.size for axis in product.axes)
+            for product in self.maps.products
+            if product.is_attention == is_attention
+        )
 
 
 def analyse(
@@ -251,13 +253,20 @@ def _pin_attention(maps: Maps, path: str) -> None:
 
 
 def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor]) -> Analysis:
-    tensors = _Indices(solution)
-    kept = {name: tuple(tensors.kept(axis) for axis in maps.axes[x]) for name, x in maps.recording.named.items()}
-    gates = {call.site: GateMap(tensors.kept(call.front), tensors.kept(call.behind)) for call in maps.gates}
+    found = dict[int, Tensor]()
+
+    def indices(axis: Axis) -> Tensor:
+        key = id(solution.units[axis.block])
+        if key not in found:
+            found[key] = torch.from_numpy(solution.kept(axis))
+        return found[key]
+
+    kept = {name: tuple(map(indices, maps.axes[value])) for name, value in maps.recording.named.items()}
+    gates = {call.site: GateMap(indices(call.front), indices(call.behind)) for call in maps.gates}
     removed, reasons = _gates_of(maps, solution)
     norms = {
         call.operation.path: ReducedNorm(
-            call.operation.path, call.kind, call.weight, call.units.size, tensors.kept(call.units)
+            call.operation.path, call.kind, call.weight, call.units.size, indices(call.units)
         )
         for call in maps.norms
         if solution.size(call.units) < call.units.size
@@ -337,23 +346,3 @@ def _shrunk(maps: Maps, solution: Solution) -> tuple[dict[str, dict[int, int]], 
     shrunk = {path: {size: min(now) for size, now in each.items() if min(now) < size} for path, each in sizes.items()}
     partly = {path: frozenset(size for size in each if size in sizes[path][size]) for path, each in shrunk.items()}
     return shrunk, partly
-
-
-class _Indices:
-    """Kept entries as tensors, one for each block."""
-
-    def __init__(self, solution: Solution) -> None:
-        self._solution = solution
-        self._found: dict[int, Tensor] = {}
-
-    def kept(self, axis: Axis) -> Tensor:
-        """The entries of a dimension that stay."""
-        key = id(self._solution.units[axis.block])
-        if key not in self._found:
-            entries: Index = self._solution.kept(axis)
-            self._found[key] = torch.from_numpy(entries)
-        return self._found[key]
-
-
-def _full_size(axis: Axis) -> int:
-    return axis.size

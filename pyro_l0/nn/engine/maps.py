@@ -212,6 +212,11 @@ class Maps:
         states[target_entries] = one.states[entries]
         other.states = states
 
+    def keeps_place(self, before: Value, output: Value) -> None:
+        """The output takes the place of a value, or its sizes, and reads nothing of it."""
+        for dim in range(before.rank):
+            self.tie(self.axes[before][dim], self.axes[output][dim])
+
     def tie(self, one: Axis, other: Axis) -> None:
         """Entry i of one dimension is the same unit as entry i of another."""
         self.slots.join(one.block, other.block)

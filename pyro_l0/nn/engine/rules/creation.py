@@ -18,10 +18,8 @@ _LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like randint_
 @rule(*(f"aten::{name}" for name in _LIKE.split()))
 def create_like(maps: Maps, operation: Operation) -> None:
     """Nothing is read but the sizes, which are those of the input."""
-    x = operation.value("self")
     create(maps, operation)
-    for dim in range(x.rank):
-        maps.tie(maps.axes[x][dim], maps.axes[operation.output][dim])
+    maps.keeps_place(operation.value("self"), operation.output)
 
 
 @rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")

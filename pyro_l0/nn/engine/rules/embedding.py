@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import numpy as np
 import torch
 
@@ -24,20 +27,6 @@ def embedding(maps: Maps, operation: Operation) -> None:
         maps.same(indices, dim, output, dim)
 
 
-@rule("aten::index_select")
-def index_select(maps: Maps, operation: Operation) -> None:
-    """The dimension that is looked up stays, since its numbers are used; the other dimensions are the same."""
-    x, index, output = operation.value("self"), operation.value("index"), operation.output
-    dim = operation.integer("dim") % x.rank
-    _look_up(maps, x, [index], output)
-    maps.fixes(x, dim)
-    maps.fixes(output, dim)
-    maps.fixes(index, *range(index.rank))
-    for d in range(x.rank):
-        if d != dim:
-            maps.passes(x, d, output, d, nonzero=maps.state(index))
-
-
 @rule("aten::gather")
 def gather(maps: Maps, operation: Operation) -> None:
     """The dimension that is looked up stays; of the others, those of the same size are the same."""
@@ -53,12 +42,14 @@ def gather(maps: Maps, operation: Operation) -> None:
                 maps.fixes(value, d)
 
 
-@rule("aten::index")
+@rule("aten::index", "aten::index_select")
 def index(maps: Maps, operation: Operation) -> None:
     """Dimensions that are looked up by tensors of numbers, or by one mask, stay; the others are the same."""
     x, output = operation.value("self"), operation.output
-    given = operation.arguments["indices"]
-    assert isinstance(given, (list, tuple))
+    if operation.name == "aten::index_select":
+        given = [*[None] * (operation.integer("dim") % x.rank), operation.value("index")]
+    else:
+        given = list(cast(Sequence[Value | None], operation.arguments["indices"]))
     tensors = [i for i in given if isinstance(i, Value)]
     places = [d for d, i in enumerate(given) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for i in tensors):

@@ -52,8 +52,7 @@ def copy(maps: Maps, operation: Operation) -> None:
     """The output is what is copied; what was there before is read by nobody, but keeps its place."""
     before, source = operation.value("self"), operation.value("src")
     combine(maps, operation, [source], [(0,)])
-    for dim in range(before.rank):
-        maps.tie(maps.axes[before][dim], maps.axes[operation.output][dim])
+    maps.keeps_place(before, operation.output)
 
 
 @rule("aten::glu")
@@ -76,8 +75,7 @@ def glu(maps: Maps, operation: Operation) -> None:
 def overwrite(maps: Maps, operation: Operation) -> None:
     """What was there before is read by nobody, but keeps its place."""
     before, output = operation.value("self"), operation.output
-    for dim in range(before.rank):
-        maps.tie(maps.axes[before][dim], maps.axes[output][dim])
+    maps.keeps_place(before, output)
     number = operation.maybe("value")
     filled = CONSTANT if number is None else maps.state(number)
     maps.set_state(output, {"aten::zero_": ZERO, "aten::fill_": filled}.get(operation.name, VARIES))
