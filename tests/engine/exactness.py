@@ -108,7 +108,7 @@ def check_operations(recording, analysis, values):
         for value, found in zip(operation.outputs, small, strict=True):
             if value is not None and found.numel():
                 axes = analysis.maps.axes[value]
-                needed = [torch.from_numpy(axis.needed)[_kept(analysis, axis)] for axis in axes]
+                needed = [torch.from_numpy(analysis.solution.is_needed(axis))[_kept(analysis, axis)] for axis in axes]
                 where = [mask.nonzero().flatten() for mask in needed]
                 expected = _cut(_cut(full[value], [_kept(analysis, axis) for axis in axes]), where)
                 torch.testing.assert_close(

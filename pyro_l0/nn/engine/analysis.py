@@ -313,7 +313,7 @@ def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor
     found = dict[Value, Fold]()
     for layer, constant in constants.items():
         axis = maps.axes[layer.input][layer.input_dim]
-        units = np.flatnonzero(layer.candidates & ~axis.needed)
+        units = np.flatnonzero(layer.candidates & ~solution.is_needed(axis))
         if len(units) and layer.operation in solution.running:
             bias = layer.bias.names[0] if layer.bias is not None else None
             found[layer.weight] = Fold(

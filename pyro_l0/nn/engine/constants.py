@@ -46,7 +46,7 @@ def read_what_stays(maps: Maps, solution: Solution) -> bool:
     for layer in maps.constant_inputs:
         axis = maps.axes[layer.input][layer.input_dim]
         stays = solution.stays[solution.units[axis.block]]
-        missed = layer.candidates & ~layer.reads & stays & ~axis.needed
+        missed = layer.candidates & ~layer.reads & stays & ~solution.is_needed(axis)
         if layer.operation in solution.running and missed.any():
             layer.reads[missed] = True
             is_changed = True

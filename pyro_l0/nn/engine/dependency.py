@@ -23,9 +23,9 @@ from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.constants import settle_constants
 from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.needs import find_needs
+from pyro_l0.nn.engine.needs import Needs
 from pyro_l0.nn.engine.presence import Presence
-from pyro_l0.nn.engine.slots import Axis, Index
+from pyro_l0.nn.engine.slots import Axis, Index, Read
 from pyro_l0.nn.engine.tape import Recording
 from pyro_l0.nn.gate import gate_names
 
@@ -73,10 +73,20 @@ def find_dependencies(recording: Recording) -> Dependencies:
         number += size
     units = all_closed.solution.units
     kept = _Kept(formulas, units, len(all_closed.solution.stays))
-    for block, entries in find_needs(Presence(formulas, gates, opened, all_closed.maps), opened, all_closed.maps):
-        kept.add(units[block], entries)
-    for block, _ in opened.pins:
+    presence = Presence(formulas, gates, opened, all_closed.maps)
+    of_closed = {
+        read: other
+        for operation, relations in opened.relations.items()
+        # What one of them has more, at the end, are entries that stayed for the sake of even parts.
+        for read, other in zip(relations, all_closed.maps.relations[operation], strict=False)
+        if isinstance(read, Read) and isinstance(other, Read)
+    }
+    needs = Needs(opened, formulas, presence.passes, lambda read: presence.reads(read, of_closed[read].where))
+    certain = [axis.block for call in recording.calls for x in (*call.inputs, *call.outputs) for axis in opened.axes[x]]
+    for block in [*certain, *(block for block, _ in opened.pins)]:
         kept.add(units[block], np.full(len(units[block]), TRUE))
+    for read, entries in needs.read.items():
+        kept.add(units[read.axes[0].block], entries)
     kept.settle(opened, gates)
     return Dependencies(formulas, sizes, opened, units, kept.stays)
 

@@ -108,8 +108,8 @@ class Formulas:
 
     def some_of_each(self, rows: Index) -> Index:
         """Along the last dimension, that one of the statements holds."""
-        if not (rows != TRUE).any():
-            return np.full(rows.shape[:-1], TRUE)
+        if rows.max(initial=TRUE) <= FALSE:
+            return np.asarray(rows.min(-1, initial=FALSE))
         found = [self.some(set(row)) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
         return np.array(found, dtype=np.int64).reshape(rows.shape[:-1])
 
@@ -128,6 +128,8 @@ class Formulas:
 
     def some_of(self, formulas: Index) -> int:
         """That one of an array's statements holds."""
+        if formulas.max(initial=TRUE) <= FALSE:
+            return int(formulas.min(initial=FALSE))
         return self.some(set(formulas.tolist()))
 
     def holds(self, formula: int, closed: Set[int]) -> bool:
@@ -162,7 +164,10 @@ class Formulas:
         return self._clause_cases[clause]
 
     def _each(self, one: Index, other: Index, neutral: int, combine: Callable[[int, int], int]) -> Index:
-        one, other = np.broadcast_arrays(one, other)
+        if one.shape != other.shape:
+            one, other = np.broadcast_arrays(one, other)
+        if one.max(initial=TRUE) <= FALSE and other.max(initial=TRUE) <= FALSE:
+            return np.asarray(np.maximum(one, other) if neutral == TRUE else np.minimum(one, other))
         if not (other != neutral).any() or not (one != other).any():
             return one.copy()
         if not (one != neutral).any():

@@ -293,7 +293,6 @@ class Maps:
     def fixed(self, size: int) -> Axis:
         """A dimension of no tensor, whose entries stay: a factor in :meth:`reshape`, such as copies or places."""
         axis = self.free(size)
-        axis.needed[:] = True
         self.pin(axis.block)
         self.fixed_axes.append(axis)
         return axis

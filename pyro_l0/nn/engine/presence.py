@@ -8,10 +8,10 @@ import numpy as np
 
 from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.slots import VARIES, ZERO, Axis, Index, Link, Read, Reshape
+from pyro_l0.nn.engine.slots import VARIES, ZERO, Axis, Index, Link, Mask, Read, Reshape
 from pyro_l0.nn.engine.tape import Operation, Value
 
-__all__ = ["NONZERO", "VARYING", "Presence", "factors"]
+__all__ = ["Presence"]
 
 NONZERO, VARYING = 0, 1  # rows of what is known
 
@@ -31,6 +31,7 @@ class Presence:
 
     def __init__(self, formulas: Formulas, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:
         self.formulas, self.gates, self.maps = formulas, gates, opened
+        self._to_bias = {layer.read for layer in opened.constant_inputs}
         at_least = {
             axis: other
             for value in opened.axes
@@ -49,6 +50,32 @@ class Presence:
         """The statements that a tensor is not zero as a whole, and that it varies, shape ``(2, 1)``."""
         known = [self.known[axis] for axis in self.maps.dims(value)]
         return np.array([[self.formulas.every(self.formulas.some_of(x[row]) for x in known)] for row in (0, 1)])
+
+    def passes(self, operation: Operation, link: Link) -> Index:
+        """The statements that the entries of a link are not multiplied by zero."""
+        if operation.name == "gate":
+            return self.gates[str(operation.arguments["site"])]
+        total = np.full(link.target.size, TRUE)
+        values = [value for value in operation.outputs if value is not None]
+        behind = next(dim - x.rank for x in values for dim, axis in enumerate(self.maps.axes[x]) if axis is link.target)
+        for value in factors(self.maps, operation) or ():
+            axes = self.maps.axes[value]
+            if any(axis is link.source for axis in axes):
+                continue
+            is_same = value.rank + behind >= 0 and axes[behind].size == link.target.size
+            known = self.known[axes[behind]] if is_same else self.whole(value)
+            total = self.formulas.both_each(total, known[NONZERO])
+        return total
+
+    def reads(self, read: Read, closed: Mask | None) -> Index:
+        """The statements that a sum needs entries: those that it has with closed gates always, others unless zero."""
+        entries = np.full(read.axes[0].size, TRUE)
+        if read.where is None or closed is None:
+            return entries
+        for number, axis in enumerate(read.axes):
+            row = VARYING if number == 0 and read in self._to_bias else NONZERO
+            entries = self.formulas.both_each(entries, self.known[axis][row])
+        return np.where(read.where, np.where(closed, TRUE, entries), FALSE)
 
     def _settle(self, operation: Operation, axis: Axis) -> None:
         """Find the statements of a dimension of an output, where open gates make a difference."""

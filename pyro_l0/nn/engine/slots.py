@@ -42,14 +42,12 @@ class Axis:
         size: number of entries.
         block: number of its entries' block in :class:`Slots`.
         states: what is known of each entry's slice.
-        needed: the entries on whose slices the network's outputs depend.
     """
 
     def __init__(self, size: int, block: int, state: int) -> None:
         self.size = size
         self.block = block
         self.states: States = np.full(size, state, dtype=np.uint8)
-        self.needed: Mask = np.zeros(size, dtype=np.bool_)
 
     @property
     def state(self) -> int:
@@ -146,16 +144,6 @@ class Link:
     target_entries: Index | None = None
     where: Mask | None = None
 
-    def spread_need(self) -> None:
-        """The entries that needed ones read are needed."""
-        needed = self.target.needed if self.target_entries is None else self.target.needed[self.target_entries]
-        if self.where is not None:
-            needed = needed & self.where
-        if self.source_entries is None:
-            self.source.needed |= needed
-        else:
-            self.source.needed[self.source_entries] |= needed
-
 
 @dataclass(frozen=True, eq=False)
 class Reshape:
@@ -163,13 +151,6 @@ class Reshape:
 
     sources: tuple[Axis, ...]
     targets: tuple[Axis, ...]
-
-    def spread_need(self) -> None:
-        """An entry is needed if an entry that it takes part in is."""
-        flat = outer(np.logical_and, [axis.needed for axis in self.targets])
-        flat = flat.reshape([axis.size for axis in self.sources])
-        for dim, axis in enumerate(self.sources):
-            axis.needed |= flat.any(axis=tuple(d for d in range(flat.ndim) if d != dim))
 
     def pass_states(self) -> None:
         """A slice is as variable as the most variable of what it takes part in."""
@@ -196,20 +177,6 @@ class Read:
     reason: str
     groups: int = 1
     behind: Axis | None = None
-
-    def entries(self) -> Mask:
-        """The entries that are read, now that the need of the output is known."""
-        size = self.axes[0].size
-        where = np.ones(size, dtype=np.bool_) if self.where is None else self.where
-        if self.behind is None:
-            return where
-        return where & self.behind.needed.reshape(self.groups, -1).any(1).repeat(size // self.groups)
-
-    def spread_need(self) -> None:
-        """What is read is needed."""
-        entries = self.entries()
-        for axis in self.axes:
-            axis.needed |= entries
 
 
 def outer(function: np.ufunc, vectors: Sequence[npt.NDArray[_Entry]]) -> npt.NDArray[_Entry]:

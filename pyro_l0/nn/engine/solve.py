@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.needs import Needs
 from pyro_l0.nn.engine.slots import Axis, Box, Index, Mask, Read, outer
 from pyro_l0.nn.engine.tape import Operation
 
 __all__ = ["Solution", "solve"]
 
 _NETWORK_INPUT, _NETWORK_OUTPUT = "network input", "network output"
+_GIVEN = Formulas([])  # of given gates: all statements are true or false
 _IN_A_PRODUCT = "its dimension is a product of others, such as heads and features, and none of them can leave"
 _LAST = "the last of its dimension"
 
@@ -27,14 +31,23 @@ class Solution:
         stays: by unit.
         reasons: by unit, why it stays, as a number in ``texts``; -1 if it leaves.
         texts: the reasons.
-        running: the operations that the outputs depend on.
+        needs: the operations and the entries that the outputs depend on.
     """
 
     units: list[Index]
     stays: Mask
     reasons: npt.NDArray[np.int64]
     texts: list[str]
-    running: set[Operation]
+    needs: Needs
+
+    @property
+    def running(self) -> Collection[Operation]:
+        """The operations that the outputs depend on."""
+        return self.needs.running.keys()
+
+    def is_needed(self, axis: Axis) -> Mask:
+        """For each entry of a dimension, whether the outputs depend on it."""
+        return np.asarray(self.needs.of(axis) == TRUE)
 
     def kept(self, axis: Axis) -> Index:
         """The entries of a dimension that stay."""
@@ -51,7 +64,7 @@ class Solution:
 
 def solve(maps: Maps) -> Solution:
     """Find the greatest set of units that can leave: none of them is read, and boxes stay boxes."""
-    running = spread_need(maps)
+    needs = Needs(maps, _GIVEN, lambda _, link: _statements(link.where, link.target), _given_reads)
     units = maps.slots.units()
     count = 1 + max((int(block.max()) for block in units if len(block)), default=-1)
     required = _Required(units, np.zeros(count, dtype=np.bool_), np.full(count, -1), [])
@@ -63,34 +76,22 @@ def solve(maps: Maps) -> Solution:
     for block, text in maps.pins:
         required.require(block, None, text)
     for operation in maps.recording.operations:
-        if operation in running:
-            for relation in maps.relations[operation]:
-                if isinstance(relation, Read):
-                    required.require(relation.axes[0].block, relation.entries(), relation.reason)
+        for relation in maps.relations[operation]:
+            if isinstance(relation, Read) and relation in needs.read:
+                required.require(relation.axes[0].block, needs.read[relation] == TRUE, relation.reason)
     boxes = _distinct(maps, units)
     required.fit(boxes)
     while required.keep_one(maps):
         required.fit(boxes)
-    return Solution(units, required.stays, required.reasons, required.texts, running)
+    return Solution(units, required.stays, required.reasons, required.texts, needs)
 
 
-def spread_need(maps: Maps) -> set[Operation]:
-    """Mark the entries that the outputs depend on, from the end to the beginning; return the operations that do."""
-    for value in [*maps.roots, *(value for call in maps.recording.calls for value in call.outputs)]:
-        for axis in maps.dims(value):
-            axis.needed[:] = True
-    running = set[Operation]()
-    roots = set(maps.roots)
-    for operation in reversed(maps.recording.operations):
-        outputs = [maps.dims(value) for value in operation.outputs if value is not None]
-        if any(all(axis.needed.any() for axis in axes) for axes in outputs) or roots.intersection(operation.inputs):
-            running.add(operation)
-            for relation in reversed(maps.relations[operation]):
-                relation.spread_need()
-            for value in operation.inputs:
-                if not value.shape:
-                    maps.dims(value)[0].needed[:] = True
-    return running
+def _statements(mask: Mask | None, axis: Axis) -> Index:
+    return np.full(axis.size, TRUE) if mask is None else np.where(mask, np.int64(TRUE), np.int64(FALSE))
+
+
+def _given_reads(read: Read) -> Index:
+    return _statements(read.where, read.axes[0])
 
 
 class _Required:

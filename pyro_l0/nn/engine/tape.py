@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -73,7 +74,7 @@ class Operation:
         assert self.outputs[0] is not None
         return self.outputs[0]
 
-    @property
+    @cached_property
     def inputs(self) -> list[Value]:
         """Every value among its arguments."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
