@@ -21,7 +21,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
-from pyro_l0.selection.network_inputs.cross_fitting import Fold, refit
+from pyro_l0.selection.network_inputs.cross_fitting import CrossFit, Fold, refit
 from pyro_l0.selection.network_inputs.elimination import eliminate, train_for_subsets
 from pyro_l0.selection.network_inputs.gate_training import train_gates
 from pyro_l0.selection.network_inputs.networks import Net, check_outputs, make_networks
@@ -188,23 +188,20 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         observations = response.encode(y).to(like.device)
         check_outputs(networks[0], response, inputs[:2])
         folds = _folds(observations, len(networks), isinstance(response, ClassResponse))
-        fit = (networks, response, inputs, observations, folds)
+        fit = CrossFit(networks, response, inputs, observations, folds)
         for name in ("pip_", "ranking_"):  # of an earlier fit
             self.__dict__.pop(name, None)
         if self.n_features is None:
-            self.pip_: Array = train_gates(*fit, steps=self.max_steps).double().cpu().numpy()
+            self.pip_: Array = train_gates(fit, steps=self.max_steps).double().cpu().numpy()
             self._support: NDArray[np.bool_] = self.pip_ > 0.5
         else:
-            train_for_subsets(*fit, steps=self.max_steps)
+            train_for_subsets(fit, steps=self.max_steps)
             alone = _told_alone(x, y, isinstance(response, ClassResponse))
-            ranks = eliminate(*fit, n_features=self.n_features, alone=alone)
+            ranks = eliminate(fit, n_features=self.n_features, alone=alone)
             self.ranking_: NDArray[np.int64] = ranks.cpu().numpy()
             self._support = self.ranking_ == 1
         selected = torch.as_tensor(self._support).to(inputs.device)
-        self.networks_ = [
-            refit(network, selected, response, inputs, observations, fold, steps=self.max_steps)
-            for network, fold in zip(networks, folds, strict=True)
-        ]
+        self.networks_ = [refit(fit, m, selected, steps=self.max_steps) for m in range(len(networks))]
 
     def _check_parameters(self) -> None:
         """Refuse what a fit can't work with; the number of features is known."""

@@ -18,7 +18,7 @@ from torch import nn
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO
 from pyro_l0.selection import NeuralFeatureSelector
-from pyro_l0.selection.network_inputs.cross_fitting import Fold
+from pyro_l0.selection.network_inputs.cross_fitting import CrossFit, Fold
 from pyro_l0.selection.network_inputs.elimination import eliminate, held_out_losses, train_for_subsets
 from pyro_l0.selection.network_inputs.gate_training import _Training
 from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, InputGates
@@ -123,7 +123,8 @@ def linear(coefficients, n=60):
     for network in networks:
         network.weight.data = coefficients.clone()[None]
     rows = torch.arange(n)
-    return networks, NormalResponse(y.numpy()).double(), x, y, [Fold(rows[30:], rows[:30]), Fold(rows[:30], rows[30:])]
+    folds = [Fold(rows[30:], rows[:30]), Fold(rows[:30], rows[30:])]
+    return CrossFit(networks, NormalResponse(y.numpy()).double(), x, y, folds)
 
 
 def test_held_out_loss_is_of_observations_not_seen():
@@ -131,41 +132,34 @@ def test_held_out_loss_is_of_observations_not_seen():
     torch.manual_seed(0)
     coefficients = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
     fit = linear(coefficients)
-    loss = held_out_losses(*fit, torch.tensor([True, False, False])).mean()
+    loss = held_out_losses(fit, torch.tensor([True, False, False])).mean()
     assert loss == pytest.approx(0.5 * (1 + 4) + 0.5 * np.log(2 * np.pi), rel=1e-10)
-    fit[0][0].weight.data.zero_()  # the network that has not seen the first thirty
-    loss = held_out_losses(*fit, torch.tensor([True, False, False])).mean()
+    fit.networks[0].weight.data.zero_()  # the network that has not seen the first thirty
+    loss = held_out_losses(fit, torch.tensor([True, False, False])).mean()
     assert loss == pytest.approx(0.5 * (5 + 14) / 2 + 0.5 * np.log(2 * np.pi), rel=1e-10)
-    fit[3][:30] *= 2.0
-    loss = held_out_losses(*fit, torch.ones(3)).mean()
+    fit.y[:30] *= 2.0
+    loss = held_out_losses(fit, torch.ones(3)).mean()
     assert loss == pytest.approx(0.5 * 4 * 14 / 2 + 0.5 * np.log(2 * np.pi), rel=1e-10)
 
 
 def test_elimination_goes_by_what_an_input_explains():
     torch.manual_seed(0)
     coefficients = torch.tensor([0.3, -2.0, 0.1, 1.0, 0.5], dtype=torch.float64)
-    networks, response, x, y, folds = linear(coefficients)
-    ranks = eliminate(networks, response, x, y, folds, n_features=2, alone=coefficients.abs())
-    assert ranks.tolist() == [3, 1, 4, 1, 2]
-    x[:, 1] = 0.0  # constant, although the networks set store by it
-    assert eliminate(networks, response, x, y, folds, n_features=2, alone=coefficients.abs()).tolist() == [
-        2,
-        4,
-        3,
-        1,
-        1,
-    ]
+    fit = linear(coefficients)
+    assert eliminate(fit, n_features=2, alone=coefficients.abs()).tolist() == [3, 1, 4, 1, 2]
+    fit.x[:, 1] = 0.0  # constant, although the networks set store by it
+    assert eliminate(fit, n_features=2, alone=coefficients.abs()).tolist() == [2, 4, 3, 1, 1]
 
 
 def test_elimination_of_equals_goes_by_what_they_tell_alone():
     """Copies of an input that the networks read alike; and an input whose loss is far worse goes last all the same."""
     torch.manual_seed(0)
-    networks, response, x, y, folds = linear(torch.tensor([1.0, 1.0, 1.0, 10.0], dtype=torch.float64))
+    fit = linear(torch.tensor([1.0, 1.0, 1.0, 10.0], dtype=torch.float64))
+    x = fit.x
     x[:, 1] = x[:, 2] = x[:, 0]
-    y = 3 * x[:, 0] + 10 * x[:, 3] + 0.1 * torch.randn(len(y), dtype=torch.float64)
+    y = 3 * x[:, 0] + 10 * x[:, 3] + 0.1 * torch.randn(len(x), dtype=torch.float64)
     for alone, ranks in (([3.0, 2.0, 1.0, 0.0], [1, 2, 3, 1]), ([1.0, 3.0, 2.0, 0.0], [3, 1, 2, 1])):
-        fit = (networks, response, x, y, folds)
-        assert eliminate(*fit, n_features=2, alone=torch.tensor(alone)).tolist() == ranks
+        assert eliminate(fit._replace(y=y), n_features=2, alone=torch.tensor(alone)).tolist() == ranks
 
 
 def test_networks_learn_to_do_without_an_input():
@@ -177,9 +171,10 @@ def test_networks_learn_to_do_without_an_input():
     folds = [Fold(rows[rows % 2 != m], rows[rows % 2 == m]) for m in range(2)]
     networks = make_networks(None, 2, 1, 2)
     response = NormalResponse(y.numpy()).double()
-    train_for_subsets(networks, response, x, response.encode(y.numpy()), folds, steps=300)
+    fit = CrossFit(networks, response, x, response.encode(y.numpy()), folds)
+    train_for_subsets(fit, steps=300)
     for is_open in ([True, False], [False, True], [True, True]):
-        losses = held_out_losses(networks, response, x, response.encode(y.numpy()), folds, torch.tensor(is_open))
+        losses = held_out_losses(fit, torch.tensor(is_open))
         assert losses.mean() - 0.5 * np.log(2 * np.pi) < 0.04  # a sum of both halves would leave 0.125
 
 

@@ -15,19 +15,37 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.selection.network_inputs.responses import Response
 
-__all__ = ["BATCH", "BETAS", "LEARNING_RATE", "WEIGHT_DECAY", "Fold", "random_rows", "refit", "weights_optimiser"]
+__all__ = ["CrossFit", "Fold", "random_rows", "refit", "weights_optimiser"]
 
 BATCH = 128  # observations per network that a step trains the weights by
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 1e-2
 BETAS = (0.9, 0.99)
-_LOOK = 25  # steps between looks at the held-out loss
+_CHECK = 25  # steps between checks of the held-out loss
 
 
 class Fold(NamedTuple):
-    """Observations that one network is trained on, and those that it never sees; their numbers."""
+    """Indices of the observations that one network is trained on, and of those that it never sees."""
 
     train: Tensor
     held_out: Tensor
+
+
+class CrossFit(NamedTuple):
+    """Networks with the observations that they are trained on and judged by.
+
+    Attributes:
+        networks: one per fold, of inputs ``(B, p)``; trained in place.
+        response: what their outputs mean.
+        x: standardised inputs, shape ``(n, p)``.
+        y: encoded observations, shape ``(n,)``.
+        folds: the observations of each network.
+    """
+
+    networks: Sequence[nn.Module]
+    response: Response
+    x: Tensor
+    y: Tensor
+    folds: Sequence[Fold]
 
 
 def weights_optimiser(weights: Iterable[nn.Parameter]) -> AdamW:
@@ -36,26 +54,23 @@ def weights_optimiser(weights: Iterable[nn.Parameter]) -> AdamW:
 
 
 def random_rows(parts: Sequence[Tensor], size: int) -> Tensor:
-    """Numbers of random observations, as many of each part, shape ``(M, B)``; whole parts where they are small."""
+    """Indices of random observations, as many of each part, shape ``(M, B)``; whole parts where they are small."""
     size = min(size, min(len(part) for part in parts))
     return torch.stack([part[torch.randperm(len(part))[:size]] for part in parts])
 
 
-def refit(
-    network: nn.Module, selected: Tensor, response: Response, x: Tensor, y: Tensor, fold: Fold, *, steps: int
-) -> nn.Module:
-    """A copy of a network that reads the selected inputs alone, trained on; the best on the held-out observations.
+def refit(fit: CrossFit, number: int, selected: Tensor, *, steps: int) -> nn.Module:
+    """A copy of a network that reads the selected inputs alone, trained on; the best on its held-out observations.
 
     Args:
-        network: of inputs ``(B, p)``; not changed.
+        fit: the networks, which are not changed.
+        number: which of them.
         selected: which inputs it reads, shape ``(p,)``.
-        response: what its outputs mean.
-        x: standardised inputs, shape ``(n, p)``.
-        y: encoded observations, shape ``(n,)``.
-        fold: the observations to train on, and those that tell when to stop.
         steps: of the optimiser.
     """
-    gated = nn.Sequential(Gate(len(selected)), network)
+    networks, response, x, y, folds = fit
+    fold = folds[number]
+    gated = nn.Sequential(Gate(len(selected)), networks[number])
     net = fix_gates(gated, {"0": selected.to(x)})
     optimiser = weights_optimiser(net.parameters())
     schedule = CosineAnnealingLR(optimiser, steps)
@@ -70,7 +85,7 @@ def refit(
         loss(random_rows([fold.train], BATCH)[0]).backward()
         optimiser.step()
         schedule.step()
-        if step % _LOOK == 0 or step == steps:
+        if step % _CHECK == 0 or step == steps:
             net.eval()
             with torch.no_grad():
                 now = float(loss(fold.held_out))

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pyro_l0.selection.network_inputs.cross_fitting import BATCH, Fold, random_rows, weights_optimiser
-from pyro_l0.selection.network_inputs.responses import Response
+from pyro_l0.selection.network_inputs.cross_fitting import BATCH, CrossFit, random_rows, weights_optimiser
 
 __all__ = ["eliminate", "held_out_losses", "train_for_subsets"]
 
 _SHARE = 0.05  # of the inputs that have to go, closed at once
 
 
-def train_for_subsets(
-    networks: Sequence[nn.Module], response: Response, x: Tensor, y: Tensor, folds: Sequence[Fold], *, steps: int
-) -> None:
+def train_for_subsets(fit: CrossFit, *, steps: int) -> None:
     """Train networks behind random gates, so that they know the best prediction from every subset of the inputs.
 
     Each observation draws the probability of an open gate from U(0, 1), so that any number of open gates is as likely
     as any other, and then its gates. A closed input is 0, the mean of a standardised one.
 
     Args:
-        networks: one per fold, of inputs ``(B, p)``; trained in place.
-        response: what their outputs mean.
-        x: standardised inputs, shape ``(n, p)``.
-        y: encoded observations, shape ``(n,)``.
-        folds: the observations of each network.
+        fit: the networks and the observations.
         steps: of the optimiser.
     """
+    networks, response, x, y, folds = fit
     optimiser = weights_optimiser(q for network in networks for q in network.parameters())
     schedule = CosineAnnealingLR(optimiser, steps)
     for network in networks:
@@ -49,24 +42,14 @@ def train_for_subsets(
 
 
 @torch.no_grad()
-def held_out_losses(
-    networks: Sequence[nn.Module],
-    response: Response,
-    x: Tensor,
-    y: Tensor,
-    folds: Sequence[Fold],
-    is_open: Tensor,
-) -> Tensor:
+def held_out_losses(fit: CrossFit, is_open: Tensor) -> Tensor:
     """Negative log likelihoods of all observations, shape ``(n,)``, by the networks that have never seen them.
 
     Args:
-        networks: one per fold, in evaluation mode.
-        response: what their outputs mean.
-        x: standardised inputs, shape ``(n, p)``.
-        y: encoded observations, shape ``(n,)``.
-        folds: the observations of each network.
+        fit: the networks, in evaluation mode, and the observations.
         is_open: which inputs they see, shape ``(p,)``.
     """
+    networks, response, x, y, folds = fit
     losses = torch.zeros(len(y)).to(x)
     for network, (_, rows) in zip(networks, folds, strict=True):
         output = response.output(network(x[rows] * is_open))
@@ -74,16 +57,7 @@ def held_out_losses(
     return losses
 
 
-def eliminate(
-    networks: Sequence[nn.Module],
-    response: Response,
-    x: Tensor,
-    y: Tensor,
-    folds: Sequence[Fold],
-    *,
-    n_features: int,
-    alone: Tensor,
-) -> Tensor:
+def eliminate(fit: CrossFit, *, n_features: int, alone: Tensor) -> Tensor:
     """Close inputs without which the held-out loss is least, until so many are left.
 
     Losses of near duplicates differ by less than their noise, so that the least one would be a matter of the seed. Of
@@ -94,11 +68,7 @@ def eliminate(
     p²/2. Constant inputs go first.
 
     Args:
-        networks: one per fold, after :func:`train_for_subsets`; left in evaluation mode.
-        response: what their outputs mean.
-        x: standardised inputs, shape ``(n, p)``.
-        y: encoded observations, shape ``(n,)``.
-        folds: the observations of each network.
+        fit: the networks after :func:`train_for_subsets`, left in evaluation mode, and the observations.
         n_features: inputs that are left.
         alone: how much each input tells alone, on any scale, shape ``(p,)``.
 
@@ -111,8 +81,9 @@ def eliminate(
     References:
         Breiman, Friedman, Olshen, Stone (1984), Classification and Regression Trees; the rule of one standard error.
     """
-    for network in networks:
+    for network in fit.networks:
         network.eval()
+    x = fit.x
     varies = (x != x[0]).any(0)
     alone = torch.where(varies, alone.to(x), -torch.inf)
     is_open, ranks = torch.ones_like(varies), torch.ones(len(varies), dtype=torch.long, device=x.device)
@@ -122,7 +93,7 @@ def eliminate(
         for j in candidates.tolist():
             rest = is_open.clone()
             rest[j] = False
-            losses.append(held_out_losses(networks, response, x, y, folds, rest))
+            losses.append(held_out_losses(fit, rest))
         order = _least_missed(torch.stack(losses), alone[candidates])
         is_open[candidates[order[: max(1, int(_SHARE * surplus))]]] = False
         ranks[~is_open] += 1

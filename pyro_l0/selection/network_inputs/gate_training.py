@@ -6,13 +6,20 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.infer import L0_ELBO
-from pyro_l0.selection.network_inputs.cross_fitting import BATCH, BETAS, LEARNING_RATE, WEIGHT_DECAY, Fold, random_rows
+from pyro_l0.selection.network_inputs.cross_fitting import (
+    BATCH,
+    BETAS,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    CrossFit,
+    Fold,
+    random_rows,
+)
 from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, InputGates
-from pyro_l0.selection.network_inputs.responses import Response
 
 __all__ = ["train_gates"]
 
@@ -25,15 +32,7 @@ _WARM_UP = 0.2  # of the steps, while the price rises
 _TAIL = 0.15  # of the steps, at the end
 
 
-def train_gates(
-    networks: Sequence[nn.Module],
-    response: Response,
-    x: Tensor,
-    y: Tensor,
-    folds: Sequence[Fold],
-    *,
-    steps: int,
-) -> Tensor:
+def train_gates(fit: CrossFit, *, steps: int) -> Tensor:
     r"""Train one network per fold and the gates that all share.
 
     The objective is Eq. 22 of the L0 paper, with the weights of each network following the observations of its fold and
@@ -42,12 +41,8 @@ def train_gates(
     what it takes to say which of p inputs, and the BIC's half logarithm.
 
     Args:
-        networks: one per fold, of inputs ``(B, p)``; trained in place.
-        response: what their outputs mean; its parameters are trained in place.
-        x: standardised inputs, shape ``(n, p)``.
-        y: encoded observations, shape ``(n,)``.
-        folds: the observations of each network.
-        steps: of the optimisers.
+        fit: the networks and the observations; the response's parameters are trained, too.
+        steps: of the optimiser.
 
     Returns:
         P(z != 0) of each gate, the mean over the last 15 % of the steps, shape ``(p,)``.
@@ -56,6 +51,7 @@ def train_gates(
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; Yamada et al. (2020), Feature Selection using Stochastic
         Gates, arXiv:1810.04247.
     """
+    networks, response, x, y, folds = fit
     n, p = x.shape
     start = HardConcrete.from_active_prob(torch.full((p,), _START).to(x))
     model, guide = GatedNetworks(networks, response, n, start), InputGates(start, n)
