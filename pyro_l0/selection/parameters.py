@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,23 +15,12 @@ from pyro_l0.selection.methods import METHODS, REMOVED
 __all__ = ["check_parameters", "checked_groups", "seed_of"]
 
 
-class _Rule(NamedTuple):
-    """Whether a value will do, and what is expected in words."""
-
-    holds: Callable[[object], bool]
-    expected: str
-
-
 def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool | np.bool_) and bool(np.isfinite(float(value)))
 
 
-def _positive(value: object) -> bool:
-    return value is None or (_is_real(value) and float(value) > 0)  # type: ignore[arg-type]
-
-
-def _share(value: object) -> bool:
-    return value is None or (_is_real(value) and 0 < float(value) < 1)  # type: ignore[arg-type]
+def _positive(value: Any) -> bool:
+    return value is None or (_is_real(value) and value > 0)
 
 
 def _is_flag(value: object) -> bool:
@@ -45,15 +34,16 @@ def _is_seed(value: object) -> bool:
 
 _METHODS = ("auto", *METHODS)
 
-_RULES = {
-    "rate": _Rule(_share, "a float in the range (0, 1) or None"),
-    "expected_size": _Rule(_positive, "a float in the range (0, n_features) or None"),
-    "slab_scale": _Rule(_positive, "a float in the range (0, inf) or None"),
-    "noise_scale": _Rule(_positive, "a float in the range (0, inf) or None"),
-    "standardize": _Rule(_is_flag, "an instance of 'bool'"),
-    "fit_intercept": _Rule(_is_flag, "an instance of 'bool'"),
-    "method": _Rule(lambda value: isinstance(value, str) and value in _METHODS, f"a str among {set(_METHODS)}"),
-    "random_state": _Rule(_is_seed, "an int in the range [0, 2**32 - 1], an instance of 'RandomState' or None"),
+# Whether a value is allowed, and what is expected in words.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "rate": (lambda value: _positive(value) and (value is None or value < 1), "a float in the range (0, 1) or None"),
+    "expected_size": (_positive, "a float in the range (0, n_features) or None"),
+    "slab_scale": (_positive, "a float in the range (0, inf) or None"),
+    "noise_scale": (_positive, "a float in the range (0, inf) or None"),
+    "standardize": (_is_flag, "an instance of 'bool'"),
+    "fit_intercept": (_is_flag, "an instance of 'bool'"),
+    "method": (lambda value: isinstance(value, str) and value in _METHODS, f"a str among {set(_METHODS)}"),
+    "random_state": (_is_seed, "an int in the range [0, 2**32 - 1], an instance of 'RandomState' or None"),
 }
 
 
@@ -73,10 +63,10 @@ def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
             f"The method {method!r} of {estimator} has been removed. Use 'auto', 'enumerate' or 'tempered'; "
             f"{REMOVED[method]}."
         )
-    for name, value in parameters.items():
-        if name != "groups" and not _RULES[name].holds(value):
+    for name, (is_allowed, expected) in _RULES.items():
+        if name in parameters and not is_allowed(parameters[name]):
             raise ValueError(
-                f"The {name!r} parameter of {estimator} must be {_RULES[name].expected}. Got {value!r} instead."
+                f"The {name!r} parameter of {estimator} must be {expected}. Got {parameters[name]!r} instead."
             )
     if parameters["rate"] is not None and parameters["expected_size"] is not None:
         raise ValueError(

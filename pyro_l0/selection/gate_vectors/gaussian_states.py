@@ -42,10 +42,12 @@ _FACTORS = 8  # 1 + r lambda whose product is taken before the logarithm
 
 
 class GaussianStates:
-    """See :class:`~pyro_l0.selection.gate_vectors.states.States`.
+    """Gate vectors of a Gaussian regression with everything else integrated out.
 
-    An unknown noise scale is bounded from below by 1e-5 times the root mean square of y: where the features explain y
-    without a rest, its density has no other bound.
+    Unknown scales are integrated on a grid that is laid where the posterior of the given states is. A state that is
+    e^-32 times lighter than the heaviest, or less, has its evidence to a few nats alone. An unknown noise scale is
+    bounded from below by 1e-5 times the root mean square of y: where the features explain y without a rest, its density
+    has no other bound.
 
     Args:
         problem: of the family "gaussian".
@@ -68,12 +70,21 @@ class GaussianStates:
         self._quadratic = quadratic_of(x, self._linear)
 
     def log_marginal(self, z: Tensor) -> Tensor:
-        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
+        """log p(y, z) with the prior of z, hyperparameters and coefficients integrated out; shape ``(S,)``.
+
+        Args:
+            z: gates, bool, shape ``(S, G)``.
+        """
         z = self.problem.checked(z)
         return self._laid(z).integrated()
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
+        """Means of the coefficients and of their squares over states of given weights, each of shape ``(p, K)``.
+
+        Args:
+            z: gates, bool, shape ``(S, G)``.
+            weights: of the states, which add up to one, shape ``(S,)``.
+        """
         z = self.problem.checked(z)
         grid = self._laid(heaviest(z, weights)).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
@@ -88,7 +99,12 @@ class GaussianStates:
         return first[:, None], second[:, None]
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
+        """One draw of the coefficients and of what is unknown for each state.
+
+        Args:
+            z: gates, bool, shape ``(N, G)``.
+            generator: of the random numbers.
+        """
         distinct, state, _ = distinct_states(self.problem.checked(z))
         grid = self._laid(distinct).axes.fine(_FINER)
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)

@@ -54,7 +54,7 @@ class LaplaceFit(NamedTuple):
     modes: list[tuple[Group, Mode]]
 
     def moments(self, weights: Tensor, p: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`~pyro_l0.selection.gate_vectors.states.States.moments`; the number of features is p."""
+        """See ``GaussianStates.moments``; the number of features is p."""
         outputs = self.modes[0][1].coefficients.shape[2]
         first, second = torch.zeros(2, p, outputs, dtype=torch.float64)
         for group, mode in self.modes:
@@ -111,7 +111,7 @@ def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: to
 
 
 class LaplaceStates:
-    """See :class:`~pyro_l0.selection.gate_vectors.states.States`.
+    """As ``GaussianStates``, with Laplace's approximation in the place of integrals over the coefficients.
 
     A grid that was laid for log marginals also serves the moments and draws of the states that it was laid by.
 
@@ -129,7 +129,7 @@ class LaplaceStates:
         self._last: _Last | None = None
 
     def log_marginal(self, z: Tensor) -> Tensor:
-        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
+        """See ``GaussianStates``."""
         z = self.problem.checked(z)
         laid = self._laid(z)
         found = laid.integrated()
@@ -137,7 +137,7 @@ class LaplaceStates:
         return found
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
+        """See ``GaussianStates``."""
         z = self.problem.checked(z)
         matter = weights > weights.max() * math.exp(-_MATTERS)
         grid = self._axes(heaviest(z[matter], weights[matter])).fine()
@@ -157,7 +157,7 @@ class LaplaceStates:
         return first, second
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """See :class:`~pyro_l0.selection.gate_vectors.states.States`."""
+        """See ``GaussianStates``."""
         z = self.problem.checked(z)
         return laplace_draws(self.problem, z, self._draw_slab_scales(z, generator).exp(), generator)
 

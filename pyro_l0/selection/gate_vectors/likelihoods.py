@@ -44,16 +44,13 @@ class BernoulliLikelihood:
         self._y, self._weight = y[:, None], weight
 
     def value(self, eta: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         return (self._weight * (self._y * eta - F.softplus(eta))).sum((1, 2))
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         prob = torch.sigmoid(eta)
         return self._weight * (self._y - prob), (self._weight * prob * torch.sigmoid(-eta))[..., None]
 
     def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         prob = torch.sigmoid(eta)
         return self._weight * prob * (1 - prob) * (1 - 2 * prob) * covariance[..., 0]
 
@@ -65,17 +62,14 @@ class CategoricalLikelihood:
         self._hot, self._weight = F.one_hot(y.long(), classes).to(y), weight
 
     def value(self, eta: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         return (self._weight[:, 0] * ((self._hot * eta).sum(2) - eta.logsumexp(2))).sum(1)
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         prob = eta.softmax(2)
         curvature = torch.diag_embed(prob) - prob[..., :, None] * prob[..., None, :]
         return self._weight * (self._hot - prob), self._weight[..., None] * curvature
 
     def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         prob = eta.softmax(2)
         by_prob = covariance.diagonal(dim1=2, dim2=3) - 2 * (covariance @ prob[..., None])[..., 0]
         return self._weight * prob * (by_prob - (prob * by_prob).sum(2, keepdim=True))
@@ -89,16 +83,13 @@ class PoissonLikelihood:
         self._constant = (weight[:, 0] * torch.lgamma(y + 1)).sum()
 
     def value(self, eta: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         return (self._weight * (self._y * eta - eta.exp())).sum((1, 2)) - self._constant
 
     def derivatives(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Likelihood`."""
         mean = eta.exp()
         return self._weight * (self._y - mean), (self._weight * mean)[..., None]
 
     def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
-        """See :class:`Likelihood`."""
         return self._weight * eta.exp() * covariance[..., 0]
 
 

@@ -1,10 +1,10 @@
-"""What is asked of a family's gate vectors, and what every family does alike with them."""
+"""Groups of gate vectors with as many open features, their prior, and what both kinds of evidence do with them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,44 +13,9 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates, GatePrior, IndependentGates
-from pyro_l0.selection.posterior import Draws
 from pyro_l0.selection.problem import Prior
 
-__all__ = ["States", "gate_prior"]
-
-
-class States(Protocol):
-    """Gate vectors of a regression with everything else integrated out.
-
-    Hyperparameters are integrated on a grid that is laid where the posterior of the given states is. A state that is
-    e^-32 times lighter than the heaviest, or less, has its evidence to a few nats alone.
-    """
-
-    def log_marginal(self, z: Tensor) -> Tensor:
-        """log p(y, z) with the prior of z, hyperparameters and coefficients integrated out; shape ``(S,)``.
-
-        Args:
-            z: gates, bool, shape ``(S, G)``.
-        """
-        ...
-
-    def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Means of the coefficients and of their squares over states of given weights, each of shape ``(p, K)``.
-
-        Args:
-            z: gates, bool, shape ``(S, G)``.
-            weights: of the states, which add up to one, shape ``(S,)``.
-        """
-        ...
-
-    def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """One draw of the coefficients and of what is unknown for each state.
-
-        Args:
-            z: gates, bool, shape ``(N, G)``.
-            generator: of the random numbers.
-        """
-        ...
+__all__ = ["Group", "distinct_states", "draw_rate", "draws_of", "gate_prior", "groups_of", "sparse_rows"]
 
 
 class Group(NamedTuple):

@@ -13,7 +13,6 @@ from pyro_l0.retired import renamed_arguments
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates
-from pyro_l0.selection.gate_vectors.states import States
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Family, Problem
 
@@ -101,7 +100,7 @@ def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -
     expect(Integral, "a whole number", draws=draws)
     if draws < 1:
         raise ValueError(f"Expected at least one draw, but got {draws}.")
-    states: States = GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
+    states = GaussianStates(problem) if problem.family == "gaussian" else LaplaceStates(problem)
     z = (torch.arange(2**problem.gates)[:, None] >> torch.arange(problem.gates)) % 2 == 1  # all of them
     log_marginal = states.log_marginal(z)
     weights = log_marginal.softmax(0)
