@@ -114,7 +114,7 @@ def test_gates_by_expansion(name, gate_of):
     alone = active_probs(collapsed.log_evidence(z) + prior(0.2).log_prob(z), z)
     assert error < 0.02
     assert error < (alone - expected).abs().max()
-    assert collapsed.draw_slabs(*run.draws(10, seeded(2))[:1], seeded(3)).shape == (10, 6)
+    assert collapsed.draw_slabs(run.draws(10, seeded(2)), seeded(3)).shape == (10, 6)
 
 
 def test_refusals():

@@ -110,7 +110,7 @@ def refined(
         )
     first, second = (x.mean(0) for x in run.chain_active_probs.tensor_split(2))
     spread = float((first - second).abs().max())
-    return collapsed._replace(quadratic=quadratic), run.active_probs, lambda n: run.draws(n)[0], spread
+    return collapsed._replace(quadratic=quadratic), run.active_probs, run.draws, spread
 
 
 def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:

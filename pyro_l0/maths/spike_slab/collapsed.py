@@ -46,15 +46,13 @@ class CollapsedQuadratic:
         factor: Tensor | None = None,
         linear: Tensor | None = None,
     ) -> None:
-        self._linear = linear
         linear = quadratic.linear if linear is None else linear
         self.quadratic, self.gate_of = quadratic, gate_of
         self._scale = _by_chain(
             "scale", torch.as_tensor(scale, dtype=linear.dtype, device=linear.device), linear.shape[-1]
         )
-        self._factor = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1)
         # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
-        root = self._factor.sqrt()
+        root = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1).sqrt()
         unit = self._scale * root
         self._elements = _Elements(unit, linear * root * unit, quadratic.diagonal * unit.square())
         self._groups = None if gate_of is None else _Groups.of(gate_of, quadratic)
@@ -75,12 +73,6 @@ class CollapsedQuadratic:
         rows = len(self._elements.linear)
         return None if rows == 1 else rows
 
-    def at(self, chain: Tensor) -> CollapsedQuadratic:
-        """The same for gate vectors that belong to certain chains: a long tensor of shape ``(N,)``."""
-        scale, factor = _picked(self._scale, chain), _picked(self._factor, chain)[:, 0]
-        linear = None if self._linear is None else _picked(self._linear, chain)
-        return CollapsedQuadratic(self.quadratic, scale, gate_of=self.gate_of, factor=factor, linear=linear)
-
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
         """Log odds of every gate given the others.
 
@@ -88,15 +80,11 @@ class CollapsedQuadratic:
             z: gates, zeros and ones, shape ``(S, G)``.
             prior_logits: the prior's given the other gates; broadcasts against z.
         """
-        factors = self.log_bayes_factors(z)
+        factors, _ = self.conditionals(z)
         return factors + prior_logits.to(factors)
 
-    def log_bayes_factors(self, z: Tensor) -> Tensor:
-        """Log evidence with the gate open minus that with it closed, the others as they are; shape ``(S, G)``."""
-        return self.conditionals(z)[0]
-
     def conditionals(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Log Bayes factors of all gates and log evidence, of shape ``(S, G)`` and ``(S,)``, in one go."""
+        """Log Bayes factors of all gates given the others, shape ``(S, G)``, and log evidence, shape ``(S,)``."""
         on = self.on(z)
         parts = [self._conditionals(on[part], part) for part in self._parts(on, on.shape[1])]
         factors, evidence = map(torch.cat, zip(*parts, strict=True))
@@ -319,7 +307,7 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
     return x.expand(len(index), -1).gather(1, index)
 
 
-def _picked(x: Tensor, chain: Tensor | slice) -> Tensor:
+def _picked(x: Tensor, chain: slice) -> Tensor:
     """Rows of some chains, where each has its own."""
     return x if len(x) == 1 else x[chain]
 

@@ -40,7 +40,6 @@ class GibbsRun:
         states: gates visited after the warm-up, bool, shape ``(N, G)``.
         weights: of these states, summing to one.
         chain: which chain visited each, shape ``(N,)``.
-        running: active probabilities that steered the chains, shape ``(G,)``.
         hyper: hyperparameters of each state, shape ``(N, d)``; none where they are fixed.
     """
 
@@ -49,7 +48,6 @@ class GibbsRun:
     states: Tensor
     weights: Tensor
     chain: Tensor
-    running: Tensor
     hyper: Tensor
 
     def standard_error(self) -> Tensor:
@@ -82,10 +80,9 @@ class GibbsRun:
         active_probs = (share @ by_chain).clamp(0, 1)
         return replace(self, active_probs=active_probs, chain_active_probs=by_chain.clamp(0, 1), weights=weights)
 
-    def draws(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Independent draws of the states by their weights: gates, bool of shape ``(n, G)``, and the chain of each."""
-        picked = torch.multinomial(self.weights, n, replacement=True, generator=generator)
-        return self.states[picked], self.chain[picked]
+    def draws(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent draws of the states by their weights: gates, bool, shape ``(n, G)``."""
+        return self.states[torch.multinomial(self.weights, n, replacement=True, generator=generator)]
 
     def _averages(self, weights: Tensor) -> Tensor:
         """Weighted average of the states of each chain."""
@@ -102,6 +99,8 @@ def distinct_rows(states: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         states: gates, bool, shape ``(N, G)``.
     """
+    if not states.shape[1]:  # rows without columns are all the same
+        return torch.zeros(1, dtype=torch.long), torch.zeros(len(states), dtype=torch.long)
     # As bytes, eight gates each: rows of many bools take seconds to sort.
     packed = np.packbits(states.cpu().numpy(), axis=1)
     _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
@@ -222,7 +221,7 @@ def sampled_target(
             steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits))
         flipped = _chosen(rates, generator)
         z[everyone, flipped] = 1 - z[everyone, flipped]
-    return steps.run(running, same_target)
+    return steps.run(same_target)
 
 
 class Tempering(NamedTuple):
@@ -300,16 +299,15 @@ class _Steps:
         self.weights[step] = weight
         self.active.addcmul_(weight[:, None], active)
 
-    def run(self, running: Tensor, same_target: bool) -> GibbsRun:
+    def run(self, same_target: bool) -> GibbsRun:
         total = self.weights.sum(0)
         by_chain = self.active / total[:, None]
         # Weights of chains compare only where the chains sample one distribution, with one unknown constant.
         share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
         chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
         weights = (self.weights / total * share).flatten()
-        return GibbsRun(
-            share @ by_chain, by_chain, self.states.flatten(0, 1), weights, chain, running, self.hyper.flatten(0, 1)
-        )
+        states, hyper = self.states.flatten(0, 1), self.hyper.flatten(0, 1)
+        return GibbsRun(share @ by_chain, by_chain, states, weights, chain, hyper)
 
 
 def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -13,6 +13,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates, GatePrior, IndependentGates
+from pyro_l0.maths.spike_slab.tempered_gibbs import distinct_rows
 from pyro_l0.selection.problem import Prior
 
 __all__ = ["Group", "distinct_states", "draw_rate", "draws_of", "gate_prior", "groups_of", "sparse_rows"]
@@ -59,10 +60,8 @@ def groups_of(on: Tensor) -> list[Group]:
 
 def distinct_states(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each of some gate vectors once, which of these every one is, and how often they occur."""
-    if not z.shape[1]:  # torch refuses rows without columns, which are all the same
-        return z[:1], z.new_zeros(len(z), dtype=torch.long), torch.tensor([len(z)])
-    distinct, state, count = z.unique(dim=0, return_inverse=True, return_counts=True)
-    return distinct, state, count
+    first, state = distinct_rows(z)
+    return z[first], state, state.bincount()
 
 
 def draws_of(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
