@@ -244,14 +244,6 @@ def test_draws_of_several_sites_under_a_transform():
 # --- torch.compile --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def validation_survives():
-    """torch.compile switches the validation of all distributions off; later tests rely on it."""
-    before = torch.distributions.Distribution._validate_args
-    yield
-    torch.distributions.Distribution.set_default_validate_args(before)
-
-
 COMPILED = {
     "kl": lambda x: kl_divergence(HardConcrete(x), HardConcrete(torch.tensor(-1.0))),
     "kl with numbers": lambda x: kl_divergence(HardConcrete(x, 0.5), HardConcrete(-1.0, 0.5)),
@@ -285,7 +277,6 @@ def check_compiled(name, backend):
     torch.testing.assert_close(run(compiled), run(function), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.usefixtures("validation_survives")
 @pytest.mark.parametrize("name", COMPILED)
 def test_gates_are_one_graph(name):
     """With the backend that is quick: nothing but torch's own operations is left."""
@@ -325,7 +316,6 @@ def test_a_fresh_process_compiles_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("validation_survives")
 @pytest.mark.parametrize("name", ["kl", "kl by a rule", "mean"])
 def test_gates_compile(name):
     """The same through the real compiler."""

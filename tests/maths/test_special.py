@@ -1,0 +1,169 @@
+"""Helpers against 50-digit arithmetic."""
+
+import math
+
+import mpmath
+import pytest
+import torch
+from torch.autograd import gradgradcheck
+
+from pyro_l0.maths import special
+
+mp = mpmath.MPContext()
+mp.dps = 50
+
+DTYPES = (torch.float32, torch.float64)
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def compare(function, exact, slope, points, dtype, epsilons):
+    """Value and derivative of a function against exact ones, in epsilons of relative error."""
+    x = torch.tensor(points, dtype=dtype, requires_grad=True)
+    value = function(x)
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    allowed = epsilons * torch.finfo(dtype).eps
+    tiny = torch.finfo(dtype).tiny
+    for point, v, g in zip(x.tolist(), value.tolist(), gradient.tolist(), strict=True):
+        for name, actual, expected in (("value", v, exact(point)), ("slope", g, slope(point))):
+            # Below the smallest normal number no relative accuracy is possible.
+            error = abs(mp.mpf(actual) - expected)
+            assert error <= allowed * abs(expected) + tiny, (name, point, actual, float(expected))
+
+
+@both_dtypes
+def test_log1mexp(dtype):
+    """log(1 - exp(-x)): near 0, near log 2 where the branches meet, and far out."""
+    points = [1e-30, 1e-7, 0.1, 0.69, math.log(2), 0.7, 3.0, 20.0, 60.0]
+    exact = lambda x: mp.log(-mp.expm1(-mp.mpf(x)))  # noqa: E731
+    slope = lambda x: 1 / mp.expm1(mp.mpf(x))  # noqa: E731
+    compare(special.log1mexp, exact, slope, points, dtype, 8)
+
+
+@both_dtypes
+def test_log1mexp_stays_finite(dtype):
+    """The unused branch sends no NaN into the gradient, however large the argument."""
+    x = torch.tensor([1e-30, 80.0, 500.0, 1e30], dtype=dtype, requires_grad=True)
+    value = special.log1mexp(x)
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@both_dtypes
+def test_psi(dtype):
+    """exp(x) - 1 - x: small x, where it is x^2 / 2, and on both sides of the branches' border."""
+    points = [-80.0, -3.0, -1.0, -0.51, -0.5, -0.49, -1e-3, -1e-10]
+    points += [1e-10, 1e-3, 0.2, 0.49, 0.5, 0.51, 0.99, 1.0, 3.0, 80.0]
+    exact = lambda x: mp.expm1(mp.mpf(x)) - mp.mpf(x)  # noqa: E731
+    # Beyond the border expm1(x) - x loses a factor of |x| / psi(x), about 4 at 1/2.
+    compare(special.psi, exact, lambda x: mp.expm1(mp.mpf(x)), points, dtype, 16)
+
+
+@both_dtypes
+def test_psi_at_zero(dtype):
+    """Exactly 0 with exactly no slope, so that equal gates have exactly no KL."""
+    x = torch.zeros((), dtype=dtype, requires_grad=True)
+    value = special.psi(x)
+    assert value == 0
+    assert torch.autograd.grad(value, x)[0] == 0
+
+
+@both_dtypes
+def test_klterm(dtype):
+    """q log(q/p) - q + p from logs: its value, and q (lq - lp) and p - q as derivatives."""
+    eps = torch.finfo(dtype).eps
+    logs = [-50.0, -10.0, -3.1, -3.0, -1.0, -0.9990234375, -1e-3, 0.0, 2.0]
+    for first in logs:
+        for second in logs:
+            lq = torch.tensor(first, dtype=dtype, requires_grad=True)
+            lp = torch.tensor(second, dtype=dtype, requires_grad=True)
+            value = special.klterm(lq, lp)
+            by_q, by_p = torch.autograd.grad(value, (lq, lp))
+            x, y = mp.mpf(lq.item()), mp.mpf(lp.item())
+            q, p = mp.exp(x), mp.exp(y)
+            expected = q * (x - y) - q + p
+            assert value >= 0
+            # The difference of the logs is rounded to eps of the larger log.
+            lost = eps * max(1, abs(first), abs(second)) * abs(q * (x - y))
+            assert abs(value.item() - expected) <= 16 * (eps * expected + lost * abs(x - y) + lost)
+            scale = max(q, p)
+            assert abs(by_q.item() - q * (x - y)) <= 16 * eps * (1 + abs(first)) * scale * max(1, abs(x - y))
+            assert abs(by_p.item() - (p - q)) <= 16 * eps * (1 + abs(second)) * scale
+
+
+@both_dtypes
+def test_klterm_of_equals(dtype):
+    """No KL and no derivative where q = p, at any size."""
+    logs = torch.tensor([-1e4, -90.0, -1.0, 0.0, 3.0], dtype=dtype, requires_grad=True)
+    other = logs.detach().clone().requires_grad_()
+    value = special.klterm(logs, other)
+    assert (value == 0).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(value.sum(), (logs, other)))
+
+
+def test_klterm_at_the_extremes_of_float32():
+    """Logs of masses that underflow on either side: finite values and derivatives."""
+    logs = torch.tensor([-1e4, -200.0, -90.0, -1.0, -1e-30, 0.0])
+    lq = logs.repeat_interleave(6).requires_grad_()
+    lp = logs.repeat(6).requires_grad_()
+    value = special.klterm(lq, lp)
+    assert value.isfinite().all()
+    assert (value >= 0).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(value.sum(), (lq, lp)))
+
+
+def test_helpers_can_be_differentiated_twice():
+    """Custom derivatives are themselves differentiable."""
+    x = torch.tensor([-2.0, -0.3, 0.2, 0.7, 2.0], dtype=torch.float64, requires_grad=True)
+    positive = x.detach().abs().requires_grad_()
+    assert gradgradcheck(special.psi, (x,))
+    assert gradgradcheck(special.log1mexp, (positive,))
+    assert gradgradcheck(special.klterm, (x, positive))
+    assert gradgradcheck(special.log_ndtr, (x,))
+    assert gradgradcheck(special.positive_part_mean, (x,))
+
+
+@both_dtypes
+def test_log_ndtr(dtype):
+    """Log of the normal cdf and its slope, the inverse Mills ratio, deep into the tail."""
+    points = [-100.0, -30.0, -8.0, -3.0, -1.0, 0.0, 0.7, 3.0]
+    exact = lambda x: mp.log(mp.ncdf(mp.mpf(x)))  # noqa: E731
+    slope = lambda x: mp.npdf(mp.mpf(x)) / mp.ncdf(mp.mpf(x))  # noqa: E731
+    # erfcx, exp(-x^2 / 2) and log carry x^2 / 2 roundings on the upper side: 5 at 3.
+    compare(special.log_ndtr, exact, slope, points, dtype, 64)
+
+
+@both_dtypes
+def test_ndtr(dtype):
+    """The normal cdf keeps its relative accuracy in the lower tail."""
+    points = [-8.0, -5.0, -2.0, -0.5, 0.0, 0.5, 3.0]
+    exact = lambda x: mp.ncdf(mp.mpf(x))  # noqa: E731
+    # Rounding x / sqrt(2) moves exp(-x^2 / 2) by x^2 epsilons: 64 at -8.
+    compare(special.ndtr, exact, lambda x: mp.npdf(mp.mpf(x)), points, dtype, 128)
+
+
+@both_dtypes
+def test_log_ndtri_inverts_log_ndtr(dtype):
+    """Quantile from the log of a probability, where the probability itself underflows."""
+    points = [-7000.0, -500.0, -90.0, -20.0, -10.5, -9.5, -3.0, -0.8]
+
+    def exact(log_p):
+        target = mp.mpf(log_p)
+        guess = -mp.sqrt(-2 * target) if log_p < -2 else mp.mpf(-1)
+        return mp.findroot(lambda x: mp.log(mp.ncdf(x)) - target, guess)
+
+    def slope(log_p):
+        x = exact(log_p)
+        return mp.ncdf(x) / mp.npdf(x)
+
+    # The slope is Phi / phi at a rounded x: x^2 / 2 roundings, |log p| at most 10 in the bulk.
+    compare(special.log_ndtri, exact, slope, points, dtype, 128)
+
+
+@both_dtypes
+def test_positive_part_mean(dtype):
+    """x Phi(x) + phi(x) in its three branches; the slope is Phi."""
+    points = [-8.0, -3.01, -2.99, -1.0, -1e-4, 0.0, 0.5, 4.0]
+    exact = lambda x: mp.mpf(x) * mp.ncdf(mp.mpf(x)) + mp.npdf(mp.mpf(x))  # noqa: E731
+    # The middle branch subtracts two numbers whose difference is 1/10 of them at -3.
+    compare(special.positive_part_mean, exact, lambda x: mp.ncdf(mp.mpf(x)), points, dtype, 128)
