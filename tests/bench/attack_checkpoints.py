@@ -67,16 +67,18 @@ def interrupted(delay):
     """What a network is after a step that is interrupted after some seconds."""
     network, guide, optimiser, shrinker, x = about_to_shrink()
 
+    came = []
+
     def stop(*_):
+        came.append(True)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, stop)
-    came = False
     signal.setitimer(signal.ITIMER_REAL, delay)
     try:
         shrinker.step()
-    except KeyboardInterrupt:
-        came = True
+    except (KeyboardInterrupt, RuntimeError):  # torch's stack of modes may raise one of its own in its place
+        pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if not came:
@@ -125,12 +127,17 @@ def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     generator = random.Random(options.seed)
-    found = Counter(attack_files(options.flips, options.cuts, generator))
-    found.update(attack_pairs(options.pairs))
-    found.update(attack_steps(options.interrupts, generator))
+    found: Counter[tuple[str, str]] = Counter()
     print(f"{'attack':18}{'ended in':28}{'number':>6}")
-    for (attack, end), number in sorted(found.items()):
-        print(f"{attack:18}{end:28}{number:6}")
+    for ends in (
+        attack_files(options.flips, options.cuts, generator),
+        attack_pairs(options.pairs),
+        attack_steps(options.interrupts, generator),
+    ):
+        some = Counter(ends)
+        for (attack, end), number in sorted(some.items()):
+            print(f"{attack:18}{end:28}{number:6}", flush=True)
+        found.update(some)
     good = {"refused by name", "the same numbers", "done and refused", "whole, trains on", "shrunk, trains on"}
     return any(end not in good for _, end in found)
 

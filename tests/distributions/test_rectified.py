@@ -12,7 +12,7 @@ from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import HardConcrete, Rectified, RectifiedNormal
 from pyro_l0.distributions.kl import kl_by_quadrature
-from tests.distributions.test_contract import randomised_pit
+from tests.distributions.test_law import randomised_pit
 
 LOC = torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64)
 STATISTICS = ("mean", "variance", "median", "log_prob_zero", "log_prob_one", "log_interior_prob", "log_active_prob")

@@ -1,0 +1,225 @@
+"""The law of every gate family: Pyro's generic checks, rewritten for atoms.
+
+Two of Pyro's checks assume a density on the whole line and are replaced. Goodness of fit becomes a
+binomial test for each atom and a fit of the interior; ``cdf(icdf(u)) == u`` becomes the two
+inequalities that hold for any distribution with jumps.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pyro.distributions.testing.gof import auto_goodness_of_fit
+from scipy import stats
+
+from pyro_l0.distributions import HardConcrete
+from tests.cases import build
+
+# Every statistical test has a fixed seed. A p-value below 1e-6 would by chance be seen once in
+# a million seeds; five standard errors once in two million.
+SMALLEST_P_VALUE = 1e-6
+STANDARD_ERRORS = 5
+
+interior = pytest.mark.interior  # a promise about densities and pathwise draws
+
+
+def randomised_pit(gate, draws):
+    """Probability integral transform that spreads each atom evenly over its step of the cdf."""
+    u = torch.rand_like(draws)
+    value = gate.cdf(draws)
+    p0, p1 = gate.log_prob_zero.exp(), gate.log_prob_one.exp()
+    value = torch.where(draws == 0, u * p0, value)
+    return torch.where(draws == 1, 1 - u * p1, value)
+
+
+def test_total_mass_is_one(gate):
+    """Both atoms and the integral of exp(log_prob) make one."""
+    # 60 Gauss-Legendre nodes on each of 40 panels, finer towards the ends where a narrow stretch
+    # has its structure; doubling either changes the sum by less than 1e-13.
+    nodes, weights = np.polynomial.legendre.leggauss(60)
+    half = 0.5 * np.logspace(-6, 0, 20)
+    edges = np.concatenate([[0.0], half, 1 - half[-2::-1], [1.0]])
+    width = np.diff(edges)[:, None] / 2
+    points = torch.from_numpy(edges[:-1, None] + width * (nodes + 1)).reshape(-1)
+    inside = gate.log_prob(points).exp() @ torch.from_numpy(width * weights).reshape(-1)
+    atoms = gate.log_prob(torch.tensor([0.0, 1.0], dtype=torch.float64)).exp().sum()
+    torch.testing.assert_close(inside, gate.log_interior_prob.exp(), rtol=1e-11, atol=0)
+    torch.testing.assert_close(inside + atoms, torch.ones_like(inside), rtol=1e-11, atol=0)
+
+
+def test_the_log_masses_are_consistent(gate):
+    """The properties, log_prob at the atoms and the cdf tell the same masses."""
+    at_atoms = gate.log_prob(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(at_atoms[0], gate.log_prob_zero, rtol=1e-14, atol=0)
+    torch.testing.assert_close(at_atoms[1], gate.log_prob_one, rtol=1e-14, atol=0)
+    p0, p1, active = gate.log_prob_zero.exp(), gate.log_prob_one.exp(), gate.log_active_prob.exp()
+    torch.testing.assert_close(gate.active_prob, active)
+    torch.testing.assert_close(p0 + active, torch.ones_like(p0))
+    torch.testing.assert_close(p1 + gate.log_interior_prob.exp(), active)
+    torch.testing.assert_close(gate.cdf(torch.tensor(0.0).double()), p0)
+
+
+def test_cdf_is_right_continuous_with_two_jumps(gate):
+    """The cdf is 0 below 0, jumps at both atoms, rises between, and is 1 from 1 on."""
+    value = torch.tensor([-0.25, 0.0, 1e-12, 0.3, 0.7, 1 - 1e-12, 1.0, 1.25], dtype=torch.float64)
+    cdf = gate.cdf(value)
+    assert cdf[0] == 0
+    assert cdf[6] == 1
+    assert cdf[7] == 1
+    assert (cdf.diff() >= 0).all()
+    torch.testing.assert_close(cdf[1], gate.log_prob_zero.exp())
+    # 1e-12 beside an atom the density, at most about 50 here, moves the cdf by 5e-11.
+    torch.testing.assert_close(cdf[2], cdf[1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(1 - cdf[5], gate.log_prob_one.exp(), rtol=0, atol=1e-10)
+
+
+def test_cdf_and_icdf_are_galois_inverses(case):
+    """cdf(icdf(u)) >= u and icdf(cdf(x)) <= x, with equality inside."""
+    gate = case.gate()
+    rounding = 1e-12  # a few hundred float64 epsilons: icdf divides by the density
+    u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    there_and_back = gate.cdf(gate.icdf(u))
+    assert (there_and_back >= u - rounding).all()
+    inside = (gate.icdf(u) > 0) & (gate.icdf(u) < 1)
+    assert inside.any() == case.family.interior
+    torch.testing.assert_close(there_and_back[inside], u[inside], rtol=0, atol=rounding)
+    x = torch.linspace(0, 1, 101, dtype=torch.float64)
+    assert (gate.icdf(gate.cdf(x)) <= x + 1e-9).all()  # 1e-9: the density may be as low as 1e-6
+    assert torch.equal(gate.median, gate.icdf(torch.tensor(0.5, dtype=torch.float64)))
+    assert gate.icdf(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_atoms_are_hit_as_often_as_their_mass_says(case, dtype):
+    """A binomial test for each atom, on draws that equal it exactly."""
+    torch.manual_seed(11)
+    count = 100_000
+    gate = case.gate(dtype)
+    draws = gate.sample((count,))
+    assert ((draws >= 0) & (draws <= 1)).all()
+    for atom, log_mass in ((0, gate.log_prob_zero), (1, gate.log_prob_one)):
+        hits = int((draws == atom).sum())
+        mass = min(1.0, float(log_mass.exp()))
+        assert stats.binomtest(hits, count, mass).pvalue > SMALLEST_P_VALUE, atom
+
+
+@interior
+def test_the_interior_fits_the_density(gate):
+    """Pyro's goodness of fit on the draws strictly inside, under the conditional density."""
+    torch.manual_seed(12)
+    draws = gate.rsample((40_000,))
+    inside = draws[(draws > 0) & (draws < 1)]
+    density = (gate.log_prob(inside) - gate.log_interior_prob).exp()
+    assert auto_goodness_of_fit(inside, density) > SMALLEST_P_VALUE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_randomised_integral_transform_is_uniform(case, dtype):
+    """Kolmogorov-Smirnov on 10,000 draws, each atom spread over its step of the cdf first."""
+    torch.manual_seed(13)
+    gate = case.gate(dtype)
+    values = randomised_pit(gate, gate.sample((10_000,)))
+    assert stats.kstest(values.double().numpy(), "uniform").pvalue > SMALLEST_P_VALUE
+
+
+def test_the_integral_transform_has_power():
+    """The same test tells temperature 0.60 from 0.667, and so would see a wrong sampler."""
+    torch.manual_seed(14)
+    # Where P(z = 0) is about one half, a change of temperature moves it most.
+    log_alpha = torch.tensor(-1.5, dtype=torch.float64)
+    draws = HardConcrete(log_alpha, 0.60).sample((10_000,))
+    right = randomised_pit(HardConcrete(log_alpha, 0.60), draws)
+    wrong = randomised_pit(HardConcrete(log_alpha, 0.667), draws)
+    assert stats.kstest(right.numpy(), "uniform").pvalue > SMALLEST_P_VALUE
+    assert stats.kstest(wrong.numpy(), "uniform").pvalue < SMALLEST_P_VALUE
+
+
+def test_mean_and_variance_are_those_of_the_draws(gate):
+    """Monte Carlo within five standard errors."""
+    torch.manual_seed(16)
+    draws = gate.sample((100_000,))
+    standard_error = (gate.variance / len(draws)).sqrt()
+    assert (draws.mean() - gate.mean).abs() < STANDARD_ERRORS * standard_error
+    squares = (draws - gate.mean) ** 2
+    standard_error = squares.std() / math.sqrt(len(draws))
+    assert (squares.mean() - gate.variance).abs() < STANDARD_ERRORS * standard_error
+
+
+def test_entropy_is_that_of_the_draws(gate):
+    """Minus the average log_prob of the draws, within five standard errors."""
+    torch.manual_seed(17)
+    log_prob = gate.log_prob(gate.sample((100_000,)))
+    standard_error = log_prob.std() / math.sqrt(len(log_prob))
+    assert (gate.entropy() + log_prob.mean()).abs() < STANDARD_ERRORS * standard_error
+
+
+def test_same_seed_same_draws(gate):
+    """Draws come from torch's generator and from nothing else."""
+    torch.manual_seed(18)
+    first = gate.sample((5,))
+    torch.manual_seed(18)
+    assert torch.equal(first, gate.sample((5,)))
+
+
+@interior
+def test_sample_carries_no_gradient(family):
+    """sample is detached, rsample is not."""
+    parameters = {k: torch.tensor(v, requires_grad=True) for k, v in family.parameters[0].items()}
+    gate = family.gate(**parameters)
+    assert not gate.sample().requires_grad
+    assert gate.rsample().requires_grad
+    assert gate.rsample_interior().requires_grad
+
+
+@interior
+def test_the_base_distribution_rectified_is_the_gate(gate):
+    """Quantiles of the unclipped variable, clipped, are the gate's; its tails are the atoms."""
+    base = gate.base_distribution()
+    u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    torch.testing.assert_close(gate.rectify(base.icdf(u)), gate.icdf(u), rtol=0, atol=1e-12)
+    torch.manual_seed(23)
+    draws = gate.rectify(base.rsample((10_000,)))
+    values = randomised_pit(gate, draws)
+    assert stats.kstest(values.numpy(), "uniform").pvalue > SMALLEST_P_VALUE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("log_alpha", [0.0, -3.0, 3.0, -30.0, 30.0])
+def test_interior_draws_of_hard_concretes(log_alpha, dtype):
+    """Draws lie strictly inside and follow the cdf conditioned on 0 < z < 1."""
+    torch.manual_seed(19)
+    gate = HardConcrete(torch.tensor(log_alpha, dtype=dtype))
+    draws = gate.rsample_interior((10_000,))
+    assert ((draws > 0) & (draws < 1)).all()
+    # The conditional cdf in terms of the unclipped variable's odds, in float64: near an extreme
+    # location the differences of the library's own cdf would vanish in rounding.
+    z = draws.double().numpy()
+    temperature = float(gate.temperature.double())
+    at = lambda value: temperature * np.log((value + 0.1) / (1.1 - value)) - log_alpha  # noqa: E731
+    below = lambda value: stats.logistic.cdf(at(value))  # noqa: E731
+    above = lambda value: stats.logistic.sf(at(value))  # noqa: E731
+    tail, sign = (below, 1) if log_alpha >= 0 else (above, -1)
+    ends = tail(0.0), tail(1.0)
+    values = sign * (tail(z) - ends[0]) / abs(ends[1] - ends[0])
+    assert stats.kstest(values, "uniform").pvalue > SMALLEST_P_VALUE
+
+
+@interior
+def test_interior_draws_follow_the_conditional_law(gate):
+    """The same for every family at moderate parameters."""
+    torch.manual_seed(20)
+    draws = gate.rsample_interior((10_000,))
+    assert ((draws > 0) & (draws < 1)).all()
+    p0 = gate.log_prob_zero.exp()
+    values = (gate.cdf(draws) - p0) / gate.log_interior_prob.exp()
+    assert stats.kstest(values.numpy(), "uniform").pvalue > SMALLEST_P_VALUE
+
+
+@interior
+def test_interior_draws_at_the_extremes(family):
+    """Even where the interior has next to no mass, every draw is finite and inside."""
+    torch.manual_seed(21)
+    for parameters in family.extremes:
+        draws = build(family, parameters, torch.float32).rsample_interior((1000,))
+        assert ((draws > 0) & (draws < 1)).all(), parameters
