@@ -78,7 +78,8 @@ def interrupted(delay):
     try:
         shrinker.step()
     except (KeyboardInterrupt, RuntimeError):  # torch's stack of modes may raise one of its own in its place
-        pass
+        if not came:
+            raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if not came:
