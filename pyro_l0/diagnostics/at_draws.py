@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import pyro
 import torch
@@ -20,25 +19,11 @@ from pyro_l0.fast.record import Site, is_deterministic, is_likelihood
 from pyro_l0.infer.elbo.runs import Args, Kwargs, Program
 from pyro_l0.infer.guides.expansion import run_at
 
-__all__ = ["AtDraws", "at_draws", "is_observation", "refuse_subsample", "sites_of"]
+__all__ = ["at_draws", "is_observation", "refuse_subsample", "sites_of"]
 
 _AT_ONCE = 250  # runs of the model under one torch.vmap
 
 _Found = dict[str, dict[str, Tensor]]
-
-
-class AtDraws(NamedTuple):
-    """By site, with chains and draws in front.
-
-    Attributes:
-        log_likelihood: of every observation in nats, shape ``(chains, draws, *observations)``.
-        predicted: draws of what was observed, shape ``(chains, draws, *shape of the site)``.
-        fixed: values of deterministic sites, shape ``(chains, draws, *shape of the site)``.
-    """
-
-    log_likelihood: dict[str, Tensor]
-    predicted: dict[str, Tensor]
-    fixed: dict[str, Tensor]
 
 
 @torch.no_grad()
@@ -73,10 +58,14 @@ def is_observation(site: Site) -> bool:
 @torch.no_grad()
 def at_draws(
     model: Program, args: Args, kwargs: Kwargs, sites: Mapping[str, Site], values: Mapping[str, Tensor]
-) -> AtDraws:
+) -> _Found:
     """Run a model at draws of its latent sites, by ``torch.vmap`` where that can map it.
 
-    Values have shape ``(chains, draws, *shape of the site)``; those of deterministic sites are computed anew.
+    Values have shape ``(chains, draws, *shape of the site)``; those of deterministic sites are computed again.
+
+    Returns:
+        By site, with chains and draws in front, ``"log_likelihood"`` of every observation in nats,
+        ``"posterior_predictive"`` draws of what was observed, and values of ``"deterministic"`` sites.
     """
     _check_values(sites, values)
 
@@ -90,15 +79,15 @@ def at_draws(
         seen = [name for name, site in run.items() if is_observation(site)]
         return {
             "log_likelihood": {name: pointwise(run[name]) for name in seen},
-            "predicted": {name: again[name]["value"] for name in seen},
-            "fixed": {name: site["value"] for name, site in run.items() if is_deterministic(site)},
+            "posterior_predictive": {name: again[name]["value"] for name in seen},
+            "deterministic": {name: site["value"] for name, site in run.items() if is_deterministic(site)},
         }
 
     rows = {name: x.flatten(0, 1) for name, x in values.items() if not is_deterministic(sites[name])}
     at_one({name: x[0] for name, x in rows.items()})  # with all checks of values
     lead = next(iter(values.values())).shape[:2]
     found = _at_each(at_one, rows)
-    return AtDraws(**{kind: {name: x.unflatten(0, lead) for name, x in of.items()} for kind, of in found.items()})
+    return {kind: {name: x.unflatten(0, lead) for name, x in of.items()} for kind, of in found.items()}
 
 
 def pointwise(site: Site) -> Tensor:

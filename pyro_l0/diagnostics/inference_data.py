@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from pyro_l0.diagnostics.at_draws import AtDraws, at_draws, is_observation, sites_of
+from pyro_l0.diagnostics.at_draws import at_draws, is_observation, sites_of
 from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of, is_posterior
 from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.runs import Program
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["import_arviz", "inclusion_name", "inference_data", "to_arviz"]
 
-_Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, dict[str, Any]]
+"""Arrays or tensors by group and name."""
 
 
 def to_arviz(
@@ -101,25 +102,20 @@ def to_arviz(
         return result
     if program is None and slab:
         raise ValueError("Expected the model with slab, as it tells how slabs and gates belong together.")
-    said, observed = AtDraws({}, {}, {}), {}
+    groups: Arrays = {}
     with torch.random.fork_rng() if seed is not None else nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
         drawn = draws_of(posterior, draws, args, kwargs)
         if program is not None:
             sites = sites_of(program, args, kwargs)
-            said = at_draws(program, args, kwargs, sites, drawn.values)
-            observed = {name: site["value"] for name, site in sites.items() if is_observation(site)}
-            drawn = completed(drawn, said.fixed, sites, switches_of(slab))
-    return inference_data(
-        {name: _array(x, name in drawn.switches) for name, x in {**drawn.values, **drawn.derived}.items()},
-        log_likelihood=_arrays(said.log_likelihood),
-        posterior_predictive=_arrays(said.predicted),
-        observed_data=_arrays(observed),
-        constant_data=_arrays({inclusion_name(name): x for name, x in drawn.active_probs.items()}),
-        coords=coords,
-        dims=_all_dims(dims or {}, drawn),
-    )
+            groups = at_draws(program, args, kwargs, sites, drawn.values)
+            groups["observed_data"] = {name: site["value"] for name, site in sites.items() if is_observation(site)}
+            drawn = completed(drawn, groups.pop("deterministic"), sites, switches_of(slab))
+    values = {**drawn.values, **drawn.derived}
+    groups["posterior"] = {name: x.bool() if name in drawn.switches else x for name, x in values.items()}
+    groups["constant_data"] = {inclusion_name(name): x for name, x in drawn.active_probs.items()}
+    return inference_data(groups, coords, _all_dims(dims or {}, drawn))
 
 
 def _in_order(model: object, posterior: object) -> tuple[Program | None, object]:
@@ -132,15 +128,6 @@ def _in_order(model: object, posterior: object) -> tuple[Program | None, object]
     if model is not None and not callable(model):
         raise TypeError(f"Expected a model, a function, but got {type(model).__name__}; give the model first.")
     return model, posterior
-
-
-def _array(values: Tensor, is_binary: bool = False) -> NDArray[Any]:
-    found: NDArray[Any] = (values.to(torch.int8) if is_binary else values).detach().cpu().numpy()
-    return found
-
-
-def _arrays(values: Mapping[str, Tensor]) -> _Arrays:
-    return {name: _array(x) for name, x in values.items()}
 
 
 def _all_dims(dims: Mapping[str, Sequence[str]], drawn: PosteriorDraws) -> dict[str, Sequence[str]]:
@@ -156,54 +143,36 @@ def inclusion_name(gate: str) -> str:
 
 
 def inference_data(
-    posterior: Mapping[str, ArrayLike],
-    *,
-    log_likelihood: Mapping[str, ArrayLike] | None = None,
-    posterior_predictive: Mapping[str, ArrayLike] | None = None,
-    observed_data: Mapping[str, ArrayLike] | None = None,
-    constant_data: Mapping[str, ArrayLike] | None = None,
+    groups: Arrays,
     coords: Mapping[str, Sequence[Any]] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
 ) -> InferenceData:
-    """Arrays by name as arviz's InferenceData, or as its DataTree where arviz is of version 1.
+    """Arrays by group and name as arviz's InferenceData, or as its DataTree where arviz is of version 1.
 
-    Booleans are stored as int8, since netCDF has no such type, and a slash in a name as a dot. Groups that are not
-    given, or are empty, are left out.
-
-    Args:
-        posterior: draws of every variable, shape ``(chains, draws, *shape)``; one chain for independent draws.
-        log_likelihood: log probability of every observation in nats, shape ``(chains, draws, *observations)``.
-        posterior_predictive: draws of what was observed, shape ``(chains, draws, *shape)``.
-        observed_data: what was observed.
-        constant_data: arrays without draws, such as inclusion probabilities.
-        coords: labels along dimensions, by the dimensions' names.
-        dims: names of the dimensions of each variable behind chains and draws; those not given are made up by arviz.
+    Booleans are stored as int8, since netCDF has no such type, and a slash in a name as a dot. Empty groups are left
+    out. Arrays have shape ``(chains, draws, *shape)``, without chains and draws in ``observed_data`` and
+    ``constant_data``.
 
     Raises:
         ValueError: variables differ in their chains or draws.
 
     Example:
+        >>> z, probs = np.ones((1, 100, 2), dtype=bool), np.array([1.0, 1.0])
         >>> found = inference_data(
-        ...     {"z": np.ones((1, 100, 2), dtype=bool)},
-        ...     constant_data={"P(z != 0)": np.array([1.0, 1.0])},
-        ...     dims={"z": ["feature"]},
+        ...     {"posterior": {"z": z}, "constant_data": {"P(z != 0)": probs}},
         ...     coords={"feature": ["age", "bmi"]},
+        ...     dims={"z": ["feature"]},
         ... )
-        >>> found["posterior"]["z"].sel(feature="bmi").shape
-        (1, 100)
-        >>> found["constant_data"]["P(z != 0)"].shape
-        (2,)
+        >>> found["posterior"]["z"].sel(feature="bmi").shape, found["constant_data"]["P(z != 0)"].shape
+        ((1, 100), (2,))
     """
-    drawn = {"posterior": posterior, "log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
-    fixed = {"observed_data": observed_data, "constant_data": constant_data}
-    groups = {name: _legal(arrays) for name, arrays in {**drawn, **fixed}.items() if arrays}
-    _check_draws({f"{group}[{name!r}]": x.shape[:2] for group in drawn for name, x in groups.get(group, {}).items()})
+    legal = {group: _legal(arrays) for group, arrays in groups.items() if arrays}
+    drawn = {group: arrays for group, arrays in legal.items() if group not in ("observed_data", "constant_data")}
+    _check_draws({f"{group}[{name!r}]": x.shape[:2] for group, arrays in drawn.items() for name, x in arrays.items()})
     labels: dict[str, Any] = {"coords": coords, "dims": _legal_names(dims or {})}
     arviz = import_arviz()
-    if int(arviz.__version__.split(".")[0]) >= 1:
-        found: InferenceData = arviz.from_dict(groups, **labels)
-    else:
-        found = arviz.from_dict(**groups, **labels)
+    is_new = int(arviz.__version__.split(".")[0]) >= 1
+    found: InferenceData = arviz.from_dict(legal, **labels) if is_new else arviz.from_dict(**legal, **labels)
     return found
 
 
@@ -215,8 +184,9 @@ def import_arviz() -> Any:
     return arviz
 
 
-def _legal(arrays: Mapping[str, ArrayLike]) -> _Arrays:
-    found = {name: np.asarray(x) for name, x in _legal_names(arrays).items()}
+def _legal(arrays: Mapping[str, ArrayLike | Tensor]) -> dict[str, NDArray[Any]]:
+    values = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in _legal_names(arrays).items()}
+    found = {name: np.asarray(x) for name, x in values.items()}
     return {name: x.astype(np.int8) if x.dtype == bool else x for name, x in found.items()}
 
 

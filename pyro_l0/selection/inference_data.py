@@ -48,12 +48,15 @@ def to_inference_data(
     posterior = {"z": sample["gates"], **{name: values for name, values in sample.items() if name != "gates"}}
     gate = "feature" if list(gates) == list(names) else "group"
     outputs = ["output"] if sample["coef"].ndim == 3 else []
+    new = replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))
     return inference_data(
-        {name: values[None] for name, values in posterior.items()},
-        log_likelihood={"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]},
-        posterior_predictive={"y": replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))[None]},
-        observed_data={"y": y},
-        constant_data={"P(z != 0)": active_probs},
+        {
+            "posterior": {name: values[None] for name, values in posterior.items()},
+            "log_likelihood": {"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]},
+            "posterior_predictive": {"y": new[None]},
+            "observed_data": {"y": y},
+            "constant_data": {"P(z != 0)": active_probs},
+        },
         coords={"feature": list(names), gate: list(gates)},
         dims={
             "z": [gate],

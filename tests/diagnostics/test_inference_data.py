@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from pyro_l0.diagnostics.inference_data import import_arviz, inference_data
 
@@ -15,15 +16,14 @@ DRAWN = {"z": np.arange(12).reshape(2, 6) % 2 == 0, "scope/w": np.linspace(0, 1,
 
 def test_groups_hold_what_they_were_given():
     """Values, dimensions and labels; what is true or false is int8, a slash a dot, an empty group left out."""
-    found = inference_data(
-        DRAWN,
-        log_likelihood={"y": np.ones((2, 6, 4))},
-        posterior_predictive={},
-        observed_data={"y": np.arange(4.0)},
-        constant_data={"P(z != 0)": 0.5},
-        coords={"feature": ["a", "b", "c"]},
-        dims={"scope/w": ["feature"]},
-    )
+    groups = {
+        "posterior": DRAWN,
+        "log_likelihood": {"y": np.ones((2, 6, 4))},
+        "posterior_predictive": {},
+        "observed_data": {"y": torch.arange(4.0)},
+        "constant_data": {"P(z != 0)": 0.5},
+    }
+    found = inference_data(groups, {"feature": ["a", "b", "c"]}, {"scope/w": ["feature"]})
     assert sorted(found.groups()) == ["constant_data", "log_likelihood", "observed_data", "posterior"]
     z, w = found["posterior"]["z"], found["posterior"]["scope.w"]
     assert z.dtype == np.int8
@@ -36,9 +36,9 @@ def test_groups_hold_what_they_were_given():
 
 def test_draws_must_agree():
     with pytest.raises(ValueError, match=r"\(2, 6\) at posterior\['z'\].*\(1, 6\) at log_likelihood\['y'\]"):
-        inference_data(DRAWN, log_likelihood={"y": np.ones((1, 6, 4))})
+        inference_data({"posterior": DRAWN, "log_likelihood": {"y": np.ones((1, 6, 4))}})
     with pytest.raises(ValueError, match=r"chains, draws.*\(5,\) at posterior\['w'\]"):
-        inference_data({"w": np.ones(5)})
+        inference_data({"posterior": {"w": np.ones(5)}})
 
 
 def test_version_1_takes_one_nested_dict(monkeypatch):
@@ -46,7 +46,7 @@ def test_version_1_takes_one_nested_dict(monkeypatch):
     seen = []
     monkeypatch.setattr(az, "__version__", "1.2.0")
     monkeypatch.setattr(az, "from_dict", lambda data, *, coords, dims: seen.append((data, coords, dims)))
-    inference_data(DRAWN, observed_data={"y": [1.0]}, dims={"scope/w": ["feature"]})
+    inference_data({"posterior": DRAWN, "observed_data": {"y": [1.0]}}, dims={"scope/w": ["feature"]})
     (data, coords, dims) = seen[0]
     assert {group: sorted(arrays) for group, arrays in data.items()} == {
         "posterior": ["scope.w", "z"],
@@ -62,7 +62,7 @@ def test_first_import_of_a_day_is_silent(tmp_path):
     program = (
         "import numpy as np\n"
         "from pyro_l0.diagnostics.inference_data import inference_data\n"
-        "print(inference_data({'w': np.zeros((1, 20))})['posterior']['w'].shape)"
+        "print(inference_data({'posterior': {'w': np.zeros((1, 20))}})['posterior']['w'].shape)"
     )
     (tmp_path / "cache").mkdir()
     result = subprocess.run(
