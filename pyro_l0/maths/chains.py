@@ -1,4 +1,4 @@
-"""Whether several Markov chains agree, and how many independent draws theirs are worth.
+"""Whether several Markov chains agree, and their effective sample size.
 
 Vehtari, Gelman, Simpson, Carpenter, Buerkner (2021), "Rank-normalization, folding, and localization: an improved R-hat
 for assessing convergence of MCMC", arXiv:1903.08008.

@@ -76,7 +76,7 @@ class Exponential(NamedTuple):
         return tuple(k / math.ceil(panels) for k in range(1, math.ceil(panels)))
 
     def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
-        """Towards both ends and around the place where the components meet."""
+        """Towards both ends and around the point where the components meet."""
         meeting = 0.5 - 0.5 * logits / self.beta
         return torch.cat((self._end_edges(low, high, dtype), around(meeting, 0.5 / self.beta, dtype)), -1)
 
@@ -130,7 +130,7 @@ class ExponentialUniform(NamedTuple):
         return self._exponential.breakpoints(dtype)
 
     def panel_edges(self, logits: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
-        """Those of the exponentials, and around the places where each meets the uniform share."""
+        """Those of the exponentials, and around the points where each meets the uniform share."""
         odds = log1p(-self.epsilon) - log(self.epsilon) + log(self.beta) - _log1mexp(self.beta)
         near = (odds + F.logsigmoid(-logits)) / self.beta
         far = 1 - (odds + F.logsigmoid(logits)) / self.beta

@@ -17,7 +17,7 @@ _Options = TypeVar("_Options")
 
 
 def transformed() -> bool:
-    """Whether torch.compile traces what runs now, or a transform of torch.func carries it out."""
+    """Whether torch.compile traces what runs now, or a transform of torch.func applies it."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
@@ -33,7 +33,7 @@ def opaque(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host may look at a tensor's values without waiting for a device."""
+    """Whether the host can read a tensor's values without waiting for a device."""
     return x.device.type == "cpu" and not opaque(x)
 
 

@@ -32,7 +32,7 @@ class Columns:
 
     @staticmethod
     def of(levels: dict[int, pandas.Index], features: int) -> Columns:
-        """For so many features, some of them with levels."""
+        """The columns of some number of features."""
         width = [len(levels.get(j, "1")) for j in range(features)]
         return Columns(levels, np.repeat(np.arange(features), width))
 
@@ -52,7 +52,7 @@ class Columns:
 
 
 def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
-    """The levels that occur in each categorical column of a data frame, by its position; none of what is no frame.
+    """The levels that occur in each categorical column of a data frame, by position; empty without a frame.
 
     Raises:
         TypeError: the features are sparse.
@@ -73,7 +73,7 @@ def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
 
 
 def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
-    """A data frame with numbers in the place of levels, NaN where one is missing.
+    """A data frame with numbers instead of levels, NaN where one is missing.
 
     Raises:
         TypeError: there are levels, but no data frame.

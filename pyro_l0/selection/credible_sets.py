@@ -57,10 +57,10 @@ def credible_sets(
     A set starts with the feature of the largest inclusion probability that is in no set yet. It takes in, one by one,
     the feature that is open most often where no member is, of those that correlate with every member, until the
     probability that a member is open reaches the level. Members that are not needed for this leave again. A feature
-    that brings no set to the level starts none, but may be a member of a later one.
+    whose set cannot reach the level starts none, but may join a later one.
 
     A true effect lies in such a set as often as the posterior says, however correlated the features are, because the
-    draws are joint: this is what inclusion probabilities, feature by feature, cannot tell.
+    draws are joint; inclusion probabilities of single features cannot show this.
 
     Where features share gates, the members are groups of features. Two groups correlate as much as those two of their
     features that correlate most.
@@ -68,7 +68,7 @@ def credible_sets(
     Args:
         gates: joint draws, bool, shape ``(N, G)``.
         active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
-        x: features of the observations, shape ``(n, p)``, of which correlations are taken where they are needed.
+        x: features of the observations, shape ``(n, p)``, which correlate.
         level: least probability that a member is open.
         min_correlation: least absolute correlation of any two members.
         names: of the gates; empty where they have none.
@@ -152,7 +152,7 @@ class _Grower:
         level: float,
         min_correlation: float,
     ) -> None:
-        # What is never open is in no set, so that a large design shrinks to what the draws have seen.
+        # Gates that are never open are in no set: a large design shrinks to few columns.
         self._seen = np.flatnonzero(gates.any(0))
         self._place = {int(j): i for i, j in enumerate(self._seen)}
         self._gates = gates[:, self._seen]

@@ -19,7 +19,7 @@ from pyro_l0.selection.problem import Family, Prior, Problem
 
 __all__ = ["Design", "default_rate", "make_design"]
 
-# Slabs of logits and of log means that are unlikely to be wider, for features of unit deviation.
+# Units of the slabs of logits and of log means, for features of unit deviation.
 _SLAB_UNITS = {"bernoulli": 2.0, "categorical": 2.0, "poisson": 1.0}
 _FAMILIES = ("gaussian", "bernoulli", "categorical", "poisson")
 # Sizes whose squares, and products of some of these, are finite in float64 and not zero.
@@ -31,7 +31,7 @@ _LEAST_NOISE, _MOST_SLAB = 1e-7, 1e10
 
 @dataclass(frozen=True)
 class Design:
-    """A problem and the way back to the units of the data.
+    """A problem, and how to return to the units of the data.
 
     A coefficient in these units is that of the problem times ``factor``, and the intercept is that of the problem plus
     ``offset`` less ``centre`` . coefficients. Scales of slabs stay those of the problem's coefficients: with
@@ -40,9 +40,9 @@ class Design:
     Attributes:
         problem: what the methods take.
         factor: shape ``(p,)``; 0 for a constant feature, which the problem does not have.
-        centre: what the features were less by, shape ``(p,)``.
+        centre: what was subtracted from the features, shape ``(p,)``.
         offset: mean of the observations of a Gaussian regression with an intercept, otherwise 0.
-        observations: how many there are, before the contrasts.
+        observations: their number, before the contrasts.
         gate_of: which of G gates switches each feature, shape ``(p,)``.
     """
 
@@ -110,8 +110,8 @@ def make_design(
 ) -> Design:
     """The problem of a regression with spike-and-slab coefficients.
 
-    Constant features have no effect that could be told from the intercept's, or none at all without one: they are no
-    part of the problem, and the others' prior does not count them.
+    The problem leaves constant features out: their effect cannot be told from the intercept's, and the prior of the
+    others does not count them.
 
     Args:
         x: features, shape ``(n, p)``.
@@ -292,7 +292,7 @@ def _check_sizes(features: NDArray[np.float64], observations: NDArray[np.float64
 
 
 def _check_scales(prior: Prior, size: float, width: float) -> None:
-    """Refuse scales that cannot be told from 0 or infinity.
+    """Refuse scales that are numerically 0 or infinite.
 
     Args:
         prior: with the scales that are known.
@@ -326,7 +326,7 @@ def _warn_of_constants(names: Sequence[str]) -> None:
 def _deviations(
     features: NDArray[np.float64], centre: NDArray[np.float64], weight: NDArray[np.float64] | None
 ) -> NDArray[np.float64]:
-    """Root mean squares of centred features; 0 where there is nothing but the rounding of a constant."""
+    """Root mean squares of centred features; 0 for a constant up to rounding."""
     deviation = np.sqrt(np.average(features**2, 0, weight))
     rounding = 10 * np.finfo(np.float64).eps * np.abs(centre)
     return np.where(deviation > rounding, deviation, 0.0)

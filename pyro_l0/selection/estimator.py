@@ -1,4 +1,4 @@
-"""What the estimators share: how they are fitted, and what they say of their coefficients."""
+"""What the estimators share: fitting, selection, draws and summaries."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["OneOutput", "SpikeSlabEstimator"]
 Array = NDArray[np.float64]
 RandomState = int | np.random.RandomState | None
 
-# Joint draws that are kept: the probability of a credible set has a standard error of .005 then.
+# Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
-# Those that are handed to arviz: log likelihoods take room for each of them and each observation.
+# Draws for arviz, whose log likelihoods take memory for each draw and observation.
 _FOR_ARVIZ = 1000
 
 
@@ -83,7 +83,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             The estimator.
 
         Raises:
-            ValueError: a parameter, or the data, is not what it may be.
+            ValueError: a parameter or the data are out of range.
             TypeError: X is sparse.
 
         Warns:
@@ -130,13 +130,12 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def select(self, fdr: float = 0.1) -> NDArray[np.intp]:
-        """The largest set of features that probably have an effect, and of which few are expected not to.
+        """The largest set of likely features with an expected false discovery rate of at most ``fdr``.
 
-        It has the features of the largest inclusion probabilities above one half, as many as keep the mean of 1 - PIP
-        at most ``fdr``; of equal ones, those of the smaller index come first. Without the bound of one half, some
-        features that are certain would make room for others that are more likely to be without effect than not. A
-        feature whose inclusion probability has a standard error of more than .05 is in no set. Where features are in
-        groups, whole groups are selected.
+        Features enter by decreasing inclusion probability, while it is above one half and the mean of 1 - PIP is at
+        most ``fdr``; of equal ones, the smaller index comes first. Without the bound of one half, certain features
+        would make room for unlikely ones. Features whose inclusion probability has a standard error above .05 are
+        left out. Where features are in groups, whole groups are selected.
 
         Args:
             fdr: share of the selected features that may have no effect, in the mean over the posterior.
@@ -162,11 +161,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def sample(self, n: int = 1000) -> dict[str, NDArray[Any]]:
         """Joint draws from the posterior, in the units of the data.
 
-        They are taken from the draws that the fit has made, in order while these suffice, and at random after that. The
-        same call gives the same draws.
+        The first draws are those of the fit, in order; further ones are picked from these at random. The same call
+        gives the same draws.
 
         Args:
-            n: how many.
+            n: number of draws.
 
         Returns:
             By name: ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly 0;
@@ -250,7 +249,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return to_inference_data(self._family(), draws, sample, self.pip_, x, y, *names)
 
     def _warn_of_chains(self) -> None:
-        """Say which inclusion probability is the least certain, if it is too uncertain to be used."""
+        """Name the least certain inclusion probability, if it is too uncertain."""
         standard_error = self._standard_error
         if standard_error is None or standard_error.max() <= MOST_ERROR:
             return
@@ -267,7 +266,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         )
 
     def _keep(self, design: Design, found: SelectionPosterior, seed: int) -> None:
-        """Take a posterior of the problem over, in the units of the data."""
+        """Set the attributes from a posterior of the problem, in the units of the data."""
         raw = design.posterior(found, seed)
         self.pip_, self.draws_, self.log_evidence_ = raw.active_probs, raw.draws, raw.log_evidence
         self._standard_error = raw.standard_error
@@ -297,13 +296,13 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return values
 
     def _rows(self) -> pandas.Index:
-        """What the rows of the summary are called."""
+        """Names of the rows of the summary."""
         import pandas
 
         return pandas.Index(self._column_names(), name="feature")
 
     def _priors(self) -> dict[str, float | None]:
-        """What is known of the hyperparameters."""
+        """The given hyperparameters."""
         return {"rate": self.rate, "expected_size": self.expected_size, "slab_scale": self.slab_scale}
 
     def _validated_features(self, x: ArrayLike) -> Array:
@@ -326,7 +325,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return self._columns.names(self._names())
 
     def _gate_names(self) -> list[str]:
-        """Of what has an inclusion probability."""
+        """Of features or groups, which have inclusion probabilities."""
         return self._names() if self.groups is None else [f"group {g}" for g in range(len(self.pip_))]
 
 

@@ -63,8 +63,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     Args:
         net: a ``torch.nn.Module`` that takes standardised features, shape ``(n, p)``, and returns a number per row for
-            regression, or a logit per class (with two classes, one will do); or a function that makes one of the number
-            of features. A module is copied and stays as it is. None: two hidden layers of 64 units.
+            regression, or a logit per class (with two classes, one is enough); or a function that makes one of the
+            number of features. A module is copied and stays as it is. None: two hidden layers of 64 units.
         n_features: how many features are selected; None: as many as earn their price.
         task: ``"regression"``, ``"classification"``, or ``"auto"`` to infer it from y as scikit-learn's
             ``type_of_target`` does: real numbers that are not all whole are a regression.
@@ -83,7 +83,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         feature_names_in_: their names, if they have any.
 
     Raises:
-        ValueError: when fitted, a parameter or the data is not what it may be.
+        ValueError: when fitted, a parameter or the data are out of range.
         TypeError: when fitted, ``net`` is neither a module nor a function that makes one.
 
     Example:
@@ -196,7 +196,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             self._support: NDArray[np.bool_] = self.pip_ > 0.5
         else:
             train_for_subsets(fit, steps=self.max_steps)
-            alone = _told_alone(x, y, isinstance(response, ClassResponse))
+            alone = _explained_alone(x, y, isinstance(response, ClassResponse))
             ranks = eliminate(fit, n_features=self.n_features, alone=alone)
             self.ranking_: NDArray[np.int64] = ranks.cpu().numpy()
             self._support = self.ranking_ == 1
@@ -204,7 +204,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self.networks_ = [refit(fit, m, selected, steps=self.max_steps) for m in range(len(networks))]
 
     def _check_parameters(self) -> None:
-        """Refuse what a fit can't work with; the number of features is known."""
+        """Refuse bad parameters; the number of features is known."""
         p = self.n_features_in_
         for name, value, least, most in (
             ("n_features", self.n_features, 1, p),
@@ -221,7 +221,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"Expected task to be one of {', '.join(map(repr, _TASKS))}, but got {self.task!r}.")
 
     def _response(self, y: NDArray[Any]) -> Response:
-        """What the task says of y, after looking at it."""
+        """The response of the task that y and ``task`` ask for."""
         kind = type_of_target(y, input_name="y", raise_unknown=True)
         if self.task == "regression" or (self.task == "auto" and kind == "continuous"):
             return NormalResponse(y.astype(np.float64))
@@ -260,8 +260,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def _told_alone(x: Array, y: NDArray[Any], of_classes: bool) -> Tensor:
-    """How much each feature tells of y by itself: the F statistic of its linear relation; 0 for a constant."""
+def _explained_alone(x: Array, y: NDArray[Any], of_classes: bool) -> Tensor:
+    """How much each feature explains alone: the F statistic of its linear relation with y; 0 for a constant."""
     told = np.zeros(x.shape[1])
     varies = np.ptp(x, axis=0) > 0
     if varies.any():

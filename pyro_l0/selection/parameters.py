@@ -1,4 +1,4 @@
-"""What the parameters of the estimators may be, in the words of scikit-learn."""
+"""Checks of the estimators' parameters, with scikit-learn's messages."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse what an estimator cannot work with.
+    """Refuse bad parameters of an estimator.
 
     Args:
         estimator: its name, for messages.
         parameters: as ``get_params`` gives them.
 
     Raises:
-        ValueError: a parameter is not what it may be, or both ``rate`` and ``expected_size`` are given.
+        ValueError: a parameter is out of range, or both ``rate`` and ``expected_size`` are given.
     """
     method = parameters["method"]
     if isinstance(method, str) and method in REMOVED:

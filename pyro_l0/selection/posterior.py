@@ -1,4 +1,4 @@
-"""What every method finds: inclusion probabilities, moments, the evidence and joint draws."""
+"""The posterior of a regression: active probabilities, moments, the evidence and joint draws."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["MOST_ERROR", "Draws", "SelectionPosterior"]
 
-# Standard error of an inclusion probability, beyond which it is of no use.
+# Largest useful standard error of an active probability.
 MOST_ERROR = 0.05
 
 
@@ -22,7 +22,7 @@ class Draws(NamedTuple):
 
     Attributes:
         coefficients: beta, shape ``(N, p K)`` with the K coefficients of a feature side by side. A closed gate's are
-            not stored, so that what is stored tells the gates.
+            not stored, so that the stored entries show the gates.
         intercept: shape ``(N, K)``; 0 where the problem has none.
         slab_scale: shape ``(N,)``, also where it is known.
         noise_scale: shape ``(N,)``, also where it is known; NaN for a family that has none.

@@ -1,4 +1,4 @@
-"""What joint draws of sparse coefficients say: quantiles, linear predictors, and averages of what depends on these."""
+"""Quantiles, linear predictors and predictive averages of joint draws of sparse coefficients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
     """
     found = np.zeros((len(probs), coefficients.shape[1]))
     columns = coefficients.tocsc()
-    # Columns of zeros need no work, which are most where there are thousands.
+    # Most of thousands of columns are zeros, and need no work.
     filled = np.flatnonzero(np.diff(columns.indptr))
     width = max(1, _AT_ONCE // coefficients.shape[0])
     for start in range(0, len(filled), width):
@@ -40,7 +40,7 @@ def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
 
 
 def averages(draws: Draws, x: Array, value: Callable[[Array], Array]) -> Array:
-    """Averages over draws of something that depends on the linear predictors.
+    """Averages over draws of a function of the linear predictors.
 
     Args:
         draws: N joint draws of the coefficients of p features, K for each, and of K intercepts.

@@ -1,4 +1,4 @@
-"""A regression with spike-and-slab coefficients, as every method of finding its posterior takes it."""
+"""A regression with spike-and-slab coefficients, which the methods solve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Family = Literal["gaussian", "bernoulli", "categorical", "poisson"]
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known of a regression's hyperparameters, or the prior of what is not.
+    """Known hyperparameters of a regression, or the priors of unknown ones.
 
     Attributes:
         rate: P(z = 1) of every gate, or the two parameters of its Beta prior.
@@ -39,8 +39,8 @@ class Problem:
     """Observations, features and priors: y depends on x beta, and beta_j = z_j w_j with z_j = 0 or 1.
 
     z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2); features may share a gate, and a feature of a categorical
-    regression has one gate and a coefficient for each class. A Gaussian regression has no intercept any more: its
-    observations and features are taken orthogonal to a constant before (:mod:`pyro_l0.selection.design`), which
+    regression has one gate and a coefficient for each class. A Gaussian regression has no intercept: its
+    observations and features have been made orthogonal to a constant (:mod:`pyro_l0.selection.design`), which
     integrates a flat intercept out.
 
     Attributes:
@@ -74,11 +74,11 @@ class Problem:
 
     @property
     def size(self) -> float:
-        """How many observations there are."""
+        """Number of observations."""
         return float(len(self.y)) if self.observations is None else self.observations
 
     def switched(self, z: Tensor) -> Tensor:
-        """Which features gates open, or what else belongs to a feature's gate: shape ``(..., G)`` to ``(..., p)``."""
+        """From values of gates to those of the features that they switch: shape ``(..., G)`` to ``(..., p)``."""
         return z if self.gate_of is None else z[..., self.gate_of]
 
     def checked(self, z: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class CollapsedQuadratic:
         gate_of: which gate switches each element, shape ``(p,)``, -1 for one that is always there; by default each has
             its own.
         factor: multiplies A and b, shape ``(S,)``, such as the noise of each chain's own draw.
-        linear: b of each chain in the place of the log likelihood's, shape ``(S, p)``.
+        linear: b of each chain, instead of the log likelihood's, shape ``(S, p)``.
 
     Raises:
         ValueError: a scale or a factor is not positive, or its shape does not fit.
@@ -69,7 +69,7 @@ class CollapsedQuadratic:
 
     @property
     def chains(self) -> int | None:
-        """For how many chains there are scales or factors; None where all gate vectors have the same."""
+        """The number of chains with scales or factors of their own; None where all gate vectors share one."""
         rows = len(self._elements.linear)
         return None if rows == 1 else rows
 
@@ -126,7 +126,7 @@ class CollapsedQuadratic:
         return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of)
 
     def _parts(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
-        """Parts of the gate vectors that need a bounded room: for each open element so many numbers."""
+        """Parts of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
         most = max(int(on.sum(1).max()), 1) if len(on) else 1
         size = max(1, BATCH // (most * (width or most)))
         return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
@@ -164,7 +164,7 @@ class CollapsedQuadratic:
         return open_.placed(1 / variance, out=precision), open_.placed(open_.mean / variance, out=rest)
 
     def _slabs(self, on: Tensor, noise: Tensor) -> Tensor:
-        """Posterior mean and so many deviations of the slabs; the noise alone behind closed gates."""
+        """Posterior mean of the slabs plus noise times deviation; the noise alone behind closed gates."""
         parts = []
         for part in self._parts(on):
             open_ = self._open(on[part], part)
@@ -213,7 +213,7 @@ class _Open:
         return (x[:, None, :] @ self.inverse).squeeze(1)
 
     def placed(self, values: Tensor, out: Tensor) -> Tensor:
-        """Values of the open elements in the places of ``out``, of shape ``(S, p)``."""
+        """Put values of the open elements into ``out``, of shape ``(S, p)``."""
         chain, _ = self.valid.nonzero(as_tuple=True)
         out[chain, self.index[self.valid]] = values[self.valid]
         return out
@@ -266,13 +266,13 @@ class _Groups:
 
 
 def _rounding(matrix: Tensor) -> Tensor:
-    """What keeps sums of semidefinite matrices definite when they are rounded, for the diagonal: ``(..., k, 1)``."""
+    """What to add to the diagonal, so that rounding leaves a matrix definite; shape ``(..., k, 1)``."""
     k = matrix.shape[-1]
     return 2 * k * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)[..., None]
 
 
 def _halves(matrix: Tensor, vector: Tensor, valid: Tensor, add: Tensor) -> tuple[Tensor, Tensor]:
-    """Halves of v' M^-1 v and of log det M, for M with so much more on its diagonal and without what is not valid."""
+    """Halves of v' M^-1 v and of log det M, with ``add`` on the diagonal of M and without invalid rows."""
     both = valid[..., :, None] & valid[..., None, :]
     eye = torch.eye(matrix.shape[-1]).to(matrix)
     matrix = torch.where(both, matrix + add * eye, eye)
@@ -292,7 +292,7 @@ def opened(gates: Tensor, gate_of: Tensor) -> Tensor:
 
 
 def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the entries of each row are true, padded with 0, and which of these are no padding; at least one column."""
+    """Indices of the true entries of each row, padded with 0, and which are no padding; at least one column."""
     row, element = on.nonzero(as_tuple=True)
     count = on.sum(1)
     slot = torch.arange(len(row), device=on.device) - (count.cumsum(0) - count)[row]

@@ -1,4 +1,4 @@
-"""Priors of gates of two values, as samplers of gates ask for them."""
+"""Priors of binary gates, for samplers of gates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class IndependentGates:
 
     def log_prob(self, z: Tensor) -> Tensor:
         """See :class:`GatePrior`."""
-        # Chosen rather than multiplied: a gate that is open for certain has infinite log odds.
+        # Chosen rather than multiplied: a gate that is always open has infinite log odds.
         return torch.where(z > 0, F.logsigmoid(self._logits), F.logsigmoid(-self._logits)).sum(-1)
 
 

@@ -39,7 +39,7 @@ def laplace_evidence(
     """Laplace's approximation of the evidence of each vector of gates, exact where the log likelihood is quadratic.
 
     The modes are found side by side by Newton's method with backtracking. Directions in which the log posterior is
-    convex count by the size of their curvature, so that the way goes up for any twice differentiable likelihood.
+    convex count by the size of their curvature, so that each step ascends.
 
     Args:
         log_likelihood: of coefficients, shape ``(S, p)`` to ``(S,)``; batches are of any size.
@@ -70,13 +70,13 @@ class _Objective(NamedTuple):
 
     Attributes:
         log_likelihood: of coefficients.
-        place: which elements are open, shape ``(S, k)``.
+        open: which elements are open, shape ``(S, k)``.
         unit: their scales; 0 at a padding.
         elements: how many there are in all.
     """
 
     log_likelihood: LogLikelihood
-    place: Tensor
+    open: Tensor
     unit: Tensor
     elements: int
 
@@ -86,7 +86,7 @@ class _Objective(NamedTuple):
         return _Objective(log_likelihood, index, scale.gather(1, index) * valid, z.shape[1])
 
     def coefficients(self, x: Tensor) -> Tensor:
-        return x.new_zeros(len(x), self.elements).scatter_add(1, self.place, x * self.unit)
+        return x.new_zeros(len(x), self.elements).scatter_add(1, self.open, x * self.unit)
 
     def value(self, point: Point) -> Tensor:
         (x,) = point
@@ -116,7 +116,7 @@ class _Objective(NamedTuple):
 
 def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Tensor) -> Laplace:
     objective = _Objective.of(log_likelihood, z, scale)
-    x = torch.where(objective.unit > 0, start.gather(1, objective.place) / objective.unit, 0.0)
+    x = torch.where(objective.unit > 0, start.gather(1, objective.open) / objective.unit, 0.0)
     if not bool(torch.isfinite(objective.value((x,))).all()):
         raise ValueError("Expected a log likelihood that is finite where the search for the mode starts; set start.")
     (x,), value, step = find_maximum(objective, (x,), "Look for a likelihood that grows without bound.")

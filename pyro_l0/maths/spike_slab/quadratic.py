@@ -1,7 +1,7 @@
-"""Log likelihoods that are quadratic in the coefficients, as samplers of gates read them.
+"""Log likelihoods that are quadratic in the coefficients, for samplers of gates.
 
 Up to a constant the log likelihood of coefficients beta is b . beta - beta' A beta / 2 with A positive semidefinite.
-Samplers ask for a few rows of A at a time, so that a wide design never has to form it.
+Samplers read a few rows of A at a time: of a wide design it is never formed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Quadratic(Protocol):
 
 
 class DenseQuadratic:
-    """A quadratic log likelihood whose matrix is at hand.
+    """A quadratic log likelihood with a given matrix.
 
     Args:
         matrix: A, symmetric and positive semidefinite, shape ``(p, p)``.
@@ -63,10 +63,9 @@ class DenseQuadratic:
 
 
 class DesignQuadratic:
-    """A quadratic log likelihood with A = X' diag(weights) X, of which no more than a share is ever held.
+    """A quadratic log likelihood with A = X' diag(weights) X, which is never held as a whole.
 
-    Rows of A are computed when they are first asked for and kept while there is room: the gates that a sampler opens
-    are few, and mostly the same.
+    Rows of A are computed when first needed and kept while there is room: a sampler opens few gates, mostly the same.
 
     Args:
         design: X, shape ``(n, p)``.

@@ -21,13 +21,13 @@ class ScaleWalk:
 
     The chains sample p(z, theta | y) Z(z, theta) with theta the logarithms of the scales and Z the sum of the rates
     at which gates are tried. Every few flips one of the unknown scales is proposed anew, a random step away, and
-    accepted with the ratio of that product. The steps' lengths follow the share that is accepted during the warm-up.
+    accepted by the ratio of that product. The steps adapt to the accepted share during the warm-up.
 
     Args:
         quadratic: the log likelihood at noise of scale one.
         prior: of the gates.
-        log_density: log density of theta, and whatever of the log likelihood the gates have no part in; of shape
-            ``(S, 2)`` to ``(S,)``.
+        log_density: log density of theta, with the part of the log likelihood without gates; shape ``(S, 2)`` to
+            ``(S,)``.
         start: logarithms of the scales of noise and slabs in each chain, shape ``(chains, 2)``.
         unknown: which of the two are: some of 0 and 1.
         gate_of: which gate switches each element, shape ``(p,)``; by default each has its own.

@@ -18,13 +18,12 @@ from torch import Tensor
 from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
 from pyro_l0.maths.spike_slab.gate_priors import GatePrior
 
-# Open gates that a start from the prior has at most on average: a prior that is vague about the rate opens hundreds,
-# and a chain closes one in a step.
+# Most gates that are open at the start, on average: a vague prior of the rate opens hundreds, and a step closes one.
 _START = 10.0
 # What is added to the running probabilities: gates that hardly ever open are tried for about two of a dozen flips. With
 # few gates that many tries are too many: at ten of them an exact pair's error doubles.
 _EXPLORED, _EXPLORED_MOST = 5.0, 0.1
-# A draw whose gate is this sure, 6e-6, says no more by being surer: bounds what one draw of the mean field contributes.
+# Bound of the log odds in a draw of the mean field: a surer gate, 6e-6, says no more.
 _SURE = 12.0
 # One step in e^30, 1e13, is never seen. Beyond it the weights of the tempered distribution overflow in float32.
 _NEVER = 30.0
@@ -32,11 +31,11 @@ _NEVER = 30.0
 
 @dataclass(frozen=True)
 class GibbsRun:
-    """What weighted tempered Gibbs chains have seen.
+    """States of weighted tempered Gibbs chains, with averages.
 
     Attributes:
         active_probs: P(z = 1) of each gate, Rao-Blackwellised, shape ``(G,)``.
-        chain_active_probs: the same by chain, shape ``(chains, G)``; their spread tells how well the chains have mixed.
+        chain_active_probs: the same by chain, shape ``(chains, G)``; their spread shows how well the chains mix.
         states: gates visited after the warm-up, bool, shape ``(N, G)``.
         weights: of these states, summing to one.
         chain: which chain visited each, shape ``(N,)``.
@@ -194,7 +193,7 @@ def sampled_target(
     same_target: bool = True,
     generator: torch.Generator | None = None,
 ) -> GibbsRun:
-    """Weighted tempered Gibbs sampling of gates and of what goes with them.
+    """Weighted tempered Gibbs sampling of gates and of hyperparameters beside them.
 
     Args:
         target: their distribution.
@@ -262,10 +261,9 @@ class Target(Protocol):
         adapts: bool,
         generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
-        """Move the hyperparameters, if it is their turn; gives log odds and rates as they are then.
+        """Move the hyperparameters, if it is their turn; returns the log odds and rates after that.
 
-        The target times the sum of the rates has to stay what it is, other than where ``adapts`` says that what is
-        seen is left out.
+        The move must leave the target times the sum of the rates invariant, except in the warm-up (``adapts``).
         """
         ...
 
@@ -285,7 +283,7 @@ class _Fixed(NamedTuple):
 
 
 class _Steps:
-    """States and weights while they are collected, in room that is taken at once: wide states need much of it."""
+    """Collects states and weights in memory that is allocated once: wide states need much of it."""
 
     def __init__(self, steps: int, z: Tensor, hyper: Tensor) -> None:
         self.states = torch.empty((steps, *z.shape), dtype=torch.bool, device=z.device)

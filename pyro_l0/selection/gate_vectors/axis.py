@@ -14,7 +14,7 @@ _COARSE, _MOST = 24, 128  # nodes
 
 
 class Axis(NamedTuple):
-    """A range of the logarithm of a scale; of no length where the scale is known.
+    """A range of the logarithm of a scale; of length 0 where the scale is known.
 
     Attributes:
         low: its lower end.
@@ -30,15 +30,15 @@ class Axis(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether there is one value alone."""
+        """Whether there is a single value."""
         return self.high <= self.low
 
     def nodes(self, size: int) -> Tensor:
-        """So many nodes at equal distances, or the known value."""
+        """Equally spaced nodes, or the known value."""
         return torch.linspace(self.low, self.high, 1 if self.known else size, dtype=torch.float64)
 
     def fine_nodes(self, times: int = 1) -> Tensor:
-        """As many nodes as the trapezoidal rule needs, or so many times as many.
+        """The nodes that the trapezoidal rule needs, or ``times`` as many.
 
         Steps of h err by 2 exp(-2 pi^2 / h^2) for a standard normal density, and by about exp(-pi^2 / (2 h)) for the
         density of the logarithm of a half-normal scale.
@@ -61,7 +61,7 @@ class Axis(NamedTuple):
         return self.nodes(_COARSE)
 
     def deficit(self) -> float:
-        """By how much a log posterior may be higher between coarse nodes than at the better one of its neighbours.
+        """How much higher a log posterior may be between two coarse nodes than at the better one.
 
         The worst is c (e^-2t - 1 + 2 t) / 4 at half a step t below the maximum, for a curvature c.
         """

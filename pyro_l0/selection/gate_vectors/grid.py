@@ -27,7 +27,7 @@ _ERROR, _ERROR_WITHOUT_NOISE = 1e-8, 1e-4
 # Nats of the half-normal prior below and above its unit, between which the slab scale lies.
 _BELOW, _ABOVE = 11.0, 2.0
 
-_LIGHT = 32.0  # nats below the heaviest state, beyond which a state has no part in the grid
+_LIGHT = 32.0  # nats below the heaviest state, beyond which a state does not shape the grid
 _ROUNDS = 8  # at most
 _ENOUGH = 512  # states
 
@@ -111,7 +111,7 @@ class GridAxes:
 
     @staticmethod
     def without_noise(prior: Prior, most_open: int) -> GridAxes:
-        """All slab scales that the posterior of states of so many open coefficients may have."""
+        """All slab scales that states with at most ``most_open`` open coefficients may have."""
         middle = math.log(prior.slab_unit if prior.slab_scale is None else prior.slab_scale)
         below, above = (_BELOW, _ABOVE) if prior.slab_scale is None else (0.0, 0.0)
         return GridAxes(prior, Axis(middle - below, middle + above, 2.0 * (most_open + 1), _ERROR_WITHOUT_NOISE), None)
@@ -239,7 +239,7 @@ def lay(axes: GridAxes, groups: list[Group], log_gates: Tensor, log_joint: LogJo
 
 
 def heaviest(z: Tensor, weights: Tensor) -> Tensor:
-    """The states that tell where the grid lies, if they are many.
+    """The heaviest states, which decide where the grid lies.
 
     Args:
         z: gates, shape ``(S, p)``.

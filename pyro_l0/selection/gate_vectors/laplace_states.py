@@ -37,7 +37,7 @@ __all__ = ["LaplaceFit", "LaplaceStates", "laplace", "laplace_draws"]
 _ENTRIES = 2**20  # numbers in the largest array of a step: 8 MB
 _SIDE_BY_SIDE = 2**17  # numbers in an array: 1 MB. Up to there, more scales at once take less time than more steps
 _FINER = 3  # the grid of draws, compared with the grid of integrals
-# Nats below the heaviest state, 1e-6, within which a state has a part in where the grid lies.
+# Nats below the heaviest state, a weight of 1e-6, within which a state shapes the grid.
 _MATTERS = 14.0
 
 
@@ -111,7 +111,7 @@ def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: to
 
 
 class LaplaceStates:
-    """As ``GaussianStates``, with Laplace's approximation in the place of integrals over the coefficients.
+    """As ``GaussianStates``, with Laplace's approximation of the integrals over the coefficients.
 
     A grid that was laid for log marginals also serves the moments and draws of the states that it was laid by.
 
@@ -213,7 +213,7 @@ class _Modes:
         self._columns = problem.x.T.contiguous()
 
     def parts(self, group: Group) -> Iterator[Group]:
-        """As many states at a time as there is room for."""
+        """As many states at a time as fit in memory."""
         return group.split(max(1, _ENTRIES // self._entries(group.open.shape[1])))
 
     def along(self, part: Group, log_slab: Tensor) -> Iterator[Mode]:

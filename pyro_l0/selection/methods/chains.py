@@ -23,7 +23,7 @@ _BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and r
 
 
 class Effort(NamedTuple):
-    """How long chains run.
+    """Number and length of chains.
 
     Attributes:
         chains: side by side.
@@ -37,7 +37,7 @@ class Effort(NamedTuple):
 
     @staticmethod
     def of(p: int) -> Effort:
-        """For so many features: a flip of a chain takes time in proportion, beyond some hundred."""
+        """For p features; beyond some hundred, a flip takes time in proportion to p."""
         if p <= 50:
             return Effort(64, 600, 2)
         return Effort(24, 600, 3) if p <= 2000 else Effort(12, 1000, 3)
@@ -61,7 +61,7 @@ def rescaled(
 
 
 def resampled(weights: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """Indices of so many draws by weight, at equal distances along the chains, in random order."""
+    """Indices of draws by weight, at equal distances along the chains, in random order."""
     offset = torch.rand(1, generator=generator, dtype=weights.dtype)
     below = weights.cumsum(0)
     at = (torch.arange(number, dtype=weights.dtype) + offset) / number * below[-1]

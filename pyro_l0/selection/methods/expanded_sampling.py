@@ -36,12 +36,12 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
     chains find. Draws of the last chains are re-weighted by the Laplace evidence of their gates and slab scales. Where
-    that leaves a standard error above ``MOST_ERROR``, chains on the Laplace evidence itself go on from there.
+    that leaves a standard error above ``MOST_ERROR``, chains on the Laplace evidence itself continue from there.
 
     Args:
         problem: of any family but the Gaussian.
-        effort: how long the last chains run; those before take a third of it.
-        draws: how many joint draws.
+        effort: length of the last chains; earlier ones take a third of it.
+        draws: number of joint draws.
         generator: of the random numbers.
     """
 
@@ -88,7 +88,7 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
 def _continued(
     problem: Problem, walk: ScaleWalk, z: Tensor, log_slab: Tensor, generator: torch.Generator
 ) -> LaplaceChains:
-    """Chains on the Laplace evidence, run until their standard error holds or as long as there is time for."""
+    """Chains on the Laplace evidence, run until their standard error is small enough, or ``_DOUBLINGS`` times."""
     entries = problem.size * (problem.outputs * (1 + float(problem.switched(z).sum(1).double().mean()))) ** 2
     rounds = max(_FEWEST_ROUNDS, min(_ROUNDS, int(_WORK / entries)))
     for doubling in range(_DOUBLINGS + 1):

@@ -26,7 +26,7 @@ class Expansion:
     """The log likelihood of the coefficients, to second order and up to a constant.
 
     Attributes:
-        problem: whose it is.
+        problem: the regression.
         quadratic: of the coefficients, the K of a feature side by side, shape ``(p K,)``.
         intercept: mean of the intercepts where all coefficients are zero, shape ``(K,)``.
         slope: by how much that mean falls with each coefficient, shape ``(K, p K)``.
@@ -43,7 +43,7 @@ class Expansion:
 
 
 def null_predictor(problem: Problem) -> Tensor:
-    """Linear predictors of the model without features, shape ``(n, K)``: half an observation more for each outcome."""
+    """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more of each outcome."""
     y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
     weight = torch.ones_like(y) if problem.weight is None else problem.weight
     if not problem.intercept or problem.family == "gaussian":

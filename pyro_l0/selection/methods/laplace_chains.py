@@ -1,12 +1,12 @@
 r"""Chains on the Laplace evidence itself, whose proposals are informed by an expansion.
 
-Where an expansion is far from the likelihood, a few of its states carry all the weight. These chains flip one gate at a
+Where an expansion is far from the likelihood, a few of its states have all the weight. These chains flip one gate at a
 time instead. With t_j the expansion's odds of the other value of gate j, a flip is proposed in proportion to
 g(t_j) = t_j / (1 + t_j), which has g(t) = t g(1 / t) (Zanella 2020, arXiv:1711.07424, section 2), and accepted with
 
 .. math:: \frac{\pi(z')}{\pi(z)\, t_j(z)} \frac{\sum_i g(t_i(z))}{\sum_i g(t_i(z'))},
 
-so that what the expansion says well of a single flip is never paid for, and what it says wrongly is put right.
+so that acceptance corrects only where the expansion misjudges a flip.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEP = 0.4  # of its logarithm
 
 
 class LaplaceChains(NamedTuple):
-    """What chains have seen.
+    """States of chains.
 
     Attributes:
         states: gates, bool, shape ``(rounds, chains, G)``.

@@ -1,1 +1,1 @@
-"""How the inputs are chosen that a network needs."""
+"""Selection of a network's inputs."""

@@ -58,10 +58,10 @@ def held_out_losses(fit: CrossFit, is_open: Tensor) -> Tensor:
 
 
 def eliminate(fit: CrossFit, *, n_features: int, alone: Tensor) -> Tensor:
-    """Close inputs without which the held-out loss is least, until so many are left.
+    """Close the inputs whose loss harms the held-out likelihood least, until ``n_features`` are left.
 
-    Losses of near duplicates differ by less than their noise, so that the least one would be a matter of the seed. Of
-    all inputs whose closing is within one standard error of the best, those are closed that tell least alone.
+    Losses of near duplicates differ by less than their noise, and the least one would depend on the seed. Of all
+    inputs whose closing is within one standard error of the best, those that explain least alone are closed.
 
     In each round a twentieth of those that have to go is closed, at least one: two near duplicates that were closed at
     once would both be missed. That takes about 20 p evaluations of the loss where few inputs are left, and at most
@@ -69,14 +69,14 @@ def eliminate(fit: CrossFit, *, n_features: int, alone: Tensor) -> Tensor:
 
     Args:
         fit: the networks after :func:`train_for_subsets`, left in evaluation mode, and the observations.
-        n_features: inputs that are left.
-        alone: how much each input tells alone, on any scale, shape ``(p,)``.
+        n_features: inputs to keep.
+        alone: how much each input explains alone, on any scale, shape ``(p,)``.
 
     Returns:
-        Ranks, shape ``(p,)``: 1 for inputs that are left, and the larger the earlier an input was closed.
+        Ranks, shape ``(p,)``: 1 for kept inputs, larger the earlier an input was closed.
 
     Raises:
-        ValueError: the networks' losses are no finite numbers.
+        ValueError: the networks' losses are not finite.
 
     References:
         Breiman, Friedman, Olshen, Stone (1984), Classification and Regression Trees; the rule of one standard error.
@@ -105,7 +105,7 @@ def _least_missed(losses: Tensor, alone: Tensor) -> Tensor:
 
     Args:
         losses: of each observation without each candidate, shape ``(candidates, n)``.
-        alone: what each candidate tells alone, minus infinity for a constant; shape ``(candidates,)``.
+        alone: what each candidate explains alone, minus infinity for a constant; shape ``(candidates,)``.
     """
     means = losses.mean(1)
     if bool(means.isnan().any()):

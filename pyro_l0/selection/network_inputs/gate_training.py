@@ -24,10 +24,10 @@ from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, In
 __all__ = ["train_gates"]
 
 _JUDGES = 512  # observations per network that a step moves the gates by
-_GATE_PATH, _GATE_RATE = 36.0, 0.1  # the way of log alpha over all steps, and the most that a step goes
+_GATE_PATH, _GATE_RATE = 36.0, 0.1  # how far log alpha moves over all steps, and in one step at most
 _NOISE_RATE = 0.01
 _START = 0.9  # P(z != 0): nearly open, so that interactions are learned before anything is closed
-_MOST = 4.0  # log alpha; a gate that is open for certain would take long to close again
+_MOST = 4.0  # log alpha; a gate beyond would take long to close again
 _WARM_UP = 0.2  # of the steps, while the price rises
 _TAIL = 0.15  # of the steps, at the end
 
@@ -62,7 +62,7 @@ def train_gates(fit: CrossFit, *, steps: int) -> Tensor:
     active = torch.zeros_like(guide.log_alpha.detach())
     model.train()
     for step in range(steps):
-        # What a network has at its start is wrong as often as right: the gates wait until it has learned.
+        # An untrained network is wrong as often as right: the gates wait until it has learned.
         move = 2 * step >= warm_up
         training.step(price * min(1.0, step / max(1, warm_up)), x, y, folds, move_gates=move)
         if step >= steps - tail:
@@ -88,7 +88,7 @@ class _Training:
         self._optimiser = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
     def _fit_of(self, x: Tensor, y: Tensor) -> Tensor:
-        """Negative log likelihood of the networks at a draw of the gates, whose price is no concern of the weights."""
+        """Negative log likelihood of the networks at a draw of the gates; their price does not affect the weights."""
         with torch.no_grad():
             gated = x * self._guide.gates().rsample(y.shape)
         return -self._model.distribution(gated).log_prob(y.flatten()).mean()

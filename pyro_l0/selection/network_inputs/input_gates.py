@@ -22,7 +22,7 @@ class InputGates(nn.Module):
     """A guide over the gates of p inputs: every observation draws gates of its own from one hard concrete per input.
 
     The expected loss is that of gates that a whole batch shares, since a loss is a sum over observations; its estimate
-    varies far less. It has what a :class:`~pyro_l0.infer.SparsityTarget` asks of a guide, and states nothing to Pyro's
+    varies far less. It has the methods that a :class:`~pyro_l0.infer.SparsityTarget` calls, and no entry in Pyro's
     parameter store.
 
     Args:
@@ -55,7 +55,7 @@ class InputGates(nn.Module):
 
     @torch.no_grad()
     def close(self, name: str, places: Tensor) -> None:
-        """Close the gates of some inputs for good; the only site is :data:`SITE`."""
+        """Close the gates of some inputs permanently; the only site is :data:`SITE`."""
         assert name == SITE
         self.log_alpha[places] = HardConcrete.closed(**self._prior.fixed_options).log_alpha.to(self.log_alpha)
 

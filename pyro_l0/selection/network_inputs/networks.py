@@ -22,7 +22,7 @@ def make_networks(net: Net, features: int, outputs: int, count: int) -> list[nn.
 
     Args:
         net: a module, which is copied; a function of the number of features that makes one; None for two hidden layers
-            of 64 units with SiLU, smooth as the responses that are mostly looked for, in float64.
+            of 64 units with SiLU, which is smooth, in float64.
         features: p, numbers that a network takes for a row.
         outputs: numbers that a default network returns for a row.
         count: how many.
@@ -57,11 +57,11 @@ def _make(net: Net, features: int, outputs: int) -> nn.Module:
 
 @torch.no_grad()
 def check_outputs(network: nn.Module, response: Response, x: Tensor) -> None:
-    """Refuse a network that does not take a batch of inputs, or returns what the response can't be read from.
+    """Refuse a network that does not take a batch of inputs, or whose outputs do not fit the response.
 
     Args:
         network: of inputs ``(B, p)``.
-        response: what its outputs should mean.
+        response: what its outputs mean.
         x: a few inputs, shape ``(B, p)``.
 
     Raises:
