@@ -43,7 +43,7 @@ class Expansion:
 
 
 def null_predictor(problem: Problem) -> Tensor:
-    """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more of each outcome."""
+    """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more per outcome."""
     y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
     weight = torch.ones_like(y) if problem.weight is None else problem.weight
     if not problem.intercept or problem.family == "gaussian":
