@@ -1,4 +1,4 @@
-"""The parts of compaction by themselves: slices with optimiser state, norms over fewer units, attributes, routes."""
+"""The parts of compaction by themselves: norms over fewer units, integers, what gates become, parts."""
 
 import copy
 
@@ -7,62 +7,12 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.compaction.apply import apply_plan, check_state, slice_tensors
+from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.sizes import torch_sizes
 from pyro_l0.nn import Gate, fix_gates
-
-OPTIMISERS = {
-    "adam": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.1),
-    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True),
-}
-
-
-def quadratic(parameters, optimiser, places, cut_at, steps=6):
-    """Each entry by itself under a loss of its own, with some left out at a step; the values in the end."""
-    torch.manual_seed(0)
-    targets = [torch.randn_like(p) for p in parameters]
-    holder = nn.ParameterList(parameters)
-    optimiser = optimiser(holder.parameters())
-    for step in range(steps):
-        if step == cut_at:
-            slice_tensors(holder, {str(i): index for i, index in enumerate(places)}, optimiser)
-            targets = [t[index[0]][:, index[1]] for t, index in zip(targets, places, strict=True)]
-        optimiser.zero_grad()
-        sum((p - t).square().sum() for p, t in zip(holder, targets, strict=True)).backward()
-        optimiser.step()
-    return [p.detach() for p in holder], optimiser
-
-
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_optimisers_go_on_with_what_is_left(name):
-    """Entries that do not know of each other move as before, and the state has their shapes."""
-    torch.manual_seed(1)
-    start = [torch.randn(4, 3).double(), torch.randn(2, 5).double()]
-    places = [(torch.tensor([0, 2]), torch.tensor([1, 2])), (torch.tensor([1]), torch.arange(5))]
-    runs = [
-        quadratic([nn.Parameter(x.clone()) for x in start], OPTIMISERS[name], places, cut_at) for cut_at in (3, None)
-    ]
-    (cut, optimiser), (whole, _) = runs
-    for small, full, (rows, columns) in zip(cut, whole, places, strict=True):
-        assert torch.equal(small, full[rows][:, columns])
-    shapes = {tuple(x.shape) for state in optimiser.state.values() for x in state.values() if x.dim()}
-    assert shapes == {(2, 2), (1, 5)}
-
-
-def test_states_of_other_shapes_are_refused():
-    """Factored second moments, by name."""
-    layer = nn.Linear(3, 4)
-    optimiser = torch.optim.Adafactor(layer.parameters())
-    layer(torch.ones(2, 3)).sum().backward()
-    optimiser.step()
-    with pytest.raises(ValueError, match=r"'row_var' of Adafactor has \(4, 1\) for \(4, 3\); train with Adam"):
-        check_state(optimiser, [layer.weight])
-    check_state(optimiser, [layer.bias])
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])

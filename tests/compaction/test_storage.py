@@ -294,6 +294,8 @@ def test_files_of_earlier_versions_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"net\.safetensors', but it was saved by an earlier version.* compact"):
         outputs(path)
     Path(f"{path}.json").unlink()
+    with pytest.raises(ValueError, match=r"Expected the JSON of a compaction plan, but got '\{\}'"):
+        Plan.from_json("{}")
     old = {"format": 1, "input_shape": [2, 1], "gates": {}, "kept": {}, "offsets": {}, "maps": [], "shifts": []}
     with pytest.raises(ValueError, match=r"it is of an earlier version; compact the network again"):
         Plan.from_json(json.dumps(old))

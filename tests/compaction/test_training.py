@@ -2,8 +2,6 @@
 
 import copy
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -17,49 +15,30 @@ from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates, square_norms
 from pyro_l0.nn.gate import name_gates
+from tests.compaction.networks import Model, set_gates
 
 CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
 
 
-class Model(nn.Module):
+def network():
     """Convolutions, flattening, BatchNorm; gates that are open or closed for certain."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 3),
-            nn.ReLU(),
-            Gate(4, dim=1),
-            nn.Conv2d(4, 3, 3, bias=False),
-            nn.BatchNorm2d(3),
-            nn.ReLU(),
-            Gate(3, dim=1),
-            nn.Flatten(),
-            Gate(12),
-            nn.Linear(12, 5),
-            nn.ReLU(),
-            Gate(5),
-            nn.Linear(5, 2),
-        )
-
-    def forward(self, x, y):
-        logits = self.net(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.ReLU(), Gate(4, dim=1)),
+        *(nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), Gate(3, dim=1)),
+        *(nn.Flatten(), Gate(12), nn.Linear(12, 5), nn.ReLU(), Gate(5), nn.Linear(5, 2)),
+    )
 
 
 def build(seed=0):
     torch.manual_seed(seed)
-    model = Model().double()
+    model = Model(network()).double()
     x, y = torch.randn(6, 1, 6, 6, dtype=torch.float64), torch.randint(2, (6,))
     guide = AutoGate(model)
     loss = L0_ELBO("l0", lam=dict.fromkeys(CLOSED, 0.0))(model, guide)
     loss(x, y)
-    with torch.no_grad():
-        for name, units in CLOSED.items():
-            log_alpha = guide.sites[name.replace(".", "/")]["log_alpha"]
-            log_alpha.fill_(60.0)
-            log_alpha[units] = -60.0
+    for name, gate in guide.test_gates().items():
+        set_gates(guide, name, range(len(gate)), 60.0)
+        set_gates(guide, name, CLOSED[name], -60.0)
     optimiser = torch.optim.Adam([*model.parameters(), *guide.parameters()], 0.01, weight_decay=0.0)
     return model, guide, loss, optimiser, x, y
 
@@ -75,35 +54,19 @@ def train(loss, optimiser, x, y, steps):
     return values
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_training_goes_on_as_before(kind):
-    """With gates that are certain, the same losses as without shrinking: weights and optimiser state fit."""
-    whole, small = build(), build()
-    results = []
-    for shrinks, (model, guide, loss, _, x, y) in ((False, whole), (True, small)):
-        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-        optimiser = kind([*model.parameters(), *guide.parameters()], 0.01, **options)
+def test_training_goes_on_as_before():
+    """With gates that are certain, the same losses as without shrinking, twice and with patience."""
+    losses = {}
+    for shrinks in (False, True):
+        model, guide, loss, optimiser, x, y = build()
         shrinker = Shrinker(model.net, guide, x, optimiser, loss.elbo, patience=2)
-        values = train(loss, optimiser, x, y, 3)
-        if shrinks:
-            assert not shrinker.step()
-            assert shrinker.step()
-        values += train(loss, optimiser, x, y, 10)
-        if shrinks:  # and once more, from the small network
-            with torch.no_grad():
-                guide.sites["net/11"]["log_alpha"][0] = -60.0
-            assert not shrinker.step()
-            assert shrinker.step()
-        else:
-            with torch.no_grad():
-                guide.sites["net/11"]["log_alpha"][0] = -60.0
-        values += train(loss, optimiser, x, y, 5)
-        results.append(values)
-    torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]), rtol=1e-8, atol=1e-8)
-    model = small[0]
-    assert (model.net.get_submodule("0").out_channels, model.net.get_submodule("3").out_channels) == (2, 2)
-    assert model.net.get_submodule("9").out_features == 2
-    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in whole[0].parameters())
+        losses[shrinks] = train(loss, optimiser, x, y, 3)
+        for _ in range(2):
+            assert [shrinks and shrinker.step() for _ in range(2)] == [False, shrinks]
+            losses[shrinks] += train(loss, optimiser, x, y, 10)
+            set_gates(guide, "net.11", [0], -60.0)
+    torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-8, atol=1e-8)
+    assert (model.net[0].out_channels, model.net[3].out_channels, model.net[9].out_features) == (2, 2, 2)
 
 
 def test_what_is_left_and_full_sizes():
@@ -165,31 +128,20 @@ class Branched(nn.Module):
 
 def test_a_site_without_open_gates_leaves():
     """From the network, the guide and the objective's coefficients; weight decay goes on with what is left."""
-    torch.manual_seed(0)
     net = Branched()
-    x, y = torch.randn(4, 2, 5, 5), torch.randint(2, (4,))
-    holder = nn.ModuleDict({"net": net})
-
-    def model(x, y):
-        logits = holder["net"](x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    guide = AutoGate(model)
-    names = ("gate", "head_gate")
+    model, x, y = Model(net), torch.randn(4, 2, 5, 5), torch.randint(2, (4,))
+    guide, names = AutoGate(model), ("net.gate", "net.head_gate")
     elbo = L0_ELBO("l0", lam=dict.fromkeys(names, 0.1), group_size=dict.fromkeys(names, 2.0))
     elbo.loss(model, guide, x, y)
-    with torch.no_grad():
-        guide.sites["gate"]["log_alpha"].fill_(-30.0)
+    set_gates(guide, "net.gate", range(3), -30.0)
     optimiser = torch.optim.Adam([*net.parameters(), *guide.parameters()])
-    shrinker = Shrinker(holder["net"], guide, x, optimiser, elbo, patience=1)
+    shrinker = Shrinker(net, guide, x, optimiser, elbo, patience=1)
     assert shrinker.step()
     assert net.one.out_channels == net.two.in_channels == 1  # the code around calls them; what they make is zeros
-    assert list(guide.posterior()) == ["head_gate"]
-    assert elbo.lam == {"head_gate": 0.1}
-    assert list(shrinker.kept) == ["head_gate"]
+    assert list(guide.posterior()) == list(shrinker.kept) == ["net.head_gate"]
+    assert elbo.lam == {"net.head_gate": 0.1}
     assert torch.isfinite(torch.tensor(elbo.loss(model, guide, x, y)))
-    assert shrinker.full(guide.test_gates())["gate"].tolist() == [0.0, 0.0, 0.0]
+    assert shrinker.full(guide.test_gates())["net.gate"].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_square_norms_follow_what_is_left():
@@ -208,8 +160,7 @@ def test_square_norms_follow_what_is_left():
 def test_a_dead_network_is_left_as_it_is():
     """All gates of a layer closed: a warning, and nothing happens."""
     model, guide, loss, optimiser, x, _ = build()
-    with torch.no_grad():
-        guide.sites["net/11"]["log_alpha"].fill_(-60.0)
+    set_gates(guide, "net.11", range(5), -60.0)
     shrinker = Shrinker(model.net, guide, x, optimiser, loss.elbo, patience=1)
     with pytest.warns(UserWarning, match="output would be a constant"):
         assert not shrinker.step()
@@ -266,22 +217,14 @@ def test_a_network_that_reads_all_inputs_gets_them_as_they_are():
             assert inputs is x
 
 
-def test_inputs_are_not_selected_anew_when_a_shrinking_left_them():
-    """Another network, with a module of its own for the same inputs."""
-    selected = SelectedInputs(torch.randn(20, 6))
-    networks = [pruned_inputs(nn.Linear(6, hidden), nn.Linear(hidden, 2)) for hidden in (3, 2)]
-    with selected.of(networks[0]) as inputs:
-        pass
-    with selected.of(networks[1]) as again:
-        assert again is inputs
-
-
-def test_inputs_are_selected_anew_after_a_shrinking():
-    selected = SelectedInputs(torch.arange(6.0).expand(2, 6))
-    for kept in ([0, 2, 3, 5], [1, 4]):
-        net = pruned_inputs(nn.Linear(6, 3), kept=kept)
-        with selected.of(net) as inputs:
+def test_inputs_are_selected_anew_after_a_shrinking_that_removes_some():
+    """Another network, with a module of its own, may read the same inputs."""
+    selected, found = SelectedInputs(torch.arange(6.0).expand(2, 6)), []
+    for hidden, kept in ((3, [0, 2, 3, 5]), (2, [0, 2, 3, 5]), (2, [1, 4])):
+        with selected.of(pruned_inputs(nn.Linear(6, hidden), nn.Linear(hidden, 2), kept=kept)) as inputs:
             assert inputs.tolist() == [kept, kept]
+            found.append(inputs)
+    assert found[0] is found[1]
 
 
 @pytest.mark.parametrize(("option", "value"), [("threshold", 0.0), ("threshold", 1.0), ("patience", 0)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from networks import lenet5
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.gate import gate_names
@@ -82,11 +83,20 @@ def test_files_are_as_large_as_what_is_left(tmp_path):
     assert sizes[0] - sizes[1] > 3 * (numbers[0] - numbers[1])  # four bytes each, and the plan
 
 
+def maps():
+    """LeNet-5, with a third of its gates open."""
+    net = lenet5()
+    generator = torch.Generator().manual_seed(6)
+    gates = {name: (torch.rand(gate.size, generator=generator) < 0.3).float() for name, gate in gate_names(net).items()}
+    return net, gates, torch.rand(4, 784, generator=generator)
+
+
 @pytest.mark.slow
-def test_exports_compute_the_same(tmp_path):
+@pytest.mark.parametrize("make", [lambda: (network(), GATES, torch.randn(4, 8)), maps], ids=["Transformer", "LeNet-5"])
+def test_exports_compute_the_same(make, tmp_path):
     """torch.export, and ONNX in onnxruntime; a hook, a selection and zeros in between."""
-    net, x = network(), torch.randn(4, 8)
-    small = compact(net, GATES, x).network
+    net, gates, x = make()
+    small = compact(net, gates, x).network
     exported = torch.export.export(small, (x,)).module()
     torch.testing.assert_close(exported(x), small(x))
     onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX is tested with the export extra")
@@ -96,7 +106,7 @@ def test_exports_compute_the_same(tmp_path):
         torch.onnx.export(small, (x,), tmp_path / "small.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(str(tmp_path / "small.onnx"), providers=["CPUExecutionProvider"])
     (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(out), small(x).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(out), small(x).detach(), rtol=1e-4, atol=1e-5)  # float32 kernels
 
 
 def test_norms_over_gated_units(tmp_path):
