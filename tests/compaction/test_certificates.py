@@ -67,7 +67,6 @@ def test_the_certificate_is_relative_to_the_output(scale):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_the_tolerance_is_that_of_the_type(dtype):
     """Rounding passes, an error of a quarter does not."""
-    torch.manual_seed(1)
     x = torch.randn(5, 6, dtype=dtype)
     result = compact(dense(nn.ReLU()).to(dtype), {"2": torch.tensor([1.0, 0.0, 0.3, 0.7], dtype=dtype)}, x)
     assert result.certificate < 0.05
@@ -105,7 +104,6 @@ def test_the_modes_are_certified_one_by_one():
         def forward(self, x):
             return self.function(x) if self.training else x
 
-    torch.manual_seed(2)
     x, gates = torch.randn(5, 6).double(), {"2": GATE.double()}
     with pytest.raises(CompactionError, match="differs"):
         compact(dense(InTraining(lambda x: x * x.shape[-1])).double(), gates, x)
@@ -118,7 +116,6 @@ def test_the_modes_are_certified_one_by_one():
 
 def test_outputs_that_are_all_zero():
     """Equal ones are certified; others are infinitely far apart, or far from what is output elsewhere."""
-    torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(6, 4, bias=False), Gate(4), nn.Linear(4, 2, bias=False))
     assert compact(net, {"1": torch.zeros(4)}, torch.randn(5, 6)).certificate == 0.0
     assert compact(net, {"1": GATE}, torch.zeros(5, 6)).certificate < 1e-6
@@ -156,7 +153,6 @@ MAPS = {
 @pytest.mark.parametrize("kind", MAPS)
 def test_inputs_of_another_size_are_refused(kind, size):
     """By name, where constants depend on it; of the same size in batches of any number."""
-    torch.manual_seed(3)
     net = MAPS[kind]()
     gates = {name: torch.tensor([0.0, 1.0, 0.3][: gate.size]) for name, gate in gate_names(net).items()}
     small, fixed = compact(net, gates, torch.randn(2, 1, size, size)).network, fix_gates(net, gates).eval()
@@ -180,7 +176,6 @@ def test_networks_without_such_constants_accept_every_size():
 @pytest.mark.parametrize("size", [(5, 5), (4, 6)])
 def test_larger_images_are_not_read_in_part(size):
     """The features behind a flattening are selected by place."""
-    torch.manual_seed(5)
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), Gate(12), nn.Linear(12, 2))
     gates = {"2": torch.tensor([1.0, 1.0, 0.0]), "4": (torch.arange(12) % 2).float()}
     small = compact(net, gates, torch.randn(2, 1, 4, 4)).network

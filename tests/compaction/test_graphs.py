@@ -141,11 +141,12 @@ def behind_gates(function):
         lambda s, h: s.b(h / h.shape[2]),
         lambda s, h: s.b(F.avg_pool2d(h, h.size(3))),
         lambda s, h: s.b(F.avg_pool2d(h, h.size()[2:])),
+        lambda s, h: F.linear(F.adaptive_avg_pool2d(h, 1).squeeze(), s.b.weight.flatten(1), s.b.bias),
     ],
-    ids=["place", "pool", "pool by slice"],
+    ids=["position", "pool", "pool by slice", "squeeze"],
 )
 def test_sizes_as_arguments(function):
-    """Sizes of places are read again."""
+    """Sizes of positions are read again; dimensions of size one are those of the whole example."""
     shrunk(behind_gates(function), images(), {"net.g": [1]})
 
 
@@ -305,17 +306,6 @@ def test_an_optimiser_with_other_shapes_is_refused():
     with pytest.raises(ValueError, match=r"'row_var' of Adafactor has \(4, 1\) for \(4, 3\); train with Adam"):
         shrinker.step()
     assert model.net[0].out_features == 4
-
-
-def test_a_network_that_drops_dimensions_of_size_one():
-    """It is read with the whole example, not with one row of it."""
-    net = Net(
-        lambda s, x: s.b(F.adaptive_avg_pool2d(s.g(torch.relu(s.a(x))), 1).squeeze()),
-        a=nn.Conv2d(3, 4, 3),
-        g=Gate(4, dim=1),
-        b=nn.Linear(4, 2),
-    )
-    shrunk(net, images(), {"net.g": [1]})
 
 
 def test_two_gates_of_one_name_are_refused():

@@ -1,6 +1,8 @@
 """A network that shrinks while it trains stays the user's own, and trains as the whole one does."""
 
 import _thread
+import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,13 +24,8 @@ AT = (10, 22, 35)  # the steps in front of which units leave
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.g, self.b, self.h, self.c = (
-            nn.Linear(8, 12),
-            Gate(12),
-            nn.Linear(12, 10),
-            Gate(10),
-            nn.Linear(10, 3),
-        )
+        self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(12, 10), nn.Linear(10, 3)
+        self.g, self.h = Gate(12), Gate(10)
 
     def forward(self, x):
         return self.c(self.h(torch.tanh(self.b(self.g(F.gelu(self.a(x)))))))
@@ -47,11 +44,8 @@ class Block(nn.Module):
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem, self.blocks, self.head = (
-            nn.Conv2d(2, 3, 2, stride=2),
-            nn.Sequential(Block(3), Block(3)),
-            nn.Linear(3, 3),
-        )
+        self.stem, self.blocks = nn.Conv2d(2, 3, 2, stride=2), nn.Sequential(Block(3), Block(3))
+        self.head = nn.Linear(3, 3)
 
     def forward(self, x):
         x = self.blocks(self.stem(x.view(-1, 2, 2, 2)))
@@ -231,9 +225,12 @@ def test_code_of_the_network_stays(make):
         assert cut.drop.calls == net.drop.calls > 40 - 1
 
 
+def dense():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+
+
 def test_nothing_is_used_up_by_looking():
     """No state, gradient, mode or random number, when the shrinker is made and when nothing is closed."""
-    torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), Gate(4), nn.Dropout(0.5), nn.Linear(4, 2))
     net[0].weight.requires_grad_(False)
     net[4].eval()
@@ -255,7 +252,6 @@ def test_nothing_is_used_up_by_looking():
 @pytest.mark.parametrize("bias", [True, False])
 def test_batch_norm_behind_a_gate_is_exact_in_training(bias):
     """What its shift hands on goes into the next bias, a new one perhaps; outputs and gradients stay as they are."""
-    torch.manual_seed(4)
     net = nn.Sequential(
         nn.Linear(3, 6), nn.ReLU(), Gate(6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2, bias=bias)
     ).double()
@@ -285,8 +281,7 @@ def test_batch_norm_behind_a_gate_is_exact_in_training(bias):
 
 def test_gradients_and_gradient_nodes_that_are_alive():
     """A gradient is cut with its parameter; nodes that accumulate gradients take the new shape."""
-    torch.manual_seed(2)
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    net = dense()
     model, guide, _, shrinker = started(net, X, torch.optim.SGD)
     nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in net.parameters()]
     expected = [torch.randn_like(p) for p in net.parameters()]
@@ -313,7 +308,6 @@ def test_a_refused_shrinking_changes_nothing():
         def forward(self, x, other=False):
             return F.linear(x, self.other if other else self.weight)
 
-    torch.manual_seed(3)
     net = nn.Sequential(Two(), nn.ReLU(), Gate(4), nn.Linear(4, 2))
     _, guide, _, shrinker = started(net, X, torch.optim.SGD)
     guide.close("net.2", torch.tensor([1]))
@@ -326,32 +320,23 @@ def test_a_refused_shrinking_changes_nothing():
     assert net[2].size == 4
 
 
-def test_an_objective_that_is_told():
-    """on_shrink is called after a shrinking, and not without one."""
-    told = []
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
-    _, guide, _, shrinker = started(net, X, torch.optim.SGD, on_shrink=lambda: told.append(net[0].out_features))
-    assert not shrinker.step()
-    guide.close("net.2", torch.tensor([1]))
-    assert shrinker.step()
-    assert not shrinker.step()
-    assert told == [3]
-
-
-def test_several_processes_are_told_to_wrap_the_network_anew(monkeypatch):
-    """Where nothing does it."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
-    _, guide, _, shrinker = started(net, X, torch.optim.SGD)
-    guide.close("net.2", torch.tensor([1]))
+def test_on_shrink_is_called_after_a_shrinking(monkeypatch):
+    """And not without one; without it, several processes are told to wrap the network anew."""
+    told, warning = [], r"Expected on_shrink .* DistributedDataParallel .* wrap the network anew"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.warns(UserWarning, match=r"Expected on_shrink .* DistributedDataParallel .* wrap the network anew"):
-        assert shrinker.step()
+    for on_shrink, context in ((lambda: told.append(True), nullcontext()), (None, pytest.warns(match=warning))):
+        _, guide, _, shrinker = started(dense(), X, torch.optim.SGD, on_shrink=on_shrink)
+        assert not shrinker.step()
+        guide.close("net.2", torch.tensor([1]))
+        with context:
+            assert shrinker.step()
+        assert not shrinker.step()
+        assert told == [True]
 
 
 @pytest.mark.parametrize("make", [Residual, Transformer])
 def test_a_block_that_closes_wholly_and_shrinkings_after_it(make):
     """Its site leaves; what is left of the block makes zeros, and the rest goes on shrinking."""
-    torch.manual_seed(5)
     net = make().double()
     x = torch.randn(6, 8).double()
     _, guide, _, shrinker = started(net, x, torch.optim.SGD)
@@ -385,7 +370,7 @@ def about_to_shrink():
 def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
     """One that comes between two tensors of a network waits until all of them, and the guide's, are cut."""
     net, guide, _, shrinker, x = about_to_shrink()
-    cut, calls = slicing.set_value, []
+    cut, calls, handler = slicing.set_value, [], signal.getsignal(signal.SIGINT)
 
     def interrupted(tensor, value):
         if any(tensor is x for x in net.parameters()):  # the copy that is tried first is none of it
@@ -397,6 +382,7 @@ def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         shrinker.step()
     assert calls
+    assert signal.getsignal(signal.SIGINT) is handler
     assert (net[0].out_features, net[1].num_features, net[3].in_features, len(shrinker.plans)) == (4, 4, 4, 1)
     assert len(next(guide.parameters())) == 4
     guide(x)

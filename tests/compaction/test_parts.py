@@ -19,7 +19,6 @@ from pyro_l0.nn import Gate, fix_gates
 @pytest.mark.parametrize("affine", [True, False])
 def test_norms_count_units_that_left_as_zeros(kind, affine):
     """Values and gradients of the whole norm on the same units among zeros; in steps, as in one."""
-    torch.manual_seed(2)
     whole = kind(6, elementwise_affine=affine, eps=0.1).double()
     for parameter in whole.parameters():
         nn.init.normal_(parameter)
@@ -83,7 +82,6 @@ def test_attributes_of_torchs_modules(module, kept, expected):
 
 def test_gates_become_nothing_numbers_selections_or_zeros():
     """By what their units are for; hooks stay on what stays."""
-    torch.manual_seed(3)
 
     class Net(nn.Module):
         def __init__(self):
@@ -155,7 +153,6 @@ class Halves(nn.Module):
 )
 def test_parts_that_close_unequally_stay_as_large_as_they_are_cut(parts, sizes):
     """Every pattern of closed gates is cut, and units stay for the parts' sizes alone."""
-    torch.manual_seed(3)
     network = Halves(parts, sizes).double().eval()
     generator = torch.Generator().manual_seed(4)
     patterns = [(torch.rand(sum(sizes), generator=generator) < share).double() for share in (0.2, 0.4, 0.6, 0.8)]
@@ -181,7 +178,6 @@ def test_a_buffer_of_places_stays_whole():
         def forward(self, x):
             return self.out(self.gate(self.one(x)).index_select(1, self.places))
 
-    torch.manual_seed(5)
     gates = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 1])
     assert compact(Picked(), {"gate": gates}, torch.ones(1, 6)).network.places.tolist() == [0, 3, 5]
 
@@ -198,7 +194,6 @@ def test_a_stream_that_closes_wholly_behind_views():
             h = self.gate(self.one(x).view(len(x), -1, 2).transpose(-1, -2))
             return self.out(h.exp().transpose(-1, -2).flatten(-2))
 
-    torch.manual_seed(6)
     network, x = Turned().double().eval(), torch.randn(5, 6, dtype=torch.float64)
     gates = {"gate": torch.zeros(4, dtype=torch.float64)}
     small = compact(network, gates, x).network

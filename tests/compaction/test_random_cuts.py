@@ -56,7 +56,6 @@ def test_cuts_of_the_zoo(entry):
 @pytest.mark.parametrize(("name", "heads"), [("GPT-2", 4), ("Llama", 2)])
 def test_heads_that_leave_alone_are_proposed(name, heads):
     """Through a projection of three parts, and of queries that share keys and values."""
-    torch.manual_seed(0)
     network, example = MODELS[name]()
     suggested = suggest_gates(network.eval(), example)
     assert list(suggested.heads.values()) == [heads, heads]

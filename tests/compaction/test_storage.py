@@ -18,40 +18,45 @@ from pyro_l0.compaction import compact, load_compacted, storage
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn import Gate
+from tests.compaction.networks import Net
 
 safetensors = pytest.importorskip("safetensors.torch")
 
 X = torch.linspace(-1, 1, 72).reshape(2, 1, 6, 6)
 
 
-class Net(nn.Module):
-    """Convolutions with a residual sum, gated maps and gated features."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.norm, self.maps = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), Gate(4, dim=1)
-        self.branch = nn.Conv2d(4, 4, 3, padding=1)
-        self.features, self.head = Gate(144), nn.Linear(144, 5)
-
-    def forward(self, x):
-        y = self.maps(self.norm(self.stem(x)).relu())
-        return self.head(self.features((y + self.branch(y).tanh()).flatten(1)))
-
-
 def network(seed=0):
+    """Convolutions with a residual sum, gated maps and gated features."""
     torch.manual_seed(seed)
-    return Net().eval()
+
+    def forward(s, x):
+        y = s.maps(s.norm(s.stem(x)).relu())
+        return s.head(s.features((y + s.branch(y).tanh()).flatten(1)))
+
+    layers = dict(stem=nn.Conv2d(1, 4, 3, padding=1), norm=nn.BatchNorm2d(4), branch=nn.Conv2d(4, 4, 3, padding=1))
+    return Net(forward, maps=Gate(4, dim=1), features=Gate(144), head=nn.Linear(144, 5), **layers).eval()
 
 
 def compacted(seed=0):
     """A compacted network; with another seed one of the same shapes and other numbers."""
-    net = network(seed)
     features = (torch.arange(144) % 3 > 0).float()
-    return compact(net, {"maps": torch.tensor([1.0, 0.0, 0.5, 1.0]), "features": features}, X)
+    return compact(network(seed), {"maps": torch.tensor([1.0, 0.0, 0.5, 1.0]), "features": features}, X)
 
 
 def outputs(path):
     return load_compacted(network(), path).network(X)
+
+
+def file_at(path):
+    return Path(f"{path}.safetensors")
+
+
+def refused(path, message, content=None):
+    """Loading says by name what is wrong with the file."""
+    if content is not None:
+        file_at(path).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"file of a compacted network at '.*net\.safetensors', but {message}"):
+        outputs(path)
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def saved(tmp_path):
     """A saved network: where, its bytes, and its outputs."""
     result = compacted()
     result.save(tmp_path / "net")
-    return tmp_path / "net", (tmp_path / "net.safetensors").read_bytes(), result.network(X)
+    return tmp_path / "net", file_at(tmp_path / "net").read_bytes(), result.network(X)
 
 
 KILLED = """
@@ -107,7 +112,7 @@ def test_no_flipped_byte_loads_with_other_outputs(saved):
     for place in places:
         damaged = bytearray(content)
         damaged[place] ^= generator.randrange(1, 256)
-        Path(f"{path}.safetensors").write_bytes(damaged)
+        file_at(path).write_bytes(damaged)
         try:
             assert torch.equal(load_compacted(net, path).network(X), expected)  # another white space
         except ValueError as error:
@@ -116,62 +121,49 @@ def test_no_flipped_byte_loads_with_other_outputs(saved):
     assert all(f"file of a compacted network at '{path}.safetensors', but it" in message for message in messages)
 
 
-def test_files_that_are_cut_or_longer_are_refused(saved):
-    """An empty one among them."""
+def test_files_that_are_cut_longer_or_put_together_are_refused(saved):
+    """An empty one among them; tensors of one save under the header of another, and an edited plan."""
     path, content, _ = saved
-    for wrong in (b"", content[:7], content[:200], content[:-1], content[1:], content + b"\0", content * 2):
-        Path(f"{path}.safetensors").write_bytes(wrong)
-        with pytest.raises(ValueError, match=r"at '.*net.safetensors', but it is damaged or no safetensors file"):
-            outputs(path)
-
-
-def test_swapped_tensors_are_refused(saved):
-    """Tensors of one save under the header of another, and an edited plan."""
-    path, content, _ = saved
+    for wrong in (b"", content[:7], content[:200], content[:-1], content[1:], content + b"\0", content * 2, b"weights"):
+        refused(path, "it is damaged or no safetensors file", wrong)
     header = 8 + int.from_bytes(content[:8], "little")
     compacted(1).save(path)
-    other = Path(f"{path}.safetensors").read_bytes()
+    other = file_at(path).read_bytes()
     assert other[:8] == content[:8]
     for wrong in (content[:header] + other[header:], content.replace(b"0.5", b"0.6", 1)):
         assert wrong != content
-        Path(f"{path}.safetensors").write_bytes(wrong)
-        with pytest.raises(ValueError, match="its SHA-256 is another one than it was when saved"):
-            outputs(path)
+        refused(path, "its SHA-256 is another one than it was when saved", wrong)
 
 
 def test_what_is_no_file_of_ours_is_refused_by_what_it_is(tmp_path):
-    """Another program's, a folder, text, one that is not there, one that can't be read."""
-    path = tmp_path / "net"
+    """Another program's, a folder, one that is not there, one that can't be read."""
+    path, file = tmp_path / "net", tmp_path / "net.safetensors"
     with pytest.raises(FileNotFoundError, match=r"net\.safetensors"):
         outputs(path)
-    file = tmp_path / "net.safetensors"
     file.mkdir()
-    with pytest.raises(ValueError, match=r"net\.safetensors', but it is a folder"):
-        outputs(path)
+    refused(path, "it is a folder")
+    with pytest.raises(IsADirectoryError, match=r"got a folder: .*net\.safetensors"):
+        compacted().save(path)
+    assert len(list(tmp_path.iterdir())) == 1
     file.rmdir()
-    file.write_text("weights")
-    with pytest.raises(ValueError, match=r"net\.safetensors', but it is damaged or no safetensors file"):
-        outputs(path)
     for metadata in (None, {"format": "pt"}):
         safetensors.save_file(network().state_dict(), file, metadata)
-        with pytest.raises(ValueError, match=r"net\.safetensors', but it is a safetensors file of another program"):
-            outputs(path)
+        refused(path, "it is a safetensors file of another program")
     file.unlink()
     file.symlink_to(file)
-    with pytest.raises(ValueError, match=r"net\.safetensors', but it can't be read: .*symbolic links"):
-        outputs(path)
+    refused(path, "it can't be read: .*symbolic links")
+    with pytest.raises(FileNotFoundError, match=r"Expected a folder to save in.*missing'$"):
+        compacted().save(tmp_path / "missing" / "small")
 
 
 def test_a_file_that_may_not_be_opened_is_not_called_missing(saved, monkeypatch):
     """safetensors itself says that there is no such file. Root may open all, hence the stand-in."""
-    path, _, _ = saved
 
     def forbidden(self, mode):
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "open", forbidden)
-    with pytest.raises(ValueError, match=r"net\.safetensors', but it can't be read: .*Permission denied"):
-        outputs(path)
+    refused(saved[0], "it can't be read: .*Permission denied")
 
 
 def test_numbers_of_another_type_are_refused(saved):
@@ -194,12 +186,11 @@ def test_numbers_that_are_not_finite_are_neither_saved_nor_loaded(saved, monkeyp
         result.save(path)
     with pytest.raises(ValueError, match="but its certificate is nan"):
         Compacted(compacted(1).network, result.plan, float("nan")).save(path)
-    assert Path(f"{path}.safetensors").read_bytes() == content
+    assert file_at(path).read_bytes() == content
     with monkeypatch.context() as patch:
         patch.setattr(storage, "_not_finite", lambda *given: None)
         result.save(path)
-    with pytest.raises(ValueError, match=r"net\.safetensors', but its tensor 'head.weight' holds NaN or infinity"):
-        outputs(path)
+    refused(path, "its tensor 'head.weight' holds NaN or infinity")
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
@@ -215,7 +206,7 @@ def test_a_save_that_fails_leaves_the_old_file_alone(saved, monkeypatch, step):
         with pytest.raises(OSError, match="No space left"):
             compacted(1).save(path)
     assert [file.name for file in path.parent.iterdir()] == ["net.safetensors"]
-    assert Path(f"{path}.safetensors").read_bytes() == content
+    assert file_at(path).read_bytes() == content
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -234,14 +225,6 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", record_replace)
     compacted().save(tmp_path / "net")
     assert calls == ["file", "rename", "folder"]
-
-
-def test_a_folder_in_the_files_place_is_named(tmp_path):
-    """Before anything is written."""
-    (tmp_path / "net.safetensors").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"got a folder: .*net\.safetensors"):
-        compacted().save(tmp_path / "net")
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_links_are_replaced_and_not_followed(tmp_path):
@@ -291,8 +274,7 @@ def test_files_of_earlier_versions_are_refused(tmp_path):
     tensors = safetensors.load_file(f"{path}.safetensors")
     safetensors.save_file(tensors, f"{path}.safetensors")
     Path(f"{path}.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"net\.safetensors', but it was saved by an earlier version.* compact"):
-        outputs(path)
+    refused(path, "it was saved by an earlier version.* compact")
     Path(f"{path}.json").unlink()
     with pytest.raises(ValueError, match=r"Expected the JSON of a compaction plan, but got '\{\}'"):
         Plan.from_json("{}")
@@ -308,30 +290,25 @@ def test_plans_that_can_not_be_read_are_refused(saved):
     for text in ("{", "[" * 100_000, '{"plans": [], "certificate": 0.0}', '{"plans": [{}], "certificate": 0.0}'):
         metadata = {"pyro_l0": text, "sha256": storage._digest(text, tensors)}
         safetensors.save_file(tensors, f"{path}.safetensors", metadata)
-        with pytest.raises(ValueError, match=r"net\.safetensors', but its plan can't be read"):
-            outputs(path)
+        refused(path, "its plan can't be read")
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
     """And a mask of infinities is no damage."""
 
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.up, self.gate = nn.Embedding(9, 6), nn.Linear(6, 8), Gate(8)
-            self.down, self.head = nn.Linear(8, 6), nn.Linear(6, 9, bias=False)
-            self.head.weight = self.embed.weight
-            self.register_buffer("mask", torch.full((9,), -torch.inf).index_fill(0, torch.tensor([0, 1]), 0.0))
+    def tied():
+        layers = dict(embed=nn.Embedding(9, 6), up=nn.Linear(6, 8), gate=Gate(8), down=nn.Linear(8, 6))
+        net = Net(lambda s, x: s.head(s.down(s.gate(s.up(s.embed(x)).relu()))) + s.mask.exp(), **layers)
+        net.head = nn.Linear(6, 9, bias=False)
+        net.head.weight = net.embed.weight
+        net.register_buffer("mask", torch.full((9,), -torch.inf).index_fill(0, torch.tensor([0, 1]), 0.0))
+        return net
 
-        def forward(self, x):
-            return self.head(self.down(self.gate(self.up(self.embed(x)).relu()))) + self.mask.exp()
-
-    torch.manual_seed(0)
     x = torch.tensor([[1, 2], [3, 4]])
-    result = compact(Tied(), {"gate": (torch.arange(8) % 2).float()}, x)
+    result = compact(tied(), {"gate": (torch.arange(8) % 2).float()}, x)
     result.save(tmp_path / "tied")
     assert "head.weight" not in safetensors.load_file(tmp_path / "tied.safetensors")
-    loaded = load_compacted(Tied(), tmp_path / "tied").network
+    loaded = load_compacted(tied(), tmp_path / "tied").network
     assert loaded.head.weight is loaded.embed.weight
     assert torch.equal(loaded(x), result.network(x))
 
@@ -344,4 +321,4 @@ def test_the_extra_is_named_where_it_is_missing(saved, monkeypatch):
     for call in (lambda: compacted(1).save(path), lambda: outputs(path)):
         with pytest.raises(ImportError, match=r"pip install 'pyro-l0\[export\]'"):
             call()
-    assert Path(f"{path}.safetensors").read_bytes() == content
+    assert file_at(path).read_bytes() == content
