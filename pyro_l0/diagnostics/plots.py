@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pyro_l0.diagnostics.gradients import GradientReport
 from pyro_l0.expect import expect
+from pyro_l0.retired import renamed_arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
     from matplotlib.figure import Figure, SubFigure
+
+    from pyro_l0.diagnostics.gradients import GradientReport
 
 __all__ = ["plot_calibration", "plot_credible_sets", "plot_gradients", "plot_inclusion"]
 
 _Array = NDArray[np.float64]
 
 
+@renamed_arguments(pip="active_probs")
 def plot_inclusion(
-    pip: ArrayLike,
+    active_probs: ArrayLike,
     lower: ArrayLike,
     upper: ArrayLike,
     *,
@@ -33,7 +36,7 @@ def plot_inclusion(
     """Draw inclusion probabilities as bars, and beside them the coefficients' intervals; the first feature on top.
 
     Args:
-        pip: inclusion probabilities, shape ``(p,)``.
+        active_probs: inclusion probabilities, shape ``(p,)``.
         lower: lower ends of the coefficients' intervals, shape ``(p,)``.
         upper: their upper ends, shape ``(p,)``.
         mean: posterior means, shape ``(p,)``, drawn as dots.
@@ -46,23 +49,22 @@ def plot_inclusion(
     Raises:
         ValueError: shapes differ, or a probability is outside of [0, 1].
     """
-    probs = _probabilities("pip", pip)
+    probs = _probabilities(active_probs)
     low, high = _like(probs, lower=lower, upper=upper)
     labels = [str(i) for i in range(len(probs))] if names is None else [str(name) for name in names]
     if len(labels) != len(probs):
         raise ValueError(f"Expected a name for each of {len(probs)} features, but got {len(labels)}.")
-    if axes is None:
-        axes = _new_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True)
+    axes = _new_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True) if axes is None else axes
     _check_axes(*axes)
     left, right = axes
-    places = np.arange(len(probs))
-    left.barh(places, probs)
+    rows = np.arange(len(probs))
+    left.barh(rows, probs)
     left.set(xlim=(0, 1), xlabel="inclusion probability")
-    left.set_yticks(places, labels)
+    left.set_yticks(rows, labels)
     left.set_ylim(len(probs) - 0.5, -0.5)
-    right.hlines(places, low, high)
+    right.hlines(rows, low, high)
     if mean is not None:
-        right.plot(*_like(probs, mean=mean), places, "o")
+        right.plot(*_like(probs, mean=mean), rows, "o")
     right.axvline(0, color="grey", linewidth=0.8)
     right.set(xlabel="coefficient")
     return axes
@@ -74,7 +76,7 @@ def plot_credible_sets(
     """Draw the correlations of the features in credible sets, set by set, with a frame around each set.
 
     Args:
-        sets: the places of each set's features, from 0.
+        sets: the numbers of each set's features, from 0.
         correlation: of all features, shape ``(p, p)``, such as ``np.corrcoef(X, rowvar=False)``.
         names: of all features; their numbers if not given.
         axes: one of matplotlib's axes; a new figure if not given.
@@ -83,7 +85,7 @@ def plot_credible_sets(
         The axes.
 
     Raises:
-        ValueError: there is no set, a set is empty or names a feature that there is not, or the matrix is not square.
+        ValueError: there is no set, a set is empty or names a feature that does not exist, or the matrix is not square.
     """
     matrix = np.asarray(correlation, dtype=float)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -97,10 +99,9 @@ def plot_credible_sets(
         raise ValueError(f"Expected a name for each of {len(matrix)} features, but got {len(names)}.")
     shown = np.concatenate(members).astype(int)
     if shown.min() < 0 or shown.max() >= len(matrix):
-        raise ValueError(f"Expected places of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")
-    if axes is None:
-        side = 0.3 * len(shown) + 2
-        axes = _new_axes(1, 1, figsize=(side + 1, side))
+        raise ValueError(f"Expected numbers of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")
+    side = 0.3 * len(shown) + 2
+    axes = _new_axes(1, 1, figsize=(side + 1, side)) if axes is None else axes
     _check_axes(axes)
     image = axes.imshow(matrix[np.ix_(shown, shown)], vmin=-1, vmax=1, cmap="RdBu_r")
     axes.figure.colorbar(image, ax=axes, label="correlation")
@@ -114,14 +115,15 @@ def plot_credible_sets(
     return axes
 
 
-def plot_calibration(pip: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: Axes | None = None) -> Axes:
+@renamed_arguments(pip="active_probs")
+def plot_calibration(active_probs: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: Axes | None = None) -> Axes:
     """Draw how often gates are open against the probability that they were given, with two standard errors.
 
     Standard errors are those of as many independent gates with these probabilities, about their mean: calibrated
     probabilities have the diagonal inside of most bars.
 
     Args:
-        pip: inclusion probabilities, of any shape.
+        active_probs: inclusion probabilities, of any shape.
         gates: whether each gate was open when the data were simulated, in the same shape.
         bins: of equal width in [0, 1]; those without probabilities are left out.
         axes: one of matplotlib's axes; a new figure if not given.
@@ -136,7 +138,7 @@ def plot_calibration(pip: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: 
     expect(Integral, "a whole number", bins=bins)
     if bins < 1:
         raise ValueError(f"Expected at least one bin, but got {bins}.")
-    probs = _probabilities("pip", np.ravel(pip))
+    probs = _probabilities(np.ravel(active_probs))
     (opened,) = _like(probs, gates=np.ravel(gates))
     if not np.isin(opened, (0, 1)).all():
         raise ValueError("Expected gates that are 0 or 1, but got others.")
@@ -146,8 +148,7 @@ def plot_calibration(pip: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: 
     stated, seen, variance = (
         np.bincount(place, weights=x, minlength=bins)[used] / count[used] for x in (probs, opened, probs * (1 - probs))
     )
-    if axes is None:
-        axes = _new_axes(1, 1, figsize=(4.5, 4.5))
+    axes = _new_axes(1, 1, figsize=(4.5, 4.5)) if axes is None else axes
     _check_axes(axes)
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axes.errorbar(stated, seen, yerr=2 * np.sqrt(variance / count[used]), fmt="o", capsize=3)
@@ -165,8 +166,7 @@ def plot_gradients(reports: Sequence[GradientReport], axes: Sequence[Axes] | Non
     Returns:
         The figure.
     """
-    if axes is None:
-        axes = _new_axes(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), sharey=True)
+    axes = _new_axes(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), sharey=True) if axes is None else axes
     places = range(len(reports))
     noise = [report.scaled_variance for report in reports], [report.variance_seconds for report in reports]
     for axis, values, label in zip(axes, noise, ("variance for E[z]", "variance times seconds"), strict=False):
@@ -202,12 +202,12 @@ def _frame(axes: Axes, start: int, size: int) -> None:
     axes.plot([first, last, last, first, first], [first, first, last, last, first], color="black", clip_on=False)
 
 
-def _probabilities(name: str, values: ArrayLike) -> _Array:
+def _probabilities(values: ArrayLike) -> _Array:
     found = np.asarray(values, dtype=float)
     if found.ndim != 1 or not len(found):
-        raise ValueError(f"Expected {name} of shape (p,), but got {found.shape}.")
+        raise ValueError(f"Expected active_probs of shape (p,), but got {found.shape}.")
     if not ((found >= 0) & (found <= 1)).all():
-        raise ValueError(f"Expected {name} in [0, 1], but got values from {found.min()} to {found.max()}.")
+        raise ValueError(f"Expected active_probs in [0, 1], but got values from {found.min()} to {found.max()}.")
     return found
 
 
@@ -216,5 +216,5 @@ def _like(probs: _Array, **others: ArrayLike) -> list[_Array]:
     found = {name: np.asarray(x, dtype=float) for name, x in others.items()}
     for name, x in found.items():
         if x.shape != probs.shape:
-            raise ValueError(f"Expected {name} of the shape of pip, {probs.shape}, but got {x.shape}.")
+            raise ValueError(f"Expected {name} of the shape of active_probs, {probs.shape}, but got {x.shape}.")
     return list(found.values())

@@ -1,4 +1,4 @@
-"""What the pictures show."""
+"""What plots show."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -70,9 +70,12 @@ def test_calibrated_probabilities_meet_the_diagonal():
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: plot_inclusion([0.5], [0.0, 1.0], [1.0]), r"lower of the shape of pip, \(1,\), but got \(2,\)"),
-        (lambda: plot_inclusion([1.5], [0.0], [1.0]), r"pip in \[0, 1\]"),
-        (lambda: plot_inclusion([[0.5]], [0.0], [1.0]), r"pip of shape \(p,\), but got \(1, 1\)"),
+        (
+            lambda: plot_inclusion([0.5], [0.0, 1.0], [1.0]),
+            r"lower of the shape of active_probs, .*got \(2,\)",
+        ),
+        (lambda: plot_inclusion([1.5], [0.0], [1.0]), r"active_probs in \[0, 1\]"),
+        (lambda: plot_inclusion([[0.5]], [0.0], [1.0]), r"active_probs of shape \(p,\), but got \(1, 1\)"),
         (lambda: plot_inclusion([0.5], [0.0], [1.0], names=["a", "b"]), "a name for each of 1 features, but got 2"),
         (lambda: plot_credible_sets([[0, 4]], CORRELATION), "from 0 to 3"),
         (lambda: plot_credible_sets([], CORRELATION), "at least one credible set"),
@@ -80,7 +83,7 @@ def test_calibrated_probabilities_meet_the_diagonal():
         (lambda: plot_credible_sets([[0]], np.ones((5, 2))), r"shape \(p, p\), but got \(5, 2\)"),
         (lambda: plot_calibration([0.5], [0.5]), "gates that are 0 or 1"),
         (lambda: plot_calibration([0.5], [1], bins=0), "at least one bin"),
-        (lambda: plot_calibration([0.5], [1, 0]), "gates of the shape of pip"),
+        (lambda: plot_calibration([0.5], [1, 0]), "gates of the shape of active_probs"),
     ],
 )
 def test_what_is_refused(draw, message):
