@@ -129,7 +129,7 @@ def test_a_latent_site_that_no_guide_has(kind):
 
 
 def test_gates_that_chains_do_not_know():
-    """The check refuses slabs with a mean, gates without a slab and gates whose prior depends on others; fits do not."""
+    """The check refuses slabs with a mean, gates without a slab and gates with a prior that depends on others."""
 
     def program(rate, offset):
         v = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.3)))
