@@ -17,7 +17,7 @@ from pyro_l0.nn.engine.maps import ConstantInput, Maps
 from pyro_l0.nn.engine.registry import find_rule
 from pyro_l0.nn.engine.shared_sizes import keep_parts_even, pin_shared_sizes
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Mask
-from pyro_l0.nn.engine.solve import Solution, solve
+from pyro_l0.nn.engine.solve import Solution
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 from pyro_l0.nn.gate import gate_names
 
@@ -173,9 +173,9 @@ def analyse(
     """
     maps = _apply_rules(recording, _masks(recording, closed), values, folds)
     constants = settle_constants(maps)
-    solution = solve(maps)
+    solution = Solution(maps)
     while read_what_stays(maps, solution) or keep_parts_even(maps, solution):
-        solution = solve(maps)
+        solution = Solution(maps)
     return _answer(maps, solution, constants)
 
 

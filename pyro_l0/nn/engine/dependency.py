@@ -114,16 +114,13 @@ class _Kept:
 
     def settle(self, maps: Maps, gates: dict[str, Index]) -> None:
         """Open gates have one unit in front and behind, and an entry of a box stays iff all its factors do."""
-        boxes = {}
-        for box in maps.boxes:
-            factors, flat = [self.units[x] for x in box.factors], self.units[box.flat]
-            boxes[tuple(map(id, factors)), id(flat)] = factors, flat
+        boxes = maps.distinct_boxes(self.units)
         calls = [(gates[x.site], self.units[x.front.block], self.units[x.behind.block]) for x in maps.gates]
         passed = dict.fromkeys(units for call in calls for units in zip(*(x.tolist() for x in call), strict=True))
         is_changed = True
         while is_changed:
             is_changed = bool(np.any([self._pass(*units) for units in (*passed, *reversed(passed))]))
-            for factors, flat in boxes.values():
+            for factors, flat in boxes:
                 is_changed |= self._fit(factors, flat)
 
     def _raise(self, unit: int, formula: int) -> bool:

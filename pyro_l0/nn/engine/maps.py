@@ -272,6 +272,11 @@ class Maps:
         """Entries of a block are the combinations of entries of others, the last one running fastest."""
         self.boxes.append(Box(tuple(factors), flat, is_view))
 
+    def distinct_boxes(self, units: list[Index]) -> list[tuple[list[Index], Index]]:
+        """The units of the factors of each box, and those of the product; boxes of the same units once."""
+        boxes = [([units[factor] for factor in box.factors], units[box.flat]) for box in self.boxes]
+        return list({(*map(id, factors), id(flat)): (factors, flat) for factors, flat in boxes}.values())
+
     def reshape(self, sources: Sequence[Axis], targets: Sequence[Axis]) -> None:
         """The entries of some dimensions of an input, in order, are those of some dimensions of the output."""
         blocks = [axis.block for axis in sources]
