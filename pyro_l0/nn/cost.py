@@ -100,9 +100,8 @@ class NetworkCost:
         unread = [name for name, size in self._group_sizes.items() if not size]
         if unread:
             raise ValueError(
-                f"Expected layers that read the units of {' and '.join(map(repr, unread))}, but there are none on the "
-                "way to the network's output, so that the group size would be 0 and the gate free of charge; take it "
-                "out, or give L0_ELBO a group_size of your own, such as that of filter_sizes."
+                f"Expected layers that read the units of {' and '.join(map(repr, unread))}, but the network's output "
+                "depends on none. Remove the gate, or pass a group_size of your own to L0_ELBO, such as filter_sizes."
             )
         return self._group_sizes
 
@@ -130,7 +129,7 @@ class NetworkCost:
         return self._parameters(active)
 
     def report(self) -> Report:
-        """The units that stay whatever their gates say, and why; it prints as text.
+        """The units that stay whatever their gates say, and why.
 
         Example:
             >>> from pyro_l0.nn import Gate

@@ -28,8 +28,8 @@ __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
 class Fold:
     """Inputs of a layer that are the same for every example: their contribution goes into its bias.
 
-    They leave, but for the last of a dimension and for those that are another unit elsewhere, whose place stays; what
-    stands there is not computed rightly any more, so that its weights are to be zero.
+    They leave, except the last of a dimension and those that are also another unit elsewhere. These keep their entries,
+    which are no longer computed correctly, so that their weights must be zero.
 
     Attributes:
         path: the module that called the layer.
@@ -37,7 +37,7 @@ class Fold:
         bias: name of its bias, None if there is none.
         dim: dimension of the weight that reads the inputs.
         units: which of the inputs, in the numbering of the full layer.
-        constant: their values, shape ``(units,)``; or ``(units, *positions)`` where they differ from place to place.
+        constant: their values, shape ``(units,)``; or ``(units, *positions)`` where they differ between positions.
         is_padded: whether the layer pads its input with zeros, so that the contribution is a map.
     """
 
@@ -51,7 +51,7 @@ class Fold:
 
     @property
     def is_map(self) -> bool:
-        """Whether the contribution differs from place to place, so that it fits one size of input alone."""
+        """Whether the contribution differs between positions, so that it fits only one size of input."""
         return self.is_padded or self.constant.dim() > 1
 
 
@@ -103,7 +103,7 @@ class Analysis:
         barriers: operations without a rule that units would have to pass, and how often.
         shrunk: by module path, sizes of tensors that shrank while the module ran, and what they are now.
         partly_shrunk: by module path, those of them that other tensors of the module still have.
-        maps: what the rules said of the recording.
+        maps: what the rules know of the recording.
         solution: which units stay.
     """
 
@@ -156,7 +156,7 @@ def analyse(
         recording: the network, recorded.
         closed: by site, which gates are closed, bool of shape ``(size,)``; a missing site has none.
         values: by site, the values of gates that are fixed. Without them the gates that are not closed stay random,
-            so that what they make of a constant varies; this is the way while training.
+            so that what they make of a constant varies, as needed during training.
         folds: whether inputs of a layer that are constant may leave into its bias. While training they stay, since
             their derivatives would change.
 
@@ -195,7 +195,7 @@ def _masks(recording: Recording, closed: Mapping[str, Tensor]) -> dict[str, Mask
 def _apply_rules(
     recording: Recording, closed: dict[str, Mask], values: Mapping[str, Tensor] | None, folds: bool
 ) -> Maps:
-    """Let the rule of every operation speak."""
+    """Apply the rule of every operation."""
     maps = Maps(recording, closed, values, folds)
     for call in recording.calls:
         for value in call.inputs:
@@ -209,7 +209,7 @@ def _apply_rules(
         for value in outputs:
             if value not in maps.axes:
                 maps.add(value, VARIES)
-        _speak(maps, operation)
+        _apply_rule(maps, operation)
         for value in outputs:
             maps.settle(value)
     for call in recording.calls:
@@ -224,7 +224,7 @@ def _apply_rules(
 
 
 def _add_given(maps: Maps, value: Value) -> None:
-    """A parameter, a buffer, or a tensor kept elsewhere, of which nothing is known and which nobody can slice."""
+    """A parameter, a buffer, or a tensor from elsewhere, which cannot be sliced."""
     maps.add(value, VARIES if value.is_given else CONSTANT)
     if value.is_given:
         for axis in maps.axes[value]:
@@ -232,7 +232,7 @@ def _add_given(maps: Maps, value: Value) -> None:
                 maps.pin(axis.block, f"a tensor that is no parameter or buffer, at {maps.place}")
 
 
-def _speak(maps: Maps, operation: Operation) -> None:
+def _apply_rule(maps: Maps, operation: Operation) -> None:
     found = find_rule(operation.name)
     if found is not None:
         found(maps, operation)
@@ -309,7 +309,7 @@ def _gates_of(maps: Maps, solution: Solution) -> tuple[dict[str, Tensor], dict[s
 
 
 def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor]) -> list[Fold]:
-    """The constant inputs that the layer does without, once for each weight."""
+    """The constant inputs that leave their layer, once for each weight."""
     found = dict[Value, Fold]()
     for layer, constant in constants.items():
         axis = maps.axes[layer.input][layer.input_dim]
@@ -331,8 +331,8 @@ def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor
 def _shrunk(maps: Maps, solution: Solution) -> tuple[dict[str, dict[int, int]], dict[str, frozenset[int]]]:
     """By module path, what sizes became, and which of them other tensors still have.
 
-    What a module's own operations did counts before what those of modules inside did: a size that stayed in its own
-    code stayed for its attributes.
+    A module's own operations decide before those of the modules inside: a size that stayed in its own code stayed for
+    its attributes.
     """
     sizes = defaultdict[str, dict[int, set[int]]](lambda: defaultdict(set))
     for operation in maps.recording.operations:

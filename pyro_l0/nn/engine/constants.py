@@ -1,4 +1,4 @@
-"""What the inputs of a layer that are the same for every example are, and whether its bias can take them in."""
+"""Inputs of layers that are the same for every example: their values, and whether a bias can absorb them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["read_what_stays", "settle_constants"]
 def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
     """Decide which constant inputs may leave, and return the constants, ``(inputs,)`` or ``(inputs, *positions)``.
 
-    A bias takes an input in if its value is the same at all calls of the layer, and at all positions or at least for
+    A bias absorbs an input if its value is the same at all calls of the layer, and at all positions or at least for
     all examples, where the layer pads.
     """
     of_weight = defaultdict[Value, list[ConstantInput]](list)
@@ -41,7 +41,7 @@ def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
 
 
 def read_what_stays(maps: Maps, solution: Solution) -> bool:
-    """Let layers read constants that stay for another reason, and which nothing else computes; says whether any do."""
+    """Let layers read constants that stay for another reason and that nothing else computes; return whether any do."""
     is_changed = False
     for layer in maps.constant_inputs:
         axis = maps.axes[layer.input][layer.input_dim]

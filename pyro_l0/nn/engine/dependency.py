@@ -92,7 +92,7 @@ def find_dependencies(recording: Recording) -> Dependencies:
 
 
 def _forget_what_was_kept(maps: Maps) -> None:
-    """Let layers read only the constants that no bias can take in, not those that stay lest a dimension be empty."""
+    """Let layers read only the constants that no bias can absorb, not those that keep a dimension from being empty."""
     for layer in maps.constant_inputs:
         layer.reads[layer.candidates] = False
     settle_constants(maps)
@@ -107,7 +107,7 @@ class _Kept:
         self._seen: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def add(self, units: Index, entries: Index) -> bool:
-        """Units stay if statements hold; says whether that is new of some."""
+        """Units stay if statements hold; return whether that is new for some."""
         new = np.flatnonzero((entries != FALSE) & (self.stays[units] != TRUE))
         pairs = zip(units[new].tolist(), entries[new].tolist(), strict=True)
         return bool(np.any([self._raise(unit, formula) for unit, formula in pairs]))

@@ -231,7 +231,7 @@ class Formulas:
 
     def _implies(self, one: Clause, other: Clause) -> bool:
         """Whether each literal of a clause is one of another clause, or stands for a statement that implies it."""
-        if len(one) > 8:  # long ones are rarely worth a look
+        if len(one) > 8:  # long ones are rarely worth checking
             return one <= other
         return all(
             literal in other

@@ -27,7 +27,7 @@ class GateCall:
 
 @dataclass(frozen=True, eq=False)
 class NormCall:
-    """One call of a norm that can do with fewer units if those that leave are zero."""
+    """One call of a norm that works with fewer units if those that leave are zero."""
 
     operation: Operation
     kind: str
@@ -37,7 +37,7 @@ class NormCall:
 
 @dataclass(frozen=True, eq=False)
 class ConstantInput:
-    """A layer whose constant inputs may leave, if its bias takes them in.
+    """A layer whose constant inputs may leave, if its bias absorbs them.
 
     Attributes:
         operation: the layer's call.
@@ -79,7 +79,7 @@ class Product:
 
 @dataclass(eq=False)
 class Maps:
-    """What the rules have said of a recording.
+    """What the rules know of a recording.
 
     Attributes:
         recording: the recording.
@@ -98,7 +98,7 @@ class Maps:
         zero_channels: by path of a BatchNorm, which channels are zero in front of it.
         barriers: the operations of which nothing is known.
         pins: blocks that have to stay, and why.
-        roots: values that matter beside the network's outputs, since the way taken depends on them.
+        roots: values that the network's own code branches on.
     """
 
     recording: Recording
@@ -122,7 +122,7 @@ class Maps:
     _operation: Operation | None = None
 
     def begin(self, operation: Operation) -> None:
-        """What is said from now on is said of this operation."""
+        """Start the rule of an operation."""
         self._operation = operation
         self.relations[operation] = []
 
@@ -296,7 +296,7 @@ class Maps:
         return Axis(size, self.slots.new(size), VARIES)
 
     def fixed(self, size: int) -> Axis:
-        """A dimension of no tensor, whose entries stay: a factor in :meth:`reshape`, such as copies or places."""
+        """A dimension of no tensor, whose entries stay: a factor in :meth:`reshape`, such as copies or positions."""
         axis = self.free(size)
         self.pin(axis.block)
         self.fixed_axes.append(axis)
@@ -314,13 +314,13 @@ class Maps:
 
     @property
     def operation(self) -> Operation:
-        """The operation whose rule is speaking."""
+        """The operation whose rule is running."""
         assert self._operation is not None
         return self._operation
 
     @property
     def place(self) -> str:
-        """The operation and the module that it runs in, for people."""
+        """The operation and the module that it runs in, for messages."""
         return f"{self.operation.name.removeprefix('aten::')} in {self.operation.path or 'the network'}"
 
     def module(self) -> nn.Module:

@@ -175,7 +175,7 @@ def _grouped(
 
 
 def _follow(pairs: _Pairs, relation: Link | Reshape) -> None:
-    """Hand units on from an operation's input to its output."""
+    """Pass units on from an operation's input to its output."""
     if isinstance(relation, Reshape):
         _regroup(pairs, relation.sources, relation.targets)
     elif relation.source in pairs:
@@ -195,7 +195,7 @@ def _moved(link: Link, pairs: set[tuple[int, int]], is_back: bool = False) -> se
 
 
 def _regroup(pairs: _Pairs, sources: tuple[Axis, ...], targets: tuple[Axis, ...]) -> None:
-    """Hand units on between dimensions of the same entries: an entry holds what takes part in it."""
+    """Pass units on between dimensions of the same entries: an entry holds what takes part in it."""
     if not any(axis in pairs for axis in sources):
         return
     places = np.arange(math.prod(axis.size for axis in sources))

@@ -30,15 +30,15 @@ _Signature = list[tuple[str, object]]
 
 
 def record(network: nn.Module, example: Example, with_training: bool = False) -> Recording:
-    """Run a network in eval mode and write down the operations on tensors that it carries out.
+    """Run a network in eval mode and record its operations on tensors.
 
-    Gates are written down as one operation each, which multiplies by nothing. The network, its buffers, its training
-    flags and the random numbers that follow are as before.
+    Each gate is one operation, which multiplies by nothing. The network, its buffers, its training flags and the
+    random numbers that follow are as before.
 
     Args:
         network: any module.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
-            such calls, where a network takes different ways for different inputs. A small batch is enough.
+            such calls, where a network branches on its inputs. A small batch is enough.
         with_training: whether to make every call twice, the second time with the users' own modules in training mode.
 
     Raises:
@@ -98,7 +98,7 @@ def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, objec
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operation that reaches the dispatcher."""
+    """Records every operation that reaches the dispatcher."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,7 +140,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def call_whole(self, name: str, function: _Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Carry out a function as one operation, whatever it consists of."""
+        """Run a function and record it as one operation."""
         given = tree_map_only(Tensor, self.value_of, (args, kwargs))
         self.is_paused = True
         try:
@@ -225,7 +225,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def replace_gates(self) -> Iterator[None]:
-        """Let each gate write down one operation and draw nothing."""
+        """Record each gate as one operation, without a draw."""
         gates = gate_names(self.network)
         before = [(gate, gate.__dict__.get("forward")) for gate in gates.values()]
         for site, gate in gates.items():
@@ -250,13 +250,13 @@ class _Recorder(TorchDispatchMode):
     def _write_gate(self, x: Tensor, site: str, dim: int, is_whole: bool = False) -> Tensor:
         self._gate = {"site": site, "dim": dim, "is_whole": is_whole}
         try:
-            return x.clone()  # the recorder sees the clone, and writes down the gate
+            return x.clone()  # the recorder sees the clone, and records the gate
         finally:
             self._gate = None
 
 
 class _WholeCalls(TorchFunctionMode):
-    """Hands functions that consist of several operations, but have a rule as a whole, to the recorder."""
+    """Passes functions with a rule of their own to the recorder, before they become several operations."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ def _without_saved(operations: Sequence[Operation]) -> Iterator[Operation]:
 
 
 def _no_function(*args: object) -> object:
-    raise RuntimeError("Expected no operation in this place to be run again.")
+    raise RuntimeError("Expected no write to other views of a tensor to run again.")
 
 
 def _address(tensor: Tensor) -> int:

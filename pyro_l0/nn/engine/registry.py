@@ -17,11 +17,11 @@ _RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a function as the rule of the operations of these names, in place of one that there was.
+    """Register a function as the rule of the operations of these names, replacing any earlier one.
 
-    A rule says, in the words of :class:`~pyro_l0.nn.engine.Maps`, how the entries of an operation's inputs and outputs
-    belong together, which of them are read together, and what is known of the outputs. An operation without a rule is
-    a barrier: all that it touches stays. The twin that works in place (``relu_``) has the same rule.
+    By the methods of :class:`~pyro_l0.nn.engine.Maps`, a rule says how the entries of an operation's inputs and
+    outputs belong together, which of them are read together, and what is known of the outputs. An operation without a
+    rule is a barrier: all that it touches stays. The twin that works in place (``relu_``) has the same rule.
 
     Args:
         names: as ``torch.ops`` has them, with their library: ``"aten::relu"``, or ``"mine::scale"`` for an operation
@@ -43,5 +43,5 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def find_rule(name: str) -> Rule | None:
-    """The rule of an operation, or of the one that does the same to a copy."""
+    """The rule of an operation, or of its twin that does not work in place."""
     return _RULES.get(name) or (_RULES.get(name[:-1]) if name.endswith("_") else None)

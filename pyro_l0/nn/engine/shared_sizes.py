@@ -1,4 +1,4 @@
-"""Sizes that the integers of modules give: what must stay for each to be one size, and what they become."""
+"""Sizes that modules' integers give: what must stay for each to be one size, and what the integers become."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["find_integers", "keep_parts_even", "pin_shared_sizes"]
 def pin_shared_sizes(maps: Maps) -> None:
     """Keep what would leave sizes different that one held integer gives.
 
-    A head's entries of queries and of values are an example: they leave apart, but both have the size ``head_dim``.
+    For example, a head's entries of queries and of values leave independently, but both have the size ``head_dim``.
     """
     of_integer: dict[str, list[Axis]] = {}
     for use in maps.recording.sizes:
@@ -43,7 +43,7 @@ def pin_shared_sizes(maps: Maps) -> None:
 
 
 def keep_parts_even(maps: Maps, solution: Solution) -> bool:
-    """Keep units where ``chunk`` or ``tensor_split`` would cut what is left elsewhere; says whether any are."""
+    """Keep units where ``chunk`` or ``tensor_split`` would cut the rest elsewhere; return whether any are kept."""
     is_changed = False
     for operation in maps.recording.operations:
         number = operation.arguments.get("chunks", operation.arguments.get("indices_or_sections"))

@@ -82,7 +82,7 @@ class Solution:
                     self._keep(units[self._needs.read[relation] == TRUE], relation.reason)
 
     def _keep(self, units: Index, text: str) -> bool:
-        """Let units stay; says whether that is new of some."""
+        """Let units stay; return whether that is new for some."""
         units = units[~self.stays[units]]
         if not len(units):
             return False
@@ -105,7 +105,7 @@ class Solution:
         return self._keep(flat[every], _IN_A_PRODUCT) or is_changed
 
     def _keep_one(self, maps: Maps) -> bool:
-        """Let no dimension become empty; says whether one would have.
+        """Let no dimension become empty; return whether one would have.
 
         A factor of a view that no gate closes, such as the features of a head, stays whole: its size tends to be
         written in the network's code.

@@ -53,7 +53,7 @@ class Operation:
     Attributes:
         name: its name without overload, such as ``"aten::addmm"`` or ``"gate"``.
         function: what was called.
-        args: its positional arguments, with values in the places of tensors.
+        args: its positional arguments, with values in place of tensors.
         kwargs: its keywords, likewise.
         arguments: all arguments by the names in its signature, defaults included.
         outputs: the values that it made; None where it returned something else.

@@ -16,8 +16,8 @@ __all__: list[str] = []
 def convolution(maps: Maps, operation: Operation) -> None:
     """Input channels are summed over, group by group; images and kernels stay.
 
-    An input channel leaves if it is zero, or constant and so for the bias. With groups, whole groups leave, or the
-    same channels of every group; in a depthwise convolution a channel is one unit throughout.
+    An input channel leaves if it is zero, or if it is constant and goes into the bias. With groups, whole groups leave,
+    or the same channels of every group; in a depthwise convolution a channel is one unit throughout.
     """
     x, weight, bias, output = operation.value("input"), operation.value("weight"), operation.added, operation.output
     is_transposed, groups = bool(operation.arguments["transposed"]), operation.integer("groups")

@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 @rule("aten::embedding")
 def embedding(maps: Maps, operation: Operation) -> None:
-    """Rows stay, since any of them may be asked for; their features pass."""
+    """Rows stay, since any of them may be looked up; their features pass."""
     weight, indices, output = operation.value("weight"), operation.value("indices"), operation.output
     maps.fixes(weight, 0)
     maps.set_state(output, max(maps.state(weight), maps.state(indices), CONSTANT))

@@ -1,4 +1,4 @@
-"""Rules of operations that move entries to other places, and compute nothing."""
+"""Rules of operations that move entries and compute nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _common_parts(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple
 
 @rule("aten::permute", "aten::t", "aten::numpy_T", "aten::mT", "aten::transpose", "aten::swapaxes")
 def permute(maps: Maps, operation: Operation) -> None:
-    """Dimensions change places: all as given, two of them, or those of a matrix."""
+    """Dimensions are reordered: all as given, two of them, or those of a matrix."""
     x = operation.value("self")
     order = operation.integers("dims") or list(range(x.rank))
     if order and "dim0" in operation.arguments:
@@ -103,7 +103,7 @@ def expand(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::cat", "aten::concat")
 def concatenate(maps: Maps, operation: Operation) -> None:
-    """The entries of one dimension stand behind each other; the other dimensions are the same."""
+    """One dimension's entries are joined end to end; the other dimensions are the same."""
     output = operation.output
     tensors = [x for x in operation.inputs if math.prod(x.shape)]
     dim = int(operation.arguments["dim"]) % output.rank  # type: ignore[call-overload]
@@ -117,7 +117,7 @@ def concatenate(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::stack")
 def stack(maps: Maps, operation: Operation) -> None:
-    """Tensors of the same dimensions stand behind each other in a new one, which stays."""
+    """Tensors are joined along a new dimension, which stays."""
     output = operation.output
     dim = operation.integer("dim") % output.rank
     states = np.array([maps.state(x) for x in operation.inputs], dtype=np.uint8)
@@ -150,7 +150,7 @@ def cut(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::split", "aten::split_with_sizes", "aten::unsafe_split", "aten::chunk", "aten::tensor_split")
 def split(maps: Maps, operation: Operation) -> None:
-    """Ranges of one dimension that stand behind each other; the other dimensions are the same."""
+    """Consecutive ranges of one dimension; the other dimensions are the same."""
     x = operation.inputs[0]
     dim = operation.integer("dim") % x.rank
     start = 0
@@ -199,7 +199,7 @@ def select(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::constant_pad_nd", "aten::pad")
 def pad(maps: Maps, operation: Operation) -> None:
-    """Constant entries are put in front of a dimension and behind it, where they stay; other pads copy entries."""
+    """Constant entries are added at both ends of a dimension, where they stay; other modes copy entries."""
     x, output = operation.inputs[0], operation.output
     amounts = operation.integers("pad")
     state = CONSTANT if operation.arguments["value"] else ZERO

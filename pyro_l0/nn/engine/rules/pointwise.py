@@ -49,7 +49,7 @@ def pointwise(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::copy_")
 def copy(maps: Maps, operation: Operation) -> None:
-    """The output is what is copied; what was there before is read by nobody, but keeps its place."""
+    """The output is what is copied; nothing reads the previous values, but they keep their entries."""
     before, source = operation.value("self"), operation.value("src")
     combine(maps, operation, [source], [(0,)])
     maps.keeps_place(before, operation.output)
@@ -73,7 +73,7 @@ def glu(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_")
 def overwrite(maps: Maps, operation: Operation) -> None:
-    """What was there before is read by nobody, but keeps its place."""
+    """Nothing reads the previous values, but they keep their entries."""
     before, output = operation.value("self"), operation.output
     maps.keeps_place(before, output)
     number = operation.maybe("value")
@@ -139,7 +139,7 @@ def _zeroing(operation: Operation, operands: Sequence[Value]) -> list[tuple[int,
 def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[Sequence[int]]) -> bool:
     """Whether an operation gives zeros for all choices of its operands: zeros (0) and some other numbers (1, −1).
 
-    What is no number (0 / 0) is left out of account: then the network's own output is none.
+    Results that are not a number (0 / 0) are ignored: then the network's own output is not one either.
     """
     for chosen in product(*choices):
         probes = {x: _probe(x, choice) for x, choice in zip(operands, chosen, strict=True)}
@@ -155,7 +155,7 @@ def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[
 
 
 class _Copies(dict[Value, Tensor]):
-    """Copies of tensors in the places of values."""
+    """Copies of tensors in place of values."""
 
     def __call__(self, value: Value) -> Tensor:
         return self[value].clone()

@@ -74,5 +74,5 @@ def triangle(maps: Maps, operation: Operation) -> None:
 
 @rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_assert_async")
 def number(maps: Maps, operation: Operation) -> None:
-    """The network looks at the number, and may take another way for another one."""
+    """The network's code reads the number, and may branch on it."""
     maps.roots.extend(operation.inputs)
