@@ -21,7 +21,7 @@ Each method's penalty, and when a unit leaves:
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
@@ -36,16 +36,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import checkpoint
-import command
-import ranges
-from comparator_methods import METHODS, Layer, MethodName
-from data import Images, load_images
-from gated_run import check_finite
-from networks import mlp
+from common import command
+from common.comparator_methods import METHODS, Layer, MethodName
+from common.data import Images, load_images
+from common.networks import mlp
+from common.options import check
+from common.sweep import read_result, side_by_side, write_json
 from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.gate import name_gates
+from pyro_l0.training.epochs import check_finite
 
 __all__ = ["Options", "main", "train"]
 
@@ -113,7 +113,7 @@ def train(images: Images, method: MethodName, epochs: int, seed: int, strength: 
             step += 1
             for layer in layers:
                 layer.after_step(step / total)
-    check_finite(float(loss.detach()), net)
+    check_finite(epochs, float(loss.detach()), net)
     return {"method": method, "strength": strength, **_measure(images, layers), "seconds": time.perf_counter() - start}
 
 
@@ -148,7 +148,7 @@ def main(options: Options) -> list[dict[str, Any]]:
         ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another sweep
             is at work there.
     """
-    ranges.check(options)
+    check(options)
     with command.folder(options.out):
         return _sweep(options)
 
@@ -156,8 +156,8 @@ def main(options: Options) -> list[dict[str, Any]]:
 def _sweep(options: Options) -> list[dict[str, Any]]:
     tasks = list(itertools.product([options], options.methods, options.strength, options.seeds))
     command.advise("the runs that are finished stay, and the same command goes on with the others")
-    command.side_by_side(_run, [task for task in tasks if not _result(task).exists()], options.jobs)
-    rows = [checkpoint.read_result(_result(task), _described(options), ENTRIES) for task in tasks]
+    side_by_side(_run, [task for task in tasks if not _result(task).exists()], options.jobs)
+    rows = [read_result(_result(task), _described(options), ENTRIES) for task in tasks]
     lines = ["| method | strength | test error | weights left | units left |", "|---|---|---|---|---|"]
     for row in rows:
         units = "-".join(map(str, row["architecture"]))
@@ -183,7 +183,7 @@ def _run(task: Task) -> None:
     torch.set_num_threads(1)
     images = load_images(options.data, options.data_dir, options.hold_out)
     found = train(images, method, options.epochs, seed, strength)
-    checkpoint.write_json(_result(task), {**found, "options": _described(options)})
+    write_json(_result(task), {**found, "options": _described(options)})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ mixtures prints one point per family; a sweep tells a better family from a lucki
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
@@ -22,11 +22,11 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.ticker import ScalarFormatter
 
-import checkpoint
-import command
 import mnist
-import ranges
-from networks import FamilyName, NetworkName
+from common import command
+from common.networks import FamilyName, NetworkName
+from common.options import check
+from common.sweep import read_result, side_by_side
 
 __all__ = ["Options", "main"]
 
@@ -80,7 +80,7 @@ def main(options: Options) -> list[dict[str, Any]]:
         ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another sweep
             is at work there.
     """
-    ranges.check(options)
+    check(options)
     with command.folder(options.out):
         return _sweep(options)
 
@@ -94,8 +94,8 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
     ]
     command.advise("the runs that are finished stay, and the same command goes on with the others")
     missing = [run for run in runs if not _result(run).exists()]
-    command.side_by_side(_train_alone if options.jobs > 1 else mnist.main, missing, options.jobs)
-    found = [checkpoint.read_result(_result(run), mnist.describe(run), ENTRIES) for run in runs]
+    side_by_side(_train_alone if options.jobs > 1 else mnist.main, missing, options.jobs)
+    found = [read_result(_result(run), mnist.describe(run), ENTRIES) for run in runs]
     rows = []
     for family in options.families:
         for lam in options.lams:

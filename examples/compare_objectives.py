@@ -15,7 +15,7 @@ Writes ``comparison.json`` and ``comparison.png`` to ``--out``.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
@@ -31,14 +31,14 @@ import pyro
 import torch
 from tqdm import tqdm
 
-import checkpoint
-import command
-import options as training
-import ranges
-from data import Images, load_images
+from common import command
+from common.data import Images, load_images
+from common.mnist_run import Options as RunOptions
+from common.mnist_run import Run
+from common.options import check
+from common.sweep import write_json
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
-from run import Run
 
 __all__ = ["Options", "main", "rate_without_data"]
 
@@ -79,7 +79,7 @@ def main(options: Options) -> dict[str, Any]:
     Raises:
         ValueError: an option is outside its range, or another run uses ``out``.
     """
-    ranges.check(options)
+    check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out):
         return _compare(options)
@@ -95,14 +95,14 @@ def _compare(options: Options) -> dict[str, Any]:
         rates.append({"prior": rate, "without_data": rate_without_data(rate, options.seed), **trained})
     comparison = {"sweep": sweep, "rates": rates}
     _plot(comparison, options.out / "comparison.png")
-    checkpoint.write_json(options.out / "comparison.json", comparison)
+    write_json(options.out / "comparison.json", comparison)
     _print(comparison)
     return comparison
 
 
 def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) -> dict[str, Any]:
     gate_rate = 2e-2 if options.data == "digits" else 1e-3
-    base = training.Options(options.data, seed=options.seed, device=options.device, gate_learning_rate=gate_rate)
+    base = RunOptions(options.data, seed=options.seed, device=options.device, gate_learning_rate=gate_rate)
     run = Run(images, replace(base, **knob))
     for _ in tqdm(range(options.epochs), desc=name, leave=False, unit="epoch", disable=None):
         run.train_epoch()

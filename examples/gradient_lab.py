@@ -16,7 +16,7 @@ Variances are those of the gradient for E[z], so that families with different pa
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
@@ -32,9 +32,9 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-import command
-import ranges
-from data import load_digits
+from common import command
+from common.data import load_digits
+from common.options import check
 from pyro_l0 import (
     BernoulliGate,
     ExponentialGate,
@@ -134,7 +134,7 @@ def main(options: Options) -> dict[str, list[GradientReport]]:
     Raises:
         ValueError: an option is outside its range, or another run uses ``out``.
     """
-    ranges.check(options)
+    check(options)
     with command.folder(options.out):
         torch.set_default_dtype(torch.float64)
         try:

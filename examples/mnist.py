@@ -8,10 +8,9 @@ By default on scikit-learn's 1,797 digits of 8 x 8 pixels, which need no downloa
 ``torchrun --nproc-per-node 2 examples/mnist.py ...`` trains in two processes, each with its share of every batch.
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error, open units and expected multiply-adds over the epochs,
-Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safetensors`` (the
-compacted network, for ``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``, from which ``--resume`` continues
-after an interrupt, with the same options; only ``--out``, the retraining and, without a target, ``--epochs`` may be
-others.
+Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safetensors`` (the compacted network, for
+``pyro_l0.compaction.load_compacted``) and ``checkpoint.pt``. ``--resume`` goes on from there after an interrupt, with
+the same options; only the retraining and, without a target, ``--epochs`` may be others.
 
 ``--target 0.1`` leaves a tenth of the multiply-adds (``--target-of weights`` or ``parameters``: of these) and needs no
 other option: the gates' learning rate, their prices and the fall of the budget follow from the number of steps. The
@@ -22,30 +21,25 @@ network that counts has the test gates of the last step, and is trained further 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
-import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import checkpoint
-import command
-from averages import AVERAGE_POWER
-from data import Images, load_images
-from gated_run import MEASURES
-from options import Options, check, describe
-from plots import plot_inputs, plot_training
-from processes import process_group
-from progress import Progress
+from common import command
+from common.averages import retrain
+from common.data import load_images
+from common.gated_run import train
+from common.mnist_run import Options, Run, check, describe
+from common.plots import plot_inputs, plot_training
+from common.sweep import write_json
 from pyro_l0.infer.target.report import TargetReport
-from run import Run
+from pyro_l0.training import process_group
 
-__all__ = ["Options", "describe", "main"]
+__all__ = ["Options", "Run", "describe", "main"]
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -58,77 +52,37 @@ def main(options: Options) -> dict[str, Any]:
         FloatingPointError: the training diverged; the last checkpoint stays.
     """
     check(options)
-    if options.checkpoint is not None and not options.resume:
-        raise ValueError("Expected checkpoint with resume only; a run that starts anew reads none.")
+    path = options.out / "checkpoint.pt"
     if options.resume:
-        checkpoint.require(_checkpoint(options))
-        command.advise(f"{_checkpoint(options)} is as it was, and the same command goes on from there")
+        command.require_checkpoint(path)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out), process_group(options.device) as first:
-        return _run(options, first)
-
-
-def _checkpoint(options: Options) -> Path:
-    """The file to go on from."""
-    return options.checkpoint or options.out / "checkpoint.pt"
-
-
-def _run(options: Options, first: bool) -> dict[str, Any]:
-    images = load_images(options.data, options.data_dir, options.hold_out)
-    run = Run(images, options)
-    progress = Progress(run, options.out / "checkpoint.pt", _fingerprint(run, images), first, {"seconds": 0.0})
-    resume = _checkpoint(options) if options.resume else None
-    for entry in progress.epochs(options.epochs, ("loss", *MEASURES), _show, resume):
-        start = time.perf_counter()
-        entry.update(loss=run.train_epoch(), **run.measure())
-        progress.totals["seconds"] += time.perf_counter() - start
-    history = progress.history
-    small = run.compacted()
-    metrics = {**_metrics(run, history, progress.totals["seconds"]), "certificate": small.certificate}
-    if run.target is not None:
-        metrics["target"] = _target(run.target.report())
-    if not first:
+        images = load_images(options.data, options.data_dir, options.hold_out)
+        run = Run(images, options)
+        train(run, path, run.described(images), options.resume, first)
+        small = run.compacted()
+        metrics = {**_metrics(run), "certificate": small.certificate}
+        if run.target is not None:
+            metrics["target"] = _target(run.target.report())
+        if not first:
+            return metrics
+        metrics["findings"] = [str(finding) for finding in run.diagnose().findings]
+        if options.retraining:
+            epochs, noise = options.retraining, options.retrain_noise
+            retrain(small.network, run.train_x, run.train_y, epochs, options.batch_size, noise)
+            metrics["retrained_error_percent"] = run.error(small.network)
+        small.save(options.out / "pruned")
+        plot_training(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
+        gate = next(iter(run.full(run.gates.test_gates()).values()))
+        if gate.numel() == images.train_x.shape[1]:
+            plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
+        write_json(options.out / "metrics.json", metrics)  # last: who finds it finds the others too
+        _print_table(metrics, options)
         return metrics
-    metrics["findings"] = [str(finding) for finding in run.diagnose().findings]
-    if options.retraining:
-        metrics["retrained_error_percent"] = run.retrain(small.network, options.retraining, options.retrain_noise)
-    small.save(options.out / "pruned")
-    plot_training(history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
-    gate = next(iter(run.full(run.gates.test_gates()).values()))
-    if gate.numel() == images.train_x.shape[1]:
-        plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
-    checkpoint.write_json(options.out / "metrics.json", metrics)  # last: who finds it finds the others too
-    _print_table(metrics, options)
-    return metrics
 
 
-def _show(entry: dict[str, Any]) -> str:
-    """An epoch behind the bar."""
-    return (
-        f"error {entry['test_error_percent']:.2f} %, open {'-'.join(map(str, entry['architecture']))}, "
-        f"expected MACs {entry['expected_macs']:,.0f}"
-    )
-
-
-def _fingerprint(run: Run, images: Images) -> dict[str, Any]:
-    """What a checkpoint and the run that resumes it must agree in."""
-    options = run.options
-    same = "data", "network", "objective", "seed", "hold_out", "weight_decay", "shrink", "prior_active_prob"
-    return {
-        **{name: value for name, value in asdict(options).items() if name in (*same, "batch_size")},
-        "units": run.units,
-        "family": [options.family, options.family_options, options.estimator],
-        "target": None if run.target is None else [options.budget, options.target_of, f"{run.target.steps} steps"],
-        "averages": AVERAGE_POWER,
-        "lam": list(options.prices),
-        "learning_rates": [group["lr"] for group in run.optimiser.param_groups],
-        "device": run.device.type,
-        "images": images.checksum(),
-    }
-
-
-def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    options = run.options
+def _metrics(run: Run) -> dict[str, Any]:
+    options, history = run.options, run.history
     last = history[-1]
     # Before a budget is met, the network is a larger one.
     budget = getattr(run.cost, f"total_{options.target_of}") * (options.budget or 1.0)
@@ -147,7 +101,7 @@ def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[st
         "parameters_left": last["parameters_left"],
         "expected_l0": last["expected_l0"],
         "active_rate": last["active_rate"],
-        "seconds": seconds,
+        "seconds": sum(entry["seconds"] for entry in history),
         "history": history,
     }
 
@@ -155,12 +109,8 @@ def _metrics(run: Run, history: list[dict[str, Any]], seconds: float) -> dict[st
 def _target(report: TargetReport) -> dict[str, Any]:
     """How far the budget was used, and how many of the gates did not decide."""
     ((fraction, budget),) = zip(report.fraction.values(), report.budget.values(), strict=True)
-    return {
-        "fraction": fraction,
-        "budget": budget,
-        "undecided": report.undecided,
-        "at_minimum": list(report.at_minimum),
-    }
+    closest = list(report.at_minimum)
+    return {"fraction": fraction, "budget": budget, "undecided": report.undecided, "at_minimum": closest}
 
 
 def _print_table(metrics: dict[str, Any], options: Options) -> None:

@@ -19,7 +19,7 @@ the seeds, and the part of the budget that the network uses. Writes a JSON file 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
@@ -39,13 +39,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import checkpoint
-import command
 import pyro_l0
-import ranges
-from data import load_images
-from importance import prune_by_importance, train
+from common import command
+from common.data import load_images
+from common.importance import prune_by_importance, train
+from common.options import check
+from common.sweep import read_result, side_by_side, write_json
 from pyro_l0.nn import Gate, insert_gates, suggest_gates
+from pyro_l0.training import Checkpoint
 
 __all__ = ["MethodName", "Options", "Problem", "ResidualNetwork", "Shuffled", "main", "pretrain", "prune", "table"]
 
@@ -222,14 +223,15 @@ def _problem(options: Options) -> Problem:
 
 def pretrain(problem: Problem, seed: int, path: Path) -> nn.Module:
     """The dense network of a seed, trained, or read from where it was written when it was."""
-    fingerprint = {"seed": seed, "epochs": problem.dense_epochs, "batches": len(problem.batches)}
+    described = {"seed": seed, "epochs": problem.dense_epochs, "batches": len(problem.batches)}
+    checkpoint = Checkpoint(path, described)
     torch.manual_seed(seed)
     network = problem.make()
     if path.exists():
-        network.load_state_dict(checkpoint.load(path, fingerprint)["network"])
+        checkpoint.load(network.load_state_dict)
     else:
         train(network, problem.batches, problem.dense_epochs * len(problem.batches), F.cross_entropy)
-        checkpoint.save(path, {"fingerprint": fingerprint, "network": network.state_dict()})
+        checkpoint.save(network.state_dict())
     return network
 
 
@@ -285,7 +287,7 @@ def main(options: Options) -> list[Row]:
         ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another
             comparison is at work there.
     """
-    ranges.check(options)
+    check(options)
     with command.folder(options.out):
         return _compare(options)
 
@@ -296,10 +298,10 @@ Task = tuple[Options, float, MethodName, int]  # with budget and seed
 def _compare(options: Options) -> list[Row]:
     command.advise("the runs that are finished stay, and the same command goes on with the others")
     untrained = [(options, seed) for seed in options.seeds if not _dense(options, seed).exists()]
-    command.side_by_side(_pretrain, untrained, options.jobs)
+    side_by_side(_pretrain, untrained, options.jobs)
     tasks: list[Task] = list(itertools.product([options], options.budgets, options.methods, options.seeds))
-    command.side_by_side(_run, [task for task in tasks if not _result(task).exists()], options.jobs)
-    rows = [checkpoint.read_result(_result(task), _described(options), ENTRIES) for task in tasks]
+    side_by_side(_run, [task for task in tasks if not _result(task).exists()], options.jobs)
+    rows = [read_result(_result(task), _described(options), ENTRIES) for task in tasks]
     text = table(rows)
     (options.out / "pruned.md").write_text(text + "\n")
     _plot(rows, options.out / "pruned.png")
@@ -332,7 +334,7 @@ def _run(task: Task) -> None:
     torch.set_num_threads(1)
     problem = _problem(options)
     row = prune(problem, pretrain(problem, seed, _dense(options, seed)), method, budget, seed)
-    checkpoint.write_json(_result(task), {**row, "options": _described(options)})
+    write_json(_result(task), {**row, "options": _described(options)})
 
 
 def summaries(rows: Sequence[Row]) -> dict[float, dict[MethodName, list[Row]]]:

@@ -33,7 +33,7 @@ Writes to ``--out``: ``metrics.json`` and ``coefficients.png``.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
@@ -58,9 +58,9 @@ from sklearn.datasets import load_diabetes
 from torch import Tensor
 from tqdm import trange
 
-import checkpoint
-import command
-import ranges
+from common import command
+from common.options import check
+from common.sweep import write_json
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
 
@@ -112,7 +112,7 @@ def main(options: Options) -> dict[str, Any]:
     Raises:
         ValueError: an option is outside its range, or another run uses ``out``.
     """
-    ranges.check(options)
+    check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out):
         return _compare(options)
@@ -138,7 +138,7 @@ def _compare(options: Options) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
     }
     plot(names, svi, exact, options.out / "coefficients.png")
-    checkpoint.write_json(options.out / "metrics.json", metrics)
+    write_json(options.out / "metrics.json", metrics)
     report(names, svi, exact)
     print(f"{metrics['seconds']:.0f} s; wrote metrics.json and coefficients.png to {options.out}")
     return metrics

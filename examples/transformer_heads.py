@@ -15,7 +15,7 @@ than four of them.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes seconds
-    import command
+    from common import command
 
     command.answer_signals()
 
@@ -31,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import command
-import ranges
-from data import Images, load_images
-from networks import Classifier
+from common import command
+from common.data import Images, load_images
+from common.networks import Classifier
+from common.options import check
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates, gate_heads
@@ -164,7 +164,7 @@ def main(options: Options) -> list[Row]:
         ValueError: an option is outside its range.
         FileNotFoundError: ``data_dir`` is no folder, or lacks a file.
     """
-    ranges.check(options)
+    check(options)
     images = load_images(options.data, options.data_dir)
     if options.quick:
         options = replace(options, epochs=8, batch_size=20, lams=options.lams[-1:])

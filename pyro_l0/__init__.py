@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pyro_l0 import nn as nn
     from pyro_l0 import pruning as pruning
     from pyro_l0 import selection as selection
+    from pyro_l0 import training as training
     from pyro_l0.diagnostics import diagnose as diagnose
     from pyro_l0.pruning import prune as prune
 
@@ -40,7 +41,7 @@ __all__ = [
 
 # Parts that are imported when they are first used, so that ``import pyro_l0`` stays quick. They are not in ``__all__``,
 # because a star would put this ``nn`` in the place of torch's.
-_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "pruning", "selection")
+_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "pruning", "selection", "training")
 # Functions at the top that bring such a part along.
 _FUNCTIONS = {"diagnose": "diagnostics", "prune": "pruning"}
 

@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "nn": {"fast", "distributions"},
     "compaction": {"nn"},
     "diagnostics": {"maths", "fast", "distributions", "infer", "nn"},
-    "pruning": {"infer", "nn", "compaction", "diagnostics"},
+    "training": {"compaction"},
+    "pruning": {"infer", "nn", "compaction", "diagnostics", "training"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
 }
 # Folders of selection, and which of its other parts they may import.

@@ -77,8 +77,8 @@ def imported(folder):
                 names.update(alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module.split(".")[0])
-    scripts = [*(ROOT / "examples").glob("*.py"), *(ROOT / "tests" / "bench").glob("*.py")]
-    own = {path.stem for path in scripts} | {"pyro_l0", "tests"}
+    scripts = [*(ROOT / "examples").glob("*.py"), *(ROOT / "tests" / "bench").rglob("*.py")]
+    own = {path.stem for path in scripts} | {"common", "pyro_l0", "tests"}
     known = {"sklearn": "scikit-learn", "pyro": "pyro-ppl", "torch_pruning": "torch-pruning"}
     return {known.get(name, name) for name in names - own - set(sys.stdlib_module_names)}
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers
-from pyro_l0.pruning.stream import some_batches
+from pyro_l0.pruning.batches import BatchLoss, Loader
+from pyro_l0.training.processes import average_buffers
+from pyro_l0.training.stream import some_batches
 
 __all__ = ["renew_statistics"]
 
@@ -20,7 +21,7 @@ _BATCHES = 20
 def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> None:
     """Take the running statistics of BatchNorm anew, as means over a few batches.
 
-    Those of a network that has lost units are of inputs that there are no more.
+    After units were removed the old ones describe inputs that no longer exist.
 
     Args:
         network: in any mode, in which it stays.

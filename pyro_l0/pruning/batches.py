@@ -1,28 +1,17 @@
-"""Batches of any loader: what of them goes into the network, what into the loss, on which device, in which process."""
+"""Batches of any loader: what of them goes into the network, what into the loss, and on which device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 
-__all__ = [
-    "BatchLoss",
-    "Loader",
-    "LossFunction",
-    "average_buffers",
-    "average_gradients",
-    "groups",
-    "is_first",
-    "processes",
-    "same_everywhere",
-    "share",
-]
+__all__ = ["BatchLoss", "Loader", "LossFunction", "groups"]
 
 LossFunction = Callable[..., Tensor]
 
@@ -119,61 +108,3 @@ def groups(loader: Loader, size: int, epoch: int) -> Iterator[list[object]]:
             group = []
     if group:
         yield group
-
-
-def processes() -> int:
-    """How many processes train together."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def is_first() -> bool:
-    """Whether this process is the one that prints and writes."""
-    return processes() == 1 or distributed.get_rank() == 0
-
-
-def same_everywhere(value: int) -> bool:
-    """Whether all processes have the same number."""
-    if processes() == 1:
-        return True
-    found: list[int] = [value] * processes()
-    distributed.all_gather_object(found, value)
-    return len(set(found)) == 1
-
-
-@torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give all processes the mean of their gradients; what has none counts as 0."""
-    if processes() == 1:
-        return
-    trained = [p for p in parameters if p.requires_grad]
-    _average([p.grad if p.grad is not None else torch.zeros_like(p) for p in trained], trained)
-
-
-@torch.no_grad()
-def average_buffers(network: nn.Module) -> None:
-    """Give all processes the mean of their buffers, such as statistics of BatchNorm."""
-    if processes() > 1:
-        found = [buffer for buffer in network.buffers() if buffer.is_floating_point()]
-        _average(found, None)
-
-
-@torch.no_grad()
-def share(network: nn.Module) -> None:
-    """Give all processes the tensors of the first."""
-    if processes() > 1:
-        for value in network.state_dict().values():
-            distributed.broadcast(value, 0)
-
-
-def _average(values: list[Tensor], parameters: list[nn.Parameter] | None) -> None:
-    """Average tensors over processes, into themselves or into the gradients of parameters."""
-    if not values:
-        return
-    flat = torch.cat([value.flatten().to(torch.promote_types(value.dtype, torch.float32)) for value in values])
-    distributed.all_reduce(flat)
-    flat /= processes()
-    for i, (value, piece) in enumerate(zip(values, flat.split([value.numel() for value in values]), strict=True)):
-        if parameters is None:
-            value.copy_(piece.view(value.shape))
-        else:
-            parameters[i].grad = piece.view(value.shape).to(value)

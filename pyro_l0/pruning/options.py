@@ -1,4 +1,4 @@
-"""What may be asked of a pruning run, checked before anything is computed."""
+"""The arguments of a pruning run, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import nn
 
 from pyro_l0.expect import expect
 from pyro_l0.nn.calls import refuse_computed
-from pyro_l0.pruning.batches import Loader, same_everywhere
-from pyro_l0.pruning.stream import Stream
+from pyro_l0.pruning.batches import Loader
+from pyro_l0.training.processes import same_everywhere
+from pyro_l0.training.stream import Stream
 
-__all__ = ["check_callables", "check_network", "check_target", "count_steps", "with_length"]
+__all__ = ["check_budget", "check_callables", "check_network", "count_steps", "with_length"]
 
 _LEAST_STEPS = 10  # with gates
 _AFTER, _LEAST_AFTER = 0.35, 0.25  # of all steps, the part after the cut: the second where few would have gates
@@ -72,31 +73,31 @@ def _check_number(name: str, value: object) -> None:
         raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
 
 
-def check_target(target: object) -> None:
-    """Refuse what is no fraction, no several that fall, and no fractions by name.
+def check_budget(budget: object) -> None:
+    """Check that a budget is a fraction, several falling ones, or fractions by name.
 
     Raises:
         TypeError: it is of another kind.
         ValueError: a fraction is outside of (0, 1), or they do not fall.
     """
-    several = isinstance(target, Sequence) and not isinstance(target, str)
-    given = target if isinstance(target, Sequence) and several else [target]
-    given = list(target.values()) if isinstance(target, Mapping) else list(given)
+    several = isinstance(budget, Sequence) and not isinstance(budget, str)
+    given = budget if isinstance(budget, Sequence) and several else [budget]
+    given = list(budget.values()) if isinstance(budget, Mapping) else list(given)
     if any(isinstance(value, bool) or not isinstance(value, Real) for value in given):
         raise TypeError(
-            f"Expected a target of a number, a list of them or a dict by names of costs, but got {target!r}."
+            f"Expected a budget of a number, a list of them or a dict by names of costs, but got {budget!r}."
         )
     values = [float(value) for value in given if isinstance(value, Real)]
     if not values or not all(0 < value < 1 for value in values):
         raise ValueError(
-            f"Expected a target between 0 and 1, the fraction of the cost that may be left, but got {target!r}."
+            f"Expected a budget between 0 and 1, the fraction of the cost that may be left, but got {budget!r}."
         )
     if several and any(b >= a for a, b in itertools.pairwise(values)):
-        raise ValueError(f"Expected targets that fall from one to the next, but got {target!r}.")
+        raise ValueError(f"Expected budgets that fall from one to the next, but got {budget!r}.")
 
 
 def check_callables(callbacks: object, autocast: object, loss_fn: object, **others: object) -> None:
-    """Refuse what can't be called, or is called with something else.
+    """Check the functions, and the type for autocast.
 
     Raises:
         TypeError: an option is of another kind.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,45 +16,52 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pyro_l0.expect import expect
+from pyro_l0.infer import AutoGate, SparsityTarget
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.gate import gate_names
-from pyro_l0.pruning.batches import BatchLoss, LossFunction, share
-from pyro_l0.pruning.checkpoint import Checkpoint, checksum, numbers, told
+from pyro_l0.pruning.batches import BatchLoss, LossFunction
+from pyro_l0.pruning.described import numbers, told
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
-from pyro_l0.pruning.options import check_callables, check_network, check_target, count_steps, with_length
+from pyro_l0.pruning.options import check_budget, check_callables, check_network, count_steps, with_length
 from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
-from pyro_l0.pruning.places import GatedNetwork, put_gates
+from pyro_l0.pruning.places import put_gates
 from pyro_l0.pruning.result import Pruned, PruningReport
-from pyro_l0.pruning.run import Callback, Cut, Evaluate, Run, Settings
-from pyro_l0.pruning.stream import Stream, some_batches
+from pyro_l0.pruning.run import Cut, Evaluate, Run
+from pyro_l0.retired import renamed_arguments
+from pyro_l0.training.checkpoint import Checkpoint, checksum
+from pyro_l0.training.epochs import epochs as train_epochs
+from pyro_l0.training.processes import rank, share
+from pyro_l0.training.stream import Stream, some_batches
 
 __all__ = ["prune"]
 
 _ROOM = 0.5  # of a budget, which the least network may take
+Budgets = float | Sequence[float] | Mapping[str, float]
 Counted = Literal["macs", "weights", "parameters"]
 
 
+@renamed_arguments(target="budget", of="cost", optimiser="make_optimiser")
 def prune(
     network: nn.Module,
     loss_fn: LossFunction,
     loader: Iterable[object],
     example: Example,
-    target: float | Sequence[float] | Mapping[str, float] = 0.3,
+    budget: Budgets = 0.3,
     *,
-    of: Counted | Cost | Mapping[str, Cost] = "macs",
+    cost: Counted | Cost | Mapping[str, Cost] = "macs",
     epochs: int,
     steps_per_epoch: int | None = None,
     pretrained: bool = True,
     finetune: float | None = None,
     gates: Mapping[str, Gate] | None = None,
     evaluate: Evaluate | None = None,
-    optimiser: MakeOptimiser | None = None,
+    make_optimiser: MakeOptimiser | None = None,
     schedule: MakeSchedule | None = None,
     accumulate: int = 1,
     autocast: torch.dtype | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callable[[Mapping[str, float]], None]] = (),
     checkpoint: str | Path | None = None,
     resume: bool = False,
     device: torch.device | str | None = None,
@@ -61,10 +69,10 @@ def prune(
 ) -> Pruned:
     """Prune a network down to a budget, and train what is left.
 
-    Gates go to where a closed one makes the network smaller: behind units whose layers alone read them, and on the
+    Gates go where a closed one makes the network smaller: behind units that only their own layers read, and on the
     heads of attention. They train with the weights by the L0 objective under a :class:`~pyro_l0.infer.SparsityTarget`,
-    for the first part of the epochs; then closed units are taken out, statistics of BatchNorm are renewed, and the
-    smaller network trains on. Nothing needs to be tuned: more epochs are better, some hundreds of steps the least.
+    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are renewed, and the
+    smaller network is fine-tuned. Nothing needs tuning: more epochs are better, and some hundreds of steps the minimum.
 
     Args:
         network: any module that runs in eager torch; it is not changed. With :class:`~pyro_l0.nn.Gate` layers of your
@@ -75,21 +83,22 @@ def prune(
             dict of keywords. What is random in it should come from torch, numpy or Python's generators, or from the
             ``DataLoader``'s own, all of which a checkpoint keeps.
         example: what the network is called with, as :func:`~pyro_l0.compaction.compact` takes it; a small batch.
-        target: largest fraction of the cost that may be left, in (0, 1). Several falling ones give a network each,
+        budget: largest fraction of the cost that may be left, in (0, 1). Several falling ones give a network each,
             from one run with gates; a dict gives one by name of several costs, all of which hold.
-        of: what is counted: multiply-adds, weights or parameters; or a differentiable cost of your own, of gates by
+        cost: what is counted: multiply-adds, weights or parameters; or a differentiable cost of your own, of gates by
             site, or several by name.
-        epochs: passes over the loader; the last one with gates may be cut short. Several targets take the last part,
+        epochs: passes over the loader; the last one with gates may be cut short. Several budgets take the last part,
             without gates, once for each.
-        steps_per_epoch: of a loader without a length, such as a stream; each epoch goes on where the last one ended,
-            and the loader begins anew at its end. A resumed run passes by the batches that were taken of the pass.
+        steps_per_epoch: of a loader without a length, such as a stream. Each epoch goes on where the last one ended,
+            and the loader begins anew at its end. A resumed run skips the batches that were taken of the pass.
         pretrained: whether the network was trained before. One from scratch learns for a while before gates move.
         finetune: the part of the epochs that comes after the cut, from 0 to 0.9; 35 % of them if not given, and less,
             down to a quarter, where fewer than 300 steps would have gates.
-        gates: by module path, the gates to put behind modules, if it is not the places above; see
+        gates: by module path, the gates to put behind modules, instead of the locations above; see
             :func:`~pyro_l0.nn.suggest_gates`. One gate at several paths acts alike there, as on a residual stream.
         evaluate: takes a network in evaluation mode and returns its error, of which smaller is better; for the report.
-        optimiser: makes the optimiser of some parameters; Adam with a rate of 1e-3 if not given. Gates have their own.
+        make_optimiser: makes the optimiser of some parameters; Adam with a rate of 1e-3 if not given. Gates have
+            their own.
         schedule: makes a scheduler of an optimiser and a number of steps, for the phase with gates and for the one
             after; if not given, rates are constant, and fall to 0 by a cosine over the last half of the latter.
         accumulate: batches for each step.
@@ -109,15 +118,15 @@ def prune(
         The smaller network and how it came about.
 
     Raises:
-        ValueError: there is no place for a gate, the target is below the cost of one unit per site, an option is
+        ValueError: no gate can be placed, the budget is below the cost of one unit per site, an option is
             out of range, or the checkpoint is damaged, was changed, is of another run or held by another process.
         TypeError: an option or a loss is of another kind.
         FileExistsError: the checkpoint is there, and ``resume`` is False.
         FloatingPointError: the training diverged; a checkpoint stays as it was before.
 
     Warns:
-        UserWarning: what may have gone better, as in the report's notes; with other notes than on a large unit or on
-            sites at their floor.
+        UserWarning: what may have gone better, as in the report's notes, but for those on a large unit or on sites at
+            their minimum.
 
     Example:
         >>> from torch.utils.data import DataLoader, TensorDataset
@@ -134,162 +143,145 @@ def prune(
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, whose price of a weight the target finds.
     """
     home = check_network(network)
-    check_target(target)
     expect(bool, "True or False", pretrained=pretrained, resume=resume, progress=progress)
-    check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, optimiser=optimiser, schedule=schedule)
+    check_budget(budget)
+    check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, make_optimiser=make_optimiser, schedule=schedule)
     if resume and checkpoint is None:
         raise ValueError("Expected a checkpoint to resume from, but got none; give checkpoint=, the file of that run.")
     loader = with_length(loader, steps_per_epoch, accumulate)
-    settings = Settings(
-        *count_steps(loader, epochs, finetune, accumulate),
-        accumulate,
-        optimiser,
-        schedule,
-        evaluate,
-        callbacks,
-        progress,
-    )
+    gated_steps, further_steps = count_steps(loader, epochs, finetune, accumulate)
     device = home if device is None else torch.device(device)
     example = tree_map_only(Tensor, lambda x: x.to(device), example)
     given = copy.deepcopy(network).to(device)
     share(given)
-    placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), target, of))
+    placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), budget, cost))
     loss = BatchLoss(loss_fn, device, autocast)
-    run = Run(placed.network, example, loader, loss, settings)
     counts = NetworkCost(placed.network, example)
-    costs = _costs(counts, target, of)
+    run = Run(
+        placed,
+        example,
+        counts,
+        _costs(counts, budget, cost),
+        loader,
+        loss,
+        gated_steps,
+        further_steps,
+        len(budget) if isinstance(budget, Sequence) else 1,
+        accumulate,
+        make_optimiser,
+        schedule,
+        evaluate,
+    )
+    costs = run.costs if isinstance(budget, Mapping) else run.costs["cost"]
+
+    def make_target(guide: AutoGate) -> SparsityTarget:
+        return SparsityTarget(guide, budget, costs, steps=gated_steps, pretrained=pretrained, on_budget=run.on_budget)
+
     with Checkpoint.held(checkpoint, resume), pyro.get_param_store().scope():
         batch = next(some_batches(loader))
         try:
-            run.start(batch, target, costs if isinstance(target, Mapping) else costs["cost"], pretrained)
+            run.start(batch, make_target)
         except BudgetTooSmallError as error:
             raise ValueError(f"{error}{placed.reasons}") from error
         dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
-        untrained = pretrained and looks_untrained(dense, loss, batch)
-        start = _Start(placed, counts, costs, untrained, run.error(dense))
+        run.looks_untrained = pretrained and looks_untrained(dense, loss, batch)
+        run.dense_error = run.error(dense)
         file = None
         if checkpoint is not None:
-            described = _described(given, target, of, pretrained, autocast, run, counts)
-            file = Checkpoint(checkpoint, described, loader)
-            file.load(device, run.load_state_dict)  # after all else that draws random numbers
-        run.train(len(target) if isinstance(target, Sequence) else 1, file)
-        results = [_result(run, cut, start) for cut in run.cuts]
+            file = Checkpoint(checkpoint, _described(given, budget, cost, pretrained, autocast, run), loader)
+            file.load(run.load_state_dict, device)
+        for entry in train_epochs(run, file):
+            if progress and rank() == 0:
+                _print(entry, "compacted" if run.tuning else "with gates")
+            for callback in callbacks:
+                callback(entry)
+        run.finish()
+        results = [_result(run, cut) for cut in run.cuts]
     for text in dict.fromkeys(note.text for _, notes in results for note in notes if note.is_warning):
-        warnings.warn(text, stacklevel=2)
-    *on_the_way, last = (pruned for pruned, _ in results)
-    return replace(last, on_the_way=tuple(on_the_way))
+        warnings.warn(text, stacklevel=3)  # where the function is called that takes the retired names
+    *intermediate, last = (pruned for pruned, _ in results)
+    return replace(last, on_the_way=tuple(intermediate))
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What is known before the first step."""
-
-    placed: GatedNetwork
-    counts: NetworkCost
-    costs: Mapping[str, Cost]
-    untrained: bool
-    error: float | None
+def _print(entry: Mapping[str, Any], phase: str) -> None:
+    found = ", ".join(f"{name} {entry[name]:.4g}" for name in ("loss", "fraction", "error") if name in entry)
+    print(f"epoch {entry['epoch']:.0f}, step {entry['step']:.0f}, {phase}: {found}", file=sys.stderr, flush=True)
 
 
-def _suffices(
-    counts: NetworkCost, target: float | Sequence[float] | Mapping[str, float], of: str | Cost | Mapping[str, Cost]
-) -> bool:
+def _suffices(counts: NetworkCost, budget: Budgets, cost: str | Cost | Mapping[str, Cost]) -> bool:
     """Whether a network with one open gate per site is well within its budget."""
-    if callable(of):
+    if callable(cost):
         return True
-    budgets = (
-        target if isinstance(target, Mapping) else {"cost": min(target) if isinstance(target, Sequence) else target}
-    )
-    costs = _costs(counts, target, of)
+    smallest = min(budget) if isinstance(budget, Sequence) else budget
+    budgets = smallest if isinstance(smallest, Mapping) else {"cost": smallest}
+    costs = _costs(counts, budget, cost)
     least = {site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}
     full = {site: torch.ones(size) for site, size in counts.sizes.items()}
-    return all(
-        float(costs[name](least)) <= _ROOM * budget * float(costs[name](full)) for name, budget in budgets.items()
-    )
+    return all(float(costs[name](least)) <= _ROOM * part * float(costs[name](full)) for name, part in budgets.items())
 
 
-def _costs(
-    counts: NetworkCost, target: float | Sequence[float] | Mapping[str, float], of: str | Cost | Mapping[str, Cost]
-) -> dict[str, Cost]:
+def _costs(counts: NetworkCost, budget: Budgets, cost: str | Cost | Mapping[str, Cost]) -> dict[str, Cost]:
     """The costs by the names of the budgets."""
-    own = dict(of) if isinstance(of, Mapping) else {}
+    own = dict(cost) if isinstance(cost, Mapping) else {}
     known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters, **own}
-    if isinstance(target, Mapping):
-        unknown = [name for name in target if name not in known]
-        if unknown or not target:
+    if isinstance(budget, Mapping):
+        unknown = [name for name in budget if name not in known]
+        if unknown or not budget:
             raise ValueError(
-                f"Expected targets by the names of costs, {', '.join(known)}, but got {sorted(target)}; give costs of "
-                "your own in of={name: cost}."
+                f"Expected budgets by the names of costs, {', '.join(known)}, but got {sorted(budget)}; give costs of "
+                "your own in cost={name: cost}."
             )
-        return {name: known[name] for name in target}
-    if callable(of):
-        return {"cost": of}
-    if not isinstance(of, str) or of not in known:
-        raise ValueError(f"Expected of to be one of {', '.join(known)}, or a cost of your own, but got {of!r}.")
-    return {"cost": known[of]}
+        return {name: known[name] for name in budget}
+    if callable(cost):
+        return {"cost": cost}
+    if not isinstance(cost, str) or cost not in known:
+        raise ValueError(f"Expected cost to be one of {', '.join(known)}, or a cost of your own, but got {cost!r}.")
+    return {"cost": known[cost]}
 
 
 def _described(
-    network: nn.Module,
-    target: object,
-    of: object,
-    pretrained: bool,
-    autocast: torch.dtype | None,
-    run: Run,
-    counts: NetworkCost,
+    network: nn.Module, budget: object, cost: object, pretrained: bool, autocast: torch.dtype | None, run: Run
 ) -> dict[str, Any]:
-    """What a run and the one that goes on from its checkpoint must agree in."""
-    assert run.phase is not None
-    settings, groups = run.settings, run.phase.optimiser.param_groups
+    """What a run and the one that resumes its checkpoint must agree in, under the names of earlier versions."""
+    groups = run.phase.optimiser.param_groups
     of_epoch = [len(run.loader)] if isinstance(run.loader, Stream) else []
     return {
         "network": checksum(network.state_dict()),
-        "target": repr(target),
-        "of": of if isinstance(of, str) else "a cost of the user's",
-        "steps": [settings.gated_steps, settings.further_steps, settings.accumulate, *of_epoch],
+        "target": repr(budget),
+        "of": cost if isinstance(cost, str) else "a cost of the user's",
+        "steps": [run.gated_steps, run.further_steps, run.accumulate, *of_epoch],
         "pretrained": pretrained,
         "autocast": str(autocast),
         "optimiser": type(run.phase.optimiser).__name__,
         "schedule": type(run.phase.schedule).__name__,
-        "gates": counts.sizes,
+        "gates": run.counts.sizes,
         "loss": told(run.loss.function),
         "optimiser's numbers": numbers([{key: x for key, x in group.items() if key != "params"} for group in groups]),
     }
 
 
 @torch.no_grad()
-def _result(run: Run, cut: Cut, start: _Start) -> tuple[Pruned, list[Note]]:
+def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     """What is returned of the network at a budget, and the notes on it."""
-    assert run.phase is not None
     assert cut.compacted is not None
     network = cut.compacted.network.eval()
-    is_open = {site: (gate != 0).float() for site, gate in cut.gates.items()}
-    everything = {site: torch.ones_like(gate) for site, gate in is_open.items()}
-    if cut.refusal is not None:
-        is_open = everything
-    left = {
-        name: (float(count(is_open)), float(count(everything)))
-        for name, count in (
-            ("macs", start.counts.macs),
-            ("weights", start.counts.weights),
-            ("parameters", start.counts.parameters),
-        )
-    }
-    largest = largest_unit(cut.report.budget, start.costs, cut.gates)
-    steps = run.settings.gated_steps + run.settings.further_steps
-    notes = notes_on(cut.report, largest, steps, start.untrained, (start.error, cut.error), start.placed.in_the_way)
+    full = {site: torch.ones_like(gate) for site, gate in cut.gates.items()}
+    is_open = full if cut.refusal is not None else {site: (gate != 0).float() for site, gate in cut.gates.items()}
+    counts = {"macs": run.counts.macs, "weights": run.counts.weights, "parameters": run.counts.parameters}
+    largest = largest_unit(cut.report.budget, run.costs, cut.gates)
+    steps, errors = run.gated_steps + run.further_steps, (run.dense_error, cut.error)
+    notes = notes_on(cut.report, largest, steps, run.looks_untrained, errors, run.placed.in_the_way)
     notes += [Note(finding, True) for finding in run.findings]
     if cut.refusal is not None:
         notes.append(Note(f"The network is whole, with fixed gates, as it could not be cut: {cut.refusal}", True))
     report = PruningReport(
         target=cut.report,
-        left=left,
-        dense=start.error,
+        left={name: (float(count(is_open)), float(count(full))) for name, count in counts.items()},
+        dense=run.dense_error,
         cut=cut.error,
         end=run.error(network),
         largest_unit=largest,
-        skipped=start.placed.skipped,
+        skipped=run.placed.skipped,
         notes=tuple(note.text for note in notes),
     )
-    pruned = Pruned(network, report, cut.compacted.certificate, tuple(run.history), cut.compacted.plan)
-    return pruned, notes
+    return Pruned(network, report, cut.compacted.certificate, tuple(run.history), cut.compacted.plan), notes

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,49 +13,27 @@ from torch import Tensor, nn
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
+from pyro_l0.infer import AutoGate, SparsityTarget
 from pyro_l0.infer.target.budget import Cost
 from pyro_l0.infer.target.report import TargetReport
-from pyro_l0.nn import Gate
+from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.pruning.batch_norm import renew_statistics
-from pyro_l0.pruning.batches import BatchLoss, Loader, average_buffers, groups, is_first
-from pyro_l0.pruning.checkpoint import Checkpoint
+from pyro_l0.pruning.batches import BatchLoss, Loader, groups
 from pyro_l0.pruning.notes import FEW_STEPS
-from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule, TargetOptions
-from pyro_l0.pruning.stream import some_batches
+from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule
+from pyro_l0.pruning.places import GatedNetwork
+from pyro_l0.training.epochs import check_finite
+from pyro_l0.training.processes import average_buffers
+from pyro_l0.training.stream import some_batches
 
-__all__ = ["Cut", "Run", "Settings"]
+__all__ = ["Cut", "Evaluate", "Run"]
 
-# By a note on the gates; and a branch may close.
+# Notes tell of undecided gates, and a branch may close.
 _TOLD_OTHERWISE = ("undecided-gates", "site-collapsed")
+_RENAMED = {"at_floor": "at_minimum"}  # of a report in a file of an earlier version
 Evaluate = Callable[[nn.Module], float]
-Callback = Callable[[Mapping[str, float]], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a run goes on, whatever is pruned.
-
-    Attributes:
-        gated_steps: steps with gates.
-        further_steps: steps with each network that was cut.
-        accumulate: batches for each step.
-        make_optimiser: of weights.
-        make_schedule: of their optimiser, in each of the two phases.
-        evaluate: the error of a network.
-        callbacks: are called after every epoch with its entry of the history.
-        progress: whether to print these entries to the standard error.
-    """
-
-    gated_steps: int
-    further_steps: int
-    accumulate: int
-    make_optimiser: MakeOptimiser | None
-    make_schedule: MakeSchedule | None
-    evaluate: Evaluate | None
-    callbacks: Sequence[Callback]
-    progress: bool
 
 
 @dataclass
@@ -85,188 +61,161 @@ class Cut:
 
 @dataclass
 class Run:
-    """One run and how far it has come.
+    """A run and how far it has come.
 
     Args:
-        gated: the network with gates.
+        placed: the network with gates.
         example: what it is called with.
+        counts: what the network's parts cost.
+        costs: by the names of the budgets, what must stay within them.
         loader: gives batches.
         loss: of a batch.
-        settings: how it goes on.
+        gated_steps: steps with gates.
+        further_steps: steps with each network that was cut.
+        budgets: how many networks there will be.
+        accumulate: batches for each step.
+        make_optimiser: of weights.
+        make_schedule: of their optimiser, in each of the two phases.
+        evaluate: the error of a network.
     """
 
-    gated: nn.Module
+    placed: GatedNetwork
     example: Example
+    counts: NetworkCost
+    costs: Mapping[str, Cost]
     loader: Loader
     loss: BatchLoss
-    settings: Settings
+    gated_steps: int
+    further_steps: int
+    budgets: int
+    accumulate: int
+    make_optimiser: MakeOptimiser | None
+    make_schedule: MakeSchedule | None
+    evaluate: Evaluate | None
     cuts: list[Cut] = field(default_factory=list)
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
     epoch: int = 0
     tuned: int = -1  # which cut is being trained further
-    phase: GatedPhase | None = None
     tuning: FineTuning | None = None
     findings: list[str] = field(default_factory=list)  # on the gates, when they were done
+    looks_untrained: bool = False  # though it was said to be trained
+    dense_error: float | None = None  # of the network as it was given
 
-    def start(
-        self,
-        batch: object,
-        budget: float | Sequence[float] | Mapping[str, float],
-        cost: Cost | Mapping[str, Cost],
-        pretrained: bool,
-    ) -> None:
+    @property
+    def gated(self) -> nn.Module:
+        """The network with gates."""
+        return self.placed.network
+
+    def start(self, batch: object, make_target: Callable[[AutoGate], SparsityTarget]) -> None:
         """Make the phase with gates.
 
         Args:
             batch: at which the guide sees the gates.
-            budget: of the target.
-            cost: of the target.
-            pretrained: whether the network was trained before.
+            make_target: of the guide.
         """
-        settings = self.settings
-        options = TargetOptions(budget, cost, settings.gated_steps, pretrained, self.on_budget)
-        self.phase = GatedPhase(self.gated, self.loss, batch, options, settings.make_optimiser, settings.make_schedule)
+        self.phase = GatedPhase(self.gated, self.loss, batch, make_target, self.make_optimiser, self.make_schedule)
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
         """Keep the network as it is at a budget."""
-        assert self.phase is not None
         average_buffers(self.gated)
         state = {name: value.detach().clone() for name, value in self.gated.state_dict().items()}
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
         report = self.phase.target.report()
-        if len(report.budget) == 1:  # which may be one on the way
+        if len(report.budget) == 1:  # which may be an intermediate one
             report = replace(report, budget=dict.fromkeys(report.budget, budget))
         self.cuts.append(Cut(budget, gates, state, report))
 
-    def train(self, number: int, checkpoint: Checkpoint | None) -> None:
-        """Go on to the end.
+    @property
+    def _ends(self) -> list[int]:
+        """The last steps of the phases."""
+        return [self.gated_steps + i * self.further_steps for i in range(self.budgets + 1)]
 
-        Args:
-            number: of budgets.
-            checkpoint: written after every epoch.
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are taken."""
+        return self.step >= self._ends[-1]
+
+    def advance(self) -> dict[str, Any]:
+        """Pass over the loader once, or up to the last step of a phase.
 
         Raises:
             FloatingPointError: the loss is not finite any more.
             ValueError: the loader gives no batch.
         """
-        settings = self.settings
-        ends = [settings.gated_steps + i * settings.further_steps for i in range(number + 1)]
-        while self.step < ends[-1]:
-            if self.step == ends[self.tuned + 1]:
-                self._cut_next()
-            self._epoch(until=next(end for end in ends if end > self.step))
-            if checkpoint is not None:
-                checkpoint.save(self.state_dict())
-        while self.tuned + 1 < number:  # with no steps to take
+        if self.step == self._ends[self.tuned + 1]:
             self._cut_next()
-
-    def _epoch(self, until: int) -> None:
-        """Pass over the loader once, or up to the last step of a phase."""
+        until = next(end for end in self._ends if end > self.step)
+        phase = self.phase if self.tuning is None else self.tuning
         # A phase begins with an iterator of its own: what goes on between two may pass over the loader, too.
         total, taken = torch.zeros((), device=self.loss.device), 0
-        for group in groups(self.loader, self.settings.accumulate, self.epoch):
-            total += self._step(group)
+        for group in groups(self.loader, self.accumulate, self.epoch):
+            self.step += 1
+            total += phase.step(group)
             taken += 1
             if self.step == until:
                 break
         if not taken:
             raise ValueError("Expected a loader that gives batches again and again, but it gave none.")
         self.epoch += 1
-        average_buffers(self._network)  # of which a file keeps those of one process
-        self._report_epoch(float(total) / taken)
+        average_buffers(phase.network)  # of which a file keeps those of one process
+        mean = float(total) / taken
+        check_finite(self.epoch, mean, phase.network)
+        entry = {"epoch": float(self.epoch), "step": float(self.step), "loss": mean}
+        if self.tuning is None:
+            return {**entry, "fraction": float(self.phase.target.fraction()[0])}
+        entry["fraction"] = float(next(iter(self.cuts[self.tuned].report.fraction.values())))
+        error = self.error(self.tuning.network)
+        return entry if error is None else {**entry, "error": error}
 
-    @property
-    def _network(self) -> nn.Module:
-        """What is being trained."""
-        return self.gated if self.tuning is None else self.tuning.network
-
-    def _step(self, group: Sequence[object]) -> Tensor:
-        phase = self.phase if self.tuned < 0 else self.tuning
-        assert phase is not None
-        self.step += 1
-        return phase.step(group)
+    def finish(self) -> None:
+        """Cut what is not cut yet, where there are no further steps."""
+        while self.tuned + 1 < self.budgets:
+            self._cut_next()
 
     def _cut_next(self) -> None:
         """Take the units out of the network at the next budget, and make ready to train it further."""
-        if self.tuned < 0 and self.settings.gated_steps + self.settings.further_steps >= FEW_STEPS:
-            assert self.phase is not None
+        if self.tuned < 0 and self.gated_steps + self.further_steps >= FEW_STEPS:
             found = self.phase.diagnose(some_batches(self.loader)).findings
             self.findings = [f"{x.code}: {x.seen} {x.remedy}" for x in found if x.code not in _TOLD_OTHERWISE]
         self.tuned += 1
         cut = self.cuts[self.tuned]
-        self._compact(cut)
-        assert cut.compacted is not None
-        network = cut.compacted.network
+        network = self._compact(cut).network
         renew_statistics(network, self.loader, self.loss)
         cut.error = self.error(network)
-        settings = self.settings
-        if settings.further_steps:
-            self.tuning = FineTuning(
-                network, self.loss, settings.further_steps, settings.make_optimiser, settings.make_schedule
-            )
+        self._tune(network)
 
-    def _compact(self, cut: Cut) -> None:
+    def _tune(self, network: nn.Module) -> None:
+        if self.further_steps:
+            steps, make_optimiser, make_schedule = self.further_steps, self.make_optimiser, self.make_schedule
+            self.tuning = FineTuning(network, self.loss, steps, make_optimiser, make_schedule)
+
+    def _compact(self, cut: Cut) -> Compacted:
         network = copy.deepcopy(self.gated)
         network.load_state_dict(cut.state)
-        cut.compacted, refusal = compact_or_fix(network, cut.gates, self.example)
+        compacted, refusal = compact_or_fix(network, cut.gates, self.example)
         if refusal is not None:
             cut.refusal = str(refusal)
-            return
-        left = _sites_left(network, cut.compacted.network)
-        if left:  # gates between 0 and 1 that no weights could take; training goes on with all of the unit
+        elif left := _sites_left(network, compacted.network):
+            # Gates between 0 and 1 that no weights could take: training goes on with all of the unit.
             gates = {site: (gate != 0).to(gate) if site in left else gate for site, gate in cut.gates.items()}
-            cut.compacted = compact(network, gates, self.example)
+            compacted = compact(network, gates, self.example)
+        cut.compacted = compacted
+        return compacted
 
     @torch.no_grad()
     def error(self, network: nn.Module) -> float | None:
         """What the user's function says of a network in evaluation mode."""
-        if self.settings.evaluate is None:
+        if self.evaluate is None:
             return None
         training = network.training
         network.eval()
-        error = float(self.settings.evaluate(network))
+        error = float(self.evaluate(network))
         network.train(training)
         return error
 
-    def _report_epoch(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"Expected the training to stay finite, but the mean loss of epoch {self.epoch} is {loss}; take a "
-                "smaller learning rate. A checkpoint holds the epoch before."
-            )
-        assert self.phase is not None
-        if not all(bool(p.isfinite().all()) for p in self._network.parameters()):
-            raise FloatingPointError(
-                f"Expected the training to stay finite, but weights are not after epoch {self.epoch}; take a smaller "
-                "learning rate, or look for a gradient that is not finite. A checkpoint holds the epoch before."
-            )
-        entry = {"epoch": float(self.epoch), "step": float(self.step), "loss": loss}
-        gated = self.tuned < 0
-        if gated:
-            entry["fraction"] = float(self.phase.target.fraction()[0])
-        elif self.tuning is not None:
-            error = self.error(self.tuning.network)
-            entry["fraction"] = float(next(iter(self.cuts[self.tuned].report.fraction.values())))
-            if error is not None:
-                entry["error"] = error
-        self.history.append(entry)
-        if self.settings.progress and is_first():
-            what = "with gates" if gated else "compacted"
-            print(
-                f"epoch {self.epoch}, step {self.step}, {what}: "
-                + ", ".join(f"{name} {entry[name]:.4g}" for name in ("loss", "fraction", "error") if name in entry),
-                file=sys.stderr,
-                flush=True,
-            )
-        for callback in self.settings.callbacks:
-            callback(entry)
-
-    # ------------------------------------------------------------ resuming
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
-        assert self.phase is not None
         cuts = [
             {
                 "budget": cut.budget,
@@ -291,25 +240,21 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        assert self.phase is not None
         self.step, self.epoch, self.tuned = state["step"], state["epoch"], state["tuned"]
         self.history, self.findings = list(state["history"]), list(state["findings"])
         self.phase.load_state_dict(state["phase"])
-        settings, device = self.settings, self.loss.device
         self.cuts = []
         for saved in state["cuts"]:
-            gates = {site: gate.to(device) for site, gate in saved["gates"].items()}
-            cut = Cut(saved["budget"], gates, saved["state"], TargetReport(**saved["report"]), error=saved["error"])
+            gates = {site: gate.to(self.loss.device) for site, gate in saved["gates"].items()}
+            report = {_RENAMED.get(name, name): value for name, value in saved["report"].items()}
+            cut = Cut(saved["budget"], gates, saved["state"], TargetReport(**report), error=saved["error"])
             if saved["network"] is not None:
-                self._compact(cut)
-                assert cut.compacted is not None
-                cut.compacted.network.load_state_dict(saved["network"])
+                self._compact(cut).network.load_state_dict(saved["network"])
             self.cuts.append(cut)
         compacted = self.cuts[self.tuned].compacted if self.tuned >= 0 else None
         if state["tuning"] is not None and compacted is not None:
-            self.tuning = FineTuning(
-                compacted.network, self.loss, settings.further_steps, settings.make_optimiser, settings.make_schedule
-            )
+            self._tune(compacted.network)
+            assert self.tuning is not None
             self.tuning.load_state_dict(state["tuning"])
 
 

@@ -110,7 +110,7 @@ def trainings(data_dir: Path | None, way: Way) -> Iterator[tuple[str, Entry]]:
             options = tyro.cli(mnist.Options, args=[*text.split(), "--out", folder])
             with contextlib.redirect_stderr(io.StringIO()), way(name):
                 metrics = mnist.main(options)
-            state = torch.load(Path(folder) / "checkpoint.pt", weights_only=True)["run"]
+            state = torch.load(Path(folder) / "checkpoint.pt", weights_only=True)["state"]
         numbers = [[e["loss"], e["test_error_percent"], e["expected_macs"]] for e in metrics["history"]]
         tensors = sorted(_tensors(state, ""), key=lambda pair: pair[0])
         yield name, entry([torch.tensor(numbers, dtype=torch.float64), *(x for _, x in tensors)])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks import lenet5, mlp
+from common.networks import lenet5, mlp
 from pyro_l0 import compaction
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.compaction.apply import apply_plan

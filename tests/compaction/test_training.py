@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mnist
+from common.networks import build as build_network
 from mnist import Options
-from networks import build as build_network
 from pyro_l0.compaction import Shrinker, compact, load_compacted
 from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from networks import lenet5
+from common.networks import lenet5
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.gate import gate_names

@@ -11,13 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import cifar_wrn
-from cifar import load_cifar, read_batch
 from cifar_wrn import Options
+from common.cifar import load_cifar, read_batch
+from common.networks import wide_resnet
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
-from tests.examples.killing import run_and_kill
-from wide_resnet import wide_resnet
+from tests.examples.killing import run_and_kill, without_seconds
 
 
 def write(folder, name, content):
@@ -134,33 +134,25 @@ def test_costs_of_wide_residual_networks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shrink", [False, True])
-def test_training_and_resuming(folder, shrink):
+def test_training_and_resuming(folder, shrink, monkeypatch):
     """All epochs at once, and the last one after the others, to the last bit; the files that are written."""
     options = {"data_dir": folder, "depth": 10, "width": 1, "epochs": 2, "batch_size": 26, "gate_learning_rate": 1.0}
     if shrink:  # a price at which some maps close at once, and leave after three epochs
         options |= {"epochs": 5, "lam": 0.3, "gate_learning_rate": 30.0, "shrink": True}
-    straight = cifar_wrn.main(Options(**options, out=folder / "straight"))
-    images = load_cifar("cifar10", folder)
-    first = cifar_wrn.Run(images, Options(**options))
-    history = [
-        {"epoch": epoch, "loss": first.train_epoch(), "seconds": 0.0, **first.measure()}
-        for epoch in range(1, options["epochs"])
-    ]
-    if shrink:
-        assert first.shrinker.plans
-        assert sum(p.numel() for p in first.net.parameters()) < first.cost.total_weights
-    out = folder / "resumed"
-    out.mkdir()
-    fingerprint = cifar_wrn.fingerprint(Options(**options))
-    cifar_wrn.checkpoint.save(
-        out / "checkpoint.pt", {"fingerprint": fingerprint, "run": first.state(), "history": history}
-    )
-    resumed = cifar_wrn.main(Options(**options, out=out, resume=True))
-    for metrics in (straight, resumed):
-        del metrics["seconds"]
-        for entry in metrics["history"]:
-            del entry["seconds"]
-    assert resumed == straight
+    straight = without_seconds(cifar_wrn.main(Options(**options, out=folder / "straight")))
+    train_epoch = cifar_wrn.Run.train_epoch
+
+    def stopping(run):
+        if len(run.history) == options["epochs"] - 1:
+            assert bool(run.plans) == shrink
+            raise KeyboardInterrupt
+        return train_epoch(run)
+
+    monkeypatch.setattr(cifar_wrn.Run, "train_epoch", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        cifar_wrn.main(Options(**options, out=folder / "resumed"))
+    monkeypatch.undo()
+    assert without_seconds(cifar_wrn.main(Options(**options, out=folder / "resumed", resume=True))) == straight
     written = {path.name for path in (folder / "straight").iterdir()}
     assert {"metrics.json", "training.png", "checkpoint.pt", "pruned.safetensors"} <= written
     assert json.loads((folder / "straight" / "metrics.json").read_text())["certificate"] < 1e-4
@@ -181,11 +173,7 @@ def test_kill_and_resume(folder):
     )
     resumed = cifar_wrn.main(Options(data_dir=folder, out=folder / "killed", resume=True, **options))
     straight = cifar_wrn.main(Options(data_dir=folder, out=folder / "straight", **options))
-    for metrics in (resumed, straight):
-        del metrics["seconds"]
-        for entry in metrics["history"]:
-            del entry["seconds"]
-    assert resumed == straight
+    assert without_seconds(resumed) == without_seconds(straight)
 
 
 @pytest.mark.skipif("PYRO_L0_CIFAR" not in os.environ, reason="PYRO_L0_CIFAR names no folder with CIFAR-10")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-import command
 import mnist
-import ranges
+from common import command, options
+from common.sweep import side_by_side
 from mnist import Options
+from tests.examples.killing import without_seconds
 
-EXAMPLES = Path(command.__file__).parent
+EXAMPLES = Path(mnist.__file__).parent
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "command.run(" in path.read_text())
 
 
@@ -47,13 +47,15 @@ def refused(capfd, monkeypatch, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--retrain", "1", "--retrain-noise", "nan"], "retrain_noise of at least 0 and finite, but got nan"),
-        (["--gate-learning-rate", "-1"], "gate_learning_rate to be finite and positive, but got -1.0"),
+        (
+            ["--retrain", "1", "--retrain-noise", "nan"],
+            "retrain_noise to be finite and not negative",
+        ),
+        (["--gate-learning-rate", "-1"], "gate_learning_rate to be finite and positive, at most 1e+06, but got -1.0"),
         (["--device", "meta"], "device to be one of this machine, but got 'meta'"),
         (["--device", "cuda:99"], "device to be one of this machine, but got 'cuda:99'"),
         (["--device", "gpu"], "device to be one of this machine, but got 'gpu'"),
-        (["--resume"], "checkpoint.pt: expected a checkpoint, found no file"),
-        (["--checkpoint", "a.pt"], "checkpoint with resume only"),
+        (["--resume"], "checkpoint.pt: expected a checkpoint to resume from, found no file"),
         (["--data", "mnist", "--data-dir", "nowhere"], "nowhere: expected the data's folder"),
         (["--network", "lenet5"], "data='mnist' for network='lenet5'"),
         (["--objective", "spike_slab", "--shrink"], "no shrink for objective='spike_slab'"),
@@ -69,7 +71,7 @@ def test_bad_values_end_with_one_line_and_status_2(arguments, message, capfd, mo
     status, line = refused(capfd, monkeypatch, *arguments, "--out", tmp_path)
     assert status == 2
     assert message in line
-    assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_out_that_is_a_file(capfd, monkeypatch, tmp_path):
@@ -132,7 +134,8 @@ runpy.run_path(script, run_name="__main__")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_comes_twice(number):
     """One line all the same."""
-    process = start("import command, time; command.answer_signals(); print('ready', flush=True); time.sleep(60)")
+    code = "from common import command; import time; command.answer_signals(); print(flush=True); time.sleep(60)"
+    process = start(code)
     process.stdout.readline()
     process.send_signal(number)
     process.send_signal(number)
@@ -150,29 +153,30 @@ def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
     code = "import runpy; sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
     process = start(code, script, "--lam", "0.05", "--epochs", 5000, "--shrink", "--out", out)
     deadline = time.monotonic() + 90
-    while not checkpoint.previous_path(path).exists() and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not path.with_name("checkpoint.pt.previous").exists() and process.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    done = len(torch.load(path, weights_only=True)["history"])
+    done = len(torch.load(path, weights_only=True)["state"]["history"])
     assert process.returncode == 130
-    said = f"{path} holds N epochs, and the same command with --resume goes on from there\n"
-    assert err.startswith("mnist.py: ended by SIGINT; ")
-    assert err.endswith(said[said.index(" epochs") :])
+    said = "holds all finished epochs, and the same command with --resume goes on from there"
+    assert err == f"mnist.py: ended by SIGINT; {path} {said}\n"
     resumed = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=out, resume=True))
     straight = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=tmp_path / "straight"))
-    for metrics in (resumed, straight):
-        del metrics["seconds"]
-    assert resumed == straight
+    assert without_seconds(resumed) == without_seconds(straight)
 
 
 def test_a_sweep_ends_its_processes():
     """Nobody holds the pipes any more once it has said its line."""
     code = """
-import command, threading, time
+import time
+from common import command
+from common.sweep import side_by_side
 command.answer_signals()
 print("ready", flush=True)
-command.side_by_side(time.sleep, [50.0, 50.0, 50.0], 2)
+side_by_side(time.sleep, [50.0, 50.0, 50.0], 2)
 """
     process = start(code)
     process.stdout.readline()
@@ -185,30 +189,31 @@ command.side_by_side(time.sleep, [50.0, 50.0, 50.0], 2)
 
 def test_tasks_side_by_side(tmp_path):
     """Each is done once, in the order of the tasks as processes get free; the first failure is raised."""
-    command.side_by_side(os.mkdir, [str(tmp_path / str(i)) for i in range(5)], 2)
+    side_by_side(os.mkdir, [str(tmp_path / str(i)) for i in range(5)], 2)
     assert len(list(tmp_path.iterdir())) == 5
     with pytest.raises(FileExistsError):
-        command.side_by_side(os.mkdir, [str(tmp_path / "6"), str(tmp_path / "0"), str(tmp_path / "7")], 1)
+        side_by_side(os.mkdir, [str(tmp_path / "6"), str(tmp_path / "0"), str(tmp_path / "7")], 1)
     assert not (tmp_path / "7").exists()
     with pytest.raises(ChildProcessError, match="its status: 3"):
-        command.side_by_side(os._exit, [3], 1)
-    command.side_by_side(os.mkdir, [], 3)
+        side_by_side(os._exit, [3], 1)
+    side_by_side(os.mkdir, [], 3)
 
 
 def test_two_runs_in_one_folder(tmp_path):
     """The second is refused by the first's number; one that was killed stops nobody."""
     code = """
-import command, time
+import time
 from pathlib import Path
+from common import command
 with command.folder(Path(sys.argv[1])):
     print("ready", flush=True)
     time.sleep(60)
 """
     process = start(code, tmp_path)
     process.stdout.readline()
-    with pytest.raises(ValueError, match=f"that no other run uses, but got .*process {process.pid} is at work"):
+    with pytest.raises(ValueError, match=rf"\.run' .* no other run writes, but process {process.pid} on"):
         mnist.main(Options(epochs=1, out=tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
     process.kill()
     process.communicate()
     mnist.main(Options(epochs=1, out=tmp_path))
@@ -222,10 +227,10 @@ def test_a_training_that_diverges(capfd, monkeypatch, tmp_path):
     assert status == 1
     assert "finite" in line
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert all(value.isfinite().all() for value in state["run"]["model"].values())
-    monkeypatch.setattr("run.RETRAIN_LEARNING_RATE", 1e30)
+    assert all(value.isfinite().all() for value in state["state"]["model"].values())
+    monkeypatch.setattr("common.averages.LEARNING_RATE", 1e30)
     out = tmp_path / "retrained"
-    with pytest.raises(FloatingPointError, match="smaller learning rates, prices or noise"):
+    with pytest.raises(FloatingPointError, match="smaller learning rate"):
         mnist.main(Options(epochs=1, retrain=1, out=out))
     assert not list(out.glob("pruned*"))
     assert not (out / "metrics.json").exists()
@@ -237,7 +242,7 @@ def test_every_number_has_a_range():
         module = __import__(Path(script).stem)
         for name, kind in module.Options.__annotations__.items():
             if "int" in kind or "float" in kind:
-                assert name in ranges.RULES, (script, name)
+                assert name in options.RULES, (script, name)
                 for value in (float("nan"), -1):
                     with pytest.raises(ValueError, match=f"Expected {name} "):
-                        ranges.check(module.Options(**{name: (value,) if kind.startswith("tuple") else value}))
+                        options.check(module.Options(**{name: (value,) if kind.startswith("tuple") else value}))

@@ -9,7 +9,7 @@ import torch
 import compare_families
 import gradient_lab
 import mnist
-from networks import FAMILIES, KEEP_RATES, init_active_prob
+from common.networks import FAMILIES, KEEP_RATES, init_active_prob
 
 
 @pytest.mark.parametrize("family", FAMILIES)

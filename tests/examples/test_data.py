@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-import data
+from common import data
 
 NAMES = [name.removesuffix(".gz") for name in data.MNIST_SHA256]
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = NAMES

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import cifar
-import data
+from common import cifar, data
 
 ZEROS = gzip.compress(bytes(1 << 24))  # 16 MB of them
 MOST = 80_000_000  # bytes that may be taken

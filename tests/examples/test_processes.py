@@ -11,17 +11,16 @@ import pytest
 import torch
 
 import mnist
-from data import load_digits
+from common.data import load_digits
 from mnist import Options
 
 SCRIPT = """
 import json, sys
 import torch
 from torch import distributed
-from data import load_digits
-from options import Options
-from processes import process_group
-from run import Run
+from common.data import load_digits
+from mnist import Options, Run
+from pyro_l0.training import process_group
 
 torch.set_num_threads(1)
 with process_group("cpu") as first:
@@ -29,7 +28,7 @@ with process_group("cpu") as first:
     run = Run(load_digits(), options)
     for _ in range(options.epochs):
         run.train_epoch()
-    own = torch.cat([p.detach().flatten() for p in [*run.trained.parameters(), *run.averaged.parameters()]])
+    own = torch.cat([p.detach().flatten() for p in [*run.weights.parameters(), *run.averaged.parameters()]])
     both = [torch.empty_like(own) for _ in range(2)]
     distributed.all_gather(both, own)
     draws = [torch.empty(1) for _ in range(2)]
@@ -111,7 +110,7 @@ def test_the_example_under_torchrun(tmp_path):
     out = torchrun(script, *options, "--epochs", "2", cwd=tmp_path)
     assert out.count("test error, final epoch") == 1
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert len(state["run"]["random"]) == 2
+    assert len(state["random"]) == 2
     torchrun(script, *options, "--epochs", "3", "--resume", cwd=tmp_path)
-    with pytest.raises(ValueError, match="as many processes as the checkpoint has, 2, but got 1"):
+    with pytest.raises(ValueError, match="differs in the number of processes"):
         mnist.main(Options(epochs=4, lam=(0.05,), out=tmp_path, resume=True))

@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import checkpoint
-import command
-import importance
 import prune_pretrained
-from importance import SCORES, Units, derivatives, prune_by_importance
+from common import importance
+from common.importance import SCORES, Units, derivatives, prune_by_importance
 from prune_pretrained import Options, Problem, ResidualNetwork, Shuffled
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, insert_gates
 from pyro_l0.nn.hooks import hooks_of
+from pyro_l0.training import Checkpoint
 
 
 def small(seed=0):
@@ -277,11 +276,12 @@ def test_the_better_of_both_ways_of_l1():
 
 def test_the_command(tmp_path, capsys, monkeypatch):
     """A table and a plot; runs that are there are not repeated, and those of other options are refused."""
-    monkeypatch.setattr(command, "side_by_side", lambda function, tasks, jobs: [function(task) for task in tasks])
+    monkeypatch.setattr(
+        prune_pretrained, "side_by_side", lambda function, tasks, jobs: [function(task) for task in tasks]
+    )
     torch.manual_seed(5)
     state = prune_pretrained.ResidualNetwork(1, (16, 32)).state_dict()
-    fingerprint = {"seed": 1, "epochs": 15, "batches": 22}
-    checkpoint.save(tmp_path / "dense-1.pt", {"fingerprint": fingerprint, "network": state})
+    Checkpoint(tmp_path / "dense-1.pt", {"seed": 1, "epochs": 15, "batches": 22}).save(state)
     options = Options(methods=("l1", "l1_global"), budgets=(0.3,), epochs=1, out=tmp_path)
     rows = prune_pretrained.main(options)
     assert [row["method"] for row in rows] == ["l1", "l1_global"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from averages import AVERAGE_POWER, Average
-from networks import Classifier
-from processes import check_shares
+from common.averages import AVERAGE_POWER, Average
+from common.gated_run import check_shares
+from common.networks import Classifier
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate
 
@@ -30,17 +30,6 @@ def test_averages_reach_back_over_a_tenth_of_the_steps():
     torch.testing.assert_close(averaged.weight, torch.full_like(averaged.weight, mean))
     torch.testing.assert_close(averaged.bias, module.bias)  # one value throughout
     assert 0.9 < mean / 500 < 0.92
-
-
-def test_a_floor_makes_averages_forget():
-    """However many steps were taken, the next one has at least the least weight."""
-    module = nn.Linear(1, 1)
-    averaged = nn.Linear(1, 1)
-    average = Average(averaged, module, floor=0.25)
-    for step in range(60):
-        nn.init.constant_(module.weight, float(step == 59))
-        average.update()
-    torch.testing.assert_close(averaged.weight, torch.full_like(averaged.weight, 0.25))
 
 
 def test_the_likelihood_is_that_of_a_plate():

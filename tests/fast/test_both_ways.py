@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from networks import Classifier, build
+from common.networks import Classifier, build, wide_resnet
 from pyro_l0 import BernoulliGate, HardConcrete, fast
 from pyro_l0.compaction import compact
 from pyro_l0.fast.record import Record, sample
@@ -15,7 +15,6 @@ from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, fact
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, square_norms
 from pyro_l0.nn.gate import name_gates
 from tests.cases import ATOMIC, FAMILIES
-from wide_resnet import wide_resnet
 
 NUM_DATA = 1000
 SETTINGS = {

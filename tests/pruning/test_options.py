@@ -21,9 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an 
 X, Y = digits(320)
 
 
-def pruned(network=None, data=None, loss=F.cross_entropy, target=0.4, epochs=4, **options):
+def pruned(network=None, data=None, loss=F.cross_entropy, budget=0.4, epochs=4, **options):
     data = data if data is not None else DataLoader(TensorDataset(X, Y), 40, shuffle=True)
-    return prune(network or Mlp(), loss, data, options.pop("example", X[:2]), target, epochs=epochs, **options)
+    return prune(network or Mlp(), loss, data, options.pop("example", X[:2]), budget, epochs=epochs, **options)
 
 
 def counted_macs(network):
@@ -109,7 +109,7 @@ def test_a_user_s_optimiser_and_schedule(optimiser, schedule):
         lengths.append(steps)
         return schedule(of, steps)
 
-    result = pruned(optimiser=make, schedule=schedule and make_schedule, epochs=6, target=0.7)
+    result = pruned(make_optimiser=make, schedule=schedule and make_schedule, epochs=6, budget=0.7)
     assert len(made) == 2
     assert lengths == ([36, 12] if schedule else [])
     assert result.history[-1]["loss"] < result.history[0]["loss"]
@@ -117,7 +117,7 @@ def test_a_user_s_optimiser_and_schedule(optimiser, schedule):
 
 def test_several_targets_from_one_run():
     """A network each, within its own budget, which its report says, and none is a part of another."""
-    result = pruned(target=[0.7, 0.4, 0.2], epochs=8)
+    result = pruned(budget=[0.7, 0.4, 0.2], epochs=8)
     assert len(result.on_the_way) == 2
     full = counted_macs(Mlp())
     for one, target in zip((*result.on_the_way, result), (0.7, 0.4, 0.2), strict=True):
@@ -132,7 +132,7 @@ def test_several_targets_from_one_run():
 
 @pytest.mark.slow  # gates of a stream, tried twice
 def test_several_costs_at_once():
-    result = pruned(ResidualCnn(4), target={"macs": 0.5, "parameters": 0.3})
+    result = pruned(ResidualCnn(4), budget={"macs": 0.5, "parameters": 0.3})
     left = {name: n / of for name, (n, of) in result.report.left.items()}
     assert left["macs"] <= 0.5
     assert left["parameters"] <= 0.3
@@ -146,17 +146,17 @@ def test_a_cost_of_one_s_own():
         return gates["first.1"].sum()
 
     gates = {"first": Gate(32), "second": Gate(24)}
-    result = pruned(target=0.25, of=units, gates=gates)
+    result = pruned(budget=0.25, cost=units, gates=gates)
     assert result.network.first.out_features == 8
     assert result.network.second.out_features == 24
-    both = pruned(target={"units": 0.5, "weights": 0.4}, of={"units": units}, gates=gates)
+    both = pruned(budget={"units": 0.5, "weights": 0.4}, cost={"units": units}, gates=gates)
     assert both.network.first.out_features <= 16
     assert counted_macs(both.network) <= 0.4 * counted_macs(Mlp())
 
 
 def test_gates_by_path():
     """Only there; the other layer keeps its units."""
-    result = pruned(target=0.7, gates={"second": Gate(24)}, network=Mlp(8, 24))
+    result = pruned(budget=0.7, gates={"second": Gate(24)}, network=Mlp(8, 24))
     assert result.network.first.out_features == 8
     assert result.network.second.out_features < 24
     assert type(result.network.second) is nn.Linear
@@ -321,3 +321,11 @@ def test_the_part_after_the_cut(batches, after):
     """35 % of the steps, unless fewer than 300 would have gates, and at least a quarter."""
     assert count_steps([0] * batches, 1, None, 1) == (batches - after, after)
     assert count_steps([0] * batches, 1, 0.4, 1) == (batches - round(0.4 * batches), round(0.4 * batches))
+
+
+def test_old_names_of_arguments():
+    """They work and warn."""
+    data = [(X[:40], Y[:40])] * 10
+    with pytest.warns(FutureWarning, match="The argument target of prune is deprecated. Use budget."):
+        result = prune(Mlp(), F.cross_entropy, data, X[:2], target=0.5, cost="weights", epochs=2)
+    assert result.report.left["weights"][0] <= 0.5 * result.report.left["weights"][1]

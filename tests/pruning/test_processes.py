@@ -63,7 +63,7 @@ def work(rank, port, folder):
 def in_two(folder):
     context = multiprocessing.get_context("spawn")
     port = free_port()
-    both = [context.Process(target=work, args=(rank, port, str(folder))) for rank in range(2)]
+    both = [context.Process(budget=work, args=(rank, port, str(folder))) for rank in range(2)]
     for process in both:
         process.start()
     for process in both:

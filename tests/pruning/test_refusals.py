@@ -16,8 +16,8 @@ X, Y = digits(320)
 BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 
-def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], target=0.4, epochs=3, **options):
-    return prune(Mlp() if network is None else network, loss, data, example, target, epochs=epochs, **options)
+def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], budget=0.4, epochs=3, **options):
+    return prune(Mlp() if network is None else network, loss, data, example, budget, epochs=epochs, **options)
 
 
 class Stream(IterableDataset):
@@ -66,22 +66,22 @@ REFUSED = {
     "half an epoch": (dict(epochs=1.5), ValueError, "epochs of at least 1, but got 1.5"),
     "finetune": (dict(finetune=1), ValueError, "finetune from 0 to 0.9.*got 1"),
     "accumulate": (dict(accumulate=0), ValueError, "accumulate of at least 1"),
-    "target of 1": (dict(target=1), ValueError, "target between 0 and 1.*got 1"),
-    "target in per cent": (dict(target=30), ValueError, "target between 0 and 1.*got 30"),
-    "target nan": (dict(target=float("nan")), ValueError, "target between 0 and 1.*got nan"),
-    "target text": (dict(target="0.3"), TypeError, "target of a number.*got '0.3'"),
-    "no targets": (dict(target=[]), ValueError, r"got \[\]"),
-    "rising targets": (dict(target=[0.2, 0.5]), ValueError, "targets that fall"),
-    "unknown cost": (dict(target={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
-    "unknown count": (dict(of="flops"), ValueError, "of to be one of macs.*'flops'"),
-    "below a unit": (dict(target=0.01), ValueError, "one open gate per site meets, which costs.*larger budget"),
+    "target of 1": (dict(budget=1), ValueError, "budget between 0 and 1.*got 1"),
+    "target in per cent": (dict(budget=30), ValueError, "budget between 0 and 1.*got 30"),
+    "target nan": (dict(budget=float("nan")), ValueError, "budget between 0 and 1.*got nan"),
+    "target text": (dict(budget="0.3"), TypeError, "budget of a number.*got '0.3'"),
+    "no targets": (dict(budget=[]), ValueError, r"got \[\]"),
+    "rising targets": (dict(budget=[0.2, 0.5]), ValueError, "budgets that fall"),
+    "unknown cost": (dict(budget={"flops": 0.3}), ValueError, r"names of costs, macs, weights, parameters.*flops"),
+    "unknown count": (dict(cost="flops"), ValueError, "cost to be one of macs.*'flops'"),
+    "below a unit": (dict(budget=0.01), ValueError, "one open gate per site meets, which costs.*larger budget"),
     "gates at no path": (dict(gates={"frist": Gate(32)}), ValueError, "'frist'; there are 'first'"),
     "a gate of no size": (dict(gates={"first": Gate(31)}), ValueError, "Expected 31 units"),
     "no gates": (dict(gates={}), ValueError, "at least one gate"),
     "an optimiser made": (
-        dict(optimiser=torch.optim.SGD(Mlp().parameters(), 0.1)),
+        dict(make_optimiser=torch.optim.SGD(Mlp().parameters(), 0.1)),
         TypeError,
-        "optimiser to be a function, but got SGD",
+        "make_optimiser to be a function, but got SGD",
     ),
     "one callback": (dict(callbacks=print), TypeError, "list of callbacks"),
     "autocast": (dict(autocast=True), TypeError, "autocast to be a type of numbers"),
@@ -117,7 +117,7 @@ def test_an_optimiser_of_the_network_that_was_given():
     """Its parameters are not those that are trained."""
     network = Mlp()
     with pytest.raises(ValueError, match=r"optimiser of the parameters that it is given.*copy of the network"):
-        pruned(network, optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
+        pruned(network, make_optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
 
 
 def test_wrapped_networks_and_no_gradients():
@@ -172,7 +172,7 @@ def test_weights_that_are_not_finite():
 
     made = []
     with pytest.raises(FloatingPointError, match="weights are not after epoch"):
-        pruned(optimiser=lambda parameters: Spoiling(parameters, 0.01))
+        pruned(make_optimiser=lambda parameters: Spoiling(parameters, 0.01))
 
 
 def trained(network, steps=150):
@@ -211,7 +211,7 @@ def test_coarse_units():
     """A fraction below .95 of the budget, with the share of the largest unit."""
     network = trained(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 10)))
     with pytest.warns(UserWarning, match=r"90\.9% of the budget is used; the largest unit takes 45\.5%"):
-        result = pruned(network, target=0.55)
+        result = pruned(network, budget=0.55)
     assert result.network[1].out_features == 2
 
 
@@ -251,7 +251,7 @@ def test_undecided_gates_and_floors():
 def test_an_error_far_above_that_of_the_given_network():
     """A tenth of the units in 24 steps lose most of what the network knew."""
     with pytest.warns(UserWarning, match=r"error was [\d.]+ and is [\d.]+ as cut; more epochs"):
-        result = pruned(trained(Mlp(), 300), target=0.06, evaluate=error)
+        result = pruned(trained(Mlp(), 300), budget=0.06, evaluate=error)
     assert result.report.cut > 3 * result.report.dense
 
 
@@ -259,7 +259,7 @@ def test_an_error_far_above_that_of_the_given_network():
 def test_sizes_that_are_written_into_code():
     """Their layers keep all units, which is told by name, and the others are pruned."""
     with pytest.warns(UserWarning, match="no gate behind 'first'"):
-        result = pruned(trained(Literal()), target=0.9)
+        result = pruned(trained(Literal()), budget=0.9)
     assert result.network.first.out_features == 32
     assert result.network.second.out_features < 24
     assert "first" in result.report.skipped
@@ -281,7 +281,7 @@ def test_a_budget_that_the_places_of_gates_do_not_allow():
     with pytest.raises(
         ValueError, match=r"one open gate per site meets.*no gate behind recurrent: it does not return a"
     ):
-        pruned(Recurrent(), target=0.1)
+        pruned(Recurrent(), budget=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")

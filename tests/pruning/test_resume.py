@@ -23,7 +23,7 @@ class KilledError(Exception):
     """What a callback stops a run with."""
 
 
-def run(kind=Mlp, target=0.4, seed=3, stop=None, path=None, resume=False, generator=False, **options):
+def run(kind=Mlp, budget=0.4, seed=3, stop=None, path=None, resume=False, generator=False, **options):
     """Prune a network from a seed; ``stop`` is the epoch whose end is not reached."""
     torch.manual_seed(seed)
     network = kind()
@@ -37,7 +37,7 @@ def run(kind=Mlp, target=0.4, seed=3, stop=None, path=None, resume=False, genera
     settings = {"epochs": 6, "finetune": 0.34, "checkpoint": path, "resume": resume, "callbacks": [callback]}
     if resume:
         torch.rand(17)  # what came before in the resumed process is of no account
-    return prune(network, F.cross_entropy, loader, X[:2], target, **{**settings, **options})
+    return prune(network, F.cross_entropy, loader, X[:2], budget, **{**settings, **options})
 
 
 def check_resumed(tmp_path, stop, **options):
@@ -66,7 +66,7 @@ def test_in_each_phase(tmp_path, stop):
 @pytest.mark.parametrize("stop", [3, 8])
 def test_with_several_targets(tmp_path, stop):
     """Networks that wait for their training are in the file, too."""
-    whole = check_resumed(tmp_path, stop, target=[0.6, 0.3])
+    whole = check_resumed(tmp_path, stop, budget=[0.6, 0.3])
     assert [pruned.report.target.budget["cost"] for pruned in (*whole.on_the_way, whole)] == pytest.approx([0.6, 0.3])
     assert whole.on_the_way[0].report.target.of_budget <= 1
 
@@ -90,15 +90,15 @@ def test_with_batch_norm_and_a_user_s_optimiser(tmp_path, stop):
         tmp_path,
         stop,
         kind=lambda: ResidualCnn(4),
-        target=0.5,
+        budget=0.5,
         evaluate=error,
-        optimiser=lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
+        make_optimiser=lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
         schedule=lambda optimiser, steps: torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.05, total_steps=steps),
     )
 
 
 def test_without_training_after_the_cut(tmp_path):
-    check_resumed(tmp_path, 4, target=[0.5, 0.25], finetune=0)
+    check_resumed(tmp_path, 4, budget=[0.5, 0.25], finetune=0)
 
 
 def test_a_finished_run_hands_out_its_network_again(tmp_path):
@@ -157,13 +157,13 @@ def test_a_file_of_another_run_is_refused(tmp_path):
     content = path.read_bytes()
     for other, name in (
         ({"seed": 4}, "network"),
-        ({"target": 0.3}, "target"),
-        ({"of": "weights"}, "of"),
+        ({"budget": 0.3}, "target"),
+        ({"cost": "weights"}, "of"),
         ({"epochs": 7}, "steps"),
         ({"accumulate": 2}, "steps"),
         ({"pretrained": False}, "pretrained"),
         ({"autocast": torch.bfloat16}, "autocast"),
-        ({"optimiser": lambda parameters: torch.optim.SGD(parameters, 0.1)}, "optimiser"),
+        ({"make_optimiser": lambda parameters: torch.optim.SGD(parameters, 0.1)}, "optimiser"),
         ({"generator": True}, "loader's generators"),
     ):
         with pytest.raises(ValueError, match=f"checkpoint of this run.*differs in {name}[;,]"):

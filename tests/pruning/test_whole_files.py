@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_l0
 from pyro_l0 import prune
 from pyro_l0.compaction.files import hold
-from pyro_l0.pruning.checkpoint import Checkpoint, checksum, told
+from pyro_l0.pruning.described import told
+from pyro_l0.training import Checkpoint
+from pyro_l0.training.checkpoint import checksum
 from tests.pruning.networks import same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -56,7 +58,7 @@ def loaded(path):
     """What a file hands out, None where it is refused by name."""
     states = []
     with suppress(ValueError):
-        Checkpoint(path, {}, []).load(torch.device("cpu"), states.append)
+        Checkpoint(path, {}).load(states.append)
     return checksum(states[0]) if states else None
 
 
@@ -91,7 +93,7 @@ def test_the_file_before_it_is_offered(stopped):
     flip_in_weights(stopped)
     with pytest.raises(ValueError, match=rf"rename '{previous}', the one before it, .*SHA-256 is another") as refusal:
         run(stopped, resume=True)
-    assert str(refusal.value).startswith(f"Expected the whole checkpoint of a pruning run at '{stopped}'")
+    assert str(refusal.value).startswith(f"Expected the whole checkpoint of a run at '{stopped}'")
     previous.replace(stopped)
     assert same(run(stopped, resume=True).network, whole.network)
     flip_in_weights(stopped)
@@ -158,13 +160,13 @@ def test_another_loss_or_learning_rate_is_refused(tmp_path):
     """By name; it was passed over without a word."""
     path = tmp_path / "run.pt"
     with pytest.raises(StoppedError):
-        run(path, stop=2, loss=weighted(2.0), optimiser=sgd(0.01))
+        run(path, stop=2, loss=weighted(2.0), make_optimiser=sgd(0.01))
     for loss in (weighted(3.0), F.mse_loss, nn.MSELoss()):
         with pytest.raises(ValueError, match="differs in loss;"):
-            run(path, resume=True, loss=loss, optimiser=sgd(0.01))
+            run(path, resume=True, loss=loss, make_optimiser=sgd(0.01))
     with pytest.raises(ValueError, match="differs in optimiser's numbers;"):
-        run(path, resume=True, loss=weighted(2.0), optimiser=sgd(0.02))
-    run(path, resume=True, loss=weighted(2.0), optimiser=sgd(0.01))
+        run(path, resume=True, loss=weighted(2.0), make_optimiser=sgd(0.02))
+    run(path, resume=True, loss=weighted(2.0), make_optimiser=sgd(0.01))
 
 
 def test_losses_have_texts_that_tell_them_apart():

@@ -30,9 +30,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-import checkpoint
-from cifar import load_cifar
-from data import load_mnist
+from common.cifar import load_cifar
+from common.data import load_mnist
+from common.sweep import read_result, write_json
 from prune_pretrained import ENTRIES, METHODS, Problem, ResidualNetwork, Row, Shuffled, mlp, pretrain, prune, table
 
 STEPS, PASS = 1000, 50  # batches per pass, of which there are whole numbers in all the steps
@@ -96,14 +96,14 @@ def run(network: str, budgets: Sequence[float], options: argparse.Namespace) -> 
             dense = pretrain(data, seed, options.out / f"{network}-dense-{seed}.pt")
             start = time.perf_counter()
             row = prune(data, dense, method, budget, seed)
-            checkpoint.write_json(path, {**row, "seconds": time.perf_counter() - start, "options": described})
+            write_json(path, {**row, "seconds": time.perf_counter() - start, "options": described})
             errors = f"dense {row['dense']:.2f} %, at the cut {row['cut']:.2f} %, at the end {row['end']:.2f} %"
             seconds = f"{time.perf_counter() - start:.0f} s"
             print(
                 f"{network} {budget:g} {method} seed {seed}: {errors}, {row['used']:.3f} of the budget, {seconds}",
                 flush=True,
             )
-        rows.append(checkpoint.read_result(path, described, ENTRIES))
+        rows.append(read_result(path, described, ENTRIES))
     return rows
 
 

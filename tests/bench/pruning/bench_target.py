@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from data import load_images
+from common.data import load_images
 from pyro_l0 import prune
 from pyro_l0.nn import Gate
 

@@ -16,10 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from data import Images, load_mnist
-from options import Options
+from common.data import Images, load_mnist
+from common.mnist_run import Options, Run
 from pyro_l0.compaction import compact
-from run import Run
 
 
 def certificates(folder: Path, images: Images) -> dict[torch.dtype, float]:
@@ -28,7 +27,7 @@ def certificates(folder: Path, images: Images) -> dict[torch.dtype, float]:
     if options["data"] != "mnist" or options["objective"] != "l0" or options["family"] != "hard_concrete":
         raise ValueError(f"Expected a run of the l0 objective on mnist with hard concrete gates, but got {options}.")
     run = Run(images, Options(**{**options, "lam": tuple(options["lam"])}))
-    run.load_state(torch.load(folder / "checkpoint.pt", weights_only=True)["run"])
+    run.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True)["state"])
     net = run.averaged[0]
     before = () if run.shrinker is None else run.shrinker.plans
     found = {}

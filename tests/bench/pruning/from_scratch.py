@@ -19,12 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from data import load_mnist
-from networks import build
-from options import Options
+from common.averages import retrain
+from common.data import load_mnist
+from common.mnist_run import Options, Run
+from common.networks import build
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn.gate import name_gates
-from run import Run
 
 
 def main() -> None:
@@ -51,7 +51,8 @@ def main() -> None:
             for module in fresh.modules():
                 if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
                     module.reset_parameters()
-            errors.append(run.retrain(fresh, options.epochs, options.noise))
+            retrain(fresh, run.train_x, run.train_y, options.epochs, base.batch_size, options.noise)
+            errors.append(run.error(fresh))
         spread = f" +- {statistics.stdev(errors):.2f}" if len(errors) > 1 else ""
         retrained = metrics.get("retrained_error_percent")
         print(

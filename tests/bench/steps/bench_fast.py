@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from cifar import Cifar
 from cifar_wrn import Options, Run
+from common.cifar import Cifar
 from pyro_l0 import fast
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.elbo import Objective
@@ -69,7 +69,7 @@ def wrn_step(depth: int, width: int, batch: int) -> Step:
 
     def step() -> None:
         run.optimiser.zero_grad()
-        (run.loss(*run._batch(index, augment=True)) / len(run.train_x)).backward()
+        (run.loss(*run.batch(index)) / len(run.train_x)).backward()
         run.optimiser.step()
 
     return step

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from networks import Classifier, build
+from common.networks import Classifier, build, wide_resnet
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
@@ -46,7 +46,6 @@ from pyro_l0.nn.gate import gate_names, name_gates
 from tests.bench.steps.bench_gpu_cifar import cifar_units
 from tests.bench.steps.bench_wrn import without_gates
 from tests.cases import ATOMIC, FAMILIES
-from wide_resnet import wide_resnet
 
 NUM_DATA = 50_000
 ESTIMATORS = ("score_function", "leave_one_out", "arm", "straight_through", "rebar")

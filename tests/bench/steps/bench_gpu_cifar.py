@@ -7,46 +7,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-import checkpoint
-from cifar import Cifar, load_cifar
 from cifar_wrn import STEPS, Options, Run
-from processes import random_states, set_random_state
+from common.cifar import Cifar, load_cifar
+from common.networks import wide_resnet
 from pyro_l0.nn import Gate
-from wide_resnet import wide_resnet
+from pyro_l0.training import Checkpoint
 
 __all__ = ["cifar_units"]
 
 RUNS: dict[str, float | None] = {"λ = 0.001": 0.001, "λ = 0.002": 0.002, "dropout 0.3": None}
 
 
-class Training(Protocol):
-    """What a run of epochs needs."""
-
-    def train_epoch(self) -> float:
-        """One pass over the training images."""
-
-    def measure(self) -> dict[str, Any]:
-        """Test error and more."""
-
-    def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs."""
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
-
-
-class DropoutRun:
+class DropoutRun(Run):
     """The network with dropout in the place of its gates; data, schedule and weight decay as with gates."""
 
+    entries = ("loss", "test_error_percent", "macs_left")
+
     def __init__(self, images: Cifar, options: Options) -> None:
-        self.data = Run(images, options)  # for its images and batches
-        self.options = options
+        super().__init__(images, options)
         torch.manual_seed(options.seed)
         self.net = wide_resnet(options.depth, options.width).to(options.device)
         for module in list(self.net.modules()):
@@ -62,41 +46,30 @@ class DropoutRun:
     def train_epoch(self) -> float:
         """One pass over the training images; the mean loss."""
         self.net.train()
-        device = self.data.device
-        total = torch.zeros((), device=device)
-        batches = torch.randperm(len(self.data.train_x)).to(device).split(self.options.batch_size)
-        batches = batches[: self.options.max_steps]
+        total = torch.zeros((), device=self.device)
+        batches = self.shuffled()[: self.options.max_steps]
         for index in batches:
             self.optimiser.zero_grad()
-            x, y = self.data._batch(index, augment=True)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.options.amp):
+            x, y = self.batch(index)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.amp):
                 loss = F.cross_entropy(self.net(x), y)
             loss.backward()
             self.optimiser.step()
             total += loss.detach()
         self.schedule.step()
-        return float(total) / len(batches)
+        return self.mean(total, len(batches))
 
-    @torch.no_grad()
     def measure(self) -> dict[str, Any]:
         """Test error."""
-        self.net.eval()
-        x, y = self.data.test_x, self.data.test_y
-        found: list[Tensor] = [self.net(self.data._normalised(part)).argmax(-1) for part in x.split(500)]
-        wrong = float((torch.cat(found) != y).float().mean())
-        return {"test_error_percent": 100 * wrong, "macs_left": self.data.cost.total_macs}
+        return {"test_error_percent": self.error(self.net), "macs_left": self.cost.total_macs}
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs."""
-        parts = {"net": self.net, "optimiser": self.optimiser, "schedule": self.schedule}
-        return {**{name: part.state_dict() for name, part in parts.items()}, "random": random_states(self.data.device)}
+    def trained(self) -> list[nn.Module]:
+        """The network."""
+        return [self.net]
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        self.net.load_state_dict(state["net"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.schedule.load_state_dict(state["schedule"])
-        set_random_state(state["random"], self.data.device)
+    def parts(self) -> dict[str, Any]:
+        """What has a ``state_dict``."""
+        return {"net": self.net, "optimiser": self.optimiser, "schedule": self.schedule}
 
 
 def cifar_units(
@@ -115,7 +88,7 @@ def cifar_units(
     else:
         images = load_cifar("cifar10", options.data_dir)
 
-    def make(name: str, epochs: int) -> Training:
+    def make(name: str, epochs: int) -> Run:
         lam = RUNS[name]
         settings = Options(
             depth=10 if options.tiny else 28,
@@ -143,25 +116,17 @@ def cifar_units(
         yield name, lambda name=name: _train(make(name, found["epochs"]), name, found["epochs"], options.out, deadline)
 
 
-def _train(run: Training, name: str, epochs: int, out: Path, deadline: float) -> dict[str, Any] | None:
+def _train(run: Run, name: str, epochs: int, out: Path, deadline: float) -> dict[str, Any] | None:
     """Train to the end or to the deadline, with a checkpoint after every epoch."""
-    path = out / f"{name.replace(' ', '')}.pt"
-    mark = {"name": name, "epochs": epochs, "run": asdict(run.options) if isinstance(run, DropoutRun) else name}
-    mark = {key: str(value) for key, value in mark.items()}
-    history: list[dict[str, Any]] = []
-    if path.is_file():
-        state = checkpoint.load(path, mark)
-        run.load_state(state["run"])
-        history = state["history"]
-    while len(history) < epochs:
-        start = time.perf_counter()
-        loss = run.train_epoch()
-        seconds = time.perf_counter() - start
-        measured = run.measure()
-        history.append({"loss": loss, "seconds": seconds, **measured})
-        checkpoint.save(path, {"fingerprint": mark, "run": run.state(), "history": history})
-        print(f"{name}: epoch {len(history)} of {epochs}, error {measured['test_error_percent']:.2f} %", flush=True)
-        if len(history) < epochs and time.monotonic() > deadline:
+    described = {"name": name, "epochs": epochs, "run": str(asdict(run.options))}
+    checkpoint = Checkpoint(out / f"{name.replace(' ', '')}.pt", described)
+    checkpoint.load(run.load_state_dict, run.device)
+    history = run.history
+    while not run.is_done:
+        history.append(run.advance())
+        checkpoint.save(run.state_dict())
+        print(f"{name}: epoch {len(history)} of {epochs}, error {history[-1]['test_error_percent']:.2f} %", flush=True)
+        if not run.is_done and time.monotonic() > deadline:
             return None
     last = history[-1]
     seconds = sum(entry["seconds"] for entry in history) / epochs

@@ -17,7 +17,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from networks import NetworkName, build
+from common.networks import NetworkName, build
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn import fix_gates
 from pyro_l0.nn.gate import gate_names, name_gates

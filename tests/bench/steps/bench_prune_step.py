@@ -24,9 +24,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
+from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn import NetworkCost
 from pyro_l0.pruning.batches import BatchLoss
-from pyro_l0.pruning.phases import GatedPhase, TargetOptions
+from pyro_l0.pruning.phases import GatedPhase
 from pyro_l0.pruning.places import put_gates
 from tests.bench.pruning.bench_target import VisionTransformer
 
@@ -83,8 +84,10 @@ def measure(make: Callable[[], nn.Module], size: int, steps: int) -> tuple[float
     x, y = torch.rand(size, 784), torch.randint(10, (size,))
     gated = put_gates(make(), x[:2], None, lambda _: True).network
     cost = NetworkCost(gated, x[:2]).macs
-    options = TargetOptions(0.3, cost, steps, True, lambda *_: None)
-    phase = GatedPhase(gated, BatchLoss(F.cross_entropy, torch.device("cpu"), None), (x, y), options, None, None)
+    loss = BatchLoss(F.cross_entropy, torch.device("cpu"), None)
+    phase = GatedPhase(
+        gated, loss, (x, y), lambda guide: SparsityTarget(guide, 0.3, cost, steps=steps, pretrained=True)
+    )
     target, spent = phase.target, [0.0]
 
     def timed(call: Callable[[], None]) -> Callable[[], None]:

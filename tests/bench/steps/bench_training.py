@@ -24,13 +24,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from averages import Average
-from data import Images, load_mnist
-from networks import build
-from options import Options
+from common.averages import Average
+from common.data import Images, load_mnist
+from common.mnist_run import Options, Run
+from common.networks import build
 from pyro_l0.nn import fix_gates
 from pyro_l0.nn.gate import gate_names, name_gates
-from run import Run
 
 ROUNDS, STEPS = 60, 10  # of the runs that do not shrink
 

@@ -20,10 +20,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from cifar import Cifar
 from cifar_wrn import Options, Run
+from common.cifar import Cifar
+from common.networks import wide_resnet
 from pyro_l0.nn import Gate
-from wide_resnet import wide_resnet
 
 
 def without_gates(net: nn.Module) -> nn.Module:
@@ -64,14 +64,14 @@ def main() -> None:
     def gated_step() -> None:
         run.optimiser.zero_grad()
         with autocast:
-            loss = run.loss(*run._batch(index, augment=True)) / len(run.train_x)
+            loss = run.loss(*run.batch(index)) / len(run.train_x)
         loss.backward()
         run.optimiser.step()
 
     def dense_step() -> None:
         optimiser.zero_grad()
         with autocast:
-            images, labels = run._batch(index, augment=True)
+            images, labels = run.batch(index)
             loss = F.cross_entropy(dense(images), labels)
         loss.backward()
         optimiser.step()

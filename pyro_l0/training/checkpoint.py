@@ -1,43 +1,45 @@
-"""A pruning run in a file, so that a killed one goes on bit for bit."""
+"""A run in a file, so that a killed one goes on bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from pyro_l0.compaction.files import hold, replace_file
-from pyro_l0.pruning.batches import Loader, is_first, processes
-from pyro_l0.pruning.stream import generators, random_state, set_random_state
+from pyro_l0.training.processes import processes, rank
+from pyro_l0.training.stream import generators, random_state, set_random_state
 
-__all__ = ["Checkpoint", "checksum", "numbers", "told"]
+__all__ = ["Checkpoint", "checksum"]
 
 _FORMAT = 2
 _NEW = ("loss", "optimiser's numbers")  # what files of format 1 don't say of their run
+_LARGE = 1 << 30  # bytes of a tensor that holds fewer values than it has
+_SHORT = 40  # characters of a value that a message shows
 
 
 class Checkpoint:
-    """A file that is replaced whole after every epoch; of several processes the first one writes.
+    """A file that is replaced as a whole after every epoch; of several processes the first one writes.
 
     It carries a SHA-256 of all that is in it; files of earlier versions have none and are read as they are. The one
-    before it stays beside it, as ``.previous``.
+    before it stays beside it, as ``.previous``. Reading one runs no code: it holds tensors and plain values.
 
     Args:
         path: the file.
-        described: what a run and the file that it goes on from must agree in.
-        loader: whose random numbers are kept, too.
+        described: what a run and the one that resumes it must agree in, as plain values.
+        loader: gives the batches; the states of its random number generators are kept, too.
     """
 
-    def __init__(self, path: str | Path, described: Mapping[str, Any], loader: Loader) -> None:
+    def __init__(self, path: str | Path, described: Mapping[str, Any], loader: Iterable[object] = ()) -> None:
         self.path, self._described, self._loader = Path(path), dict(described), loader
+        self._is_first = True  # to be saved by this process
 
     @staticmethod
     @contextmanager
@@ -45,13 +47,13 @@ class Checkpoint:
         """A context in which no other run holds the file.
 
         Raises:
-            FileExistsError: there is a file, and the run is not to go on from it.
+            FileExistsError: there is a file, and the run does not resume.
             FileNotFoundError: its folder does not exist.
             ValueError: another run holds it.
         """
         with ExitStack() as stack:
             refusals: list[Exception | None] = [None]
-            if path is not None and is_first():
+            if path is not None and rank() == 0:
                 try:
                     _enter(stack, Path(path), resume)
                 except (OSError, ValueError) as error:
@@ -63,21 +65,41 @@ class Checkpoint:
             yield
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write a run's state and the random numbers' of every process."""
+        """Write a run's state and the random numbers of every process.
+
+        Args:
+            state: tensors and plain values.
+
+        Raises:
+            ValueError: the state holds something else. The file stays as it was.
+            OSError: the file can't be written. It stays as it was.
+        """
         randoms = [random_state(self._loader)]
         if processes() > 1:
             gathered: list[Any] = [None] * processes()
             distributed.all_gather_object(gathered, randoms[0])
             randoms = gathered
-            if distributed.get_rank():
+            if rank():
                 return
         content = {"format": _FORMAT, "described": self._described, "random": randoms, "state": dict(state)}
         file = io.BytesIO()
         torch.save({**content, "sha256": checksum(content)}, file)
-        replace_file(self.path, file.getbuffer(), self._previous)
+        previous: Path | None = self._previous
+        if self._is_first:
+            _check_readable(file)
+            previous = previous if _is_whole(self.path) else None
+        try:
+            replace_file(self.path, file.getbuffer(), previous)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self._is_first = False
 
-    def load(self, device: torch.device, take_up: Callable[[Mapping[str, Any]], None]) -> None:
-        """Hand out the state to go on from, after the random numbers were set; nothing if there is no file yet.
+    def load(self, take_up: Callable[[Mapping[str, Any]], None], device: torch.device | str = "cpu") -> None:
+        """Hand out the state to go on from, and set the random numbers; nothing if there is no file yet.
+
+        Args:
+            take_up: the run's ``load_state_dict``.
+            device: where the run trains, whose random numbers are set.
 
         Raises:
             ValueError: the file is damaged, was changed, lacks something, or is of another run.
@@ -87,36 +109,40 @@ class Checkpoint:
         try:
             content = _read(self.path)
             described, randoms, state = content["described"], content["random"], content["state"]
-            new = _NEW if content["format"] == 1 else ()
-            other = [key for key in self._described if key not in new and described.get(key) != self._described[key]]
-            if content["format"] not in (1, _FORMAT):
-                other.append("its format")
-            if len(randoms) != processes():
-                other.append("the number of processes")
-            elif len(randoms[0]["loader"]) != len(generators(self._loader)):
-                other.append("loader's generators")
+            other = self._differences(content["format"], described, randoms)
             if not other:
-                rank = distributed.get_rank() if processes() > 1 else 0
-                set_random_state(randoms[rank], self._loader, device)
                 take_up(state)
+                set_random_state(randoms[rank()], self._loader, torch.device(device))
         except Exception as error:
             raise ValueError(
-                f"Expected the whole checkpoint of a pruning run at {str(self.path)!r}, but it can't be read; "
+                f"Expected the whole checkpoint of a run at {str(self.path)!r}, but it can't be read; "
                 f"{self._advice()}. {type(error).__name__}: {error}"
             ) from error
         if other:
+            short = [key for key in other if key in described and len(repr(described[key])) < _SHORT]
+            has = ", ".join(f"{key}={described[key]!r}" for key in short)
             raise ValueError(
                 f"Expected a checkpoint of this run at {str(self.path)!r}, but it differs in {', '.join(other)}; give "
-                "the same arguments, or delete it."
+                f"the same arguments, or delete it.{f' It has {has}.' if has else ''}"
             )
+
+    def _differences(self, version: int, described: Mapping[str, Any], randoms: list[Any]) -> list[str]:
+        new = _NEW if version == 1 else ()
+        other = [key for key in self._described if key not in new and described.get(key) != self._described[key]]
+        if version not in (1, _FORMAT):
+            other.append("its format")
+        if len(randoms) != processes():
+            other.append("the number of processes")
+        elif len(randoms[0]["loader"]) != len(generators(self._loader)):
+            other.append("loader's generators")
+        return other
 
     @property
     def _previous(self) -> Path:
         return self.path.with_name(f"{self.path.name}.previous")
 
     def _advice(self) -> str:
-        with suppress(Exception):
-            _read(self._previous)
+        if _is_whole(self._previous):
             return f"rename {str(self._previous)!r}, the one before it, to go on from there, or delete it to begin anew"
         return "delete it to begin anew"
 
@@ -134,11 +160,30 @@ def _enter(stack: ExitStack, path: Path, resume: bool) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """What a file holds, checked."""
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("a part of it is compressed, which torch.save never does")
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     found = content.pop("sha256", None)
     if (found is not None or content["format"] != 1) and found != checksum(content):
         raise ValueError("its SHA-256 is another one than it was when saved: it is damaged or was changed")
     return content
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _read(path)
+    except Exception:  # damage can break the reader in every way
+        return False
+    return True
+
+
+def _check_readable(file: io.BytesIO) -> None:
+    file.seek(0)
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"Expected a state of tensors and plain values, but it can't be read back: {error}") from error
 
 
 def checksum(content: Mapping[str, Any]) -> str:
@@ -151,6 +196,9 @@ def checksum(content: Mapping[str, Any]) -> str:
 
 def _add(digest: hashlib._Hash, name: str, value: object) -> None:
     if isinstance(value, Tensor):
+        # One element that stands for many, as expand makes them, may stand for more than there is memory.
+        if value.nbytes > max(value.untyped_storage().nbytes(), _LARGE):
+            raise ValueError(f"{name} repeats some of its values, {value.nbytes} bytes in all")
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, (Mapping, list, tuple)):
@@ -160,34 +208,3 @@ def _add(digest: hashlib._Hash, name: str, value: object) -> None:
             _add(digest, f"{name}[{key!r}]", entry)
     else:
         digest.update(f"{name} {sorted(map(repr, value)) if isinstance(value, set) else repr(value)}".encode())
-
-
-def told(value: object) -> str:
-    """A text that tells a user's function from others: its name, and the names and numbers in its code and around it.
-
-    A module goes by its own text, its numbers and its tensors, any other object by its class.
-    """
-    if isinstance(value, partial):
-        return f"{told(value.func)} of {numbers([value.args, value.keywords])}"
-    if isinstance(value, nn.Module):
-        return f"{value} {numbers(vars(value))} {checksum(value.state_dict())}"
-    name = getattr(value, "__qualname__", type(value).__qualname__)
-    if not isinstance(value, FunctionType):
-        return str(name)
-    around = []
-    for cell in value.__closure__ or ():
-        with suppress(ValueError):  # it is empty
-            around.append(cell.cell_contents)
-    code = value.__code__
-    names = () if value.__module__.startswith("torch.") else code.co_names  # which change from version to version
-    return f"{name} {names} {numbers([code.co_consts, value.__defaults__, value.__kwdefaults__, around])}"
-
-
-def numbers(value: object, name: str = "") -> list[str]:
-    """The numbers and tensors in nested containers, with their places; flags and all else are left out."""
-    if isinstance(value, (Mapping, list, tuple)):
-        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return [x for key, entry in entries for x in numbers(entry, f"{name}.{key}")]
-    if isinstance(value, Tensor):
-        return [f"{name} {checksum({'': value})}"]
-    return [f"{name} {value}"] if isinstance(value, (int, float)) and not isinstance(value, bool) else []

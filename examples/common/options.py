@@ -1,78 +1,58 @@
-"""Which values the examples' options may have; asked before anything is loaded, made or trained."""
+"""Which values the options of a command line may have; checked before anything is loaded, made or trained."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 __all__ = ["RULES", "check"]
 
+Rule = tuple[str, Callable[[Any], bool]]  # the end of "Expected epochs ...", and whether a value is as expected
 LARGEST = 1e6  # of a factor; more than anybody means, and far from what overflows float32
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What values an option may have.
-
-    Args:
-        expected: the end of "Expected epochs ...".
-        holds: whether a value is one of them.
-    """
-
-    expected: str
-    holds: Callable[[Any], bool]
+def whole(least: int, most: int = 2**31 - 1) -> Rule:
+    """Whole numbers from one to another."""
+    return f"of at least {least} and at most {most}", lambda x: least <= x <= most
 
 
-def at_least(least: int) -> Rule:
-    """Whole numbers from one on, as far as torch counts."""
-    return Rule(f"of at least {least}", lambda x: x >= least)
+POSITIVE: Rule = (f"to be finite and positive, at most {LARGEST:g}", lambda x: 0 < x <= LARGEST)
+NOT_NEGATIVE: Rule = (f"to be finite and not negative, at most {LARGEST:g}", lambda x: 0 <= x <= LARGEST)
+RATE: Rule = ("strictly between 0 and 1", lambda x: 0 < x < 1)
+SEED = whole(0, 2**32 - 1)
 
-
-def below(most: int) -> Rule:
-    """No whole numbers above one."""
-    return Rule(f"of at most {most}", lambda x: x <= most)
-
-
-NOT_HUGE = Rule(f"of at most {LARGEST:g}", lambda x: x <= LARGEST)
-POSITIVE = (Rule("to be finite and positive", lambda x: 0 < x < math.inf), NOT_HUGE)
-NOT_NEGATIVE = (Rule("to be finite and not negative", lambda x: 0 <= x < math.inf), NOT_HUGE)
-RATE = (Rule("strictly between 0 and 1", lambda x: 0 < x < 1),)
-NUMBER = (at_least(1), below(2**31 - 1))
-SEED = (at_least(0), below(2**32 - 1))
-
-# An option means the same in every example. Of one with several values each is held to the rules, and one that is not
-# given (None) to none.
-RULES: dict[str, tuple[Rule, ...]] = {
-    "batch": (at_least(1),),
-    "batch_size": NUMBER,
+# An option means the same in every example. Each value of several is checked; one that is not given (None) is not.
+RULES: dict[str, Rule] = {
+    "batch": whole(1),
+    "batch_size": whole(1),
     "beta": POSITIVE,
     "budgets": RATE,
-    "depth": (at_least(10), below(1000)),
-    "draws": (at_least(2), below(2**31 - 1)),
-    "epochs": NUMBER,
+    "depth": whole(10, 1000),
+    "draws": whole(2),
+    "epochs": whole(1),
     "epsilon": RATE,
     "gate_learning_rate": POSITIVE,
-    "hold_out": (at_least(0),),
-    "jobs": (at_least(1), below(1000)),
+    "hold_out": whole(0),
+    "jobs": whole(1, 1000),
     "lam": NOT_NEGATIVE,
     "lams": NOT_NEGATIVE,
     "learning_rate": POSITIVE,
-    "max_steps": NUMBER,
+    "max_steps": whole(1),
     "prior_active_prob": RATE,
-    "retrain": (at_least(0), below(2**31 - 1)),
-    "retrain_noise": (Rule("of at least 0 and finite", lambda x: 0 <= x < math.inf), NOT_HUGE),
+    "retrain": whole(0),
+    "retrain_noise": NOT_NEGATIVE,
     "seed": SEED,
     "seeds": SEED,
     "slab_scale": POSITIVE,
-    "steps": NUMBER,
+    "steps": whole(1),
     "strength": POSITIVE,
     "target": RATE,
     "weight_decay": NOT_NEGATIVE,
-    "width": (at_least(1), below(100)),
+    "width": whole(1, 100),
 }
 SWEPT = ("budgets", "families", "lams", "methods", "seeds", "strength")  # each value is a run
 
@@ -90,10 +70,10 @@ def check(options: Any) -> None:
     """
     for name in (field.name for field in fields(options)):
         value = getattr(options, name)
+        expected, holds = RULES.get(name, ("", lambda x: True))
         for entry in value if isinstance(value, tuple) else () if value is None else (value,):
-            for rule in RULES.get(name, ()):
-                if not rule.holds(entry):
-                    raise ValueError(f"Expected {name} {rule.expected}, but got {entry}.")
+            if not holds(entry) or (isinstance(entry, float) and math.isnan(entry)):
+                raise ValueError(f"Expected {name} {expected}, but got {entry}.")
         if name in SWEPT and len(set(value)) != max(len(value), 1):
             raise ValueError(f"Expected {name} with at least one value and none of them twice, but got {value}.")
     if getattr(options, "device", "cpu") != "cpu":

@@ -1,0 +1,75 @@
+"""Averaged weights, and the training of a compacted network by them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_l0.compaction.inputs import SelectedInputs
+from pyro_l0.training.epochs import check_finite
+
+__all__ = ["AVERAGE_POWER", "Average", "retrain"]
+
+AVERAGE_POWER = 9
+LEARNING_RATE = 1e-3  # of the retraining, at its start
+
+
+class Average:
+    """Averaged parameters of one module in another of the same shape, listed once and not per step.
+
+    Polynomial-decay averaging with power k = 9: step t enters with a weight of (k + 1) / (t + k), so that the average
+    covers about the last tenth of the steps taken, however many they are (Shamir, Zhang 2013, arXiv:1212.1824).
+
+    Args:
+        averaged: holds the averages.
+        module: the module.
+        steps: steps that the averages hold already.
+    """
+
+    def __init__(self, averaged: nn.Module, module: nn.Module, steps: int = 0) -> None:
+        self.pair = list(averaged.parameters()), list(module.parameters())
+        self.steps = steps
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the parameters."""
+        self.steps += 1
+        torch._foreach_lerp_(*self.pair, (AVERAGE_POWER + 1) / (self.steps + AVERAGE_POWER))
+
+
+def retrain(network: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_size: int, noise: float = 0.0) -> None:
+    """Train a compacted network further in place, without gates, by Adam with a step that falls to 0, and averaged.
+
+    Args:
+        network: the network.
+        x: training images.
+        y: their classes.
+        epochs: passes over them.
+        batch_size: images per step.
+        noise: standard deviation of normal noise on the pixels, whose values are in [0, 1].
+
+    Raises:
+        FloatingPointError: a parameter is not finite any more.
+    """
+    network.train()
+    optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE, fused=True)
+    falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, epochs * -(-len(x) // batch_size))
+    averaged = copy.deepcopy(network)
+    average = Average(averaged, network)
+    with SelectedInputs(x).of(network) as train_x:
+        for _ in range(epochs):
+            for index in torch.randperm(len(x)).to(x.device).split(batch_size):
+                batch = train_x[index]
+                if noise:
+                    batch = batch + noise * torch.randn_like(batch)
+                optimiser.zero_grad()
+                F.cross_entropy(network(batch), y[index]).backward()
+                optimiser.step()
+                falling.step()
+                average.update()
+    check_finite(epochs, 0.0, network, averaged)
+    network.load_state_dict(averaged.state_dict())
+    network.eval()

@@ -1,0 +1,92 @@
+"""The loop over the epochs of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from pyro_l0.training.checkpoint import Checkpoint
+
+__all__ = ["Trainable", "check_finite", "epochs"]
+
+
+class Trainable(Protocol):
+    """What can be trained epoch by epoch.
+
+    Attributes:
+        history: an entry for every epoch so far; a part of the state.
+    """
+
+    history: list[dict[str, Any]]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all epochs are over."""
+
+    def advance(self) -> dict[str, Any]:
+        """Train for an epoch, and return its entry of the history."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, random numbers apart."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+
+
+def epochs(run: Trainable, checkpoint: Checkpoint | None = None) -> Iterator[dict[str, Any]]:
+    """Train to the end, and write a checkpoint after every epoch.
+
+    An epoch whose entry makes the caller stop is not written: a resumed run repeats it.
+
+    Args:
+        run: what is trained. To resume, call ``checkpoint.load(run.load_state_dict)`` before.
+        checkpoint: the file; None for none.
+
+    Yields:
+        The entry of each epoch in the history, to print it, say.
+
+    Example:
+        >>> class Halving:
+        ...     def __init__(self):
+        ...         self.x, self.history = 1.0, []
+        ...
+        ...     is_done = property(lambda self: len(self.history) == 2)
+        ...
+        ...     def advance(self):
+        ...         self.x /= 2
+        ...         return {"x": self.x}
+        >>> list(epochs(Halving()))
+        [{'x': 0.5}, {'x': 0.25}]
+    """
+    while not run.is_done:
+        entry = run.advance()
+        run.history.append(entry)
+        yield entry
+        if checkpoint is not None:
+            checkpoint.save(run.state_dict())
+
+
+def check_finite(epoch: int, loss: float, *modules: nn.Module) -> None:
+    """Stop a training that has diverged, before its state replaces a good checkpoint.
+
+    Args:
+        epoch: its number, for the message.
+        loss: its mean loss.
+        modules: what was trained.
+
+    Raises:
+        FloatingPointError: the loss or a parameter is not finite.
+    """
+    broken = [name for x in modules for name, p in x.named_parameters() if not bool(p.isfinite().all())]
+    if math.isfinite(loss) and not broken:
+        return
+    what = f"weights are not after epoch {epoch}: {', '.join(broken[:3])}"
+    if not math.isfinite(loss):
+        what = f"the mean loss of epoch {epoch} is {loss}"
+    raise FloatingPointError(
+        f"Expected the training to stay finite, but {what}. Take a smaller learning rate, or look for a gradient that "
+        "is not finite; a checkpoint holds the epoch before."
+    )
