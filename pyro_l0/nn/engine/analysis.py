@@ -102,7 +102,6 @@ class Analysis:
         reasons: by site, the closed units that stay behind the gate or in front of it, and why.
         barriers: operations without a rule that units would have to pass, and how often.
         shrunk: by module path, sizes of tensors that shrank while the module ran, and what they are now.
-        partly_shrunk: by module path, those of them that other tensors of the module still have.
         maps: what the rules know of the recording.
         solution: which units stay.
     """
@@ -116,7 +115,6 @@ class Analysis:
     reasons: dict[str, dict[int, str]]
     barriers: Counter[str]
     shrunk: dict[str, dict[int, int]]
-    partly_shrunk: dict[str, frozenset[int]]
     maps: Maps
     solution: Solution
 
@@ -284,7 +282,7 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
         removed,
         reasons,
         barriers,
-        *_shrunk(maps, solution),
+        _shrunk(maps, solution),
         maps,
         solution,
     )
@@ -328,8 +326,8 @@ def _folds(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tensor
     return list(found.values())
 
 
-def _shrunk(maps: Maps, solution: Solution) -> tuple[dict[str, dict[int, int]], dict[str, frozenset[int]]]:
-    """By module path, what sizes became, and which of them other tensors still have.
+def _shrunk(maps: Maps, solution: Solution) -> dict[str, dict[int, int]]:
+    """By module path, what sizes became.
 
     A module's own operations decide before those of the modules inside: a size that stayed in its own code stayed for
     its attributes.
@@ -343,6 +341,4 @@ def _shrunk(maps: Maps, solution: Solution) -> tuple[dict[str, dict[int, int]], 
         parent = path.rpartition(".")[0]
         for size, now in sizes[path].items() if path else ():
             sizes[parent].setdefault(size, now)
-    shrunk = {path: {size: min(now) for size, now in each.items() if min(now) < size} for path, each in sizes.items()}
-    partly = {path: frozenset(size for size in each if size in sizes[path][size]) for path, each in shrunk.items()}
-    return shrunk, partly
+    return {path: {size: min(now) for size, now in each.items() if min(now) < size} for path, each in sizes.items()}
