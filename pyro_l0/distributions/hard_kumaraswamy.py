@@ -94,11 +94,6 @@ class HardKumaraswamy(UnitIntervalGate):
         unit = cls(a, torch.ones_like(a), gamma, zeta, validate_args=True)
         return cls(a, torch.log(rate) / unit.log_active_prob, gamma, zeta, validate_args=validate_args)
 
-    @property
-    def test_gate(self) -> Tensor:
-        """The median: exactly 0 where P(z = 0) is at least one half, exactly 1 where P(z = 1) is."""
-        return self.median
-
     def _unit_log_density(self, x: Point) -> Tensor:
         return kumaraswamy.log_density(log_s(x), self.concentration1, self.concentration0)
 

@@ -6,7 +6,6 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI, TraceEnum_ELBO
-from scipy import stats
 from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import BernoulliGate, HardConcrete, PowerLawGate, RectifiedNormal
@@ -35,20 +34,6 @@ def test_against_the_slow_twin(gate):
                 "entropy": -p0 * mp.log(p0) - p1 * mp.log(p1),
             }[name]
             assert value.item() == pytest.approx(float(expected), rel=1e-13)
-
-
-def test_law(gate):
-    """log_prob, cdf and quantiles tell the same masses, and draws follow them."""
-    torch.testing.assert_close(gate.log_prob(torch.ones(())), gate.log_prob_one)
-    torch.testing.assert_close(gate.log_prob(torch.zeros(())), gate.log_prob_zero)
-    torch.testing.assert_close(gate.cdf(torch.tensor(0.0).double()), gate.log_prob_zero.exp())
-    torch.testing.assert_close(gate.cdf(torch.tensor(0.7).double()), gate.log_prob_zero.exp())
-    assert (gate.cdf(torch.tensor(1.0)) == 1).all()
-    assert torch.equal(gate.median, gate.icdf(torch.full((), 0.5, dtype=torch.float64)))
-    torch.manual_seed(71)
-    hits = gate.sample((20_000,)).sum(0)
-    for count, p in zip(hits.flatten().tolist(), gate.probs.flatten().tolist(), strict=True):
-        assert stats.binomtest(int(count), 20_000, min(1.0, p)).pvalue > 1e-6
 
 
 def test_enumeration(gate):

@@ -14,56 +14,25 @@ import pytest
 import torch
 from torch.distributions import kl_divergence
 
-from pyro_l0.distributions import (
-    ExponentialGate,
-    ExponentialUniformGate,
-    HardConcrete,
-    HardKumaraswamy,
-    PowerLawGate,
-    RectifiedNormal,
-)
 from pyro_l0.maths import hard_concrete, quadrature
-from tests.reference import (
-    ExponentialReference,
-    ExponentialUniformReference,
-    HardConcreteReference,
-    HardKumaraswamyReference,
-    PowerLawReference,
-    RectifiedNormalReference,
-    kl,
-)
+from tests.cases import FAMILIES
+from tests.reference import kl
 
 FILES = [Path(__file__).parent.parent / "vectors" / "gates.json"]
 if os.environ.get("PYRO_L0_VECTORS"):
     FILES.append(Path(os.environ["PYRO_L0_VECTORS"]))
 
 # Names of the parameters in the files and in the library.
-HARD_CONCRETE = {"log_alpha": "log_alpha", "beta": "temperature", "gamma": "gamma", "zeta": "zeta"}
 MIXTURE = {"logit_q": "logits", "beta": "beta", "eps": "epsilon", "lo": "gamma", "hi": "zeta"}
 NAMES = {
-    "HardConcrete": HARD_CONCRETE,
+    "HardConcrete": {"log_alpha": "log_alpha", "beta": "temperature", "gamma": "gamma", "zeta": "zeta"},
     "RectifiedNormal": {"mu": "loc", "sigma": "scale"},
     "HardKumaraswamy": {"a": "concentration1", "b": "concentration0", "lo": "gamma", "hi": "zeta"},
-    "MDRExp": MIXTURE,
-    "MDRExpUni": MIXTURE,
-    "MDRPowerLaw": MIXTURE,
+    **dict.fromkeys(("MDRExp", "MDRExpUni", "MDRPowerLaw"), MIXTURE),
 }
-GATES = {
-    "HardConcrete": HardConcrete,
-    "RectifiedNormal": RectifiedNormal,
-    "HardKumaraswamy": HardKumaraswamy,
-    "MDRExp": ExponentialGate,
-    "MDRExpUni": ExponentialUniformGate,
-    "MDRPowerLaw": PowerLawGate,
-}
-TWINS = {
-    "HardConcrete": HardConcreteReference,
-    "RectifiedNormal": RectifiedNormalReference,
-    "HardKumaraswamy": HardKumaraswamyReference,
-    "MDRExp": ExponentialReference,
-    "MDRExpUni": ExponentialUniformReference,
-    "MDRPowerLaw": PowerLawReference,
-}
+# The families of cases.py in the same order.
+GATES = {name: family.gate for name, family in zip(NAMES, FAMILIES, strict=True)}
+TWINS = {name: family.reference for name, family in zip(NAMES, FAMILIES, strict=True)}
 KL_GROUPS = (
     "hc_hc_same_temperature",
     "hc_hc_different_temperature",
@@ -146,7 +115,7 @@ def gate(family, leaves):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", GATES)
 def test_probabilities(family, dtype):
-    """Masses and their logs, log_prob at every z."""
+    """Masses and their logs, log_prob and the cdf at every z, below 0 and above 1 too."""
 
     def compare(check, entry):
         g = gate(family, tensors(entry["params"], dtype))
@@ -159,17 +128,6 @@ def test_probabilities(family, dtype):
         check("active_prob", g.active_prob, entry["active_prob"], relative)
         for z, expected in entry["log_prob"]:
             check.log(f"log_prob({z})", g.log_prob(torch.tensor(z, dtype=dtype)), expected, dtype)
-
-    compare_each(stored("distributions", family), compare)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", GATES)
-def test_cdf(family, dtype):
-    """The cdf at every z, below 0 and above 1 too."""
-
-    def compare(check, entry):
-        g = gate(family, tensors(entry["params"], dtype))
         # A cdf is read on the scale of 1: float32 carries 6e-8 of it, and rounds the location first.
         relative, absolute = (1e-10, 1e-15) if dtype == torch.float64 else (0.0, 1e-6)
         for z, expected in entry["cdf"]:
