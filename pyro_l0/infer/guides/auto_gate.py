@@ -33,7 +33,7 @@ from pyro_l0.infer.guides.mean_field import (
     site_key,
     take_over,
 )
-from pyro_l0.infer.guides.parameters import Displaced, OptimiserWatch, enter_store, state_parameter
+from pyro_l0.infer.guides.parameters import Displaced, OptimiserWatch, enter_store, parameters_in, state_parameter
 from pyro_l0.infer.guides.prior import DrawsElsewhere, check_supports, inherited_options
 from pyro_l0.infer.guides.protocol import ActiveRate
 
@@ -107,7 +107,7 @@ class AutoGate(AutoGuide):
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
         state = self.__dict__.copy()
         state.update(_model=(None,), master=None, _names=None, _watches=[])
-        if self.prototype_trace is not None:  # of which the posteriors have what is needed
+        if self.prototype_trace is not None:  # the posteriors have what is needed of it
             state["prototype_trace"] = Trace()
         for parameter in self.sites.parameters():  # a weak reference, which SVI has asked for
             parameter.__dict__.pop("unconstrained", None)
@@ -131,18 +131,14 @@ class AutoGate(AutoGuide):
         return self.prototype_trace is not None or any(True for _ in self.sites.parameters())
 
     def _check_module_local_param_usage(self) -> None:
-        if self._has_parameters:  # which Pyro asks for when the guide becomes a part of a list, too
+        if self._has_parameters:  # Pyro asks for them when the guide becomes a part of a list, too
             super()._check_module_local_param_usage()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Load a state before the first call, too, which finds the parameters here and keeps them."""
         for name, value in state_dict.items():
-            if (
-                name.startswith(prefix)
-                and isinstance(value, Tensor)
-                and not value.is_meta
-                and bool(value.isnan().any())
-            ):
+            is_known = name.startswith(prefix) and isinstance(value, Tensor) and not value.is_meta
+            if is_known and bool(value.isnan().any()):
                 raise ValueError(f"Expected a state of numbers, but {name!r} has NaN; load one from before that.")
         if self.prototype_trace is None:
             sites = self.sites
@@ -160,7 +156,7 @@ class AutoGate(AutoGuide):
         return bool(prototype_hide_fn(msg)) or not (find_gate(msg["fn"]) is not None or self._takes(msg["name"]))
 
     def _takes(self, name: str) -> bool:
-        """Whether a latent that is no gate is this guide's: in a list of guides it is another's."""
+        """Whether a latent that is no gate belongs to this guide: in a list of guides it belongs to another."""
         return self.master is None
 
     def _setup_prototype(self, *args: object, **kwargs: object) -> None:
@@ -177,12 +173,12 @@ class AutoGate(AutoGuide):
             found = [] if self.prototype_trace is None else self.prototype_trace.stochastic_nodes
             raise ValueError(
                 "Expected latent sites in no plate or in vectorized ones, but one of "
-                f"{', '.join(map(repr, found))} is in a sequential plate. Write "
-                "'with pyro.plate(...)', or hide these sites by poutine.block and give them a guide of their own."
+                f"{', '.join(map(repr, found))} is in a sequential plate. Write 'with pyro.plate(...)', or hide these "
+                "sites by poutine.block and give them a guide of their own."
             ) from error
         finally:
             self._model = model
-            # None until all is well: the next call meets the same error, not half a guide.
+            # None until all is well: the next call raises the same error, and finds no half of a guide.
             prototype = self.prototype_trace
             self.prototype_trace = None
         assert prototype is not None
@@ -198,7 +194,7 @@ class AutoGate(AutoGuide):
         self._posteriors = take_over(modules, first)
         self._mean_field = MeanField(self._posteriors)
         self.prototype_trace = prototype
-        # The guide's own sites have no use for the plates of the data.
+        # The guide's own sites do not need the plates of the data.
         used = {plate for site in sites.values() for plate in plates_and_shape(site)[0]}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
         prototype.detach_()
@@ -208,7 +204,7 @@ class AutoGate(AutoGuide):
             enter_store(self._full_names)
 
     def _check_sites(self, sites: Mapping[str, Site]) -> None:
-        """Refuse a model that does not have the sites that the guide was told of."""
+        """Refuse a model without gates, or without those that are named."""
         gates = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
         if not gates:
             raise ValueError("AutoGate found no gate site in the model.")
@@ -249,7 +245,7 @@ class AutoGate(AutoGuide):
     def _state_parameters(self) -> None:
         """Tell the store the parameters, and handlers such as SVI's, which ask for them."""
         enter_store(self._full_names)
-        if any(type(handler) is not Record for handler in runtime._PYRO_STACK):  # which has no use for them
+        if any(type(handler) is not Record for handler in runtime._PYRO_STACK):  # a Record does not need them
             for name, parameters, key in self._full_names():
                 if parameters[key].requires_grad:
                     state_parameter(parameters[key], constraint=constraints.real, name=name)
@@ -257,12 +253,11 @@ class AutoGate(AutoGuide):
     def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
         """Names of the parameters in the store, as ``pyro.module`` would make them, and where they are."""
         if self._names is None or self._names[0] != self._pyro_name:
-            prefix = self._pyro_get_fullname("sites")
-            names = [
-                (param_with_module_name(prefix, f"{site_key(name)}.{key}"), posterior.parameters, key)
-                for name, posterior in self._posteriors.items()
-                for key in posterior.parameters
-            ]
+            names = []
+            for part in ("sites", "joint"):
+                module, prefix = self._modules.get(part), self._pyro_get_fullname(part)
+                for name, held, key in parameters_in(module) if module is not None else ():
+                    names.append((param_with_module_name(prefix, name), held, key))
             self._names = self._pyro_name, names
         return self._names[1]
 
@@ -290,10 +285,10 @@ class AutoGate(AutoGuide):
         """Drop all but some units of some gate sites, as when they leave the network.
 
         Args:
-            units: by site, the places of the units that stay, shape ``(n,)``; a site without any leaves.
+            units: by site, the indices of the units that stay, shape ``(n,)``; a site without any leaves.
 
         Returns:
-            For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
+            For each parameter that was replaced, the new one (None if its site left) and the indices that it holds.
 
         Raises:
             ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
@@ -321,14 +316,11 @@ class AutoGate(AutoGuide):
 
     @torch.no_grad()
     def close(self, name: str, places: Tensor) -> None:
-        """Close some gates of a site for good: a test gate of 0 and P(z != 0) of 1e-6 or the least that there is.
+        """Close some gates of a site for good: their test gates are 0, and P(z != 0) is 1e-6 or its minimum.
 
         Args:
             name: a gate site.
-            places: places of the gates in the flattened site.
-
-        Raises:
-            ValueError: the name is not a gate site.
+            places: indices of the gates in the flattened site.
         """
         gates = self._of_kind(GatesPosterior)
         if name not in gates:

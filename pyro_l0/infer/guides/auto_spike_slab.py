@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
-from pyro.params.param_store import param_with_module_name
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions.utils import clamp_probs
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
@@ -29,7 +28,6 @@ from pyro_l0.infer.guides.drawn import Part
 from pyro_l0.infer.guides.expansion import log_likelihood
 from pyro_l0.infer.guides.lone_latents import LoneLatents, Slab, first_latents
 from pyro_l0.infer.guides.mean_field import GatesPosterior, MeanField, SitePosterior, plates_and_shape
-from pyro_l0.infer.guides.parameters import parameters_in
 from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
 from pyro_l0.infer.posterior.collapse import Collapsed, collapse
 from pyro_l0.infer.posterior.refine import Method, RefinedPosterior, refined
@@ -299,14 +297,6 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             for name in [name for name in state_dict if name.startswith(start)]:
                 self._pending[name.removeprefix(start)] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _full_names(self) -> list[tuple[str, dict[str, nn.Parameter], str]]:
-        known = self._names is not None and self._names[0] == self._pyro_name
-        names = super()._full_names()
-        if not known and self._joint is not None:
-            prefix, found = self._pyro_get_fullname("joint"), parameters_in(self._joint)
-            names += [(param_with_module_name(prefix, name), held, key) for name, held, key in found]
-        return names
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
         """Parts of joint draws by site, for a loss that takes many particles at once; None in subsampled plates."""

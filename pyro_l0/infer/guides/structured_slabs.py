@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,19 @@ from pyro_l0.maths.spike_slab.structured_slab import SlabGivenGates, slab_given_
 _RIDGE = 1e-3  # of the prior's precision, so that the curvature has a factor
 
 
-class _Given(Protocol):
-    @property
-    def mean(self) -> Tensor: ...
+class IndependentNormals(NamedTuple):
+    """Normals of their own, shape ``(n, p)``."""
 
-    def draw(self, noise: Tensor) -> Tensor: ...
+    mean: Tensor
+    deviation: Tensor
 
-    def conditionals(self, slabs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]: ...
+    def draw(self, noise: Tensor) -> Tensor:
+        """Slabs from standard normal noise."""
+        return self.mean + self.deviation * noise
+
+    def conditionals(self, slabs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each slab."""
+        return self.mean, self.deviation
 
 
 class SlabPosterior(nn.Module):
@@ -41,9 +47,8 @@ class SlabPosterior(nn.Module):
     def __init__(self, expansion: Expansion, gate_of: Tensor) -> None:
         super().__init__()
         self.register_buffer("gate_of", gate_of)
-        self.register_buffer("loc", expansion.loc)
-        self.register_buffer("scale", expansion.scale)
-        self.register_buffer("scale_exponents", expansion.scale_exponents)
+        for name in ("loc", "scale", "scale_exponents"):
+            self.register_buffer(name, getattr(expansion, name))
         self.register_buffer("loc_shifts", expansion.loc_shifts, persistent=False)
         self.is_centred = not bool(expansion.loc.any() or expansion.loc_shifts.any())
         self.exponents = nn.Parameter(expansion.exponents.clone()) if len(expansion.exponents) else None
@@ -61,7 +66,7 @@ class SlabPosterior(nn.Module):
         return self.loc + hyper @ self.loc_shifts.mT if hyper.shape[-1] else self.loc
 
     @abstractmethod
-    def given(self, gates: Tensor, hyper: Tensor) -> _Given:
+    def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates | IndependentNormals:
         """The slabs' Gaussian.
 
         Args:
@@ -99,7 +104,7 @@ class StructuredSlabs(SlabPosterior):
         return root @ root.mT, self.factor @ (self.linear + self.linear_change)
 
     def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates:
-        """The slabs' Gaussian; arguments as for every such posterior."""
+        """The slabs' Gaussian."""
         curvature, linear = self.quadratic()
         factor = self.likelihood_factor(hyper)
         if factor is not None:
@@ -107,19 +112,6 @@ class StructuredSlabs(SlabPosterior):
             curvature = factor.unsqueeze(-1) * curvature
         loc = None if self.is_centred else self.prior_loc(hyper)
         return slab_given_gates(curvature, linear, opened(gates, self.gate_of), self.prior_scale(hyper), loc)
-
-
-class _Independent(NamedTuple):
-    """Normals of their own, shape ``(n, p)``."""
-
-    mean: Tensor
-    deviation: Tensor
-
-    def draw(self, noise: Tensor) -> Tensor:
-        return self.mean + self.deviation * noise
-
-    def conditionals(self, slabs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mean, self.deviation
 
 
 class IndependentSlabs(SlabPosterior):
@@ -133,8 +125,8 @@ class IndependentSlabs(SlabPosterior):
         self.log_curvature = nn.Parameter(expansion.curvature.diagonal().log())
         self.mode_change = nn.Parameter(torch.zeros_like(expansion.mode))  # in standard deviations
 
-    def given(self, gates: Tensor, hyper: Tensor) -> _Independent:
-        """The slabs' normals; arguments as for every such posterior."""
+    def given(self, gates: Tensor, hyper: Tensor) -> IndependentNormals:
+        """The slabs' normals."""
         curvature, prior = self.log_curvature.exp(), self.scale**-2
         mode, loc = self.mode + self.mode_change / (curvature + prior).sqrt(), self.prior_loc(hyper)
         linear = curvature * mode + prior * (mode - self.loc)  # so that the mean with an open gate is the mode
@@ -144,4 +136,4 @@ class IndependentSlabs(SlabPosterior):
         gate, scale = opened(gates, self.gate_of), self.prior_scale(hyper)
         precision = scale**-2 + gate.square() * curvature
         mean = (gate * linear + scale**-2 * loc) / precision
-        return _Independent(mean, precision.rsqrt())
+        return IndependentNormals(mean, precision.rsqrt())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.generators import seeded
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
@@ -101,10 +100,7 @@ def check_fit(
         Zanella and Roberts (2019), arXiv:1805.00541, for the sampler.
     """
     expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
-    for name, number in (("chains", chains), ("flips", flips), ("draws", draws)):
-        expect(Integral, "a whole number", **{name: number})
-        if number < 1:
-            raise ValueError(f"Expected {name} of at least 1, but got {number}.")
+    expect_count(1, chains=chains, flips=flips, draws=draws)
     with seeded(seed):
         collapsed, log_likelihood = guide.collapsed_at_means(model, args, kwargs)
         quadratic = is_quadratic(log_likelihood, collapsed.quadratic)

@@ -77,16 +77,12 @@ class Collapsed(NamedTuple):
 def collapse(
     joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
 ) -> Collapsed:
-    """Take the slabs out of a model.
+    """Integrate the slabs out of a model.
 
     Args:
         joint: a posterior with structured slabs.
         run_at: runs the model and returns its sites, at values of its latent sites by name.
         hyper: values of the other latents on the real line, shape ``(chains, d)``; one row for all chains.
-
-    Raises:
-        ValueError: a slab's prior has a mean other than 0; a gate has no slab, more than two values, or a prior that
-            depends on other gates.
     """
     slabs = joint.slab_posterior
     assert isinstance(slabs, StructuredSlabs)

@@ -54,15 +54,8 @@ def log_ratios(
     """log p(D, z, w, ...) - log q(z, w, ...) at draws of the guide, shape ``(draws,)``.
 
     A slab that does not depend on its gates counts where they are open; where they are closed, its posterior is its
-    prior, as in Eq. 20 of the L0 paper.
-
-    Args:
-        model: the model.
-        guide: the guide.
-        args: their arguments.
-        kwargs: their keyword arguments.
-        draws: how many.
-        mapped: whether ``torch.vmap`` takes them at once; by default, where it can.
+    prior, as in Eq. 20 of the L0 paper. ``mapped`` is whether ``torch.vmap`` takes all draws at once, by default where
+    it can.
     """
     evaluate, run_guide = _runs(model, guide, args, kwargs)
     with torch.no_grad():

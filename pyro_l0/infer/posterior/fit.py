@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.evidence import Evidence, is_mapped, log_ratios
@@ -107,10 +107,8 @@ def fit(
     expect(AutoSpikeSlab, "an AutoSpikeSlab", guide=guide)
     expect(Real, "a number", learning_rate=learning_rate)
     expect(bool, "True or False", progress=progress)
-    for name, value in (("steps", steps), ("restarts", restarts), ("num_particles", num_particles)):
-        least = 2 if name == "num_particles" else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"Expected {name} of at least {least}, but got {value!r}.")
+    expect_count(1, steps=steps, restarts=restarts)
+    expect_count(2, num_particles=num_particles)
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"Expected a positive, finite learning_rate, but got {learning_rate!r}.")
     if not torch.is_grad_enabled():
@@ -154,7 +152,7 @@ def fit(
 
 @torch.no_grad()
 def _start_anew(guide: AutoSpikeSlab, start: dict[str, Tensor]) -> None:
-    """Go back to the start, with other gates: normal noise of deviation 1 on the log odds."""
+    """Go back to the start, with normal noise of deviation 1 on the gates' log odds."""
     guide.load_state_dict(start)
     for location in guide.locations():
         location.add_(torch.randn_like(location))

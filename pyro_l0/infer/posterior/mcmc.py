@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral
 from typing import Literal
 
 import torch
 from pyro.infer import HMC, MCMC, NUTS
 from torch import Tensor
 
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect_count
 from pyro_l0.infer.elbo.slabs import Switch, gate_site, product_name, switches_of
 from pyro_l0.infer.generators import seeded
 from pyro_l0.infer.posterior.log_joint import LogJoint, Model
@@ -165,11 +164,9 @@ def sample_posterior(
         >>> sorted(posterior.samples)
         ['w', 'z', 'z * w']
     """
-    least = {"num_samples": (num_samples, 8), "warmup_steps": (warmup_steps, 0), "num_chains": (num_chains, 2)}
-    for name, (count, minimum) in least.items():
-        expect(Integral, "a whole number", **{name: count})
-        if count < minimum:
-            raise ValueError(f"Expected {name} of at least {minimum}, but got {count}.")
+    expect_count(8, num_samples=num_samples)
+    expect_count(0, warmup_steps=warmup_steps)
+    expect_count(2, num_chains=num_chains)
     if isinstance(kernel, str) and kernel not in _KERNELS:
         raise ValueError(f"Expected kernel 'nuts', 'hmc' or a function of a potential, but got {kernel!r}.")
     switches = switches_of(slab)
@@ -186,17 +183,16 @@ def sample_posterior(
 def _run_chains(
     posterior: LogJoint, kernel: Kernel, num_samples: int, warmup_steps: int, num_chains: int
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Places of the draws, shape ``(num_chains, num_samples, size)``, and divergent transitions of each chain."""
+    """Vectors of the draws, shape ``(num_chains, num_samples, size)``, and divergent transitions of each chain."""
     if not posterior.latent.size:
         return posterior.start.new_zeros(num_chains, num_samples, 0), (0,) * num_chains
     starts = [_start(posterior) for _ in range(num_chains)]
     potential = recorded_with_slope(posterior.potential, starts[0], starts[1])
+    make_kernel = _KERNELS[kernel] if isinstance(kernel, str) else kernel
     vectors, divergences = [], []
     for start in starts:
         mcmc = MCMC(
-            (_KERNELS[kernel] if isinstance(kernel, str) else kernel)(
-                potential_fn=lambda place: potential(place["vector"])
-            ),
+            make_kernel(potential_fn=lambda point: potential(point["vector"])),
             num_samples=num_samples,
             warmup_steps=warmup_steps,
             initial_params={"vector": start},
@@ -209,11 +205,7 @@ def _run_chains(
 
 
 def _start(posterior: LogJoint) -> Tensor:
-    """A place where a chain may start: each entry between -2 and 2, as in Stan and Pyro.
-
-    Raises:
-        ValueError: none of some has a finite density and gradient.
-    """
+    """Where a chain may start: each entry between -2 and 2, as in Stan and Pyro."""
     for _ in range(_STARTS):
         start = (4 * torch.rand_like(posterior.start) - 2).requires_grad_()
         potential = posterior.potential(start)
@@ -221,8 +213,8 @@ def _start(posterior: LogJoint) -> Tensor:
         if bool(torch.isfinite(potential) & torch.isfinite(slope).all()):
             return start.detach()
     raise ValueError(
-        f"Expected a model with a finite log density somewhere, but found none at {_STARTS} places between -2 and 2 on "
-        f"the real line of {sorted(posterior.latent.shapes)}; look at its data and its constraints, or rescale them."
+        f"Expected a model with a finite log density somewhere, but found none at {_STARTS} points between -2 and 2 on "
+        f"the real line of {sorted(posterior.latent.shapes)}. Check or rescale its data and its constraints."
     )
 
 
@@ -261,31 +253,29 @@ def _problems(
     divergent: float,
 ) -> tuple[str, ...]:
     """What speaks against a sample, in sentences."""
+    apart = {name: x.amax(0) - x.amin(0) for name, x in chain_probs.items()}
+    shifts = {name: x.abs() for name, x in moved.items()}
     problems = []
     if worst := _largest(agreement, _AGREE):
-        problems.append(
-            f"Chains disagree: rank-normalised split r-hat is {worst}, where 1 is agreement and {_AGREE} the most that "
-            "we accept."
-        )
-    spread = {name: x.amax(0) - x.amin(0) for name, x in chain_probs.items()}
-    if worst := _largest(spread, _APART):
+        problems.append(f"Chains disagree: rank-normalised split r-hat is {worst}, where at most {_AGREE} is accepted.")
+    if worst := _largest(apart, _APART):
         problems.append(f"P(z != 0) differs between chains by {worst}.")
-    if worst := _largest({name: x.abs() for name, x in moved.items()}, _MOVED):
+    if worst := _largest(shifts, _MOVED):
         problems.append(
-            f"P(z != 0) moves by {worst} when gates and their coefficients change places, as those of features that "
-            "are nearly the same may: the chains have all stayed in some of several modes."
+            f"P(z != 0) moves by {worst} when gates and their coefficients change places: the chains have all stayed "
+            "in some of several modes."
         )
     if divergent > _DIVERGENT:
         problems.append(
-            f"{divergent:.1%} of the transitions diverged, so that places where the density bends sharply are missing; "
-            "raise the kernel's target_accept_prob."
+            f"{divergent:.1%} of the transitions diverged: regions where the density bends sharply are missing. Raise "
+            "the kernel's target_accept_prob."
         )
     return tuple(problems)
 
 
 _ADVICE = (
-    "These draws are not the posterior. Take more warmup_steps and num_samples; BernoulliGate gates, which are summed "
-    "out, where there are at most 12; or AutoSpikeSlab with gates='autoregressive' and its check_fit."
+    "These draws are not the posterior. Use more warmup_steps and num_samples, up to 12 BernoulliGate gates, which are "
+    "summed out, or AutoSpikeSlab with gates='autoregressive' and check_fit."
 )
 
 

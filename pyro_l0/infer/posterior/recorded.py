@@ -21,15 +21,12 @@ def recorded_with_slope(function: Function, example: Tensor, other: Tensor) -> F
     """The same function, differentiable once, without the Python code around its operations.
 
     Pyro's handlers, ``torch.vmap`` and autograd take longer than the operations of a small model; and what does not
-    hang on the argument is computed once.
+    depend on the argument is computed once. A function that cannot be recorded is returned itself.
 
     Args:
         function: of a vector, shape ``()``; no value of the vector decides which operations there are.
         example: a vector with which it is recorded.
-        other: another one, for which the record has to give what the function gives.
-
-    Returns:
-        The function itself where it cannot be recorded, as where Python code reads a value.
+        other: another one, for which the recording must give what the function gives.
     """
 
     def with_slope(x: Tensor) -> Tensor:
@@ -63,7 +60,7 @@ class _WithSlope(torch.autograd.Function):
 
 @torch.no_grad()
 def _fold_constants(record: GraphModule) -> None:
-    """Compute now what does not hang on an argument, such as the prior of gates of a fixed rate."""
+    """Compute now what does not depend on an argument, such as the prior of gates of a fixed rate."""
     operations = [node for node in record.graph.nodes if node.op == "call_function"]
     if any(node.target._schema.is_mutable for node in operations if isinstance(node.target, torch._ops.OpOverload)):
         return  # a constant may be written to

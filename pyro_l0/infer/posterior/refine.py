@@ -1,4 +1,4 @@
-"""Gates of large designs: sampled, or as a collapsed mean field, with the slabs of a guide's model integrated out."""
+"""Gates of large designs with the slabs integrated out: sampled, or as a collapsed mean field."""
 
 from __future__ import annotations
 
@@ -73,21 +73,10 @@ def refined(
     chains: int,
     flips: int,
 ) -> tuple[Collapsed, Tensor, Callable[[int], Tensor], float]:
-    """Sample the gates, or fit a collapsed mean field to them.
-
-    Args:
-        collapsed: the model, to second order in its coefficients.
-        log_likelihood: the model's own, of coefficients ``(S, p)`` to ``(S,)``.
-        method: which.
-        generator: of the random numbers.
-        chains: of the sampler.
-        flips: of each chain.
+    """Sample the gates, or fit a collapsed mean field to them; arguments as of :meth:`AutoSpikeSlab.refine`.
 
     Returns:
         The model as it was expanded last, P(z != 0), what draws gates, and the spread of the chains.
-
-    Raises:
-        ValueError: the method is unknown.
     """
     if method not in ("tempered", "mean_field"):
         raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")

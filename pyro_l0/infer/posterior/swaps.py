@@ -63,7 +63,7 @@ def moved_by_swaps(
         log_joint: the posterior.
         vectors: draws, shape ``(n, size)``.
         codes: binary gates that were drawn with them.
-        slabs: the slabs; gates without a slab are left where they are.
+        slabs: the slabs; gates without a slab stay where they are.
     """
     keep = torch.linspace(0, len(vectors) - 1, min(len(vectors), _MOST_DRAWS)).long()
     vectors, codes = vectors[keep], codes[keep]

@@ -90,7 +90,7 @@ def test_unbiased(name):
     """Loss and gradients for gates and weights, within four standard errors of the sum over all states."""
     torch.manual_seed(82)
     # The first steps of the score function have no baseline yet: unbiased too, but of another variance.
-    of_gradients, of_loss = compared(name, 1200)
+    of_gradients, of_loss = compared(name, 800)
     assert of_gradients.max() < STANDARD_ERRORS
     assert of_loss < STANDARD_ERRORS
 
@@ -98,7 +98,7 @@ def test_unbiased(name):
 def test_straight_through_is_biased():
     """Its gradient for the gates is off by far more than its error; that of the weights is exact."""
     torch.manual_seed(83)
-    deviations, _ = compared("straight_through", 800)
+    deviations, _ = compared("straight_through", 500)
     assert deviations[:GATES].max() > 10
     assert deviations[GATES:].max() < STANDARD_ERRORS
 

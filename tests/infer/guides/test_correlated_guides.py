@@ -2,9 +2,9 @@
 
 import copy
 import io
-import itertools
 import math
 import warnings
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -18,6 +18,8 @@ from pyro.optim import Adam
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
 from tests.maths.spike_and_slab import log_evidence
+from tests.reference_posteriors import GaussianPosterior, all_gates
+from tests.spike_slab_designs import Design
 
 N, P, RATE = 60, 3, 0.2
 SLAB = {"w": "z"}
@@ -27,24 +29,16 @@ Y = 0.5 * X[:, 0] + torch.randn(N, dtype=torch.float64, generator=torch.Generato
 ONE, ZERO = X.new_ones(()), X.new_zeros(())
 
 
-def pairs(scale=ONE):
-    with pyro.plate("features", P, dim=-1):
-        z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
-        return z * pyro.sample("w", dist.Normal(ZERO, scale))
+PAIRS = Design("pairs", X, Y, tau=1.0)
+UNKNOWN = replace(PAIRS, sigma=dist.HalfNormal(2 * ONE))
 
 
 def known(y=Y):
-    beta = pairs()
-    with pyro.plate("data", N, dim=-1):
-        return pyro.sample("y", dist.Normal(beta @ X.mT, ONE), obs=y)
+    return PAIRS.model(X, y)
 
 
 def unknown(y=Y):
-    """With an unknown noise; broadcasts over particles."""
-    sigma = pyro.sample("sigma", dist.HalfNormal(2 * ONE))
-    beta = pairs()
-    with pyro.plate("data", N, dim=-1):
-        return pyro.sample("y", dist.Normal(beta @ X.mT, sigma), obs=y)
+    return UNKNOWN.model(X, y)
 
 
 def correlated(model=unknown, slab=SLAB, seed=0, **options):
@@ -63,13 +57,10 @@ def moved(guide):
     return guide
 
 
-def exact_probs(x=X, y=Y):
-    """P(z = 1) of features with slabs of deviation 1 under noise of deviation 1, and the log evidence."""
-    p = x.shape[1]
-    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=p)), dtype=x.dtype)
-    scores = log_evidence(x.mT @ x, x.mT @ y, states, 1.0) + states.sum(-1) * math.log(RATE / (1 - RATE))
-    evidence = scores.logsumexp(0) + p * math.log(1 - RATE) + dist.Normal(0.0, 1.0).log_prob(y).sum()
-    return scores.softmax(0) @ states, float(evidence)
+@pytest.fixture(scope="module")
+def exact():
+    """The posterior with known noise, by enumeration."""
+    return GaussianPosterior(X, Y, 1.0, 1.0, RATE).summary()
 
 
 # ------------------------------------------------------------ Pyro's own
@@ -206,9 +197,9 @@ def test_copies_files_and_states_give_the_same_draws():
 # ------------------------------------------------------------ the posterior is right
 
 
-def test_fit_and_check_on_near_duplicates():
+def test_fit_and_check_on_near_duplicates(exact):
     """Autoregressive: within .05 of the enumeration, a tight bound and no alarm. A mean field is found out."""
-    probs, evidence = exact_probs()
+    probs, evidence = exact.inclusion, exact.log_evidence
     guide = correlated(known)
     result = fit(known, guide, steps=250, seed=2)
     check = check_fit(known, guide)
@@ -235,10 +226,10 @@ def test_gates_of_groups():
     x = torch.randn(N, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     y = 0.45 * x[:, 0] + 0.3 * x[:, 1] + 0.45 * x[:, 5]
     y = y + torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=4)), dtype=torch.float64)
+    states = all_gates(4)
     scores = log_evidence(x.mT @ x, x.mT @ y, states[:, groups], ONE) + states.sum(-1) * math.log(RATE / (1 - RATE))
-    exact = scores.softmax(0) @ states
-    assert float(exact.min()) < 0.2 < float(exact.max())
+    wanted = scores.softmax(0) @ states
+    assert float(wanted.min()) < 0.2 < float(wanted.max())
 
     def score(beta):
         with pyro.plate("data", N):
@@ -261,7 +252,7 @@ def test_gates_of_groups():
         guide = correlated(model)
         fit(model, guide, steps=150, seed=1)
         probs = guide.active_probs()["z"].reshape(-1)
-        torch.testing.assert_close(probs, exact, rtol=0, atol=0.05)
+        torch.testing.assert_close(probs, wanted, rtol=0, atol=0.05)
         assert check_fit(model, guide).ok
         summary = guide.summary(2000)["w"]
         torch.testing.assert_close(summary.active_probs, probs.unsqueeze(-1).expand(4, 2), rtol=0, atol=0.02)
@@ -271,9 +262,8 @@ def test_gates_of_groups():
         assert bool((draws["w"][closed.expand(50, 4, 2)] != 0).all())  # these have their prior
 
 
-def test_two_pairs_of_sites_and_gates_as_an_event():
+def test_two_pairs_of_sites_and_gates_as_an_event(exact):
     """One pair in a plate and one as events: the same posterior as of all three in one site."""
-    probs, evidence = exact_probs()
 
     def model():
         with pyro.plate("features", 2):
@@ -287,8 +277,8 @@ def test_two_pairs_of_sites_and_gates_as_an_event():
     guide = correlated(model, {"w": "z", "u": "v"})
     result = fit(model, guide, steps=250, seed=1)
     found = guide.active_probs()
-    torch.testing.assert_close(torch.cat([found["z"], found["v"]]), probs, rtol=0, atol=0.05)
-    assert result.log_evidence == pytest.approx(evidence, abs=0.05)
+    torch.testing.assert_close(torch.cat([found["z"], found["v"]]), exact.inclusion, rtol=0, atol=0.05)
+    assert result.log_evidence == pytest.approx(exact.log_evidence, abs=0.05)
     assert check_fit(model, guide).ok
 
 

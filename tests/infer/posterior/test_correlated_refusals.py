@@ -19,22 +19,18 @@ Y = X[:, 0] + torch.randn(20, generator=torch.Generator().manual_seed(1))
 INSTEAD = "use gates='mean_field' and slabs='independent', without hyper"
 
 
-def model(prior=None, combine=torch.mul, gate=None, size=2, **plate):
+def model(prior=None, combine=torch.mul, noise=1.0, size=2, **plate):
     with pyro.plate("features", size, **plate):
-        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)) if gate is None else gate)
+        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
         w = pyro.sample("w", dist.Normal(0.0, 1.0) if prior is None else prior)
     with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Normal(combine(z, w) @ X.mT, 1.0), obs=Y)
+        pyro.sample("y", dist.Normal(combine(z, w) @ X.mT, noise), obs=Y)
 
 
 def with_noise():
     with poutine.scale(scale=1.0):
         sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
-    with pyro.plate("features", 2):
-        z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Normal((z * w) @ X.mT, sigma), obs=Y)
+    model(noise=sigma)
 
 
 def correlated(program=model, slab=SLAB, **options):
@@ -45,25 +41,25 @@ def correlated(program=model, slab=SLAB, **options):
 # ------------------------------------------------------------ refused when it is made or first called
 
 
-@pytest.mark.parametrize("slabs", ["structured", "independent"])
-def test_slabs_whose_prior_is_not_normal(slabs):
-    """Whether slabs depend on each other or on their gates alone."""
-    guide = correlated(lambda: model(dist.Laplace(0.0, 1.0)), slabs=slabs)
-    for _ in range(2):  # and again: it is not half set up
-        with pytest.raises(ValueError, match=f"Expected a Normal prior of slab site 'w'.*Laplace.*; {INSTEAD}"):
-            guide()
-
-
-def test_slabs_that_are_no_product_with_their_gates():
-    """z + w; the message has both log likelihoods."""
-    with pytest.raises(ValueError, match=f"Expected slabs 'w' to enter .* as products .* changes from .*; {INSTEAD}"):
-        correlated(lambda: model(combine=torch.add))()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prior": dist.Laplace(0.0, 1.0)}, "Expected a Normal prior of slab site 'w'.*Laplace.*"),
+        ({"combine": torch.add}, "Expected slabs 'w' to enter .* as products .* changes from .*"),
+        ({"size": 4, "subsample_size": 2}, "Expected site 'z' in plates of their full size, but 'features' .*"),
+    ],
+)
+def test_models_that_suit_a_mean_field_alone(options, message):
+    """Whether slabs depend on each other or on their gates alone; and again: the guide is not half set up."""
+    for slabs in ("structured", "independent"):
+        guide = correlated(lambda: model(**options), slabs=slabs)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message + INSTEAD):
+                guide()
 
 
 def test_subsampled_plates():
-    """Of gates and slabs, by their name; of data that are drawn anew, while a part that is handed on will do."""
-    with pytest.raises(ValueError, match=f"Expected site 'z' in plates of their full size, but 'features' .*{INSTEAD}"):
-        correlated(lambda: model(size=4, subsample_size=2))()
+    """Of data that are drawn anew, while a part that is handed on will do."""
 
     def of_minibatches(**options):
         with pyro.plate("features", 2):
@@ -116,14 +112,6 @@ def test_a_guide_that_was_not_called():
                 ask()
 
 
-def test_slabs_of_a_correlated_guide():
-    """There are none by themselves."""
-    guide = correlated()
-    guide()
-    with pytest.raises(ValueError, match="they depend on their gates; use draws"):
-        guide.slabs()
-
-
 @pytest.mark.parametrize("kind", [{}, {"gates": "mean_field", "slabs": "independent", "family": BernoulliGate}])
 def test_a_latent_site_that_no_guide_has(kind):
     """By its name, from a fit, its evidence and its check, and without a warning of something else before."""
@@ -140,17 +128,8 @@ def test_a_latent_site_that_no_guide_has(kind):
         check_fit(with_noise, guide)
 
 
-def test_slabs_with_a_prior_mean():
-    """A fit takes them; the check refuses them."""
-    program = lambda: model(dist.Normal(0.5, 1.0))  # noqa: E731
-    guide = correlated(program)
-    guide()
-    with pytest.raises(ValueError, match=r"Expected slabs 'w' with a prior mean of 0.* but got means of up to 0\.5"):
-        check_fit(program, guide)
-
-
 def test_gates_that_chains_do_not_know():
-    """A fit takes gates without a slab and gates whose prior hangs on others; the check refuses them by their site."""
+    """The check refuses slabs with a mean, gates without a slab and gates with a prior that depends on others."""
 
     def program(rate, offset):
         v = pyro.sample("v", BernoulliGate(probs=torch.tensor(0.3)))
@@ -169,10 +148,15 @@ def test_gates_that_chains_do_not_know():
         guide()
         with pytest.raises(ValueError, match=message):
             check_fit(guide.model, guide)
+    shifted = lambda: model(dist.Normal(0.5, 1.0))  # noqa: E731
+    guide = correlated(shifted)
+    guide()
+    with pytest.raises(ValueError, match=r"Expected slabs 'w' with a prior mean of 0.* but got means of up to 0\.5"):
+        check_fit(shifted, guide)
 
 
-def test_units_of_a_correlated_guide_do_not_leave():
-    """Its other parts would not know."""
+def test_slabs_and_units_of_a_correlated_guide():
+    """There are no slabs by themselves, and units do not leave: the other parts would not know."""
 
     def program():
         z = pyro.sample("z", BernoulliGate(probs=torch.full((2,), 0.2)).to_event(1))
@@ -181,6 +165,8 @@ def test_units_of_a_correlated_guide_do_not_leave():
 
     guide = correlated(program)
     guide()
+    with pytest.raises(ValueError, match="they depend on their gates; use draws"):
+        guide.slabs()
     with pytest.raises(ValueError, match="depend on no other site, but got a correlated guide"):
         guide.keep({"z": torch.tensor([0])})
 

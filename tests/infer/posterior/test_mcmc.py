@@ -15,6 +15,7 @@ from pyro_l0.infer import RectifyReparam, sample_posterior
 from pyro_l0.infer.posterior.log_joint import LogJoint
 from pyro_l0.infer.posterior.recorded import recorded_with_slope
 from pyro_l0.infer.posterior.swaps import moved_by_swaps, slabs_of
+from tests.reference_posteriors import GaussianPosterior
 
 # What the warning of a sample that cannot be trusted ends with.
 DISTRUST = "These draws are not the posterior"
@@ -49,19 +50,10 @@ def regression(x, y, gate=bernoulli):
         pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
 
 
-def exact(x, y, rate=0.3, scale=0.5):
-    """P(z = 1 | y) and E[z w | y] by a sum over all gates, weights integrated out."""
-    x, y = x.double(), y.double()
-    codes = torch.tensor(list(itertools.product((0.0, 1.0), repeat=x.shape[1])), dtype=torch.float64)
-    scores, means = [], []
-    for z in codes:
-        active = x * z * scale
-        inner = torch.eye(len(z)).double() + active.T @ active
-        mean = torch.linalg.solve(inner, active.T @ y)
-        scores.append((active.T @ y) @ mean / 2 - inner.logdet() / 2 + z.sum() * math.log(rate / (1 - rate)))
-        means.append(scale * z * mean)
-    weights = torch.stack(scores).softmax(0)
-    return weights @ codes, weights @ torch.stack(means)
+def exact(x, y):
+    """P(z = 1 | y) and E[z w | y] by a sum over all gates."""
+    found = GaussianPosterior(x.double(), y.double(), 1.0, 0.5, 0.3).summary()
+    return found.inclusion, found.mean
 
 
 def test_tables_integrate_to_the_exact_posterior():

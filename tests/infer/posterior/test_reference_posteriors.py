@@ -15,9 +15,9 @@ from pyro import poutine
 from scipy import integrate
 from torch.distributions import MultivariateNormal
 
-from tests.bench.posteriors.posterior_references import FILE, reference
+from tests.bench.posteriors.posterior_references import FILE, exact_posterior, problem, reference
 from tests.reference_posteriors import GaussianPosterior, all_gates
-from tests.sampled_posteriors import Problem, importance_sampled_posterior, long_chain_posterior
+from tests.sampled_posteriors import importance_sampled_posterior, long_chain_posterior
 from tests.spike_slab_designs import (
     Design,
     exact_pair,
@@ -48,16 +48,6 @@ def log_slab(w, tau):
 def log_gates(z, rate):
     """Log mass of gate vectors."""
     return dist.Bernoulli(torch.full_like(z, rate)).log_prob(z).sum(-1)
-
-
-def problem(design):
-    """A design as the sampled references take it."""
-    sigma = design.x.new_tensor(design.sigma)
-
-    def log_likelihood(eta):
-        return design.likelihood(eta, sigma).log_prob(design.y)
-
-    return Problem(design.x, log_likelihood, design.tau, design.rate)
 
 
 def evidence(x, y, z, sigma=SIGMA, tau=TAU):
@@ -166,7 +156,7 @@ def test_unknown_noise_is_integrated_as_on_a_fine_grid():
 def test_members_of_the_exact_pair_have_equal_inclusion_probabilities():
     """One of the two explains the data: together they are open once and seldom twice."""
     design = exact_pair()
-    found = GaussianPosterior(design.x, design.y, design.sigma, design.tau, design.rate).summary()
+    found = exact_posterior(design).summary()
     assert float(found.inclusion[0]) == pytest.approx(float(found.inclusion[1]), abs=1e-12)
     assert float(found.inclusion[0]) == pytest.approx(0.5, abs=0.03)
 

@@ -101,10 +101,12 @@ def test_samples_are_completed_with_gates_and_what_follows():
 
 
 def test_samples_of_a_run_by_chain():
-    """As a sampler returns them, in one row of draws or in one per chain."""
+    """As a sampler returns them, in one row of draws or in one per chain; a guide of continuous variables, too."""
     reparameterised = poutine.reparam(regression, {"z": RectifyReparam()})
     mcmc = MCMC(NUTS(reparameterised, max_tree_depth=2), num_samples=6, warmup_steps=3, disable_progbar=True)
     mcmc.run()
+    svi = SVI(reparameterised, AutoNormal(reparameterised), pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
+    assert all(math.isfinite(svi.step()) for _ in range(3))
     flat = complete_samples(reparameterised, mcmc.get_samples())
     grouped = complete_samples(reparameterised, mcmc.get_samples(group_by_chain=True))
     assert flat["effect"].shape == (6,)

@@ -166,8 +166,8 @@ def test_the_scale_of_the_loss_does_not_matter():
     """A hundred times the loss moves the gates alike, step for step."""
     found = []
     for scale in (1.0, 100.0):
-        guide, loss, target = started({"z": 0.4}, steps=200, scale=scale, double=True)
-        train(guide, loss, target, 200)
+        guide, loss, target = started({"z": 0.4}, steps=120, scale=scale, double=True)
+        train(guide, loss, target, 120)
         found.append((guide.locations()[0].detach().clone(), target.multiplier.item()))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-3)
     assert found[1][1] == pytest.approx(100 * found[0][1], rel=1e-3)
@@ -216,8 +216,8 @@ def test_gates_that_the_loss_would_close_are_decided_in_a_long_run():
 @pytest.mark.parametrize("family", FOUR_FAMILIES)
 def test_every_family_meets_a_budget(family):
     """By training, not by the last correction alone."""
-    guide, loss, target = started({"z": 0.5}, steps=300, seed=2, family=family)
-    train(guide, loss, target, 300)
+    guide, loss, target = started({"z": 0.5}, steps=150, seed=2, family=family)
+    train(guide, loss, target, 150)
     assert target.fraction().item() == pytest.approx(0.5)
     assert target.report().undecided <= 0.1
 
