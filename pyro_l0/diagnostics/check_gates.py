@@ -59,9 +59,8 @@ def _check_trained(training: Training) -> Iterator[Finding]:
             "gates-not-trained",
             tuple(left_out),
             f"no parameter group of the {training.optimisers} optimiser(s) given holds their parameters.",
-            "Give guide.parameters() to the optimiser. A guide makes its parameters at its first call, so call it once "
-            "with the model's arguments before making the optimiser; after a change of the guide's parameters (another "
-            "guide, a copy, a device) make the optimiser anew.",
+            "Call the guide once with the model's arguments, which makes its parameters, then give guide.parameters() "
+            "to a new optimiser. Do so again for another guide, a copy, or another device.",
         )
 
 
@@ -89,8 +88,8 @@ def _check_decay(training: Training) -> Iterator[Finding]:
         yield Finding(
             "weight-decay-on-gates",
             tuple(found),
-            f"a weight decay of {decay:g} pulls their locations towards 0, where a gate is neither open nor "
-            f"closed; {next(iter(found.values()))}.",
+            f"a weight decay of {decay:g} pulls their locations towards 0, where a gate is half open; "
+            f"{next(iter(found.values()))}.",
             "Put guide.parameters() in a parameter group with weight_decay=0.",
         )
 
@@ -113,8 +112,7 @@ def _check_rounding(training: Training) -> Iterator[Finding]:
             "step-below-rounding",
             tuple(found),
             f"{next(iter(found.values()))}, so that rounding takes it back.",
-            "Keep the guide in float32 (guide.float() before making the optimiser); autocast for the network is "
-            "enough.",
+            "Keep the guide in float32 (guide.float() before making the optimiser), and use autocast for the network.",
         )
 
 
@@ -126,8 +124,8 @@ def _check_rate(training: Training) -> Iterator[Finding]:
             "rate-too-small",
             tuple(slow),
             f"no gate can close in this training: {next(iter(slow.values()))}.",
-            "Give the gates a parameter group of their own with a larger learning rate, in Adam about 4 times the "
-            "distance over the steps; SGD needs one for its gradients' size.",
+            "Give the gates their own parameter group with a larger learning rate: in Adam about 4 times the distance "
+            "over the steps, in SGD one that suits their gradients.",
         )
 
 
@@ -167,8 +165,8 @@ def _check_closed(training: Training) -> Iterator[Finding]:
             tuple(site.name for site in shut),
             f"all {' and '.join(str(len(site.test_gate)) for site in shut)} gates are closed in the deterministic "
             f"network; P(z != 0) is at most {most:.2g}.",
-            "Go back to a checkpoint before it closed, and lower its price (lam, group_size) or the gates' learning "
-            "rate, or train the network first; unless the whole site is meant to go.",
+            "Unless the whole site is meant to go, return to a checkpoint before it closed, and lower its price (lam, "
+            "group_size) or the gates' learning rate, or train the network first.",
         )
 
 
@@ -184,8 +182,8 @@ def _check_drift(training: Training) -> Iterator[Finding]:
                 "gates-drift-together",
                 (site.name,),
                 f"all {len(moved)} gates have moved by {mean:.2g} (spread {spread:.2g}): the data tell none apart.",
-                "See that the network's output depends on these gates and that the likelihood is the sum over the "
-                "data; if they do, lower the price or the gates' learning rate.",
+                "Check that the network's output depends on these gates, and that the likelihood is the sum over the "
+                "data. If so, lower the price or the gates' learning rate.",
             )
 
 
@@ -198,6 +196,6 @@ def _check_undecided(training: Training) -> Iterator[Finding]:
             "undecided-gates",
             tuple(name for name, count in between.items() if count),
             f"{number} of {total} test gates ({100 * number / total:.0f} %) are between 0 and 1 at the end.",
-            "Train the gates longer or at a larger learning rate, or give a target, which decides them; what is "
-            "between is folded into the weights and costs as much as an open gate.",
+            "Train the gates longer or at a larger learning rate, or use a target, which decides them. A gate in "
+            "between costs as much as an open one.",
         )

@@ -68,10 +68,9 @@ def _check_gap(
     if abs(apart) > (_GAP_AT_END if is_end else _GAP_BEFORE) + _DEVIATIONS * float(sampled.std() / math.sqrt(_DRAWS)):
         more = "sampled" if apart > 0 else "deterministic"
         remedy = (
-            "Sampled gates wreck the network that training sees: start its gates further open (init_active_prob), or "
-            "train longer with them."
+            "Sampled gates disturb the network too much: start them further open (init_active_prob), or train longer."
             if apart > 0
-            else "The network was trained with gates that pruning closes: train the gates longer or at a larger rate "
+            else "The network was trained with gates that pruning closes: train the gates longer or at a larger rate, "
             "until they are decided, and fine-tune the network with its gates fixed."
         )
         yield Finding(
@@ -92,12 +91,13 @@ def _check_statistics(
     """
     off: dict[str, tuple[float, float]] = {}
     for name, (old, new) in _layers(network, gates, batches).items():
-        means, variances = ([x.get_buffer(name) for x in (old, new)] for name in ("running_mean", "running_var"))
-        alive = variances[1] > _ALIVE * variances[1].max()
+        variance = new.get_buffer("running_var")
+        alive = variance > _ALIVE * variance.max()
         if not int(torch.as_tensor(new.num_batches_tracked)) or not bool(alive.any()):
             continue
-        mean = float(((means[0] - means[1]).abs() / variances[1].sqrt())[alive].mean())
-        scale = float(torch.log(variances[0] / variances[1]).abs()[alive].mean())
+        off_mean = old.get_buffer("running_mean") - new.get_buffer("running_mean")
+        mean = float((off_mean.abs() / variance.sqrt())[alive].mean())
+        scale = float(torch.log(old.get_buffer("running_var") / variance).abs()[alive].mean())
         seen = int(torch.as_tensor(old.num_batches_tracked))
         if (mean > _MEAN_OFF or scale > _SCALE_OFF) and (steps is None or max(steps, seen) >= _YOUNG):
             off[name] = mean, scale
@@ -108,8 +108,8 @@ def _check_statistics(
             tuple(off),
             f"running means are {mean:.2g} standard deviations and running variances a factor of "
             f"{math.exp(min(scale, 50.0)):.3g} from those of the batches under the deterministic gates.",
-            "Recalibrate: run some batches through fix_gates(network, guide.test_gates()) in training mode, or through "
-            "the compacted network, before it is evaluated.",
+            "Before evaluating it, run some batches in training mode through fix_gates(network, guide.test_gates()), "
+            "or through the compacted network.",
         )
 
 

@@ -67,8 +67,7 @@ def _check_price(training: Training, elbo: L0_ELBO) -> Iterator[Finding]:
             free,
             f"open gates cost nothing: {'lam' if is_lam else 'group_size'} is 0, there is no KL of gates and no target "
             "was given.",
-            "Give L0_ELBO a lam (and a group_size that is not 0), take objective='free_energy', or use a "
-            "SparsityTarget.",
+            "Give L0_ELBO a lam and a group_size above 0, use objective='free_energy', or use a SparsityTarget.",
         )
 
 
@@ -81,8 +80,8 @@ def _check_multiplier(target: SparsityTarget, steps: int | None) -> Iterator[Fin
             "no-price",
             (),
             f"the target has counted {target.step} steps, the optimiser {steps}, and the multiplier is 0.",
-            "Call target.add_gradient() between loss.backward() and optimiser.step(), and target.ascend() after it, in "
-            "every step.",
+            "In every step, call target.add_gradient() after loss.backward(), and target.ascend() after "
+            "optimiser.step().",
         )
     saturated = torch.as_tensor(target.saturated)
     if bool(saturated.any()):
@@ -91,7 +90,7 @@ def _check_multiplier(target: SparsityTarget, steps: int | None) -> Iterator[Fin
             (),
             f"the multiplier of {int(saturated.sum())} of {saturated.numel()} budgets is at its limit at step "
             f"{target.step} of {target.steps}: the price cannot bring the network to the budget.",
-            "Give the target more steps or a larger budget, and see that the gates' learning rate is that of "
+            "Give the target more steps or a larger budget, and the gates the learning rate of "
             "target.optimiser_options.",
         )
 
@@ -117,8 +116,8 @@ def _check_unused(training: Training, pulls: Pulls) -> Iterator[Finding]:
             tuple(unused),
             f"the data's gradient for these gates was 0 in each of {len(pulls.data[unused[0]])} draws: the price "
             "alone moves them, all together.",
-            "Use the gates' values in what the likelihood is computed from: call the network inside of the model, "
-            "without no_grad or detach, and do not fix its gates.",
+            "Let the likelihood depend on the gates: call the network inside the model, without no_grad or detach, "
+            "and do not fix its gates.",
         )
 
 
@@ -130,10 +129,9 @@ def _check_balance(training: Training, pulls: Pulls) -> Iterator[Finding]:
         yield Finding(
             "price-too-large",
             tuple(drowned),
-            f"the price's gradient is {max(drowned.values()):.3g} times the data's: the gates close whatever the data "
-            "say.",
-            "Lower lam (it is in nats per weight on the loss summed over the data set; the paper's lam / N on a mean "
-            "loss is lam here), or see that the model's likelihood is scaled to the whole data set.",
+            f"the price's gradient is {max(drowned.values()):.3g} times the data's, which hardly count.",
+            "Lower lam, which is in nats per weight on the loss summed over the data set (the paper's lam / N on a mean "
+            "loss is lam here), or scale the model's likelihood to the whole data set.",
         )
     weak = {
         site.name: float(found[site.name][1].max())
@@ -144,8 +142,7 @@ def _check_balance(training: Training, pulls: Pulls) -> Iterator[Finding]:
         yield Finding(
             "price-too-small",
             tuple(weak),
-            f"the price's gradient is at most {max(weak.values()):.2g} of the data's noise: nothing will close on its "
-            "account.",
+            f"the price's gradient is at most {max(weak.values()):.2g} of the data's noise: it will close nothing.",
             "Raise lam (in nats per weight on the loss summed over the data set), or use a SparsityTarget, which finds "
             "the price.",
         )

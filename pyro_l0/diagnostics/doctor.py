@@ -43,23 +43,23 @@ def diagnose(
     :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.findings.Diagnosis>`. Nothing is changed: random states, gradients,
     optimisers, modes, BatchNorm's statistics and the objective's step are as before.
 
-    ===================================  =====================================================================
+    ===================================  ====================================================
     ``code`` of a finding                what was seen
-    ===================================  =====================================================================
-    ``"gates-not-trained"``              no optimiser holds the gates' parameters, or ``requires_grad`` is off
-    ``"rate-too-small"``                 the steps of this training bring no gate to where it closes
-    ``"weight-decay-on-gates"``          a weight decay pulls gates to where they are half open
-    ``"step-below-rounding"``            gates in half precision, whose rounding takes every step back
+    ===================================  ====================================================
+    ``"gates-not-trained"``              no optimiser holds them, or ``requires_grad`` is off
+    ``"rate-too-small"``                 no gate gets to where it closes
+    ``"weight-decay-on-gates"``          a weight decay pulls gates to half open
+    ``"step-below-rounding"``            half precision rounds every step away
     ``"no-price"``                       open gates cost nothing
-    ``"price-too-small"``                the price is nothing beside the data's noise, and closes nothing
-    ``"price-too-large"``                the price drowns the data, and closes everything
+    ``"price-too-small"``                the price closes nothing
+    ``"price-too-large"``                the price closes everything
     ``"multiplier-at-limit"``            a target's multiplier is at its limit
     ``"site-collapsed"``                 all gates of a site are closed
-    ``"gates-drift-together"``           all gates of a site move as one: the data tell none apart
-    ``"undecided-gates"``                at the end, more than 5 % of the test gates are between 0 and 1
-    ``"sampled-gap"``                    sampled and deterministic gates give very different errors
-    ``"batch-norm-of-another-network"``  running statistics are not those under the deterministic gates
-    ===================================  =====================================================================
+    ``"gates-drift-together"``           the data do not tell a site's gates apart
+    ``"undecided-gates"``                at the end, over 5 % are between 0 and 1
+    ``"sampled-gap"``                    sampled and deterministic errors differ
+    ``"batch-norm-of-another-network"``  running statistics are of other gates
+    ===================================  ====================================================
 
     The whole takes about as long as ten steps on a batch, and ``error`` on eight batches as long as nine evaluations.
 

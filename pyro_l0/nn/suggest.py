@@ -289,11 +289,11 @@ def _shared(maps: Maps, found: Found) -> tuple[dict[str, tuple[str, ...]], dict[
         name: {unit for axis in maps.axes[value] if axis.size > 1 for unit in units[axis.block].tolist()}
         for name, value in sorted(maps.recording.named.items())
     }
-    parameters, coupled = (
-        {path: tuple(x for x in sets if x != path and not own.isdisjoint(sets[x])) for path, own in of_path.items()}
-        for sets in (of_name, of_path)
-    )
-    return parameters, coupled
+
+    def sharing(path: str, sets: Mapping[str, set[int]]) -> tuple[str, ...]:
+        return tuple(other for other in sets if other != path and not of_path[path].isdisjoint(sets[other]))
+
+    return {path: sharing(path, of_name) for path in found}, {path: sharing(path, of_path) for path in found}
 
 
 def _attended(maps: Maps) -> set[int]:

@@ -66,12 +66,6 @@ def test_counts_can_be_differentiated():
     assert torch.autograd.gradcheck(lambda *a: cost.macs(dict(zip(active, a, strict=True))), tuple(active.values()))
 
 
-def test_positions_multiply_macs_alone():
-    """A layer applied to every element of a sequence holds its weights once."""
-    cost = NetworkCost(nn.Sequential(Gate(4), nn.Linear(4, 3)), torch.zeros(2, 7, 4))
-    assert (cost.total_weights, cost.total_macs) == (12, 84)
-
-
 class Residual(nn.Module):
     """Two gated branches that meet in a sum."""
 
@@ -195,6 +189,11 @@ def test_the_network_is_left_as_it_was():
 def test_layers_of_all_kinds_are_counted(net, macs):
     """Multiply-adds per example, by hand."""
     assert NetworkCost(net, torch.zeros(4, 3, 2)).total_macs == macs
+
+
+def test_a_layer_that_is_applied_to_every_element_of_a_sequence_has_its_weights_once():
+    cost = NetworkCost(nn.Sequential(Gate(4), nn.Linear(4, 3)), torch.zeros(2, 7, 4))
+    assert (cost.total_weights, cost.total_macs) == (12, 84)
 
 
 @pytest.mark.parametrize("count", [NetworkCost, square_norms])

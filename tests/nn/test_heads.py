@@ -1,7 +1,5 @@
 """Gates on attention heads: what a closed one leaves, torch's attention in plain layers, and what is refused."""
 
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -147,14 +145,6 @@ def test_gates_on_heads_train():
     gates = trained_gates(net, model, x, y, lam=20.0, steps=150)["0.gate"]
     assert gates[0] > 0.5
     assert gates[1] == 0
-
-
-def test_a_gated_network_is_saved_whole():
-    gated = gate_heads(Attention(), {"out": 2})
-    again = pickle.loads(pickle.dumps(gated))
-    ones = {"out.gate": torch.ones(2)}
-    x = torch.ones(1, 3, 6)
-    torch.testing.assert_close(fix_gates(again, ones)(x), fix_gates(gated, ones)(x), rtol=0, atol=0)
 
 
 def test_refused():

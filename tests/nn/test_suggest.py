@@ -153,6 +153,8 @@ def test_a_network_where_no_gate_cuts_anything():
     """An empty answer, with the reasons."""
     found = suggest_gates(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3))
     assert len(found) == 0
+    with pytest.warns(FutureWarning, match="Use locations"):
+        assert found.places == found.locations == ()
     assert found.refused == {"0": "it makes the network's output"}
 
 
