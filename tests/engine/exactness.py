@@ -4,12 +4,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.nn import fix_gates
+from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.engine import Value, analyse, calls_of, record
 from pyro_l0.nn.gate import name_gates
 
 SHAPES = ("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand")
 PARTS = ("aten::slice", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::narrow")
+
+
+class Between(nn.Module):
+    """An operation between eight gated units and the layer that reads what it makes."""
+
+    def __init__(self, operation, *layers, second=False):
+        super().__init__()
+        self.one, self.gate = nn.Linear(6, 8), Gate(8)
+        self.layers = nn.ModuleList(layers)
+        self.operation = operation
+        self.other = nn.Linear(6, 8) if second else None
+        with torch.no_grad():
+            self.out = nn.Linear(self.middle(torch.ones(2, 6)).shape[-1], 3)
+
+    def middle(self, x):
+        h = self.gate(self.one(x))
+        inputs = [h] if self.other is None else [h, self.other(x)]
+        return self.operation(*inputs, *self.layers)
+
+    def forward(self, x):
+        return self.out(self.middle(x))
 
 
 def close_some(network, fraction=0.5, seed=0):

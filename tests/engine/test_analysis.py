@@ -11,7 +11,7 @@ from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
 from tests.engine import own_operation
-from tests.engine.exactness import close_some, examine, shake
+from tests.engine.exactness import Between, close_some, examine, shake
 
 
 class Bottleneck(nn.Module):
@@ -19,11 +19,8 @@ class Bottleneck(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.one, self.two, self.three = (
-            nn.Conv2d(16, width, 1),
-            nn.Conv2d(width, width, 3, 1, 1),
-            nn.Conv2d(width, 16, 1),
-        )
+        self.one, self.two = nn.Conv2d(16, width, 1), nn.Conv2d(width, width, 3, 1, 1)
+        self.three = nn.Conv2d(width, 16, 1)
         self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width), nn.BatchNorm2d(16)])
         self.gates = nn.ModuleList([Gate(width, 1), Gate(width, 1)])
         self.relu = nn.ReLU(inplace=True)
@@ -162,57 +159,21 @@ def test_writes_to_views_pin_what_they_alias_and_nothing_else():
 
 
 def test_a_way_that_depends_on_the_numbers():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.out, self.side = nn.Linear(6, 8), Gate(8), nn.Linear(8, 2), nn.Linear(6, 4)
-
-        def forward(self, x):
-            h = self.gate(torch.relu(self.one(x)))
-            if self.side(x).mean() > 1e6:
-                h = h * 2
-            return self.out(h)
-
-    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    network = Between(lambda h, other: h * 2 if other.mean() > 1e6 else h, second=True)
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
     assert len(analysis.removed["gate"]) == 4
-    assert len(analysis.kept["side.weight"][0]) == 4  # the network looks at it
+    assert len(analysis.kept["other.weight"][0]) == 8  # the network reads it
 
 
 def test_tensors_that_nobody_can_slice_stay():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(8), nn.Linear(8, 2)
-            self.scale = torch.ones(8, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.out(self.gate(self.one(x)) * self.scale)
-
-    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    scale = torch.ones(8, dtype=torch.float64)
+    analysis = examine(Between(lambda h: h * scale), torch.randn(2, 6, dtype=torch.float64))
     assert set(analysis.reasons["gate"].values()) == {"a tensor that is no parameter or buffer, at mul in the network"}
 
 
 def test_unused_outputs_do_not_keep_units():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.out, self.unused = nn.Linear(6, 8), Gate(8), nn.Linear(8, 2), nn.Linear(8, 5)
-
-        def forward(self, x):
-            h = self.gate(torch.relu(self.one(x)))
-            self.statistic = float(h.detach().sum())
-            self.unused(h).softmax(-1).mean()
-            return self.out(h)
-
-    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
-    assert len(analysis.removed["gate"]) == 4
-
-
-def test_reasons_name_operation_and_module():
-    network = nn.Sequential(nn.Linear(6, 8), Gate(8), nn.Softmax(-1), nn.Linear(8, 2))
-    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
-    assert set(analysis.reasons["1"].values()) == {"_softmax in 2"}
-    assert len(analysis.reasons["1"]) == 4
+    network = Between(lambda h, unused: (h, unused(h).softmax(-1).mean(), float(h.detach().sum()))[0], nn.Linear(8, 5))
+    assert len(examine(network, torch.randn(2, 6, dtype=torch.float64)).removed["gate"]) == 4
 
 
 def test_shrunk_sizes_by_module():
@@ -262,17 +223,10 @@ def test_what_is_refused():
 
 
 def test_a_rule_from_outside_takes_one_short_file():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(8, 1), nn.Linear(4, 2)
-
-        def forward(self, x):
-            h = self.gate(self.one(x)).unflatten(1, (8, 1)).expand(-1, -1, 4)
-            return self.out(own_operation.swap_halves(h).sum(1))
-
     assert len(Path(own_operation.__file__).read_text().splitlines()) <= 30
-    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    network = Between(lambda h: own_operation.swap_halves(h.unflatten(1, (8, 1)).expand(-1, -1, 4)).sum(1))
+    network.gate.dim = 1
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
     assert len(analysis.removed["gate"]) == 4
     assert not analysis.barriers
 

@@ -117,11 +117,8 @@ def test_torch_multihead_attention_keeps_its_sizes_and_says_so():
         def __init__(self):
             super().__init__()
             self.one, self.gate = nn.Linear(6, 8), Gate(8)
-            self.attention, self.second, self.out = (
-                nn.MultiheadAttention(8, 2, batch_first=True),
-                Gate(8),
-                nn.Linear(8, 3),
-            )
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.second, self.out = Gate(8), nn.Linear(8, 3)
 
         def forward(self, x):
             h = self.gate(self.one(x))

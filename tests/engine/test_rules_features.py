@@ -6,28 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import Gate
-from tests.engine.exactness import examine
-
-
-class Between(nn.Module):
-    """An operation between eight gated units and the layer that reads what it makes."""
-
-    def __init__(self, operation, *layers, second=False):
-        super().__init__()
-        self.one, self.gate = nn.Linear(6, 8), Gate(8)
-        self.layers = nn.ModuleList(layers)
-        self.operation = operation
-        self.other = nn.Linear(6, 8) if second else None
-        with torch.no_grad():
-            self.out = nn.Linear(self.middle(torch.ones(2, 6)).shape[-1], 3)
-
-    def middle(self, x):
-        h = self.gate(self.one(x))
-        inputs = [h] if self.other is None else [h, self.other(x)]
-        return self.operation(*inputs, *self.layers)
-
-    def forward(self, x):
-        return self.out(self.middle(x))
+from tests.engine.exactness import Between, examine
 
 
 def swiglu(h, up):

@@ -93,19 +93,10 @@ def test_closed_channels_through_layers(name):
 def test_pixel_shuffle_leaves_in_whole_pixels():
     """Of eight channels, those of one output channel are four: only closing all of them lets them leave."""
 
-    class Shuffled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.shuffle = nn.Conv2d(3, 8, 1), Gate(8, 1), nn.PixelShuffle(2)
-            self.out = nn.Conv2d(2, 2, 1)
-
-        def forward(self, x):
-            return self.out(self.shuffle(self.gate(self.one(x))))
-
     for units, leaves in (([0, 1, 2], []), ([0, 1, 2, 3, 5], [0, 1, 2, 3]), ([4, 5, 6, 7], [4, 5, 6, 7])):
         closed = {"gate": torch.zeros(8, dtype=torch.bool)}
         closed["gate"][units] = True
-        assert examine(Shuffled(), images(), closed).removed["gate"].tolist() == leaves
+        assert examine(Between(nn.PixelShuffle(2)), images(), closed).removed["gate"].tolist() == leaves
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -125,22 +116,13 @@ def test_grouped_convolutions(transposed):
 def test_gates_behind_grouped_convolutions_and_group_norms():
     """Closed outputs leave in whole groups, so that the gate selects, or where they make whole groups."""
 
-    class Grouped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two, self.norm = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=2), nn.GroupNorm(2, 8)
-            self.gate, self.out = Gate(8, 1), nn.Conv2d(8, 2, 1)
-
-        def forward(self, x):
-            return self.out(self.gate(self.norm(self.two(self.one(x)))))
-
-    closed = {"gate": torch.tensor([True] * 4 + [False, True, False, True])}
-    analysis = examine(Grouped(), images(), closed)
-    assert analysis.gates["gate"].kept_in.tolist() == [4, 5, 6, 7]
-    assert analysis.gates["gate"].kept_out.tolist() == [4, 6]
-    assert analysis.kept["one.weight"][0].tolist() == [4, 5, 6, 7]
-    assert set(analysis.reasons["gate"]) == {5, 7}
-    assert set(analysis.reasons["gate"].values()) == {"native_group_norm in norm"}
+    layers = [nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=2), nn.GroupNorm(2, 8), Gate(8, 1), nn.Conv2d(8, 2, 1)]
+    closed = {"3": torch.tensor([True] * 4 + [False, True, False, True])}
+    analysis = examine(nn.Sequential(*layers), images(), closed)
+    assert analysis.gates["3"].kept_in.tolist() == [4, 5, 6, 7]
+    assert analysis.gates["3"].kept_out.tolist() == [4, 6]
+    assert analysis.kept["0.weight"][0].tolist() == [4, 5, 6, 7]
+    assert analysis.reasons["3"] == dict.fromkeys((5, 7), "native_group_norm in 2")
 
 
 def test_constants_behind_padding_are_maps():
@@ -199,13 +181,8 @@ def test_weights_that_depend_on_the_input():
     class Conditional(nn.Module):
         def __init__(self, norm):
             super().__init__()
-            self.one, self.gate, self.shift, self.out = (
-                nn.Conv2d(3, 8, 1),
-                Gate(8, 1),
-                nn.Linear(4, 8),
-                nn.Conv2d(8, 2, 1),
-            )
-            self.norm = norm
+            self.one, self.gate, self.norm = nn.Conv2d(3, 8, 1), Gate(8, 1), norm
+            self.shift, self.out = nn.Linear(4, 8), nn.Conv2d(8, 2, 1)
 
         def forward(self, x, condition):
             h = self.gate(self.one(x))

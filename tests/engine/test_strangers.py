@@ -16,16 +16,26 @@ def example(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-class Averaged(nn.Module):
-    """Subtracts an average over all calls, evaluation among them."""
+class Gated(nn.Module):
+    """Two layers with a gate in between."""
 
     def __init__(self):
         super().__init__()
         self.enter, self.gate, self.leave = nn.Linear(4, 6), Gate(6), nn.Linear(6, 2)
+
+    def hidden(self, x):
+        return self.gate(torch.relu(self.enter(x)))
+
+
+class Averaged(Gated):
+    """Scales by an average over all calls, evaluation among them."""
+
+    def __init__(self):
+        super().__init__()
         self.register_buffer("average", torch.full((6,), 0.3))
 
     def forward(self, x):
-        h = self.gate(torch.relu(self.enter(x)))
+        h = self.hidden(x)
         self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
         return self.leave(torch.tanh(h) * self.average)
 
@@ -75,19 +85,16 @@ def test_suggestions_beside_parametrisations():
     assert compact(gated, {"1.1": CLOSED}, example(2, 2, 8)).network[2].in_channels == 3
 
 
-class Auxiliary(nn.Module):
+class Auxiliary(Gated):
     """A second head in training mode, which evaluation never calls."""
 
     def __init__(self):
         super().__init__()
-        self.enter, self.gate, self.drop = nn.Linear(4, 6), Gate(6), nn.Dropout(0.5)
-        self.leave, self.second = nn.Linear(6, 2), nn.Linear(6, 3)
+        self.drop, self.second = nn.Dropout(0.5), nn.Linear(6, 3)
 
     def forward(self, x):
-        h = self.drop(self.gate(torch.relu(self.enter(x))))
-        if self.training:
-            return self.leave(h), self.second(h)
-        return self.leave(h)
+        h = self.drop(self.hidden(x))
+        return (self.leave(h), self.second(h)) if self.training else self.leave(h)
 
 
 def test_heads_for_training_alone():
@@ -123,19 +130,16 @@ def test_price_of_a_whole_branch():
     assert str(cost.report()) == "every unit leaves with its gate"
 
 
-class Branching(nn.Module):
-    """Goes on with one of two layers, as its units or its caller say."""
+class Branching(Gated):
+    """Continues with one of two layers, as its units or its caller say."""
 
     def __init__(self, asks_units=True):
         super().__init__()
-        self.enter, self.gate, self.one, self.other = nn.Linear(4, 6), Gate(6), nn.Linear(6, 2), nn.Linear(6, 2)
-        self.asks_units = asks_units
+        self.other, self.asks_units = nn.Linear(6, 2), asks_units
 
     def forward(self, x, other=False):
-        h = self.gate(torch.relu(self.enter(x)))
-        if self.asks_units:
-            other = bool(x.sum() < 0)
-        return self.other(h) if other else self.one(h)
+        use_other = bool(x.sum() < 0) if self.asks_units else other
+        return (self.other if use_other else self.leave)(self.hidden(x))
 
 
 def test_ways_that_the_example_does_not_take():
@@ -163,8 +167,8 @@ def test_numbers_that_are_not_finite():
     with pytest.raises(CompactionError, match="which holds some itself"):
         compact(network, {"gate": CLOSED}, [(x * torch.nan, False), (x, True)])
     with torch.no_grad():
-        network.one.weight[0, 0] = torch.nan
-    with pytest.raises(CompactionError, match=r"'one\.weight' holds some itself"):
+        network.leave.weight[0, 0] = torch.nan
+    with pytest.raises(CompactionError, match=r"'leave\.weight' holds some itself"):
         compact(network, {"gate": CLOSED}, [x, (x, True)])
 
 
