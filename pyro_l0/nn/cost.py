@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
@@ -159,14 +158,6 @@ class NetworkCost:
             check_value(name, self.sizes[name], value, 1e-3 if is_read else None)
 
 
-@dataclass(frozen=True)
-class _Term:
-    """A number of times a product of sums."""
-
-    times: float
-    sums: tuple[int, ...]
-
-
 class _Count:
     """A sum over products of numbers of entries that stay.
 
@@ -192,22 +183,20 @@ class _Count:
         like = next(iter(active.values()), torch.zeros(()))
         sums = expectations(active)
         total = like.new_full((), constant)
-        for term in terms:
-            product = sums[term.sums[0]]
-            for number in term.sums[1:]:
-                product = product * sums[number]
-            total = total + product * term.times
+        for numbers, times in terms.items():
+            total = total + reduce(torch.mul, [sums[number] for number in numbers]) * times
         return total
 
     @cached_property
-    def _compiled(self) -> tuple[Expectations, list[_Term], float]:
+    def _compiled(self) -> tuple[Expectations, dict[tuple[int, ...], float], float]:
+        """Sums of probabilities, the terms (by the numbers of a term's sums, how often it counts), and a constant."""
         expectations = Expectations(self._dependencies.formulas, self._dependencies.sizes)
         times: dict[tuple[int, ...], float] = {}
         for axes in self._products:
             count, sums = self._term(axes, expectations)
             times[sums] = times.get(sums, 0.0) + count / self._per
         constant = times.pop((), 0.0) + self._more
-        return expectations, [_Term(count, sums) for sums, count in times.items()], constant
+        return expectations, times, constant
 
     def _term(self, axes: list[Axis], expectations: Expectations) -> tuple[int, tuple[int, ...]]:
         """A product's constant factor, and the sums that it is made of."""

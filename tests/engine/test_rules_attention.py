@@ -10,6 +10,7 @@ from torch import nn
 from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
 from tests.engine.exactness import examine
+from tests.engine.zoo.attention import RMSNorm
 
 
 class Attention(nn.Module):
@@ -141,17 +142,6 @@ def test_a_transformer_layer_of_torch_loses_its_feed_forward_units():
     assert analysis.kept["linear1.weight"][0].tolist() == analysis.kept["linear2.weight"][1].tolist() == kept
 
 
-class WrittenOut(nn.Module):
-    """RMSNorm in the way of Llama."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), 1e-6
-
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
-
-
 class Stream(nn.Module):
     """A residual stream whose units are gated wherever something is written to it, and behind its norm or not."""
 
@@ -177,7 +167,7 @@ class Stream(nn.Module):
         (type("OwnNorm", (nn.LayerNorm,), {}), True, True, None),
         (nn.RMSNorm, False, False, "rms"),
         (nn.RMSNorm, True, True, "rms"),
-        (WrittenOut, False, True, None),
+        (RMSNorm, False, True, None),
     ],
 )
 def test_norms_over_units_of_which_some_leave(norm, gates_norm, folds, kind):

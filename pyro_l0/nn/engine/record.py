@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -53,14 +53,7 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
     recorder = _Recorder(network)
     calls = []
     own_modules = [x for x in network.modules() if not type(x).__module__.startswith("torch.nn.")]
-    with ExitStack() as stack:
-        for context in (
-            _undisturbed(network),
-            follow_integers(network),
-            recorder.follow_modules(),
-            recorder.replace_gates(),
-        ):
-            stack.enter_context(context)
+    with _undisturbed(network), follow_integers(network), recorder.follow_modules(), recorder.replace_gates():
         for training, (args, kwargs) in product((False, True) if with_training else (False,), calls_of(example)):
             for module in own_modules:
                 module.training = training
@@ -277,8 +270,8 @@ class _WholeCalls(TorchFunctionMode):
         return result
 
 
-def _signature(names: str) -> _Signature:
-    return [(name, None) for name in names.split()]
+def _signature(names: str, dim: int | None = None) -> _Signature:
+    return [(name, dim if name == "dim" else None) for name in names.split()]
 
 
 def _of_python(function: Callable[..., object]) -> _Signature:
@@ -286,6 +279,7 @@ def _of_python(function: Callable[..., object]) -> _Signature:
 
 
 _MATMUL = ("aten::matmul", _signature("self other"))
+_SPLIT = _signature("input indices_or_sections dim", 0)
 _ATTENTION = _signature("query key value attn_mask dropout_p is_causal scale enable_gqa")
 # By function, the name of its rule and the names of its arguments.
 _WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
@@ -298,11 +292,8 @@ _WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
     F.rms_norm: ("aten::rms_norm", _of_python(F.rms_norm)),
     F.instance_norm: ("aten::instance_norm", _of_python(F.instance_norm)),
     F.pad: ("aten::pad", _of_python(F.pad)),
-    **dict.fromkeys((torch.chunk, Tensor.chunk), ("aten::chunk", [("input", None), ("chunks", None), ("dim", 0)])),
-    **dict.fromkeys(
-        (torch.tensor_split, Tensor.tensor_split),
-        ("aten::tensor_split", [("input", None), ("indices_or_sections", None), ("dim", 0)]),
-    ),
+    **dict.fromkeys((torch.chunk, Tensor.chunk), ("aten::chunk", _signature("input chunks dim", 0))),
+    **dict.fromkeys((torch.tensor_split, Tensor.tensor_split), ("aten::tensor_split", _SPLIT)),
     torch.bilinear: ("aten::bilinear", _signature("input1 input2 weight bias")),
     **{
         getattr(torch, f"{kind}{cell}"): (f"recurrent{cell}", [])
