@@ -138,7 +138,7 @@ def test_compacts_to_an_equal_network_of_fewer_operations(name):
 @pytest.mark.parametrize(
     ("name", "branches"),
     [
-        ("gated_blocks", {f"gates.{k}.gate": f"blocks.{k}" for k in range(3)}),
+        ("gated_blocks", {f"{k}.branch.4.gate": f"{k}.branch" for k in (1, 2, 3)}),
         ("vision_transformer", {f"gates.{k}": f"branches.{k}" for k in range(4)}),
         pytest.param(
             "encoder_heads",

@@ -109,30 +109,17 @@ class ShuffleUnit(nn.Module):
         return maps.view(batch, 2, size // 2, height, width).transpose(1, 2).reshape(batch, size, height, width)
 
 
-class ShuffleNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 12, 3, padding=1)
-        self.units = nn.Sequential(ShuffleUnit(), ShuffleUnit())
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x):
-        return self.head(self.units(self.stem(x)).mean((2, 3)))
+def shufflenet():
+    units = [ShuffleUnit(), ShuffleUnit(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), *units, nn.Linear(12, 4))
 
 
-class GroupedPair(nn.Module):
+def grouped():
     """ResNeXt's grouped convolution between gates: a whole group of closed maps leaves with its filters."""
-
-    def __init__(self, maps=8, groups=4):
-        super().__init__()
-        self.narrow = nn.Conv2d(3, maps, 1)
-        self.before = Gate(maps, dim=1)
-        self.grouped = nn.Conv2d(maps, maps, 3, padding=1, groups=groups, bias=False)
-        self.behind = Gate(maps, dim=1)
-        self.wide = nn.Conv2d(maps, 5, 1)
-
-    def forward(self, x):
-        return self.wide(self.behind(F.relu(self.grouped(self.before(F.relu(self.narrow(x)))))))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.ReLU(), Gate(8, dim=1), nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False),
+        nn.ReLU(), Gate(8, dim=1), nn.Conv2d(8, 5, 1),
+    )  # fmt: skip
 
 
 class Inception(nn.Module):
@@ -219,12 +206,11 @@ ENTRIES = {
         shapes={"blocks.0.filter.0.weight": (16, 1, 3, 3), "blocks.0.project.0.weight": (8, 8, 1, 1)},
     ),
     "shufflenet": Entry(
-        ShuffleNet, images(6),
-        shapes={"units.0.filter.weight": (3, 1, 3, 3), "units.1.wide.0.weight": (6, 3, 1, 1)},
+        shufflenet, images(6), shapes={"1.filter.weight": (3, 1, 3, 3), "2.wide.0.weight": (6, 3, 1, 1)},
     ),
     "grouped": Entry(
-        GroupedPair, images(), second_half,
-        shapes={"narrow.weight": (4, 3, 1, 1), "grouped.weight": (4, 2, 3, 3), "wide.weight": (5, 4, 1, 1)},
+        grouped, images(), second_half,
+        shapes={"0.weight": (4, 3, 1, 1), "3.weight": (4, 2, 3, 3), "6.weight": (5, 4, 1, 1)},
     ),
     "inception": Entry(Inception, images(), shapes={"head.weight": (5, 6, 3, 3), "three.0.weight": (2, 3, 1, 1)}),
     "wavenet": Entry(

@@ -52,17 +52,12 @@ class Autoencoder(nn.Module):
         return {"x": self.decoder(self.latent_gate(latent)), "mean": mean, "log_variance": log_variance}
 
 
-class SuperResolution(nn.Module):
+def super_resolution():
     """Sub-pixel: nine maps become one of three times the height and width."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), Gate(8, dim=1))
-        self.fine = nn.Sequential(nn.Conv2d(8, 36, 3, padding=1), nn.PixelShuffle(3), nn.ReLU(), Gate(4, dim=1))
-        self.head = nn.Conv2d(4, 1, 3, padding=1)
-
-    def forward(self, x):
-        return self.head(self.fine(self.first(x)))
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), Gate(8, dim=1),
+        nn.Conv2d(8, 36, 3, padding=1), nn.PixelShuffle(3), nn.ReLU(), Gate(4, dim=1), nn.Conv2d(4, 1, 3, padding=1),
+    )  # fmt: skip
 
 
 def generator():
@@ -119,7 +114,7 @@ ENTRIES = {
         shapes={"mean.weight": (4, 4), "decoder.0.weight": (4, 2), "decoder.3.weight": (10, 4)},
     ),
     "super_resolution": Entry(
-        SuperResolution, images(5, 1), shapes={"fine.0.weight": (18, 4, 3, 3), "head.weight": (1, 2, 3, 3)},
+        super_resolution, images(5, 1), shapes={"3.weight": (18, 4, 3, 3), "7.weight": (1, 2, 3, 3)},
     ),
     "generator": Entry(
         generator, lambda batch: torch.randn(batch, 5),

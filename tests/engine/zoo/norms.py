@@ -49,16 +49,9 @@ class NextBlock(nn.Module):
         return x + (self.scale * self.dense(h)).permute(0, 3, 1, 2)
 
 
-class ConvNeXt(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 6, 4, stride=4)
-        self.blocks = nn.Sequential(NextBlock(6), NextBlock(6))
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x):
-        return self.head(self.norm(self.blocks(self.stem(x)).mean([-2, -1])))
+def convnext():
+    layers = [nn.Conv2d(3, 6, 4, stride=4), NextBlock(6), NextBlock(6), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 5))
 
 
 class DiffusionBlock(nn.Module):
@@ -101,22 +94,12 @@ class MapNorm(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class NormedMaps(nn.Module):
+def subclassed_norm():
     """Such a norm of gated maps, in front of other gated maps."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 1)
-        self.gate = Gate(8, dim=1)
-        self.norm = MapNorm(8)
-        self.behind = Gate(8, dim=1)
-        self.inner = nn.Conv2d(8, 6, 3)
-        self.inner_gate = Gate(6, dim=1)
-        self.head = nn.Conv2d(6, 2, 1)
-
-    def forward(self, x):
-        h = self.behind(self.norm(self.gate(self.stem(x))))
-        return self.head(self.inner_gate(F.relu(self.inner(h))))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), Gate(8, dim=1), MapNorm(8), Gate(8, dim=1),
+        nn.Conv2d(8, 6, 3), nn.ReLU(), Gate(6, dim=1), nn.Conv2d(6, 2, 1),
+    )  # fmt: skip
 
 
 class Film(nn.Module):
@@ -173,14 +156,14 @@ ENTRIES = {
         lambda: NormedStream(nn.LayerNorm, behind=False), _rows,
         shapes={"stem.weight": (6, 6), "dense.inner.weight": (5, 12), "dense.outer.weight": (6, 5)},
     ),
-    "convnext": Entry(ConvNeXt, images(), shapes={"blocks.1.dense.inner.weight": (12, 6)}),
+    "convnext": Entry(convnext, images(), shapes={"2.dense.inner.weight": (12, 6)}),
     "diffusion_block": Entry(
         DiffusionBlock, lambda batch: (torch.randn(batch, 3, 6, 6), torch.arange(batch)), second_half,
         shapes={"first.weight": (4, 8, 3, 3), "time.1.weight": (4, 6), "second_norm.weight": (4,)},
     ),
     "instance_norms": Entry(instance_norms, images(), shapes={"1.weight": (4, 3, 3, 3), "5.weight": (3, 4, 3, 3)}),
     "subclassed_norm": Entry(
-        NormedMaps, images(6), shapes={"inner.weight": (3, 4, 3, 3), "head.weight": (2, 3, 1, 1)},
+        subclassed_norm, images(6), shapes={"4.weight": (3, 4, 3, 3), "7.weight": (2, 3, 1, 1)},
     ),
     "film": Entry(
         Film, lambda batch: (torch.randn(batch, 3, 6, 6), torch.randn(batch, 5)),

@@ -34,25 +34,17 @@ class Bottleneck(nn.Module):
         return self.relu(h)
 
 
-class ResNet(nn.Module):
+def resnet(layers=(3, 4, 6, 3), width=4, norm=nn.BatchNorm2d):
     """ResNet-50's plan at a small width, with a gate on what the head reads."""
-
-    def __init__(self, layers=(3, 4, 6, 3), width=4, norm=nn.BatchNorm2d):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True))
-        blocks, read = [], width
-        for stage, count in enumerate(layers):
-            for k in range(count):
-                write = width * 4 * 2**stage
-                blocks.append(Bottleneck(read, write, 2 if k == 0 and stage else 1, norm))
-                read = write
-        self.blocks = nn.Sequential(*blocks)
-        self.gate = Gate(read, dim=1)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(read, 10)
-
-    def forward(self, x):
-        return self.head(torch.flatten(self.pool(self.gate(self.blocks(self.stem(x)))), 1))
+    stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True))
+    blocks, read = [], width
+    for stage, count in enumerate(layers):
+        for k in range(count):
+            write = width * 4 * 2**stage
+            blocks.append(Bottleneck(read, write, 2 if k == 0 and stage else 1, norm))
+            read = write
+    head = [Gate(read, dim=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(read, 10)]
+    return nn.Sequential(stem, nn.Sequential(*blocks), *head)
 
 
 class GatedStream(nn.Module):
@@ -78,39 +70,27 @@ class GatedStream(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class GatedBranches(nn.Module):
+class Residual(nn.Module):
+    """Adds a branch."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.branch = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+def gated_branches():
     """A gate at the end of each branch, whose maps close on the stream while others write them."""
-
-    def __init__(self, maps=6):
-        super().__init__()
-        self.stem = nn.Conv2d(3, maps, 1)
-        self.one = nn.Sequential(nn.Conv2d(maps, maps, 3, padding=1), nn.ReLU(), Gate(maps, dim=1))
-        self.other = nn.Sequential(nn.Conv2d(maps, maps, 3, padding=1), nn.ReLU(), Gate(maps, dim=1))
-        self.head = nn.Conv2d(maps, 2, 1)
-
-    def forward(self, x):
-        x = self.stem(x)
-        x = x + self.one(x)
-        return self.head(x + self.other(x))
+    branches = [Residual(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), Gate(6, dim=1)) for _ in range(2)]
+    return nn.Sequential(nn.Conv2d(3, 6, 1), *branches, nn.Conv2d(6, 2, 1))
 
 
-class GatedBlocks(nn.Module):
+def gated_blocks():
     """A gate on each whole branch: a closed block computes nothing."""
-
-    def __init__(self, size=8, blocks=3):
-        super().__init__()
-        self.stem = nn.Linear(5, size)
-        self.blocks = nn.ModuleList([
-            nn.Sequential(nn.Linear(size, 6), nn.ReLU(), Gate(6), nn.Linear(6, size)) for _ in range(blocks)
-        ])  # fmt: skip
-        self.gates = nn.ModuleList([WholeGate() for _ in range(blocks)])
-        self.head = nn.Linear(size, 3)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block, gate in zip(self.blocks, self.gates, strict=True):
-            x = x + gate(block(x))
-        return self.head(x)
+    blocks = [Residual(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 8), WholeGate()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 3))
 
 
 class WholeGate(nn.Module):
@@ -153,23 +133,22 @@ def _all(size):
 
 ENTRIES = {
     "resnet50": Entry(
-        ResNet, images(16),
-        shapes={"blocks.0.narrow.0.weight": (2, 4, 1, 1), "blocks.5.filter.0.weight": (4, 4, 3, 3)},
+        resnet, images(16), shapes={"1.0.narrow.0.weight": (2, 4, 1, 1), "1.5.filter.0.weight": (4, 4, 3, 3)},
     ),
     "resnet_group_norm": Entry(
-        lambda: ResNet((1, 1, 1), norm=_groups_of(2)), images(), second_half,
-        shapes={"blocks.1.narrow.0.weight": (4, 16, 1, 1), "blocks.1.narrow.1.weight": (4,)},
+        lambda: resnet((1, 1, 1), norm=_groups_of(2)), images(), second_half,
+        shapes={"1.1.narrow.0.weight": (4, 16, 1, 1), "1.1.narrow.1.weight": (4,)},
     ),
     "gated_stream": Entry(
         GatedStream, images(6), shapes={"stem.weight": (6, 3, 3, 3), "blocks.2.0.weight": (4, 6, 3, 3)},
     ),
     "gated_branches": Entry(
-        GatedBranches, images(6), shapes={"one.0.weight": (3, 6, 3, 3), "stem.weight": (6, 3, 1, 1)},
+        gated_branches, images(6), shapes={"1.branch.0.weight": (3, 6, 3, 3), "0.weight": (6, 3, 1, 1)},
     ),
     "gated_blocks": Entry(
-        GatedBlocks, lambda batch: torch.randn(batch, 5), _all,
-        shapes={"blocks.0.0.weight": (1, 8), "blocks.2.3.weight": (8, 1)},
-        stays={f"gates.{k}.gate": (1, "a dimension keeps one entry, and this has no other") for k in range(3)},
+        gated_blocks, lambda batch: torch.randn(batch, 5), _all,
+        shapes={"1.branch.0.weight": (1, 8), "3.branch.3.weight": (8, 1)},
+        stays={f"{k}.branch.4.gate": (1, "a dimension keeps one entry, and this has no other") for k in (1, 2, 3)},
     ),
     "highway": Entry(Highway, lambda batch: torch.randn(batch, 4), shapes={"head.weight": (2, 3)}),
 }  # fmt: skip
