@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws
 from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.runs import Program
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
+from pyro_l0.infer.generators import seeded
 
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import
@@ -103,9 +102,7 @@ def to_arviz(
     if program is None and slab:
         raise ValueError("Expected the model with slab, as it tells how slabs and gates belong together.")
     groups: Arrays = {}
-    with torch.random.fork_rng() if seed is not None else nullcontext():
-        if seed is not None:
-            torch.manual_seed(seed)
+    with seeded(seed):
         drawn = draws_of(posterior, draws, args, kwargs)
         if program is not None:
             sites = sites_of(program, args, kwargs)

@@ -1,4 +1,4 @@
-"""Gates of two values that depend on the gates before them."""
+"""Binary gates that depend on the gates before them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class GateChain(nn.Module):
     r"""Log odds of gates given the gates before them and other latents: :math:`a_j + \sum_{k<j} B_{jk} z_k + U_j^T t`.
 
-    A posterior of this form puts its probability on whole sets of gates: of two features that stand for each other it
-    opens the one or the other. The parameters :math:`a` are a guide's own, by site.
+    A posterior of this form puts its probability on sets of gates: of two features that stand for each other it opens
+    one or the other. The parameters :math:`a` are a guide's own, by site.
 
     Args:
         size: number of gates, in the order in which they are drawn.

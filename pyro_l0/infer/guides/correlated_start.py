@@ -137,7 +137,7 @@ def correlated_posterior(
 
 
 def _is_effect(name: str, sites: Mapping[str, Site], run_at: RunAt) -> bool:
-    """Whether a latent is like a slab without a gate: normal, and no other latent's prior moves with it."""
+    """Whether a latent is like a slab without a gate: normal, and no other latent's prior depends on it."""
     if not isinstance(innermost(sites[name]["fn"]), Normal):
         return False
     latent = {key: site["value"] for key, site in sites.items() if not site["is_observed"]}
@@ -161,7 +161,7 @@ def _held(hyper: Layout, start: Tensor, run: Callable[[Tensor], dict[str, Site]]
 
 
 def _check_whole(name: str, site: Site) -> None:
-    """Refuse a site that is in a minibatch: its posterior would depend on sites that are not drawn."""
+    """Refuse a site in a minibatch: its posterior would depend on sites that are not drawn."""
     small = [frame.name for frame in site["cond_indep_stack"] if frame.vectorized and frame.full_size != frame.size]
     if small:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The posterior of slabs and other latents that depend on nothing: normals, carried to the prior's support."""
+"""The posterior of slabs and other latents that depend on nothing: normals, transformed to the prior's support."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DRAWS = 31  # whose median is within 0.3 quartile deviations of a Cauchy's cent
 
 @dataclass(frozen=True)
 class LoneLatents(SitePosterior):
-    """Normals, carried to the prior's support by a transform (None for the real line)."""
+    """Normals, transformed to the prior's support (None for the real line)."""
 
     transform: Transform | None
 
@@ -46,11 +46,7 @@ class LoneLatents(SitePosterior):
 def first_latents(
     name: str, site: Site, is_slab: bool, init_loc: Tensor | None = None, init_scale: float = 0.1
 ) -> LoneLatents:
-    """Where a site's normals start: at medians that are given, or at the prior's mean.
-
-    Raises:
-        ValueError: the prior's support or the medians do not fit.
-    """
+    """A site's normals at the start: at medians that are given, or at the prior's mean."""
     fn, loc = site["fn"], init_loc
     plates, shape = plates_and_shape(site)
     transform = transform_to_support(name, fn, is_slab)
@@ -75,9 +71,7 @@ def first_latents(
 def transform_to_support(name: str, fn: Distribution, is_slab: bool) -> Transform | None:
     """The map from the real line to a prior's support; None for the real line itself.
 
-    Raises:
-        ValueError: the prior is discrete, or nothing carries normals to its support; of slabs also if that is not a
-            support of independent numbers.
+    Refuses discrete priors and supports that no map reaches; of slabs also those of numbers that are not independent.
     """
     support: Any = "unknown"
     try:
@@ -97,12 +91,12 @@ def transform_to_support(name: str, fn: Distribution, is_slab: bool) -> Transfor
     if is_slab:
         raise ValueError(
             f"Expected slab site {name!r} to have a prior of real, positive or bounded numbers, but got {fn} with "
-            f"support {support}; sample such numbers and transform them in the model."
+            f"support {support}. Sample such numbers and transform them in the model."
         )
     raise ValueError(
-        f"Expected latent site {name!r} to be a gate or continuous, with a support that the real line can be carried "
-        f"to, but got {fn} with support {support}. Sum it out in the model, use a BernoulliGate if it takes 0 and 1, "
-        f"or hide it by poutine.block(model, hide=[{name!r}]) and give it a guide of its own."
+        f"Expected latent site {name!r} to be a gate or continuous, with a support to which the real line can be "
+        f"transformed, but got {fn} with support {support}. Sum it out in the model, use a BernoulliGate if it takes 0 "
+        f"and 1, or hide it by poutine.block(model, hide=[{name!r}]) and give it a guide of its own."
     )
 
 
@@ -119,7 +113,7 @@ def _first_loc(fn: Distribution, transform: Transform | None, like: Tensor) -> T
     """Where a site's normals start: at the prior's mean, with a hundredth of its standard deviation as noise.
 
     Where the prior has no finite mean or standard deviation, the median and half the quartile distance of some draws
-    take their places. ``like`` is a value of the site.
+    replace them. ``like`` is a value of the site.
     """
     if transform is not None and transform.domain.event_dim:
         real: Tensor = transform.inv(middle(fn, transform))

@@ -1,4 +1,4 @@
-"""A mean-field guide's sites: the posterior of each, how they are drawn, and the parameters that they start from."""
+"""The sites of a mean-field guide: the posterior of each, how they are drawn, and where they start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_SITES = nn.ModuleDict()
 
 @dataclass(frozen=True)
 class SitePosterior(ABC):
-    """A site's event dimensions and plates, and its parameters: a module's own dict, whose access costs far less."""
+    """A site's event dimensions and plates, and its parameters: a module's own dict, which is read far faster."""
 
     event_dim: int
     plates: tuple[str, ...]
@@ -60,13 +60,13 @@ class GatesPosterior(SitePosterior):
         return self.template.with_learned(**values)
 
     def cut(self, index: Tensor) -> GatesPosterior:
-        """With some of the gates alone in the template, if it has parameters of each; the learned ones stay."""
+        """With a template of some of the gates, if it has parameters of each; the learned ones stay."""
         shape = next(iter(self.parameters.values())).shape
         template = self.template.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == shape else x)
         return replace(self, template=template)
 
     def close(self, places: Tensor) -> None:
-        """Close the gates at some places of the flattened site."""
+        """Close the gates at some positions of the flattened site."""
         closed = self.template.closed(**self.template.fixed_options)
         for key, value in _unconstrained(closed).items():
             parameter = self.parameters[key]
@@ -189,7 +189,7 @@ def take_over(modules: nn.ModuleDict, made: Mapping[str, SitePosterior]) -> dict
 
 
 def site_key(name: str) -> str:
-    """A site's name as a key of a module dict, which may hold no dots and no names of its own attributes."""
+    """A site's name as a key of a module dict, which takes no dots and no names of its own attributes."""
     key = name.replace("/", "//").replace(".", "/")
     return f"/{key}" if hasattr(_NO_SITES, key) else key
 

@@ -22,13 +22,10 @@ _PATIENCE = 100  # losses
 
 
 def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter], str]]]) -> None:
-    """See to it that Pyro's parameter store, where it is in use, has a guide's parameters under their full names.
+    """Put a guide's parameters into Pyro's parameter store, where it is in use, under their full names.
 
-    A value that was loaded or assigned is taken over, as Pyro's own modules do. A parameter that another guide of this
-    process left is not: the new guide starts anew, and what is stepped is what its loss depends on.
-
-    Raises:
-        ValueError: the value that was loaded has another shape.
+    A value that was loaded or assigned is taken over, as by Pyro's own modules. A parameter that another guide of this
+    process left is not: the new guide starts anew, and optimisers step what its loss depends on.
     """
     if pyro.settings.get("module_local_params"):
         return
@@ -46,7 +43,7 @@ def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter],
             with torch.no_grad():
                 parameter.copy_(entry)
         _of_this_process[parameter] = True
-        # What replaced parameters were called stays known: the optimisers of guides in turn save their states by name.
+        # Names of replaced parameters stay known: guides trained in turn save the states of optimisers by name.
         store._params[name] = parameter
         store._param_to_name[parameter] = name
         store._constraints[name] = constraints.real
@@ -54,9 +51,9 @@ def enter_store(names: Callable[[], Iterable[tuple[str, dict[str, nn.Parameter],
 
 def parameters_in(module: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter], str]]:
     """A module's parameters: the name of each, the dict that holds it, and its name there."""
-    for place, part in module.named_modules():
+    for path, part in module.named_modules():
         held: dict[str, nn.Parameter] = vars(part)["_parameters"]
-        yield from ((f"{place}.{key}" if place else key, held, key) for key in held)
+        yield from ((f"{path}.{key}" if path else key, held, key) for key in held)
 
 
 @runtime.effectful(type="param")
@@ -67,7 +64,7 @@ def state_parameter(parameter: nn.Parameter, **_: object) -> Tensor:
 
 
 class Displaced(Messenger):
-    """Notice parameters of a model's networks in whose places the parameter store has others, which SVI would step.
+    """Notices parameters of a model's networks whose names the parameter store has for others, which SVI would step.
 
     ``pyro.module`` gives a new network's parameters the names of an earlier one's, whose entries stay.
     """
@@ -82,7 +79,7 @@ class Displaced(Messenger):
             self._found[msg["name"]] = weakref.ref(own)
 
     def is_over(self) -> bool:
-        """At every loss: warn if such parameters have gradients within SVI; whether there is no more to look at."""
+        """At every loss: warn if such parameters have gradients within SVI; whether the watch is over."""
         if not any(isinstance(x, TraceMessenger) and x.param_only for x in runtime._PYRO_STACK):
             return not self._found
         parameters = {name: own() for name, own in self._found.items()}
@@ -91,7 +88,7 @@ class Displaced(Messenger):
             warnings.warn(
                 f"SVI does not train {used[0]!r} of the model, nor {len(used) - 1} other parameters: the parameter "
                 "store has others of these names, of an earlier network or a file. Call pyro.clear_param_store() "
-                "before training a new network, or pyro.module(..., update_module_params=True) to go on from the "
+                "before training a new network, or pyro.module(..., update_module_params=True) to continue from the "
                 "store.",
                 stacklevel=2,
             )
@@ -99,10 +96,10 @@ class Displaced(Messenger):
 
 
 class OptimiserWatch:
-    """Tell once if a guide's parameters get gradients and no optimiser moves them.
+    """Warns once if a guide's parameters get gradients and no optimiser moves them.
 
-    An optimiser that was made before the guide's first call holds none of them, and nothing else would tell: the loss
-    falls, since the network is trained. ``what`` names the guide in the warning.
+    An optimiser that was made before the guide's first call holds none of them, and nothing else would show it: the
+    loss falls, since the network is trained. ``what`` names the guide in the warning.
     """
 
     def __init__(self, what: str, parameters: Sequence[nn.Parameter]) -> None:
@@ -116,7 +113,7 @@ class OptimiserWatch:
         self._has_gradient = True
 
     def is_over(self) -> bool:
-        """At every loss: warn if a hundred gradients have moved nothing; whether there is no more to look at."""
+        """At every loss: warn if a hundred gradients have moved nothing; whether the watch is over."""
         self._losses += self._has_gradient
         self._has_gradient = False
         if self._losses < _PATIENCE:
@@ -126,8 +123,8 @@ class OptimiserWatch:
         if all(map(_are_equal, self._parameters, self._start)):
             warnings.warn(
                 f"The parameters of {self._what} have had gradients for {_PATIENCE} losses, but no optimiser has moved "
-                "them, and gates stay as they are. A guide makes its parameters at its first call; call it once with "
-                "the model's arguments before making an optimiser of its parameters.",
+                "them. A guide makes its parameters at its first call; call it once with the model's arguments before "
+                "making an optimiser of its parameters.",
                 stacklevel=2,
             )
         return True

@@ -24,7 +24,7 @@ _Options = dict[tuple[str, str], Number]  # by site and name
 
 
 class DrawsElsewhere(Messenger):
-    """Notice whether a model draws random numbers before a gate of its, other than for gates.
+    """Notices whether a model draws random numbers before a gate, other than for gates.
 
     Pyro's messages do not tell: a guide for a part of a model does not see the other part's sites.
     """
@@ -57,7 +57,7 @@ def inherited_options(
     """
     options = _prior_options(family, prototype)
     usual = family.from_active_prob(0.5).fixed_options
-    special = {place: value for place, value in options.items() if not _same(value, usual[place[1]])}
+    special = {key: value for key, value in options.items() if not _same(value, usual[key[1]])}
     # What depends on draws of several gates is a tensor, behind them.
     behind = [name for name, site in prototype.iter_stochastic_nodes() if find_gate(site["fn"]) is not None][1:]
     drawn: set[tuple[str, str]] = set()
@@ -82,29 +82,26 @@ def _prior_options(family: type[GateDistribution], trace: Trace) -> _Options:
 
 
 def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[str, str]]:
-    """Where further runs of a model have other options than the first; random numbers elsewhere stay what they were."""
+    """The options that differ in further runs of a model; random numbers elsewhere stay as they were."""
     left, drawn = set(first), set()
     with generators_kept():
         for _ in range(_REDRAWS):
             if not left:
                 break
             again = draw()
-            drawn |= {place for place in left if not _same(first[place], again.get(place))}
-            # A tensor that is there before the run depends on no draw.
-            lasting = {place for place in left if isinstance(first[place], Tensor) and first[place] is again.get(place)}
+            drawn |= {key for key in left if not _same(first[key], again.get(key))}
+            # A tensor that exists before the run depends on no draw.
+            lasting = {key for key in left if isinstance(first[key], Tensor) and first[key] is again.get(key)}
             left -= drawn | lasting
     return drawn
 
 
 def check_supports(sites: Mapping[str, Site], run: Callable[[], Trace]) -> None:
-    """Refuse latents whose support depends on what the model draws: a guide's would stay where it was.
+    """Refuse latents whose support depends on what the model draws: a guide's would not follow.
 
     Args:
         sites: latent sites of a run of the model.
         run: runs it again.
-
-    Raises:
-        ValueError: bounds of a support have changed.
     """
     bounds = {name: found for name, site in sites.items() if (found := _bounds(site))}
     if bounds:

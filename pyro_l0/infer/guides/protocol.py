@@ -13,7 +13,7 @@ __all__ = ["ActiveRate", "GateGuide", "check_guide"]
 
 
 class ActiveRate(NamedTuple):
-    """Realised rates of open gates: the mean of P(z != 0) under the posterior.
+    """Means of P(z != 0) under the posterior, for the deprecated ``active_rate()``.
 
     Attributes:
         by_site: mean over the gates of each site, tensors of shape ``()``.
@@ -48,13 +48,13 @@ class GateGuide(Protocol):
         """
 
     def close(self, name: str, places: Tensor) -> None:
-        """Close the gates at some places of a flattened site, so that their test gates are 0."""
+        """Close the gates at some positions of a flattened site, so that their test gates are 0."""
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Keep the units at some places of some sites; a site without any leaves.
+        """Keep the units at some positions of some sites; a site without any leaves.
 
         Returns:
-            For each parameter that was replaced, the new one (None if its site left) and the places that it holds.
+            For each parameter that was replaced, the new one (None if its site left) and the positions that it holds.
         """
 
 
