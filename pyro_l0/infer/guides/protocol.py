@@ -47,9 +47,6 @@ class GateGuide(Protocol):
         It is the first learned parameter of their family, on the real line; a SparsityTarget moves it.
         """
 
-    def close(self, name: str, places: Tensor) -> None:
-        """Close the gates at some positions of a flattened site, so that their test gates are 0."""
-
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
         """Keep the units at some positions of some sites; a site without any leaves.
 

@@ -17,18 +17,19 @@ from pyro_l0.infer.guides.drawn import Drawn
 from pyro_l0.infer.guides.hyper import HyperPosterior
 from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
 from tests.maths.spike_and_slab import log_evidence
+from tests.reference_posteriors import all_gates
 
 P, SIGMA, TAU, RATE = 3, 0.9, 0.7, 0.3
 SLAB = {"w": "z"}
-STATES = torch.tensor(list(itertools.product((0.0, 1.0), repeat=P)), dtype=torch.float64)
+STATES = all_gates(P)
 X = torch.randn(12, P, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 X[:, 1] = X[:, 0] + 0.3 * X[:, 1]
 Y = 0.6 * X[:, 0] + torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def model(p=P):
+def model(p=P, rate=None):
     with pyro.plate("features", p):
-        z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE)))
+        z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE) if rate is None else rate))
         w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_tensor(TAU)))
     with pyro.plate("data", len(X)):
         pyro.sample("y", dist.Normal((z * w) @ X[:, :p].T, X.new_tensor(SIGMA)), obs=Y)
@@ -127,15 +128,7 @@ def test_hyper_posterior_is_one_gaussian():
 
 
 def with_rate(transform=lambda rate: rate):
-    def program():
-        rate = pyro.sample("rate", dist.Beta(X.new_tensor(1.5), X.new_tensor(4.0)))
-        with pyro.plate("features", P):
-            z = pyro.sample("z", BernoulliGate(probs=transform(rate)))
-            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_tensor(TAU)))
-        with pyro.plate("data", len(X)):
-            pyro.sample("y", dist.Normal((z * w) @ X.T, X.new_tensor(SIGMA)), obs=Y)
-
-    return program
+    return lambda: model(rate=transform(pyro.sample("rate", dist.Beta(X.new_tensor(1.5), X.new_tensor(4.0)))))
 
 
 def test_a_conjugate_rate_leaves_the_beta_binomial():

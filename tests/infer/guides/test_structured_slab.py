@@ -10,8 +10,6 @@ from torch.distributions import MultivariateNormal
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
 from pyro_l0.maths.spike_slab.structured_slab import slab_given_gates
 
 P = 4
@@ -32,7 +30,7 @@ def direct(gates, loc):
 
 @pytest.mark.parametrize("loc", [None, LOC])
 def test_mean_draw_and_density(loc):
-    """The mean, a draw's quadratic form in its noise, and the product of the conditionals."""
+    """The mean, which is the prior's of closed gates, and the product of the conditionals."""
     given = slab_given_gates(CURVATURE, LINEAR, GATES, SCALE, loc)
     noise = torch.randn(len(GATES), P, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     slabs = given.draw(noise)
@@ -69,26 +67,6 @@ def test_conditionals_depend_on_slabs_behind_alone():
         torch.testing.assert_close(deviations[0, j], variance.sqrt())
 
 
-def test_closed_gates_leave_the_prior():
-    """Prior mean and deviation where the gate is closed."""
-    given = slab_given_gates(CURVATURE, LINEAR, GATES[1:2], SCALE, LOC)
-    noise = torch.ones(1, P, dtype=torch.float64)
-    torch.testing.assert_close(given.mean[0], LOC)
-    torch.testing.assert_close(given.draw(noise)[0], LOC + SCALE)
-
-
-def test_log_evidence_is_the_gaussian_integral():
-    """Against log det and quadratic form of the coefficients' covariance."""
-    found = CollapsedQuadratic(DenseQuadratic(CURVATURE, LINEAR), SCALE).log_evidence(GATES)
-    for i, gates in enumerate(GATES):
-        root = gates * SCALE
-        inner = torch.eye(P, dtype=torch.float64) + root[:, None] * CURVATURE * root
-        moment = root * LINEAR
-        exact = 0.5 * moment @ torch.linalg.solve(inner, moment) - 0.5 * torch.logdet(inner)
-        torch.testing.assert_close(found[i], exact)
-    assert found[1] == 0
-
-
 def test_float32_and_huge_curvature():
     """Means to five digits in float32, with curvatures of 1e8 as of a large data set."""
     curvature, linear = 1e8 * CURVATURE, 1e8 * LINEAR
@@ -112,17 +90,24 @@ def structured(model, *hyper):
     return guide
 
 
+def coefficients(scale=1.0, loc=0.0, p=3):
+    with pyro.plate("features", p):
+        z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
+        return z * pyro.sample("w", dist.Normal(X.new_tensor(loc), scale))
+
+
+def observe(fn, y=Y):
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", fn, obs=y)
+
+
 def regression(sigma=None, tau=None, loc=0.0):
     """Linear regression whose noise and slab scale are numbers, or sites with priors."""
 
     def model():
-        noise = pyro.sample("sigma", dist.HalfCauchy(X.new_ones(()))) if sigma is None else X.new_tensor(sigma)
-        scale = pyro.sample("tau", dist.HalfNormal(X.new_ones(()))) if tau is None else X.new_tensor(tau)
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(loc, scale))
-        with pyro.plate("data", len(X)):
-            pyro.sample("y", dist.Normal((z * w) @ X.T, noise), obs=Y)
+        noise = pyro.sample("sigma", dist.HalfCauchy(X.new_ones(()))) if sigma is None else sigma
+        scale = pyro.sample("tau", dist.HalfNormal(X.new_ones(()))) if tau is None else tau
+        observe(dist.Normal(coefficients(scale, loc) @ X.T, noise))
 
     return model
 
@@ -147,14 +132,7 @@ def test_mode_and_curvature_of_a_logistic_likelihood():
     """The gradient of the log joint is 0 at the mode, the curvature is X^T diag(p (1 - p)) X there."""
     y = (Y > 0).double()
 
-    def model():
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_ones(())))
-        with pyro.plate("data", len(X)):
-            pyro.sample("y", dist.Bernoulli(logits=(z * w) @ X.T), obs=y)
-
-    slabs = structured(model).joint.slab_posterior
+    slabs = structured(lambda: observe(dist.Bernoulli(logits=coefficients() @ X.T), y)).joint.slab_posterior
     mode = slabs.given(torch.ones(1, 3, dtype=torch.float64), X.new_zeros(1, 0)).mean[0].detach()
     probs = torch.sigmoid(X @ mode)
     torch.testing.assert_close(X.mT @ (y - probs) - mode, torch.zeros(3).double(), rtol=0, atol=5e-3)
@@ -177,11 +155,7 @@ def test_shifts_of_an_intercept():
 
     def model():
         intercept = pyro.sample("b", dist.Normal(X.new_zeros(()), X.new_tensor(3.0)))
-        with pyro.plate("features", 3):
-            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_ones(())))
-        with pyro.plate("data", len(X)):
-            pyro.sample("y", dist.Normal(intercept + (z * w) @ X.T, 0.8), obs=Y)
+        observe(dist.Normal(intercept + coefficients() @ X.T, 0.8))
 
     slabs = structured(model, "b").joint.slab_posterior
     torch.testing.assert_close(slabs.shifts[:, 0], -X.sum(0) / 0.64, rtol=1e-3, atol=1e-2)
@@ -193,11 +167,7 @@ def test_curvature_of_a_likelihood_that_is_not_concave_is_positive():
     y = torch.tensor([8.0, -8.0, 8.0, -8.0], dtype=torch.float64)
 
     def model():
-        with pyro.plate("features", 2):
-            z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_tensor(0.1)))
-        with pyro.plate("data", 4):
-            pyro.sample("y", dist.StudentT(2.0, (z * w) @ X[:4, :2].T, 1.0), obs=y)
+        observe(dist.StudentT(2.0, coefficients(0.1, p=2) @ X[:4, :2].T, 1.0), y)
 
     curvature = structured(model).joint.slab_posterior.quadratic()[0].detach()
     assert bool((torch.linalg.eigvalsh(curvature) > 0).all())
