@@ -130,8 +130,8 @@ def _check_balance(training: Training, pulls: Pulls) -> Iterator[Finding]:
             "price-too-large",
             tuple(drowned),
             f"the price's gradient is {max(drowned.values()):.3g} times the data's, which hardly count.",
-            "Lower lam, which is in nats per weight on the loss summed over the data set (lam / N on a mean loss, as in "
-            "the paper, is lam here), or scale the model's likelihood to the whole data set.",
+            "Lower lam, which is in nats per weight on the loss summed over the data set (the paper's lam / N is lam "
+            "here), or scale the model's likelihood to the whole data set.",
         )
     weak = {
         site.name: float(found[site.name][1].max())
