@@ -87,18 +87,12 @@ def test_shapes_that_do_not_broadcast(family, shapes):
 
 
 @pytest.mark.parametrize("rate", BAD_RATES)
-@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal])
-def test_active_probabilities_outside_the_open_interval(family, rate):
+def test_rates_outside_the_open_interval(rate):
     """A rate of 0 or 1 has no gate of these families; the message states the range."""
     for value in (rate, torch.tensor(rate), torch.tensor([0.5, rate])):
-        with pytest.raises(ValueError, match="active_prob strictly between 0 and 1"):
-            family.from_active_prob(value)
-
-
-@pytest.mark.parametrize("rate", BAD_RATES)
-def test_one_given_active_outside_the_open_interval(rate):
-    """The same for the share of ones among the active."""
-    for value in (rate, torch.tensor(rate), torch.tensor([0.5, rate])):
+        for family in (HardConcrete, RectifiedNormal):
+            with pytest.raises(ValueError, match="active_prob strictly between 0 and 1"):
+                family.from_active_prob(value)
         with pytest.raises(ValueError, match="one_given_active strictly between 0 and 1"):
             HardConcrete.from_active_prob(0.5, one_given_active=value)
 
@@ -130,15 +124,10 @@ def test_values_outside_the_support(family, value):
 
 
 @pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal])
-def test_values_of_another_kind(family):
-    """log_prob wants a tensor and says so."""
+def test_what_is_missing_or_of_another_kind(family):
+    """log_prob wants a tensor and says so; a missing parameter is Python's own message."""
     gate = family(torch.zeros(2), torch.ones(2), validate_args=True)
     with pytest.raises(ValueError, match="must be a Tensor"):
         gate.log_prob([0.0, 1.0])
-
-
-@pytest.mark.parametrize("family", [HardConcrete, RectifiedNormal])
-def test_a_missing_parameter(family):
-    """Python's own message."""
     with pytest.raises(TypeError, match="missing"):
         family()
