@@ -80,14 +80,14 @@ def apply_in_place(
 ) -> None:
     """Change a network as a plan says; every parameter stays the object that it was.
 
-    So hooks on parameters, lists of them and the optimiser's groups hold.
+    So hooks on parameters, lists of them and the optimiser's groups hold. The optimiser's state is cut with its
+    parameters, and new biases join it.
 
     Args:
         network: the network that the plan was made for, with any weights.
         plan: what stays.
-        constants: by layer, its inputs that are folded, as this network computes them; None where the parameters will
-            be loaded.
-        optimiser: trains the network's parameters; its state is cut with them, and new biases join it.
+        constants: by layer, its inputs that are folded, as this network computes them; None to load parameters later.
+        optimiser: trains the network's parameters.
 
     Raises:
         ValueError: the plan is of another network.
@@ -278,9 +278,7 @@ def check_state(optimiser: torch.optim.Optimizer, parameters: Collection[Tensor]
 def move(optimiser: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, tuple[nn.Parameter | None, Tensor]]) -> None:
     """Let an optimiser go on with other parameters, and with the parts of its state that belong to them.
 
-    Args:
-        optimiser: trains the parameters.
-        replaced: for each old parameter the new one, None if there is none, and its indices along dimension 0.
+    For each old parameter, ``replaced`` has the new one, None if there is none, and its indices along dimension 0.
     """
     for group in optimiser.param_groups:
         params: list[nn.Parameter] = []

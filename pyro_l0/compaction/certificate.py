@@ -84,14 +84,11 @@ def certify(
     """Compare a smaller network with the one that it was made from, both in float64 if they accept it.
 
     Args:
-        reference: its gates are fixed; not changed.
-        small: not changed.
+        reference: its gates are fixed.
+        small: whatever it raises is passed on.
         calls: all examples.
         kept: by name of the reference's parameters, what is left of them.
         scales: by name of a weight, the gates of its inputs (dimension 1) that went into it.
-
-    Raises:
-        Exception: whatever the smaller network raises.
     """
     pair, calls = _doubled(reference, small, calls)
     compare = _Comparison(*pair, kept, scales)

@@ -50,10 +50,7 @@ def layer_constants(
 ) -> dict[str, Constant]:
     """The inputs of some layers that are the same for every example, as a network with fixed gates computes them.
 
-    Args:
-        reference: in evaluation mode.
-        units: by path of a layer, which of its inputs.
-        calls: all examples.
+    By path of a layer, ``units`` says which of its inputs.
 
     Raises:
         NotConstantError: they differ between examples or between calls of the layer.
@@ -133,15 +130,10 @@ _POOLING = {
 def gates_into_weights(
     recording: Recording, gates: Mapping[str, Tensor], layers: Collection[str]
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """The gates that can go into the weights behind them, because what is between is positively homogeneous.
-
-    Args:
-        recording: of the network with gates.
-        gates: by site, positive values; shape ``(size,)``.
-        layers: names of weights that may take them.
+    """The positive gates that can go into weights behind them, as what is between is positively homogeneous.
 
     Returns:
-        By name of a weight, the factor of each of its inputs; and the sites whose gates are in them.
+        By name of a weight, of those in ``layers``, the factor of each of its inputs; and the sites of these gates.
     """
     readers: dict[int, list[Operation]] = {}
     for operation in recording.operations:

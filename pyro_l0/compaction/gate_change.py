@@ -143,14 +143,7 @@ class GateChange:
 
 
 def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:
-    """Change a gate in a network, in place; without units it is no longer a site.
-
-    Args:
-        network: has the gate.
-        path: of the gate.
-        change: what it becomes.
-        like: a parameter of the network, for device and type.
-    """
+    """Change a gate in a network, in place; ``like`` is a parameter of the network, for device and type."""
     gate = network.get_submodule(path)
     assert isinstance(gate, Gate)
     before: nn.Module = nn.Identity()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from pyro_l0.nn.hooks import new_name
 
 __all__ = ["LayerFold", "Plan", "constant_units", "make_plan"]
 
-_Entry = TypeVar("_Entry")
 _Kept = dict[str, tuple[Tensor | None, ...]]
 
 _FORMAT = 2
@@ -84,21 +83,12 @@ class Plan:
 
     def renamed(self, old: Mapping[str, str]) -> Plan:
         """This plan with the present names, by :func:`~pyro_l0.compaction.apply.names_before`."""
-
-        def of(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-            return {new_name(name, old): entry for name, entry in entries.items()}
-
-        return replace(
-            self,
-            kept=of(self.kept),
-            changes=of(self.changes),
-            folds=tuple(replace(fold, layer=new_name(fold.layer, old)) for fold in self.folds),
-            factors=of(self.factors),
-            norms=of(self.norms),
-            zero_channels=of(self.zero_channels),
-            attributes=of(self.attributes),
-            indices=of(self.indices),
-        )
+        folds = tuple(replace(fold, layer=new_name(fold.layer, old)) for fold in self.folds)
+        by_name = ("kept", "changes", "factors", "norms", "zero_channels", "attributes", "indices")
+        new: dict[str, Any] = {
+            field: {new_name(name, old): entry for name, entry in getattr(self, field).items()} for field in by_name
+        }
+        return replace(self, folds=folds, **new)
 
     def to_json(self) -> str:
         """This plan as JSON; floats keep every digit."""
@@ -160,14 +150,8 @@ def make_plan(
 ) -> Plan:
     """The plan for an analysis, without the integers of users' modules.
 
-    Args:
-        network: as it was recorded; it is not changed.
-        recording: of the network.
-        analysis: of the recording.
-        gates: the values by site.
-        constants: by layer, its inputs that are folded.
-        units: by layer, which these are.
-        keep_gates: whether open gates stay sites.
+    By path of a layer, ``constants`` are its inputs that are folded, and ``units`` which these are. With
+    ``keep_gates`` open gates stay sites.
     """
     kept = _kept(network, analysis)
     indices, sizes = new_indices(network, analysis)

@@ -39,20 +39,10 @@ def search(
     keep_gates: bool = False,
     tolerance: float | None = None,
 ) -> Compacted:
-    """Make a smaller network from one whose gates have given values; the arguments are those of ``compact``.
+    """Make a smaller network, as :func:`~pyro_l0.compaction.compact` does, which has the arguments and errors.
 
-    Args:
-        network: a network with gates; it is not changed.
-        gates: values by site. With ``keep_gates`` those that are not 0 stand for whatever they may be.
-        example: what the network is called with.
-        keep_gates: whether the gates that are not 0 stay, to train on.
-        tolerance: largest difference that is accepted.
-
-    Raises:
-        TypeError: as ``compact``.
-        ValueError: as ``compact``.
-        CompactionError: no smaller network was found that computes the same; the message is of the first that was
-            tried.
+    With ``keep_gates`` the gates that are not 0 stay, to train on, and their values stand for any others. The message
+    of a CompactionError is of the first network that was tried.
     """
     gates, tolerance = _checked(network, gates, example, tolerance)
     first: CompactionError | None = None
@@ -71,11 +61,7 @@ def search(
 
 
 def uncut(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> Compacted:
-    """The whole network with fixed gates, and a plan that removes nothing.
-
-    Raises:
-        CompactionError: the network does not compute the same twice.
-    """
+    """The whole network with fixed gates, and a plan that removes nothing."""
     gates, tolerance = _checked(network, gates, example, None)
     opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
     recording = next(_recordings(network, example))
@@ -132,12 +118,7 @@ class _Attempt:
     tolerance: float
 
     def certified(self, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
-        """A smaller network without units whose gates are closed.
-
-        Raises:
-            NotConstantError: what is to be folded is no constant after all.
-            CompactionError: the network does not run, or computes something else.
-        """
+        """A smaller network without units whose gates are closed; raises NotConstantError and CompactionError."""
         network = self.network
         analysis = analyse(self.recording, closed, None if self.keep_gates else self.gates, folds)
         units = constant_units(network, analysis)

@@ -33,12 +33,10 @@ _OF_WEIGHT: dict[type[nn.Module], tuple[str, ...]] = {
 def torch_sizes(
     module: nn.Module, kept: Mapping[str, Sequence[Tensor | None]], shrunk: Mapping[int, int]
 ) -> dict[str, Size]:
-    """New values of the integers of one module of torch.
+    """New values of the integers of one module of torch, whose tensors are yet to be cut.
 
-    Args:
-        module: as it is before its tensors are cut.
-        kept: by name of its own parameters and buffers, the indices that stay along each dimension.
-        shrunk: sizes of tensors that shrank while it ran, for modules without tensors.
+    By name of its own tensors, ``kept`` are the indices that stay along each dimension; ``shrunk`` has the sizes that
+    shrank while the module ran, for modules without tensors.
     """
     if parametrize.is_parametrized(module):
         return {}  # its weights are computed from others
@@ -114,12 +112,8 @@ def sizes_to_try(
 ) -> Iterator[Attributes]:
     """What the integers of users' modules may become: those that are followed, and others that equal shrunken sizes.
 
-    Of the others first none, then those of one name in modules of one class, of two, ...
-
-    Args:
-        network: the whole network.
-        shrunk: by module path, old sizes and what became of them while the module ran.
-        followed: the integers whose new values are known.
+    Of the others first none, then those of one name in modules of one class, of two, ... By module path, ``shrunk`` has
+    old sizes and the new ones.
     """
     others: dict[tuple[str, str], dict[str, Size]] = {}
     for path, module in network.named_modules():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
 
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.compact import CompactionError
@@ -118,88 +119,70 @@ def test_closed_units_that_stay_have_a_reason():
     assert "softmax in 2" in result.reasons["1"][1]
 
 
-class Inputs(nn.Module):
-    """The ways that a forward takes more than one tensor, or returns more."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.gate, self.b = nn.Linear(6, 4), Gate(4), nn.Linear(4, 2)
-
-    def two(self, x, y):
-        return self.b(self.gate(self.a(x) + self.a(y)))
-
-    def flag(self, x, return_features=False):
-        return self.gate(self.a(x)) if return_features else self.b(self.gate(self.a(x)))
-
-    def variadic(self, *args, **kwargs):
-        return self.b(self.gate(self.a(kwargs["x"])))
-
-    def many(self, x):
-        h = self.gate(self.a(x))
-        return {"logits": self.b(h), "parts": (h.sum(1), h.mean(1))}
-
-    def record(self, x):
-        return Record(self.b(self.gate(self.a(x))), 3)
-
-
 @dataclass
 class Record:
     logits: torch.Tensor
     number: int
 
 
+def flag(net, x, return_features=False):
+    return net.gate(net.a(x)) if return_features else net.b(net.gate(net.a(x)))
+
+
+def many(net, x):
+    h = net.gate(net.a(x))
+    return {"logits": net.b(h), "parts": (h.sum(1), h.mean(1))}
+
+
 @pytest.mark.parametrize(
-    ("name", "example"),
+    ("forward", "example"),
     [
-        ("two", (VECTORS, VECTORS.flip(0))),
-        ("two", {"x": VECTORS, "y": VECTORS.exp()}),
-        ("flag", [VECTORS, {"x": VECTORS, "return_features": False}]),
-        ("variadic", {"x": VECTORS}),
-        ("many", VECTORS),
-        ("record", VECTORS),
+        (lambda net, x, y: net.b(net.gate(net.a(x) + net.a(y))), (VECTORS, VECTORS.flip(0))),
+        (lambda net, x, y: net.b(net.gate(net.a(x) + net.a(y))), {"x": VECTORS, "y": VECTORS.exp()}),
+        (flag, [VECTORS, {"x": VECTORS, "return_features": False}]),
+        (lambda net, *args, **kwargs: net.b(net.gate(net.a(kwargs["x"]))), {"x": VECTORS}),
+        (many, VECTORS),
+        (lambda net, x: Record(net.b(net.gate(net.a(x))), 3), VECTORS),
     ],
 )
-def test_inputs_and_outputs_of_any_kind(name, example):
+def test_inputs_and_outputs_of_any_kind(forward, example):
     """Tuples, keywords, several calls; dicts, tuples and dataclasses."""
-    kind = type("Several", (Inputs,), {"forward": getattr(Inputs, name)})
-    result = compact(kind().double(), {"gate": GATE.double()}, _doubled(example))
+    net = type("Several", (networks.Net,), {"forward": forward})(
+        None, a=nn.Linear(6, 4), gate=Gate(4), b=nn.Linear(4, 2)
+    )
+    example = tree_map_only(torch.Tensor, torch.Tensor.double, example)
+    result = compact(net.double(), {"gate": GATE.double()}, example)
     assert result.certificate < 1e-12
     assert result.network.a.out_features == 3
-    assert result.network.b.in_features == (4 if name == "many" else 3)  # a mean is over all of them
-
-
-def _doubled(example):
-    if isinstance(example, dict):
-        return {name: _doubled(value) for name, value in example.items()}
-    if isinstance(example, (tuple, list)):
-        return type(example)(map(_doubled, example))
-    return example.double() if isinstance(example, torch.Tensor) else example
+    assert result.network.b.in_features == (4 if forward is many else 3)  # a mean is over all of them
 
 
 # ------------------------------------------------------------ sizes in the code
 
 
 class HardCoded(nn.Module):
-    """Sizes as attributes, as a tuple, and as a literal."""
+    """Sizes as attributes, in a tuple or a list, and as a literal."""
 
     def __init__(self, how):
         super().__init__()
-        self.how, self.width, self.shape = how, 4, (2, 4)
+        self.how, self.width, self.shape, self.sizes = how, 4, (2, 4), [2, 4]
         self.a, self.gate, self.b = nn.Linear(6, 8), Gate(4), nn.Linear(8, 2)
 
     def forward(self, x):
         h = self.a(x)
-        h = h.view(len(h), 2, {"attribute": self.width, "tuple": self.shape[1], "literal": 4}[self.how])
+        size = {"attribute": self.width, "tuple": self.shape[1], "list": self.sizes[1], "literal": 4}[self.how]
+        h = h.view(len(h), 2, size)
         return self.b(self.gate(h).flatten(1))
 
 
-@pytest.mark.parametrize("how", ["attribute", "tuple"])
+@pytest.mark.parametrize("how", ["attribute", "tuple", "list"])
 def test_sizes_in_attributes_are_found(how):
+    """Followed into what they give, or tried."""
     net = HardCoded(how)
     small = compact(net, {"gate": GATE}, VECTORS).network
-    assert (small.width if how == "attribute" else small.shape[1]) == 3
+    assert {"tuple": small.shape[1], "list": small.sizes[1]}.get(how, small.width) == 3
     assert small.a.out_features == 6
-    assert net.width == 4
+    assert (net.width, net.shape, net.sizes) == (4, (2, 4), [2, 4])
 
 
 def test_sizes_of_new_tensors_are_named():
