@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
@@ -17,7 +18,9 @@ __all__ = ["MODELS", "RATES", "gated", "random_gates", "refusals"]
 RATES = (0.3, 0.5, 0.8)
 WORDS = 40
 _SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-_TEXT = {"vocab_size": WORDS, "max_position_embeddings": 16}
+_GPT2 = {"n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+_DISTILBERT = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}
+_TEXT = {"max_position_embeddings": 16}
 _Made = tuple[nn.Module, Tensor | dict[str, Tensor]]
 
 
@@ -68,31 +71,15 @@ def _words() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(WORDS, (2, 7))}
 
 
-def gpt2() -> _Made:
-    hf = import_module("transformers")
-    sizes = {"n_positions": 16, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, **sizes)), _words()
+def _of_words(model: str, **sizes: object) -> Callable[[], _Made]:
+    """A model of the library transformers, with its configuration's own names of sizes."""
 
+    def make() -> _Made:
+        hf = import_module("transformers")
+        config = getattr(hf, re.sub("(LMHeadModel|For[A-Z].*)$", "Config", model))
+        return getattr(hf, model)(config(vocab_size=WORDS, **sizes)), _words()
 
-def bert() -> _Made:
-    hf = import_module("transformers")
-    return hf.BertForSequenceClassification(hf.BertConfig(**_TEXT, **_SIZES)), _words()
-
-
-def distilbert() -> _Made:
-    hf = import_module("transformers")
-    sizes = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}
-    return hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**_TEXT, **sizes)), _words()
-
-
-def llama() -> _Made:
-    hf = import_module("transformers")
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, **_SIZES, num_key_value_heads=2)), _words()
-
-
-def mistral() -> _Made:
-    hf = import_module("transformers")
-    return hf.MistralForCausalLM(hf.MistralConfig(**_TEXT, **_SIZES, num_key_value_heads=2)), _words()
+    return make
 
 
 def t5() -> _Made:
@@ -116,11 +103,11 @@ def torch_encoder() -> _Made:
 
 
 MODELS: dict[str, Callable[[], _Made]] = {
-    "GPT-2": gpt2,
-    "BERT": bert,
-    "DistilBERT": distilbert,
-    "Llama": llama,
-    "Mistral": mistral,
+    "GPT-2": _of_words("GPT2LMHeadModel", **_GPT2),
+    "BERT": _of_words("BertForSequenceClassification", **_TEXT, **_SIZES),
+    "DistilBERT": _of_words("DistilBertForSequenceClassification", **_TEXT, **_DISTILBERT),
+    "Llama": _of_words("LlamaForCausalLM", **_TEXT, **_SIZES, num_key_value_heads=2),
+    "Mistral": _of_words("MistralForCausalLM", **_TEXT, **_SIZES, num_key_value_heads=2),
     "T5": t5,
     "ViT": vit,
     "nn.TransformerEncoder": torch_encoder,

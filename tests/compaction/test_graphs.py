@@ -46,6 +46,10 @@ def images():
     return torch.randn(2, 3, 6, 6, dtype=torch.float64)
 
 
+def dense(function, **layers):
+    return Net(function, **{"a": nn.Linear(3, 4), "g": Gate(4), "b": nn.Linear(4, 2), **layers})
+
+
 def residual():
     def forward(net, x):
         x = torch.relu(net.first(x))
@@ -163,31 +167,9 @@ def test_the_number_of_units_as_an_argument_is_refused():
     ("net", "x"),
     [
         (behind_gates(lambda s, h: s.b(h / h.shape[0])), images()),
-        (
-            Net(
-                lambda s, x: s.b(torch.add(s.g(s.a(x)), s.g(s.c(x)), alpha=2)),
-                **{name: nn.Linear(3, 4) for name in "ac"},
-                g=Gate(4),
-                b=nn.Linear(4, 2),
-            ),
-            vectors(),
-        ),
-        (
-            Net(
-                lambda s, x: (lambda h: s.b(s.g(s.r(h))) + h)(s.a(x)),
-                a=nn.Linear(3, 4),
-                r=nn.ReLU(inplace=True),
-                g=Gate(4),
-                b=nn.Linear(4, 4),
-            ),
-            vectors(),
-        ),
-        (
-            Net(
-                lambda s, x: s.b(s.g(torch.relu(s.a(x))).flatten(0, 1)), a=nn.Linear(3, 4), g=Gate(4), b=nn.Linear(4, 2)
-            ),
-            torch.ones(5, 6, 3, dtype=torch.float64),
-        ),
+        (dense(lambda s, x: s.b(torch.add(s.g(s.a(x)), s.g(s.c(x)), alpha=2)), c=nn.Linear(3, 4)), vectors()),
+        (dense(lambda s, x: (lambda h: s.b(s.g(h.relu_())) + h)(s.a(x)), b=nn.Linear(4, 4)), vectors()),
+        (dense(lambda s, x: s.b(s.g(torch.relu(s.a(x))).flatten(0, 1))), torch.ones(5, 6, 3, dtype=torch.float64)),
     ],
     ids=["batch size", "alpha", "in place", "batch in rows"],
 )
@@ -208,12 +190,7 @@ def test_an_example_of_another_width_is_refused():
 
 def test_functional_dropout_follows_the_mode():
     """It is the network's own code that runs."""
-    net = Net(
-        lambda s, x: s.b(F.dropout(s.g(torch.relu(s.a(x))), 0.5, training=s.training)),
-        a=nn.Linear(3, 4),
-        g=Gate(4),
-        b=nn.Linear(4, 2),
-    )
+    net = dense(lambda s, x: s.b(F.dropout(s.g(torch.relu(s.a(x))), 0.5, training=s.training)))
     x = vectors()
     model, *_ = shrunk(net, x, {"net.g": [1]})
     fixed = fix_gates(model.net, {"net.g": torch.ones(3).double()})

@@ -27,8 +27,14 @@ class Mlp(nn.Module):
         self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(12, 10), nn.Linear(10, 3)
         self.g, self.h = Gate(12), Gate(10)
 
+    def first(self, x):
+        return self.g(F.gelu(self.a(x)))
+
+    def block(self, h):
+        return self.h(torch.tanh(self.b(h)))
+
     def forward(self, x):
-        return self.c(self.h(torch.tanh(self.b(self.g(F.gelu(self.a(x)))))))
+        return self.c(self.block(self.first(x)))
 
 
 class Block(nn.Module):
@@ -177,15 +183,14 @@ class Hooked(Mlp):
 
 
 class WithoutGradient(Mlp):
-    def forward(self, x):
-        with torch.no_grad():
-            h = self.g(F.relu(self.a(x)))
-        return self.c(self.h(torch.tanh(self.b(h))))
+    @torch.no_grad()
+    def first(self, x):
+        return super().first(x)
 
 
 class CustomBackward(Mlp):
-    def forward(self, x):
-        return self.c(self.h(torch.tanh(self.b(Negative.apply(self.g(F.relu(self.a(x))))))))
+    def first(self, x):
+        return Negative.apply(super().first(x))
 
 
 class InTraining(Mlp):
@@ -193,19 +198,13 @@ class InTraining(Mlp):
         super().__init__()
         self.drop = DropPath()
 
-    def forward(self, x):
-        h = self.g(F.relu(self.a(x)))
-        if self.training:
-            h = h + 0.1 * h.square()
-        return self.c(self.h(torch.tanh(self.drop(self.b(h)))))
+    def block(self, h):
+        return super().block(self.drop(h + 0.1 * h.square() if self.training else h))
 
 
 class Checkpointed(Mlp):
     def block(self, h):
-        return self.h(torch.tanh(self.b(h)))
-
-    def forward(self, x):
-        return self.c(checkpoint(self.block, self.g(F.relu(self.a(x))), use_reentrant=False))
+        return checkpoint(super().block, h, use_reentrant=False)
 
 
 @pytest.mark.parametrize("make", [Hooked, WithoutGradient, CustomBackward, InTraining, Checkpointed])

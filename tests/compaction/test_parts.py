@@ -13,6 +13,7 @@ from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.sizes import torch_sizes
 from pyro_l0.nn import Gate, fix_gates
+from tests.compaction.networks import Net
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
@@ -55,11 +56,7 @@ def test_norms_count_units_that_left_as_zeros(kind, affine):
             {"weight": ([0, 3], None, None, None)},
             {"out_channels": 2, "in_channels": 2, "groups": 2},
         ),
-        (
-            nn.Conv1d(6, 4, 3, groups=2),
-            {"weight": ([0, 2], [0, 2], None)},
-            {"out_channels": 2, "in_channels": 4},
-        ),
+        (nn.Conv1d(6, 4, 3, groups=2), {"weight": ([0, 2], [0, 2], None)}, {"out_channels": 2, "in_channels": 4}),
         (nn.ConvTranspose2d(4, 6, 2), {"weight": ([0], [1, 2], None, None)}, {"in_channels": 1, "out_channels": 2}),
         (nn.BatchNorm1d(5), {"running_mean": ([1, 2],), "weight": ([1, 2],)}, {"num_features": 2}),
         (nn.GroupNorm(3, 6), {"weight": ([2, 3, 4, 5],)}, {"num_channels": 4, "num_groups": 2}),
@@ -83,17 +80,12 @@ def test_attributes_of_torchs_modules(module, kept, expected):
 def test_gates_become_nothing_numbers_selections_or_zeros():
     """By what their units are for; hooks stay on what stays."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inputs, self.a, self.g, self.b = Gate(4), nn.Linear(4, 4), Gate(4), nn.Linear(4, 4)
-            self.branch, self.c, self.h = Gate(4), nn.Linear(4, 2), Gate(4)
+    def forward(s, x):
+        y = s.h(torch.sigmoid(s.g(torch.relu(s.a(s.inputs(x))))))
+        return s.c(y + s.branch(s.b(y)))
 
-        def forward(self, x):
-            y = self.h(torch.sigmoid(self.g(torch.relu(self.a(self.inputs(x))))))
-            return self.c(y + self.branch(self.b(y)))
-
-    net, x = Net().double(), torch.randn(3, 4).double()
+    layers = {name: nn.Linear(4, 4) for name in "ab"} | {name: Gate(4) for name in ("inputs", "g", "h", "branch")}
+    net, x = Net(forward, c=nn.Linear(4, 2), **layers).double(), torch.randn(3, 4).double()
     gates = {
         "inputs": torch.tensor([1.0, 0.0, 1.0, 1.0]),
         "g": torch.ones(4),
@@ -127,18 +119,16 @@ def test_plans_of_other_networks_are_refused():
     assert Plan.from_json(found.to_json()) == found
 
 
-class Halves(nn.Module):
-    """Halves of gated units, of which one has a layer."""
+def halves(parts, sizes):
+    """Parts of gated units, of which the first has a layer."""
 
-    def __init__(self, parts, sizes=(4, 4)):
-        super().__init__()
-        units = sum(sizes)
-        self.one, self.gate, self.parts = nn.Linear(6, units), Gate(units), parts
-        self.mid, self.out = nn.Linear(sizes[0], 5), nn.Linear(5 + units - sizes[0], 2)
+    def forward(s, x):
+        first, *others = parts(s.gate(s.one(x).relu()))
+        return s.out(torch.cat([s.mid(first), *others], -1))
 
-    def forward(self, x):
-        first, *others = self.parts(self.gate(self.one(x).relu()))
-        return self.out(torch.cat([self.mid(first), *others], -1))
+    units, first = sum(sizes), sizes[0]
+    layers = dict(one=nn.Linear(6, units), mid=nn.Linear(first, 5), out=nn.Linear(5 + units - first, 2))
+    return Net(forward, gate=Gate(units), **layers).double().eval()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +143,7 @@ class Halves(nn.Module):
 )
 def test_parts_that_close_unequally_stay_as_large_as_they_are_cut(parts, sizes):
     """Every pattern of closed gates is cut, and units stay for the parts' sizes alone."""
-    network = Halves(parts, sizes).double().eval()
+    network = halves(parts, sizes)
     generator = torch.Generator().manual_seed(4)
     patterns = [(torch.rand(sum(sizes), generator=generator) < share).double() for share in (0.2, 0.4, 0.6, 0.8)]
     for gates in [*patterns, torch.tensor([0.0] * sizes[0] + [1.0] * (sum(sizes) - sizes[0])).double()]:
@@ -169,32 +159,22 @@ def test_parts_that_close_unequally_stay_as_large_as_they_are_cut(parts, sizes):
 def test_a_buffer_of_places_stays_whole():
     """``index_select`` behind a gate reads every entry of the index, as ``h[:, index]`` does."""
 
-    class Picked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(8), nn.Linear(3, 2)
-            self.register_buffer("places", torch.tensor([0, 3, 5]))
-
-        def forward(self, x):
-            return self.out(self.gate(self.one(x)).index_select(1, self.places))
-
+    layers = dict(one=nn.Linear(6, 8), gate=Gate(8), out=nn.Linear(3, 2))
+    net = Net(lambda s, x: s.out(s.gate(s.one(x)).index_select(1, s.places)), **layers)
+    net.register_buffer("places", torch.tensor([0, 3, 5]))
     gates = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 1])
-    assert compact(Picked(), {"gate": gates}, torch.ones(1, 6)).network.places.tolist() == [0, 3, 5]
+    assert compact(net, {"gate": gates}, torch.ones(1, 6)).network.places.tolist() == [0, 3, 5]
 
 
 def test_a_stream_that_closes_wholly_behind_views():
     """Its constants are computed with the strides of the recorded tensors, which views rely on."""
 
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gate, self.out = nn.Linear(6, 8), Gate(4), nn.Linear(8, 2)
+    def forward(s, x):
+        h = s.gate(s.one(x).view(len(x), -1, 2).transpose(-1, -2))
+        return s.out(h.exp().transpose(-1, -2).flatten(-2))
 
-        def forward(self, x):
-            h = self.gate(self.one(x).view(len(x), -1, 2).transpose(-1, -2))
-            return self.out(h.exp().transpose(-1, -2).flatten(-2))
-
-    network, x = Turned().double().eval(), torch.randn(5, 6, dtype=torch.float64)
+    network = Net(forward, one=nn.Linear(6, 8), gate=Gate(4), out=nn.Linear(8, 2)).double().eval()
+    x = torch.randn(5, 6, dtype=torch.float64)
     gates = {"gate": torch.zeros(4, dtype=torch.float64)}
     small = compact(network, gates, x).network
     torch.testing.assert_close(small(x), fix_gates(network, gates)(x))

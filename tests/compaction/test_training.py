@@ -15,7 +15,7 @@ from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates, square_norms
 from pyro_l0.nn.gate import name_gates
-from tests.compaction.networks import Model, set_gates
+from tests.compaction.networks import Model, Net, set_gates
 
 CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
 
@@ -113,22 +113,11 @@ def test_a_run_can_be_resumed():
     assert train(loss, optimiser, x, y, 3) == expected
 
 
-class Branched(nn.Module):
-    """A residual branch that can go."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.gate, self.two = nn.Conv2d(2, 3, 3, padding=1), Gate(3, dim=1), nn.Conv2d(3, 2, 3, padding=1)
-        self.head_gate, self.head = Gate(2), nn.Linear(2, 2)
-
-    def forward(self, x):
-        x = x + self.two(self.gate(torch.relu(self.one(x))))
-        return self.head(self.head_gate(x.mean((2, 3))))
-
-
 def test_a_site_without_open_gates_leaves():
     """From the network, the guide and the objective's coefficients; weight decay goes on with what is left."""
-    net = Branched()
+    layers = dict(one=nn.Conv2d(2, 3, 3, padding=1), gate=Gate(3, dim=1), two=nn.Conv2d(3, 2, 3, padding=1))
+    layers.update(head_gate=Gate(2), head=nn.Linear(2, 2))
+    net = Net(lambda s, x: s.head(s.head_gate((x + s.two(s.gate(s.one(x).relu()))).mean((2, 3)))), **layers)
     model, x, y = Model(net), torch.randn(4, 2, 5, 5), torch.randint(2, (4,))
     guide, names = AutoGate(model), ("net.gate", "net.head_gate")
     elbo = L0_ELBO("l0", lam=dict.fromkeys(names, 0.1), group_size=dict.fromkeys(names, 2.0))
