@@ -23,13 +23,13 @@ class BernoulliGate(GateDistribution):
 
     The exact gate that the others smooth (eq. 2-3 of the L0 paper). It has atoms alone: draws have no pathwise
     derivative, so :class:`~pyro_l0.infer.L0_ELBO` trains it with one of its ``estimators``. Pyro can also enumerate it
-    where a plate's gates act inside of the plate alone; where a likelihood outside of it takes several, Pyro gives all
-    of them one value, and :func:`~pyro_l0.infer.sample_posterior` is what samples them.
+    where a plate's gates act inside the plate alone. If a likelihood outside the plate depends on several, Pyro gives
+    them all one value; sample them with :func:`~pyro_l0.infer.sample_posterior`.
     Its KL with every gate that it is absolutely continuous to is exact; the other way round it is infinite and refused.
 
     Args:
         logits: log odds of an open gate, shape ``batch_shape``.
-        probs: probability of an open gate, in (0, 1), in the place of ``logits``.
+        probs: probability of an open gate, in (0, 1), instead of ``logits``.
 
     Shape:
         ``sample(sample_shape)`` gives ``sample_shape + batch_shape``.
@@ -138,11 +138,11 @@ class BernoulliGate(GateDistribution):
         return JointDraw(gates, [gate.sample() for gate in gates], torch.cat([gate.probs.flatten() for gate in gates]))
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Not there: draws of a binary gate have no derivative."""
+        """Not available: draws of a binary gate have no derivative."""
         raise NotImplementedError("A BernoulliGate has no pathwise draws; use sample, or an estimator of L0_ELBO.")
 
     def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Not there: nothing lies between the atoms."""
+        """Not available: nothing lies between the atoms."""
         raise NotImplementedError("A BernoulliGate has no interior to draw from.")
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
@@ -156,11 +156,11 @@ class BernoulliGate(GateDistribution):
         return (value > torch.sigmoid(-self.logits)).to(self.logits.dtype)
 
     def base_distribution(self) -> TorchDistribution:
-        """Not there: a Bernoulli gate is no clipped continuous variable."""
+        """Not available: a Bernoulli gate is not a clipped continuous variable."""
         raise NotImplementedError("A BernoulliGate is not the rectification of a continuous variable.")
 
     def rectify(self, value: Tensor) -> Tensor:
-        """Not there; see :meth:`base_distribution`."""
+        """Not available; see :meth:`base_distribution`."""
         raise NotImplementedError("A BernoulliGate is not the rectification of a continuous variable.")
 
     def _log_density(self, z: Tensor) -> Tensor:

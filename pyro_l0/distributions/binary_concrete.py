@@ -51,7 +51,7 @@ class BinaryConcrete(GateDistribution):
     learned: ClassVar = {"log_alpha": constraints.real}
     _fixed = ("temperature",)
     atoms = ()
-    support = constraints.unit_interval  # no mass at its ends, so that a smooth transform will do
+    support = constraints.unit_interval  # no mass at its ends, so a smooth transform is enough
 
     def __init__(self, log_alpha: Number, temperature: Number = 2 / 3, validate_args: bool | None = None) -> None:
         (self.log_alpha,), (self._temperature,) = as_parameters({"temperature": temperature}, log_alpha=log_alpha)
@@ -68,7 +68,7 @@ class BinaryConcrete(GateDistribution):
     ) -> Self:
         """The binary concrete that rounds to 1 with probability ``active_prob``: P(z > 1/2) = sigmoid(log alpha).
 
-        Its P(z != 0) is 1 whatever its parameters, so that this is what a rate can mean.
+        Its P(z != 0) is 1 whatever its parameters, so a rate means this.
 
         Args:
             active_prob: wanted rate, in (0, 1).
@@ -107,7 +107,7 @@ class BinaryConcrete(GateDistribution):
 
     @classmethod
     def closed(cls, **options: Number) -> Self:
-        """Not there: no gate of this family is ever closed."""
+        """Not available: no gate of this family is ever closed."""
         raise NotImplementedError("A BinaryConcrete is never exactly zero, so that none of its gates can be closed.")
 
     @property
@@ -141,7 +141,7 @@ class BinaryConcrete(GateDistribution):
         return 2 - torch.log(self.temperature) + slope
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws, shape ``sample_shape + batch_shape``, off both ends, which rounding may reach."""
+        """Pathwise draws, shape ``sample_shape + batch_shape``, kept off both ends, which rounding could reach."""
         shape = torch.Size(sample_shape) + self.log_alpha.shape
         noise = hard_concrete.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
         return inside_unit_interval(torch.sigmoid((self.log_alpha + noise) / self._temperature))
@@ -175,7 +175,7 @@ class BinaryConcrete(GateDistribution):
     def _noise_nodes(self, places: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The probability that a rule gives some draws, and their logits, shapes ``batch_shape + (n,)``.
 
-        Panels in the standard logistic noise are fine around 0, where the sigmoid turns, and around further places.
+        Panels in the standard logistic noise are fine around 0, where the sigmoid turns, and around further points.
         """
         like = self.log_alpha.detach()
         scale = self.temperature.detach()

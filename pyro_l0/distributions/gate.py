@@ -43,13 +43,12 @@ class GateDistribution(TorchDistribution):
 
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned`` and
     the others in ``_fixed``, and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and
-    guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be written where they are wanted.
+    guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be overridden where they are needed.
 
-    Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it (third
-    derivatives of a mixture's draws and quantiles, and of draws of a tail, are not theirs). Under
-    ``torch.vmap`` and ``torch.compile`` no Python code can tell whether a value is good, so that parameters, values and
-    rates are not validated there; and ``torch.vmap`` refuses draws unless it is told ``randomness="different"`` or
-    ``"same"``.
+    Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it, but for
+    third derivatives of a mixture's draws and quantiles, and of draws of a tail. Under ``torch.vmap`` and
+    ``torch.compile`` no Python code can read a value, so parameters, values and rates are not validated there;
+    ``torch.vmap`` refuses draws unless it is told ``randomness="different"`` or ``"same"``.
 
     Class attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
@@ -278,7 +277,7 @@ class GateDistribution(TorchDistribution):
         return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
 
     def _breakpoints(self) -> tuple[float, ...] | None:
-        """Numbers in [0, 1] where a quadrature rule starts anew, None where only panels will do."""
+        """Numbers in [0, 1] where a quadrature rule starts anew, None where only panels are accurate."""
         return ()
 
     def _panel_edges(self, dtype: torch.dtype) -> Tensor:
@@ -328,7 +327,7 @@ def _kind(gate: GateDistribution) -> tuple[object, ...] | None:
 def _warn_if_sampled() -> None:
     """Warn once when a Trace-style ELBO is about to differentiate a sampled gate KL.
 
-    ELBOs give a distribution no sign of who asks for a log probability, so the callers are looked up: the guide's
+    An ELBO does not tell a distribution who asks for a log probability, so this reads the call stack: the guide's
     terms are computed by ``Trace.compute_score_parts``, a few frames below the ELBO.
     """
     global _has_warned

@@ -182,7 +182,7 @@ class HardConcrete(StretchedGate):
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
         """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
         first = gates[0]
-        assert not isinstance(first._temperature, Tensor)  # concatenate has seen to it
+        assert not isinstance(first._temperature, Tensor)  # as concatenate has checked
         log_alphas = [gate.log_alpha for gate in gates]
         draws, active_prob = hard_concrete.draw_jointly(log_alphas, first._temperature, first.stretch)
         return JointDraw(gates, draws, active_prob)

@@ -1,4 +1,4 @@
-"""Why no smooth transform of the real line reaches a gate, said to samplers and guides that ask for one.
+"""Refuses samplers and guides that ask for a smooth transform of the real line to a gate.
 
 Importing this module registers the refusal.
 """
@@ -16,9 +16,9 @@ from pyro_l0.distributions.wrappers import find_gate
 
 
 def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
-    """What samplers and guides of continuous variables ask of a support.
+    """Answers samplers and guides of continuous variables, which ask a support for its transform.
 
-    They hand over the support alone, so the site's name and gate are looked up where they went through the sites.
+    They pass the support alone, so the site's name and gate are read from the call stack.
     """
     where = "a gate site"
     for frame, _ in traceback.walk_stack(sys._getframe(1)):

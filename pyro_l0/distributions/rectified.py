@@ -16,7 +16,7 @@ from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, inside_unit_interval
 
-# Of the mass between the atoms, below the places where panels end.
+# Shares of the mass between the atoms that lie below the ends of panels.
 _SHARES = (1e-14, 1e-10, 1e-7, 1e-4, 0.01, 0.15, 0.5, 0.85, 0.99, 1 - 1e-4, 1 - 1e-7, 1 - 1e-10, 1 - 1e-14)
 _HALVINGS = 50
 _TAIL = 1e-3  # below it a base's cdf has lost three digits or more
@@ -26,7 +26,7 @@ class Rectified(QuadratureGate):
     r"""Gate :math:`z = \min(1, \max(0, x))` of any continuous real variable with a cdf and pathwise draws.
 
     The general form of the L0 paper's gates (end of section 2.2). The named families are cases of it with closed forms
-    and float32-safe tails, and are to be preferred: here the atoms' log masses are logs of the base's own cdf, or, in
+    and float32-safe tails; prefer them: here the atoms' log masses are logs of the base's own cdf, or, in
     the far tails of a base on the whole line, integrals of its density; and a base in half precision stays in it.
 
     Args:
@@ -82,7 +82,7 @@ class Rectified(QuadratureGate):
 
     @classmethod
     def from_active_prob(cls, active_prob: Number, *args: object, **options: object) -> Self:
-        """Not there: a rate does not tell which base is meant."""
+        """Not available: a rate does not determine the base."""
         raise NotImplementedError("Rectified has no rate of its own; give it a base.")
 
     def _at(self, value: float) -> Tensor:

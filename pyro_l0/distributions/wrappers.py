@@ -51,7 +51,7 @@ def innermost(fn: object) -> object:
 
 
 def rewrap(fn: Any, new: Any) -> TorchDistribution:
-    """A distribution in the place of a gate, in the gate's wrappers."""
+    """A distribution in a gate's wrappers, instead of the gate."""
     if isinstance(fn, GateDistribution):
         inner: TorchDistribution = new
         return inner
