@@ -162,8 +162,8 @@ def test_compare_finds_the_model_that_has_the_feature(kind, without_first, reque
 def test_other_latents_count():
     """Noise that is drawn too, of guides that depend on it and of a refined posterior."""
     x, y = data()
-    guide = fitted(unknown_noise, x, y, hyper=["sigma"], steps=200)
-    for posterior in (guide, guide.refine(x, y, seed=0, chains=8, flips=300)):
+    guide = fitted(unknown_noise, x, y, hyper=["sigma"], steps=120)
+    for posterior in (guide, guide.refine(x, y, seed=0, chains=4, flips=150)):
         found = to_arviz(unknown_noise, posterior, x, y, draws=200, seed=1)
         sigma = found["posterior"]["sigma"].values.astype(float)
         check_log_likelihood(found, x, y, sigma[..., None])
