@@ -210,7 +210,7 @@ GOOD = {
     "suggest_gates": lambda: dict(network=plain(), example=ONE),
     "unpack_zeros": lambda: dict(packed={"weight": torch.eye(8)}),
     "prune": lambda: dict(
-        network=plain(), loss_fn=nn.functional.mse_loss, loader=BATCHES, target=0.5, example=ONE, epochs=8
+        network=plain(), loss_fn=nn.functional.mse_loss, loader=BATCHES, budget=0.5, example=ONE, epochs=8
     ),
     "exact_posterior": lambda: dict(**DATA, draws=5),
     "credible_sets": lambda: dict(
