@@ -48,7 +48,7 @@ class PosteriorSamples(JointDraws):
             draws.
         r_hat: rank-normalised split r-hat of each entry of a sample.
         ess: bulk effective sample size of each entry.
-        moved: by gate site, how far P(z != 0) moves when coefficients change places (only for gates in ``slab``).
+        moved: by gate site, how far P(z != 0) moves when coefficients are exchanged (only for gates in ``slab``).
         divergences: number of divergent transitions in each chain.
         problems: what is wrong with the sample, in sentences; empty if nothing was found.
         slab: the gate site of each slab site.
@@ -128,7 +128,7 @@ def sample_posterior(
         model: a Pyro model whose latent variables are continuous or gates.
         *args: its arguments.
         slab: the gate site of each slab site, as for :class:`AutoSpikeSlab`; their products are among the samples, and
-            coefficients of features that could stand in for one another change places to test the draws.
+            coefficients of features that could stand in for one another are exchanged to test the draws.
         kernel: ``"nuts"``, ``"hmc"``, or a function such as ``functools.partial(NUTS, target_accept_prob=0.95)``.
         num_samples: draws of each chain.
         warmup_steps: steps of each chain before them, in which step size and mass matrix are adapted.
@@ -144,8 +144,8 @@ def sample_posterior(
             runs, ``slab`` names other sites, or no start with a finite density was found.
 
     Warns:
-        UserWarning: the draws are not to be trusted: chains disagree, probabilities move when coefficients change
-            places, or many transitions diverge.
+        UserWarning: the draws are not to be trusted: chains disagree, probabilities move when coefficients are
+            exchanged, or many transitions diverge.
 
     Example:
         >>> import pyro
@@ -262,7 +262,7 @@ def _problems(
         problems.append(f"P(z != 0) differs between chains by {worst}.")
     if worst := _largest(shifts, _MOVED):
         problems.append(
-            f"P(z != 0) moves by {worst} when gates and their coefficients change places: the chains have all stayed "
+            f"P(z != 0) moves by {worst} when gates and their coefficients are exchanged: the chains have all stayed "
             "in some of several modes."
         )
     if divergent > _DIVERGENT:

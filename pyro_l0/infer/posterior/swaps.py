@@ -1,4 +1,4 @@
-"""Checks whether features that could stand in for one another do so in a sample: coefficients change places.
+"""Checks whether features that could stand in for one another do so in a sample: coefficients are exchanged.
 
 A chain that stays in one mode, and all of its fellows in the same one, look as if they agreed. Where two features are
 nearly the same, the coefficient of one may as well be the other's: from a draw of the posterior, an exchange that is
@@ -31,7 +31,7 @@ class GatedSlab(NamedTuple):
 
 
 class _Swap(NamedTuple):
-    """Two gates and their coefficients change places: what a vector and a code are read at, and the vector's signs."""
+    """An exchange of two gates and their coefficients: what a vector and a code are read at, and the vector's signs."""
 
     vector: Tensor
     code: Tensor
@@ -57,7 +57,7 @@ def slabs_of(log_joint: LogJoint, slab: Mapping[str, Switch]) -> list[GatedSlab]
 def moved_by_swaps(
     log_joint: LogJoint, vectors: Tensor, codes: Tensor, slabs: Sequence[GatedSlab]
 ) -> dict[str, Tensor]:
-    """By how much P(z != 0) moves, by gate site, when gates of a site change places with their coefficients.
+    """By how much P(z != 0) moves, by gate site, when gates of a site are exchanged with their coefficients.
 
     Args:
         log_joint: the posterior.
@@ -106,7 +106,7 @@ def _swaps(log_joint: LogJoint, slabs: Sequence[GatedSlab], active: Mapping[str,
 
 
 def _swap(log_joint: LogJoint, gate: str, slabs: Sequence[GatedSlab], i: int, j: int, sign: float) -> _Swap | None:
-    """Gates i and j of a site change places, and so do the entries of its slabs; None if they have not as many."""
+    """Exchange gates i and j of a site, and the entries of its slabs; None if they have not as many."""
     latent, switches = log_joint.latent.positions(), log_joint.switches.positions()
     vector, code = torch.arange(log_joint.latent.size), torch.arange(log_joint.switches.size)
     signs = torch.ones_like(log_joint.start)
