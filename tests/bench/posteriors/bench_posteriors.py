@@ -1,8 +1,9 @@
 """Fits of spike and slab beside known posteriors: python tests/bench/posteriors/bench_posteriors.py --line LINE
 
 LINE says which designs: 1 Gaussian regressions (five, and three of 15 features with new data for each seed), 2
-logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 6 whether ``check_fit``
-flags the fits that are wrong and no other. Each design is fitted once per seed by ``AutoSpikeSlab`` and ``fit`` as
+logistic, Poisson, Student-t and negative binomial ones, 3 unknown noise, slab scale and rate, 4 which of three guides
+is right where (evidence minus ELBO, error, seconds; fits that ``check_fit`` calls wrong), 6 whether ``check_fit`` flags
+the fits that are wrong and no other. Each design is fitted once per seed by ``AutoSpikeSlab`` and ``fit`` as
 they come; a row appears when its design is done. Columns: the largest error of an inclusion probability (worst and
 median over the seeds), the log evidence minus the ELBO, processor seconds of a fit on one core, how many fits
 ``check_fit`` calls wrong, and the largest error of a posterior mean of a coefficient and of each hyperparameter (which
@@ -43,6 +44,7 @@ from tests.spike_slab_designs import (
 
 DRAWS = 10_000
 PAIR = 0.03  # how far the two of the exact pair, of which either will do, may be from one half
+GUIDES = (("mean_field", "independent"), ("mean_field", "structured"), ("autoregressive", "structured"))
 MISLED = ("diabetes", "near-duplicates", "exact pair")  # where independent gates are wrong
 
 
@@ -165,11 +167,26 @@ def accuracy(line: int, options: argparse.Namespace) -> bool:
     return kept
 
 
+def guides(options: argparse.Namespace) -> bool:
+    """Print the table of line 4, a row for each guide; it has no limits."""
+    designs = [d for d in gaussian_designs() if d.name in (*MISLED, "AR(1)")]
+    table_head(["gates", "slabs", *(design.name for design in designs)])
+    for gates, slabs in GUIDES:
+        cells, how = [gates, slabs], argparse.Namespace(**{**vars(options), "gates": gates, "slabs": slabs})
+        for design in designs:
+            runs = [run(design, reference(design), seed, how) for seed in range(options.seeds)]
+            gap, error, seconds = (max(getattr(r, name) for r in runs) for name in ("gap", "error", "seconds"))
+            flagged = f"{sum(r.is_flagged for r in runs)} of {len(runs)}"
+            cells.append(f"{gap:.3f} / {error:.3f} / {seconds:.1f} s; {flagged}")
+        print_row(cells)
+    return True
+
+
 def verdicts(options: argparse.Namespace) -> bool:
     """Print the table of line 6; returns whether each verdict is the one that is wanted."""
     kept = True
     table_head(["design", "gates", "slabs", "flagged", "wanted", "error: least", "most", "moved: least", "most"])
-    for gates, slabs in (("mean_field", "independent"), ("mean_field", "structured"), ("autoregressive", "structured")):
+    for gates, slabs in GUIDES:
         guide = argparse.Namespace(**{**vars(options), "gates": gates, "slabs": slabs})
         is_wrong = gates == "mean_field"
         part = Part(lambda _, w=is_wrong: [d for d in gaussian_designs() if not w or d.name in MISLED], Limits(0.03))
@@ -197,7 +214,7 @@ def print_row(cells: list[str]) -> None:
 def main() -> None:
     """Print the tables that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--line", type=int, choices=(1, 2, 3, 6), action="append", required=True)
+    parser.add_argument("--line", type=int, choices=(1, 2, 3, 4, 6), action="append", required=True)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--design", default="", help="part of a name")
     parser.add_argument("--gates", default="autoregressive")
@@ -216,7 +233,8 @@ def main() -> None:
     options.seeds = 1 if options.quick else options.seeds
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, seeds 0 to {options.seeds - 1}")
-    kept = [verdicts(options) if line == 6 else accuracy(line, options) for line in options.line]
+    tables = {4: guides, 6: verdicts}
+    kept = [tables.get(line, lambda chosen, line=line: accuracy(line, chosen))(options) for line in options.line]
     sys.exit(not all(kept))
 
 
