@@ -3,8 +3,8 @@
 A gate per hidden feature map of every residual block; SGD with Nesterov momentum, 200 epochs, steps at 60, 120 and 160,
 crops and flips, batches of 128, weight decay 5e-4, divided by 0.7 on the convolutions that read gated maps.
 
-Gates have a learning rate of their own: at the weights' rate of 0.1 they hardly move. Rates of 1 and 10 close nothing
-in the first hundred steps of a WRN-10-1, 50 closes a third of the maps before the network has learned.
+Gates have a learning rate of their own: at the weights' rate of 0.1 they hardly move, at 50 they close a third of the
+maps before the network has learned.
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error, open maps and expected multiply-adds over the epochs,
 Figure 4 of the paper), the compacted network and ``checkpoint.pt``, from which ``--resume`` continues.
@@ -29,17 +29,10 @@ from torch import Tensor, nn
 from common import command
 from common.cifar import Cifar, load_cifar
 from common.gated_run import GatedRun, train
-from common.networks import (
-    FAMILIES,
-    Classifier,
-    FamilyName,
-    estimator_options,
-    family_options,
-    init_active_prob,
-    wide_resnet,
-)
+from common.networks import FAMILIES, Classifier, FamilyName, estimator_options, init_active_prob
 from common.options import check
 from common.plots import plot_training
+from common.residual import wide_resnet
 from common.sweep import write_json
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Shrinker, compact
@@ -102,11 +95,6 @@ class Options:
     out: Path = field(default=Path("runs/cifar"))
     resume: bool = False
 
-    @property
-    def family_options(self) -> dict[str, float]:
-        """Keywords of the family's ``from_active_prob``."""
-        return family_options(self.family, SHARPNESS.get(self.family), None)
-
 
 class Run(GatedRun):
     """One training run.
@@ -140,7 +128,7 @@ class Run(GatedRun):
             square_norm=square_norms(net, example),
             **estimator_options(options.family, None),
         )
-        keywords = options.family_options
+        keywords = {"beta": SHARPNESS[options.family]} if options.family in SHARPNESS else {}
         (start,) = init_active_prob((KEEP_RATE,), options.family, keywords)
         family = FAMILIES[options.family]
         self.guide = AutoGate(self.model, family, init_active_prob=start, family_options=keywords or None)
@@ -200,7 +188,6 @@ class Run(GatedRun):
 
     def compacted(self) -> Compacted:
         """The network under its test gates as a smaller plain network."""
-        # A deep residual network in float32 adds up rounding errors of many layers.
         images = self.inputs(self.test_x[:16])
         return compact(self.net, self.guide.test_gates(), images, tolerance=1e-4, before=self.plans)
 
@@ -249,12 +236,13 @@ def main(options: Options) -> dict[str, Any]:
         small.save(options.out / "pruned")
         plot_training(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
         write_json(options.out / "metrics.json", metrics)
-        print(f"test error, final epoch   {metrics['test_error_percent']:.2f} %")
-        print(f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}")
-        print(f"weights left              {metrics['weights_left']:,} of {metrics['weights']:,}")
-        print(f"multiply-adds left        {metrics['macs_left']:,} of {metrics['macs']:,}")
-        print(f"compacted, differs by     {metrics['certificate']:.1e}")
-        print(f"seconds, last epoch       {metrics['seconds']:.0f}")
+        print(
+            f"test error, final epoch   {metrics['test_error_percent']:.2f} %\n"
+            f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}\n"
+            f"weights left              {metrics['weights_left']:,} of {metrics['weights']:,}\n"
+            f"multiply-adds left        {metrics['macs_left']:,} of {metrics['macs']:,}\n"
+            f"compacted, differs by     {metrics['certificate']:.1e}"
+        )
         return metrics
 
 

@@ -26,7 +26,7 @@ import mnist
 from common import command
 from common.networks import FamilyName, NetworkName
 from common.options import check
-from common.sweep import read_result, side_by_side
+from common.sweep import results
 
 __all__ = ["Options", "main"]
 
@@ -92,10 +92,7 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
         for family in options.families
         for seed in options.seeds
     ]
-    command.advise("the runs that are finished stay, and the same command goes on with the others")
-    missing = [run for run in runs if not _result(run).exists()]
-    side_by_side(_train_alone if options.jobs > 1 else mnist.main, missing, options.jobs)
-    found = [read_result(_result(run), mnist.describe(run), ENTRIES) for run in runs]
+    found = results(_train, runs, options.jobs, lambda run: run.out / "metrics.json", mnist.describe, ENTRIES)
     rows = []
     for family in options.families:
         for lam in options.lams:
@@ -123,11 +120,7 @@ def _run_options(options: Options, family: FamilyName, lam: float, seed: int) ->
     return replace(run, family=family, lam=(lam,), seed=seed, out=options.out / f"{family}-{lam:g}-{seed}")
 
 
-def _result(run: mnist.Options) -> Path:
-    return run.out / "metrics.json"
-
-
-def _train_alone(run: mnist.Options) -> None:
+def _train(run: mnist.Options) -> None:
     """With one thread, for the others that train beside it."""
     torch.set_num_threads(1)
     mnist.main(run)

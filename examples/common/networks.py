@@ -45,7 +45,6 @@ __all__ = [
     "lenet5",
     "mlp",
     "slab_sites",
-    "wide_resnet",
     "with_mean_weights",
 ]
 
@@ -287,59 +286,3 @@ class Classifier(nn.Module):
         """
         # What a Categorical in a subsampled plate says, whose work is some percent of a small network's step.
         factor("labels", -self.num_data * F.cross_entropy(self.net(images), labels))
-
-
-class WideBlock(nn.Module):
-    """BatchNorm, ReLU, convolution, twice, beside a shortcut; the gate sits where dropout usually does.
-
-    Args:
-        in_maps: feature maps that come in.
-        maps: hidden maps, and maps that go out.
-        stride: of the first convolution and the shortcut.
-        prior: prior of every gate.
-    """
-
-    def __init__(self, in_maps: int, maps: int, stride: int, prior: GateDistribution | None) -> None:
-        super().__init__()
-        self.norm1 = nn.BatchNorm2d(in_maps)
-        self.conv1 = nn.Conv2d(in_maps, maps, 3, stride, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(maps)
-        self.gate = Gate(maps, dim=1, prior=prior)
-        self.conv2 = nn.Conv2d(maps, maps, 3, 1, 1, bias=False)
-        self.shortcut = nn.Conv2d(in_maps, maps, 1, stride, bias=False) if in_maps != maps or stride != 1 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, maps, height / stride, width / stride)``."""
-        active = F.relu(self.norm1(x))
-        hidden = self.gate(F.relu(self.norm2(self.conv1(active))))
-        return self.conv2(hidden) + (x if self.shortcut is None else self.shortcut(active))
-
-
-def wide_resnet(depth: int, width: int, num_classes: int = 10, prior: GateDistribution | None = None) -> nn.Sequential:
-    """A wide residual network for images of 3 x 32 x 32 (Zagoruyko and Komodakis, 2016, arXiv:1605.07146).
-
-    Args:
-        depth: number of layers, 4 more than a multiple of 6.
-        width: factor on the 16, 32 and 64 maps of the three groups.
-        num_classes: outputs.
-        prior: prior of every gate.
-
-    Raises:
-        ValueError: there is no network of this depth.
-    """
-    if depth < 10 or (depth - 4) % 6:
-        raise ValueError(f"Expected depth of 10, 16, 22, 28, ..., but got {depth}.")
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False)]
-    maps = 16
-    for group, size in enumerate((16 * width, 32 * width, 64 * width)):
-        for block in range((depth - 4) // 6):
-            layers.append(WideBlock(maps, size, 2 if group and not block else 1, prior))
-            maps = size
-    layers += [nn.BatchNorm2d(maps), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(maps, num_classes)]
-    net = nn.Sequential(*layers)
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out")
-        elif isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
-    return net

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cifar_wrn
 from cifar_wrn import Options
 from common.cifar import load_cifar, read_batch
-from common.networks import wide_resnet
+from common.residual import wide_resnet
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates

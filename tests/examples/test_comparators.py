@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-import comparators
-from common.comparator_methods import ADMM, METHODS, TruncatedLogNormal, log_uniform_kl
 from common.data import load_digits
+from tests.bench.pruning import comparators
+from tests.bench.pruning.comparator_methods import ADMM, METHODS, TruncatedLogNormal, log_uniform_kl
 
 
 @pytest.mark.parametrize("log_alpha", [-6.0, -2.0, 0.0, 1.0, 3.0, 6.0])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import compare_families
-import gradient_lab
 import mnist
 from common.networks import FAMILIES, KEEP_RATES, init_active_prob
+from tests.bench.steps import gradient_lab
 
 
 @pytest.mark.parametrize("family", FAMILIES)

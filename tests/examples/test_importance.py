@@ -1,7 +1,6 @@
-"""examples/importance.py against values by hand, and the command of examples/prune_pretrained.py."""
+"""Importance scores against values by hand, and the rows of gates and scores."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -9,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import prune_pretrained
-from common import importance
-from common.importance import SCORES, Units, derivatives, prune_by_importance
-from prune_pretrained import Options, Problem, ResidualNetwork, Shuffled
+from common.residual import ResidualNetwork
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, insert_gates
 from pyro_l0.nn.hooks import hooks_of
-from pyro_l0.training import Checkpoint
+from tests.bench.pruning import importance, importance_runs
+from tests.bench.pruning.importance import SCORES, Units, derivatives, prune_by_importance
+from tests.bench.pruning.importance_runs import Problem, Shuffled
 
 
 def small(seed=0):
@@ -29,7 +27,7 @@ def residual():
     torch.manual_seed(1)
     network = ResidualNetwork(1, (4, 6))
     example = torch.rand(1, 1, 8, 8)
-    return network, insert_gates(network, prune_pretrained.places(network, example)), example
+    return network, insert_gates(network, importance_runs.places(network, example)), example
 
 
 def counted(network, example):
@@ -198,13 +196,13 @@ def test_rows_of_gates_and_scores():
     x, y = torch.rand(40, 1, 8, 8), torch.randint(10, (40,))
     problem = Problem(lambda: ResidualNetwork(1, (4, 6)), Shuffled(x, y, 10), x, y, 1, 10)
     network = problem.make()
-    rows = [prune_pretrained.prune(problem, network, method, 0.3, 1) for method in ("gates", "l1")]
+    rows = [importance_runs.prune(problem, network, method, 0.3, 1) for method in ("gates", "l1")]
     for row in rows:
         assert row["units"].keys() == {"stem.2.1", "blocks.0.relu1.1", "blocks.1.relu1.1", "head.1.1"}
         assert 0.5 < row["used"] <= 1
         assert row["dense"] == problem.error(network)
         assert 0 <= row["cut"] <= 100
-    shared = insert_gates(network, prune_pretrained.places(network, x[:1]))
+    shared = insert_gates(network, importance_runs.places(network, x[:1]))
     streams = {path: hook.gate for path, hook in hooks_of(shared)}
     assert streams["stem.2"] is streams["blocks.0.relu2"]
 
@@ -264,44 +262,11 @@ def test_the_better_of_both_ways_of_l1():
     row = {"budget": 0.3, "seed": 1, "dense": 2.0, "cut": 5.0, "used": 0.99}
     rows = [row | {"method": "l1", "end": 4.0}, row | {"method": "l1_global", "end": 3.0}]
     rows += [other | {"seed": 2, "end": other["end"] + 1} for other in rows]
-    text = prune_pretrained.table(rows)
+    text = importance_runs.table(rows)
     assert text.splitlines()[-1] == "| 0.3 | L1, over all layers | 5.00 ± 0.00 | 3.50 ± 0.71 | 0.990 | 2 |"
     assert "same fraction" not in text
     rows += [other | {"method": "gates", "end": 9.0} for other in rows]
-    assert [line.split(" | ")[1] for line in prune_pretrained.table(rows).splitlines()[-2:]] == [
+    assert [line.split(" | ")[1] for line in importance_runs.table(rows).splitlines()[-2:]] == [
         "gates (pyro_l0.prune)",
         "L1, over all layers",
     ]
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    """A table and a plot; runs that are there are not repeated, and those of other options are refused."""
-    monkeypatch.setattr(
-        prune_pretrained, "side_by_side", lambda function, tasks, jobs: [function(task) for task in tasks]
-    )
-    torch.manual_seed(5)
-    state = prune_pretrained.ResidualNetwork(1, (16, 32)).state_dict()
-    Checkpoint(tmp_path / "dense-1.pt", {"seed": 1, "epochs": 15, "batches": 22}).save(state)
-    options = Options(methods=("l1", "l1_global"), budgets=(0.3,), epochs=1, out=tmp_path)
-    rows = prune_pretrained.main(options)
-    assert [row["method"] for row in rows] == ["l1", "l1_global"]
-    assert all(0.9 < row["used"] <= 1 and row["dense"] > 50 for row in rows)
-    assert (tmp_path / "pruned.png").stat().st_size > 0
-    assert (tmp_path / "pruned.md").read_text().strip() in capsys.readouterr().out
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
-    assert prune_pretrained.main(options) == rows
-    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
-    assert json.loads((tmp_path / "l1-0.3-1.json").read_text())["options"] == {"data": "digits", "epochs": 1}
-    with pytest.raises(ValueError, match="another run: epochs: expected 2, got 1"):
-        prune_pretrained.main(Options(methods=("l1",), budgets=(0.3,), epochs=2, out=tmp_path))
-
-
-def test_refused(tmp_path):
-    with pytest.raises(ValueError, match="budgets strictly between 0 and 1"):
-        prune_pretrained.main(Options(budgets=(0.3, 1.0), out=tmp_path))
-    with pytest.raises(ValueError, match="epochs"):
-        prune_pretrained.main(Options(epochs=0, out=tmp_path))
-    with pytest.raises(ValueError, match="budgets with at least one value and none of them twice"):
-        prune_pretrained.main(Options(budgets=(0.3, 0.3), out=tmp_path))
-    with pytest.raises(ValueError, match="data_dir"):
-        prune_pretrained.main(Options(data_dir=tmp_path, out=tmp_path))

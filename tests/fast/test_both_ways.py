@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from common.networks import Classifier, build, wide_resnet
+from common.networks import Classifier, build
+from common.residual import wide_resnet
 from pyro_l0 import BernoulliGate, HardConcrete, fast
 from pyro_l0.compaction import compact
 from pyro_l0.fast.record import Record, sample

@@ -29,16 +29,25 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from common.cifar import load_cifar
 from common.data import load_mnist
+from common.residual import ResidualNetwork
 from common.sweep import read_result, write_json
-from prune_pretrained import ENTRIES, METHODS, Problem, ResidualNetwork, Row, Shuffled, mlp, pretrain, prune, table
+from tests.bench.pruning.importance_runs import ENTRIES, METHODS, Problem, Row, Shuffled, pretrain, prune, table
 
 STEPS, PASS = 1000, 50  # batches per pass, of which there are whole numbers in all the steps
 DENSE_STEPS = {"mlp": 3000, "cnn": 2000, "resnet": 1200, "plain": 1200}
 BUDGETS = (0.3, 0.05)
 CIFAR_TRAIN, CIFAR_TEST = 5000, 2000
+
+
+def mlp() -> nn.Module:
+    """The MLP 784-300-100 on images, without gates."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10)
+    )
 
 
 def cnn() -> nn.Module:

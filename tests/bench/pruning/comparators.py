@@ -1,9 +1,9 @@
 """Other ways to prune units, on the same network, schedule and accounting as ours.
 
-``python examples/comparators.py --data mnist`` trains an MLP 784-300-100 with each method and prunes it by the rule
-that the method's paper publishes; the library counts what is left and compacts it. A group is what reads a unit, as in
-the L0 paper. ``--methods`` chooses, ``--strength`` scales every method's one knob, which is set for the MLP on MNIST.
-Runs that are already in ``--out`` are not repeated; runs of other options there are refused.
+``python tests/bench/pruning/comparators.py --data mnist`` trains an MLP 784-300-100 with each method and prunes it by
+the rule that the method's paper publishes; the library counts what is left and compacts it. A group is what reads a
+unit, as in the L0 paper. ``--methods`` chooses, ``--strength`` scales every method's one knob, which is set for the MLP
+on MNIST. Runs that are already in ``--out`` are not repeated; runs of other options there are refused.
 
 Each method's penalty, and when a unit leaves:
 
@@ -20,13 +20,9 @@ Each method's penalty, and when a unit leaves:
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    from common import command
-
-    command.answer_signals()
-
 import itertools
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,23 +32,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
 from common import command
-from common.comparator_methods import METHODS, Layer, MethodName
 from common.data import Images, load_images
 from common.networks import mlp
 from common.options import check
-from common.sweep import read_result, side_by_side, write_json
+from common.sweep import results, write_json
 from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.gate import name_gates
 from pyro_l0.training.epochs import check_finite
+from tests.bench.pruning.comparator_methods import METHODS, Layer, MethodName
 
 __all__ = ["Options", "main", "train"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Command line of this example.
+    """The command line.
 
     Attributes:
         data: embedded digits, or MNIST.
@@ -155,9 +154,8 @@ def main(options: Options) -> list[dict[str, Any]]:
 
 def _sweep(options: Options) -> list[dict[str, Any]]:
     tasks = list(itertools.product([options], options.methods, options.strength, options.seeds))
-    command.advise("the runs that are finished stay, and the same command goes on with the others")
-    side_by_side(_run, [task for task in tasks if not _result(task).exists()], options.jobs)
-    rows = [read_result(_result(task), _described(options), ENTRIES) for task in tasks]
+    described = {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
+    rows = results(_run, tasks, options.jobs, _result, lambda task: described, ENTRIES)
     lines = ["| method | strength | test error | weights left | units left |", "|---|---|---|---|---|"]
     for row in rows:
         units = "-".join(map(str, row["architecture"]))
@@ -173,17 +171,13 @@ def _result(task: Task) -> Path:
     return options.out / f"{method}-{strength:g}-{seed}.json"
 
 
-def _described(options: Options) -> dict[str, Any]:
-    """What a run in the folder must agree in."""
-    return {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
-
-
 def _run(task: Task) -> None:
     options, method, strength, seed = task
     torch.set_num_threads(1)
     images = load_images(options.data, options.data_dir, options.hold_out)
     found = train(images, method, options.epochs, seed, strength)
-    write_json(_result(task), {**found, "options": _described(options)})
+    described = {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
+    write_json(_result(task), {**found, "options": described})
 
 
 if __name__ == "__main__":

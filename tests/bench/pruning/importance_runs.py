@@ -1,54 +1,25 @@
-"""Prune a trained network to half of its multiply-adds and to a twentieth, by gates and by importance scores.
-
-A small residual network learns scikit-learn's digits, or an MLP 784-300-100 learns MNIST (``--data mnist``). Then each
-method prunes a copy of it to every budget in the same number of steps, training on meanwhile: gates by
-``pyro_l0.prune``, and the scores of ``importance.py``: L1 norms of the weights, Taylor and Fisher. L1 is run twice,
-with the same fraction of each layer and ranked over all layers; Taylor and Fisher keep a floor of units per layer, and
-``--methods`` has them without it. Where there are several ways of one score, the table has the one of the smallest test
-error at the end, which favours the scores.
-
-``python examples/prune_pretrained.py`` takes two to three minutes on one core. With seed 1 the dense network has an
-error of 1.1 %. Expect all methods between 0.5 and 2 % with half or 30 % of the multiply-adds, and differences at 5 %:
-12 % by gates (8 to 12 % over seeds 1 to 7), 13 % by L1, 28 % by Taylor and Fisher. A test image is 0.28 %.
-
-The table has the test error in percent when the last unit had closed and at the end, mean and standard deviation over
-the seeds, and the part of the budget that the network uses. Writes a JSON file per run, ``pruned.md`` and
-``pruned.png`` to ``--out``. Runs that are already there are not repeated; runs of other options are refused.
-"""
+"""Gates and importance scores on one problem: training, pruning by a method, and the table of their errors."""
 
 from __future__ import annotations
-
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    from common import command
-
-    command.answer_signals()
 
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import pyro
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pyro_l0
-from common import command
-from common.data import load_images
-from common.importance import prune_by_importance, train
-from common.options import check
-from common.sweep import read_result, side_by_side, write_json
 from pyro_l0.nn import Gate, insert_gates, suggest_gates
 from pyro_l0.training import Checkpoint
+from tests.bench.pruning.importance import prune_by_importance, train
 
-__all__ = ["MethodName", "Options", "Problem", "ResidualNetwork", "Shuffled", "main", "pretrain", "prune", "table"]
+__all__ = ["METHODS", "MethodName", "Problem", "Row", "Shuffled", "pretrain", "prune", "table"]
 
 MethodName = Literal["gates", "l1", "l1_global", "taylor", "taylor_floor", "fisher", "fisher_floor"]
 TITLES: dict[MethodName, str] = {
@@ -61,34 +32,8 @@ TITLES: dict[MethodName, str] = {
     "fisher_floor": "Fisher per multiply-add, with a floor",
 }
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
-DENSE_EPOCHS, EPOCHS = {"digits": 15, "mnist": 5}, {"digits": 15, "mnist": 2}
 ENTRIES = ("method", "budget", "seed", "dense", "cut", "end", "used")
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """Command line of this example.
-
-    Attributes:
-        data: embedded digits, or MNIST.
-        data_dir: folder with MNIST's four files; downloaded if not given.
-        methods: which methods.
-        budgets: largest fractions of the multiply-adds, each a run.
-        epochs: passes over the training images while a network is pruned; 15 on the digits and 2 on MNIST if not given.
-        seeds: each a dense network, and a run.
-        jobs: runs side by side, one thread each.
-        out: folder for the results, the table and the plot.
-    """
-
-    data: Literal["digits", "mnist"] = "digits"
-    data_dir: Path | None = None
-    methods: tuple[MethodName, ...] = ("gates", "l1", "l1_global", "taylor_floor", "fisher_floor")
-    budgets: tuple[float, ...] = (0.5, 0.3, 0.1, 0.05)
-    epochs: int | None = None
-    seeds: tuple[int, ...] = (1,)
-    jobs: int = 1
-    out: Path = field(default=Path("runs/prune_pretrained"))
 
 
 class Shuffled:
@@ -146,79 +91,6 @@ class Problem:
         network.eval()
         wrong = [network(x).argmax(1) != y for x, y in zip(self.test_x.split(500), self.test_y.split(500), strict=True)]
         return 100 * float(torch.cat(wrong).float().mean())
-
-
-class Block(nn.Module):
-    """Two convolutions with BatchNorm beside a shortcut.
-
-    Args:
-        in_maps: feature maps that come in.
-        maps: feature maps that go out.
-        stride: of the first convolution and the shortcut.
-    """
-
-    def __init__(self, in_maps: int, maps: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_maps, maps, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(maps)
-        self.relu1 = nn.ReLU()
-        self.conv2 = nn.Conv2d(maps, maps, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(maps)
-        self.relu2 = nn.ReLU()
-        self.shortcut: nn.Module | None = None
-        if in_maps != maps or stride != 1:
-            self.shortcut = nn.Sequential(nn.Conv2d(in_maps, maps, 1, stride, bias=False), nn.BatchNorm2d(maps))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, maps, height / stride, width / stride)``."""
-        hidden = self.relu1(self.norm1(self.conv1(x)))
-        beside = x if self.shortcut is None else self.shortcut(x)
-        out: Tensor = self.relu2(self.norm2(self.conv2(hidden)) + beside)
-        return out
-
-
-class ResidualNetwork(nn.Module):
-    """A convolution, a residual block for each width, from the second on of stride 2, and a classifier.
-
-    Args:
-        channels: of the images.
-        widths: feature maps of each block.
-        stride: of the first convolution.
-    """
-
-    def __init__(self, channels: int, widths: Sequence[int], stride: int = 1) -> None:
-        super().__init__()
-        first = widths[0]
-        self.stem = nn.Sequential(
-            nn.Conv2d(channels, first, 3, stride, 1, bias=False), nn.BatchNorm2d(first), nn.ReLU()
-        )
-        pairs = itertools.pairwise((first, *widths))
-        self.blocks = nn.Sequential(*(Block(m, n, 2 if i else 1) for i, (m, n) in enumerate(pairs)))
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of ten classes, shape ``(batch, 10)``."""
-        logits: Tensor = self.head(self.blocks(self.stem(x)))
-        return logits
-
-
-def _digits_network() -> nn.Module:
-    return ResidualNetwork(1, (16, 32))
-
-
-def mlp() -> nn.Module:
-    """The MLP 784-300-100 on images."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10)
-    )
-
-
-def _problem(options: Options) -> Problem:
-    images = load_images(options.data, options.data_dir)
-    train_x, test_x = (x.unflatten(1, images.image_shape) for x in (images.train_x, images.test_x))
-    make, batch_size = (_digits_network, 64) if options.data == "digits" else (mlp, 100)
-    batches, epochs = Shuffled(train_x, images.train_y, batch_size), options.epochs or EPOCHS[options.data]
-    return Problem(make, batches, test_x, images.test_y, DENSE_EPOCHS[options.data], epochs)
 
 
 def pretrain(problem: Problem, seed: int, path: Path) -> nn.Module:
@@ -280,63 +152,6 @@ def prune(problem: Problem, network: nn.Module, method: MethodName, budget: floa
     return {**row, "cut": pruned.report.cut, "end": pruned.report.end, "used": left / full / budget, "units": units}
 
 
-def main(options: Options) -> list[Row]:
-    """Run what is missing, write the table and the plot; returns one row per budget, method and seed.
-
-    Raises:
-        ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another
-            comparison is at work there.
-    """
-    check(options)
-    with command.folder(options.out):
-        return _compare(options)
-
-
-Task = tuple[Options, float, MethodName, int]  # with budget and seed
-
-
-def _compare(options: Options) -> list[Row]:
-    command.advise("the runs that are finished stay, and the same command goes on with the others")
-    untrained = [(options, seed) for seed in options.seeds if not _dense(options, seed).exists()]
-    side_by_side(_pretrain, untrained, options.jobs)
-    tasks: list[Task] = list(itertools.product([options], options.budgets, options.methods, options.seeds))
-    side_by_side(_run, [task for task in tasks if not _result(task).exists()], options.jobs)
-    rows = [read_result(_result(task), _described(options), ENTRIES) for task in tasks]
-    text = table(rows)
-    (options.out / "pruned.md").write_text(text + "\n")
-    _plot(rows, options.out / "pruned.png")
-    print(text)
-    return rows
-
-
-def _result(task: Task) -> Path:
-    options, budget, method, seed = task
-    return options.out / f"{method}-{budget:g}-{seed}.json"
-
-
-def _described(options: Options) -> Row:
-    """What a run in the folder must agree in."""
-    return {"data": options.data, "epochs": options.epochs}
-
-
-def _dense(options: Options, seed: int) -> Path:
-    return options.out / f"dense-{seed}.pt"
-
-
-def _pretrain(task: tuple[Options, int]) -> None:
-    options, seed = task
-    torch.set_num_threads(1)
-    pretrain(_problem(options), seed, _dense(options, seed))
-
-
-def _run(task: Task) -> None:
-    options, budget, method, seed = task
-    torch.set_num_threads(1)
-    problem = _problem(options)
-    row = prune(problem, pretrain(problem, seed, _dense(options, seed)), method, budget, seed)
-    write_json(_result(task), {**row, "options": _described(options)})
-
-
 def summaries(rows: Sequence[Row]) -> dict[float, dict[MethodName, list[Row]]]:
     """Rows by budget and method; of several ways of one score, the one of the smallest mean error at the end."""
     found: dict[float, dict[MethodName, list[Row]]] = {}
@@ -378,25 +193,3 @@ def _spread(rows: Sequence[Row], entry: str) -> str:
     """Mean and standard deviation, the latter of several seeds alone."""
     mean = f"{_mean(rows, entry):.2f}"
     return mean if len(rows) == 1 else f"{mean} ± {statistics.stdev(row[entry] for row in rows):.2f}"
-
-
-def _plot(rows: Sequence[Row], path: Path) -> None:
-    """Error at the end against the multiply-adds that are left."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for budget, methods in summaries(rows).items():
-        for method, found in methods.items():
-            point = budget * _mean(found, "used"), _mean(found, "end")
-            lines.setdefault(TITLES[method].partition(",")[0], []).append(point)
-    for name, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    axes.axhline(_mean(rows, "dense"), color="0.5", lw=0.8, label="dense")
-    axes.set(xscale="log", xlabel="multiply-adds, of the dense network's", ylabel="test error, %")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-if __name__ == "__main__":
-    command.run(main, Options, __doc__)

@@ -37,7 +37,8 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from common.networks import Classifier, build, wide_resnet
+from common.networks import Classifier, build
+from common.residual import wide_resnet
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget

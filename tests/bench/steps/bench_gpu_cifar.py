@@ -15,7 +15,7 @@ from torch import nn
 
 from cifar_wrn import STEPS, Options, Run
 from common.cifar import Cifar, load_cifar
-from common.networks import wide_resnet
+from common.residual import wide_resnet
 from pyro_l0.nn import Gate
 from pyro_l0.training import Checkpoint
 

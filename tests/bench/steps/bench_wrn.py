@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from cifar_wrn import Options, Run
 from common.cifar import Cifar
-from common.networks import wide_resnet
+from common.residual import wide_resnet
 from pyro_l0.nn import Gate
 
 

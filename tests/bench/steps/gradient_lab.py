@@ -10,17 +10,13 @@ Three tables on scikit-learn's digits, each with a figure:
 3. ``mlp``: a network with ten gated hidden units, half-trained, with the exact gradient of Bernoulli gates.
 
 Variances are those of the gradient for E[z], so that families with different parameters compare.
-``python examples/gradient_lab.py`` takes about two minutes on one core.
+``python tests/bench/steps/gradient_lab.py`` takes about two minutes on one core.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    from common import command
-
-    command.answer_signals()
-
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +27,8 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from common import command
 from common.data import load_digits
@@ -55,7 +53,7 @@ __all__ = ["Options", "main"]
 
 @dataclass(frozen=True)
 class Options:
-    """Command line of this example.
+    """The command line.
 
     Attributes:
         draws: gradients per estimator.
