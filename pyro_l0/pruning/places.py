@@ -1,4 +1,4 @@
-"""Where the gates go that prune a network."""
+"""Where a network gets the gates that prune it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ _AS_SMALL = 1.5
 _NAMED = 8  # of the modules without a gate, in a message
 # What compaction may raise of a network that holds sizes which can't be changed.
 _REFUSALS = (CompactionError, ValueError, TypeError)
+Sites = list[
+    tuple[tuple[str, ...], Gate | int]
+]  # the paths behind which a gate acts, and the gate or a number of heads
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,21 @@ def put_gates(
     gates: Mapping[str, Gate] | None,
     suffices: Callable[[nn.Module], bool],
 ) -> GatedNetwork:
-    """Put gates to where closing one of them makes a network smaller, and its units can be taken out.
+    """Put gates where a closed one makes a network smaller, and its units can be taken out.
 
     A gate per head of attention, and one per unit behind modules whose units leave alone, such as activations and the
     norms of inner convolutions. If these do not suffice, a gate, too, for every unit of a residual stream, at all
-    places where the stream is written or read, and for inputs of the network. A network that has gates already keeps
+    locations where the stream is written or read, and for inputs of the network. A network that has gates already keeps
     them.
 
     Args:
         network: it is not changed.
         example: what it is called with.
-        gates: by module path, the gates to put in, if it is not the places above.
+        gates: by module path, the gates to put in, instead of the locations above.
         suffices: whether a network with gates can become as small as is wanted.
 
     Raises:
-        ValueError: there is no place for a gate, or units of the given gates can't be taken out.
+        ValueError: no gate can be placed, or units of the given gates can't be taken out.
     """
     expect(Mapping | None, "a dict of gates by module path", gates=gates)
     for path, gate in (gates or {}).items():
@@ -79,8 +82,7 @@ def put_gates(
     if gates is not None or gate_names(network):
         given = gates or {}
         together = {id(gate): [path for path in given if given[path] is gate] for gate in given.values()}
-        acting = [(tuple(paths), given[paths[0]]) for paths in together.values()]  # one gate may act at several places
-        gated = _with_gates(network, _Places({}, acting))
+        gated = _with_gates(network, [(tuple(paths), given[paths[0]]) for paths in together.values()])
         refusal = _refusal(gated, example)
         if refusal is not None:
             raise ValueError(f"Expected gates whose units can be taken out of the network, but: {refusal}")
@@ -92,10 +94,10 @@ def put_gates(
     places, found = _that_compact(network, example, alone, in_the_way)
     if found is None or not suffices(found):
         streams = _streams(network, example, suggested)
-        more, with_streams = _that_compact(network, example, places.and_more(streams + inputs), in_the_way)
+        more, with_streams = _that_compact(network, example, [*places, *streams, *inputs], in_the_way)
         if with_streams is not None:
             places, found = more, with_streams
-    skipped = {path: why for path, why in skipped.items() if path not in places.paths()} | in_the_way
+    skipped = {path: why for path, why in skipped.items() if path not in _paths(places)} | in_the_way
     if found is None:
         raise ValueError(
             "Expected a network with a place behind which a closed gate makes it smaller, but found none; write Gate "
@@ -104,7 +106,7 @@ def put_gates(
     return GatedNetwork(found, skipped, in_the_way)
 
 
-def _why_not(suggested: Suggestions, inputs: list[tuple[tuple[str, ...], Gate]]) -> dict[str, str]:
+def _why_not(suggested: Suggestions, inputs: Sites) -> dict[str, str]:
     """By module path, why there is no gate unless the budget asks for it."""
     why = dict(suggested.refused)
     for place in suggested.locations:
@@ -121,61 +123,40 @@ def _reasons(skipped: Mapping[str, str]) -> str:
     return "; ".join(named[:_NAMED] + others)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Heads by path, and gates, each with the paths behind which it acts."""
-
-    heads: dict[str, int]
-    gates: list[tuple[tuple[str, ...], Gate]]
-
-    def and_more(self, gates: list[tuple[tuple[str, ...], Gate]]) -> _Places:
-        """With further gates."""
-        return _Places(self.heads, [*self.gates, *gates])
-
-    def apart(self) -> list[_Places]:
-        """One by one."""
-        heads = [_Places({path: number}, []) for path, number in self.heads.items()]
-        return [*heads, *(_Places({}, [one]) for one in self.gates)]
-
-    def paths(self) -> set[str]:
-        """The paths behind which there is a gate."""
-        return {*self.heads, *(path for paths, _ in self.gates for path in paths)}
+def _paths(sites: Sites) -> set[str]:
+    """The paths behind which there is a gate."""
+    return {path for paths, _ in sites for path in paths}
 
 
-def _alone(network: nn.Module, suggested: Suggestions) -> _Places:
-    """The heads, and the places whose units leave alone."""
+def _alone(network: nn.Module, suggested: Suggestions) -> Sites:
+    """The heads, and the locations whose units leave alone."""
     heads = {path: number for path, number in {**suggested.heads, **_of_torch(network)}.items() if number > 1}
-    gates: list[tuple[tuple[str, ...], Gate]] = [
-        ((place.path,), place.gate) for place in suggested.locations if not place.coupled and not place.is_composite
-    ]
-    return _Places(heads, gates)
+    alone = [x for x in suggested.locations if not x.coupled and not x.is_composite]
+    return [*(((path,), number) for path, number in heads.items()), *(((x.path,), x.gate) for x in alone)]
 
 
-def _without_inputs(
-    network: nn.Module, example: Example, places: _Places
-) -> tuple[_Places, list[tuple[tuple[str, ...], Gate]]]:
-    """The places whose units some layer computes, and gates for those of the network's inputs."""
-    gated = _with_gates(network, _Places({}, places.gates))
-    written = NetworkCost(gated, example).filter_sizes if places.gates else {}
-    sites: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
-    given = {path for path, hook in hooks_of(gated) if not written[sites[hook.gate]]}
-    inner = [(paths, gate) for paths, gate in places.gates if paths[0] not in given]
-    return _Places(places.heads, inner), [one for one in places.gates if one not in inner]
+def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple[Sites, Sites]:
+    """The sites whose units some layer computes, and those of the network's inputs."""
+    gated = _with_gates(network, [one for one in sites if isinstance(one[1], Gate)])
+    names: dict[nn.Module, str] = {gate: site for site, gate in gate_names(gated).items()}
+    written = NetworkCost(gated, example).filter_sizes if names else {}
+    given = {path for path, hook in hooks_of(gated) if not written[names[hook.gate]]}
+    return [x for x in sites if x[0][0] not in given], [x for x in sites if x[0][0] in given]
 
 
-def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> list[tuple[tuple[str, ...], Gate]]:
-    """Gates for places that are coupled: one for all that can share it, or, if that takes less out, one for each."""
+def _streams(network: nn.Module, example: Example, suggested: Suggestions) -> Sites:
+    """Gates for coupled locations: one for all that can share it, or, if that takes less out, one for each."""
     left = {place.path: place for place in suggested.locations if place.coupled}
-    found: list[tuple[tuple[str, ...], Gate]] = []
+    found: Sites = []
     while left:
         first = next(iter(left))
         group = [left.pop(path) for path in (first, *left[first].coupled) if path in left]
         inner = [x for x in group if not any(y.path.startswith(f"{x.path}.") for y in group)]
         ((size, dim), _), *_ = Counter((place.gate.size, place.gate.dim) for place in inner).most_common(1)
         shared = tuple(x.path for x in inner if (x.gate.size, x.gate.dim) == (size, dim))
-        together: list[tuple[tuple[str, ...], Gate]] = [(shared, Gate(size, dim))]
-        apart: list[tuple[tuple[str, ...], Gate]] = [((x.path,), x.gate) for x in inner]
-        least, otherwise = (_least(_with_gates(network, _Places({}, x)), example) for x in (together, apart))
+        together: Sites = [(shared, Gate(size, dim))]
+        apart: Sites = [((x.path,), x.gate) for x in inner]
+        least, otherwise = (_least(_with_gates(network, x), example) for x in (together, apart))
         found += together if least <= _AS_SMALL * otherwise else apart
     return found
 
@@ -187,22 +168,22 @@ def _least(gated: nn.Module, example: Example) -> float:
 
 
 def _that_compact(
-    network: nn.Module, example: Example, places: _Places, skipped: dict[str, str]
-) -> tuple[_Places, nn.Module | None]:
-    """The places whose units can be taken out, and the network with their gates; why others can't is written down."""
-    if not places.paths():
-        return places, None
-    gated, _ = _tried(network, example, places)
+    network: nn.Module, example: Example, sites: Sites, skipped: dict[str, str]
+) -> tuple[Sites, nn.Module | None]:
+    """The sites whose units can be taken out, and the network with their gates; why others can't is written down."""
+    if not sites:
+        return sites, None
+    gated, _ = _tried(network, example, sites)
     if gated is not None:
-        return places, gated
-    good = _Places({}, [])
-    for one in places.apart():  # one of them is in the way
-        alone, why = _tried(network, example, one)
+        return sites, gated
+    good: Sites = []
+    for one in sites:  # one of them is in the way
+        alone, why = _tried(network, example, [one])
         if alone is None:
-            skipped.update(dict.fromkeys(one.paths(), why))
+            skipped.update(dict.fromkeys(one[0], why))
         else:
-            good = _Places({**good.heads, **one.heads}, [*good.gates, *one.gates])
-    return good, _tried(network, example, good)[0] if good.paths() else None
+            good.append(one)
+    return good, _tried(network, example, good)[0] if good else None
 
 
 def _of_torch(network: nn.Module) -> dict[str, int]:
@@ -214,22 +195,24 @@ def _of_torch(network: nn.Module) -> dict[str, int]:
     }
 
 
-def _tried(network: nn.Module, example: Example, places: _Places) -> tuple[nn.Module | None, str]:
+def _tried(network: nn.Module, example: Example, sites: Sites) -> tuple[nn.Module | None, str]:
     """The network with these gates, or None and why their units can't be taken out."""
     try:
-        gated = _with_gates(network, places)
+        gated = _with_gates(network, sites)
     except (ValueError, TypeError) as error:
         return None, str(error)
     refusal = _refusal(gated, example)
     return (gated, "") if refusal is None else (None, refusal)
 
 
-def _with_gates(network: nn.Module, places: _Places) -> nn.Module:
+def _with_gates(network: nn.Module, sites: Sites) -> nn.Module:
     """A copy with gates of its own; one that acts behind several modules is one gate."""
     gates: dict[str, Gate] = {}
-    for paths, gate in places.gates:
-        gates.update(dict.fromkeys(paths, Gate(gate.size, gate.dim, gate.prior)))
-    gated = insert_gates(gate_heads(network, places.heads), gates)
+    heads = {paths[0]: number for paths, number in sites if isinstance(number, int)}
+    for paths, gate in sites:
+        if isinstance(gate, Gate):
+            gates.update(dict.fromkeys(paths, Gate(gate.size, gate.dim, gate.prior)))
+    gated = insert_gates(gate_heads(network, heads), gates)
     name_gates(gated)
     return gated
 

@@ -124,38 +124,6 @@ def test_gates_on_the_stream_of_a_transformer():
     check_saved(result.network, x[:5])
 
 
-@pytest.mark.slow
-def test_a_tiny_bert():
-    """Heads and units of a model of Hugging Face's, trained by the loss that it returns itself."""
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's library is not installed")
-    config = transformers.BertConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        max_position_embeddings=12,
-        num_labels=2,
-    )
-    network = transformers.BertForSequenceClassification(config)
-    words = torch.randint(3, 40, (320, 8))
-    data = [{"input_ids": w, "attention_mask": torch.ones(8, dtype=torch.long), "labels": w[0] % 2} for w in words]
-    loader = torch.utils.data.DataLoader(data, 32, shuffle=True)
-    example = {"input_ids": words[:2], "attention_mask": torch.ones(2, 8, dtype=torch.long)}
-    before, mode = copy.deepcopy(network.state_dict()), [module.training for module in network.modules()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        result = prune(network, lambda outputs, batch: outputs.loss, loader, example, 0.4, epochs=3)
-    assert type(result.network) is type(network)
-    assert [name for name, _ in result.network.named_parameters()] == [name for name, _ in network.named_parameters()]
-    one = {name: value[:1] for name, value in example.items()}
-    full, left = multiply_adds(network, **one), multiply_adds(result.network, **one)
-    assert left <= 0.4 * full
-    assert result.report.left["macs"] == (left, full)
-    check_saved(result.network, **example)
-    check_untouched(network, before, mode)
-
-
 @pytest.mark.slow  # a layer of torch is replaced
 def test_torch_s_own_transformer():
     """Heads of nn.MultiheadAttention leave; the layer in its place, which can hold fewer, goes into a file, too."""

@@ -194,18 +194,14 @@ class TestBatches:
         batches = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
         assert pruned(data=batches).report.target.of_budget <= 1
 
-    def test_a_list_of_tensors(self):
-        """An autoencoder: the batch is the targets, too."""
+    @pytest.mark.parametrize(
+        "data", [list(X.flatten(1).split(40)), DataLoader(TensorDataset(X.flatten(1)), 40)], ids=["tensors", "tuples"]
+    )
+    def test_an_autoencoder(self, data):
+        """The batch is the targets, too; a TensorDataset of one tensor gives tuples of one."""
         network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
-        flat = list(X.flatten(1).split(40))
-        result = pruned(network, flat, F.mse_loss, example=flat[0][:2])
+        result = pruned(network, data, F.mse_loss, example=torch.zeros(2, 64))
         assert 0.9 <= result.report.target.of_budget <= 1
-
-    def test_a_tuple_of_one(self):
-        """As a TensorDataset of one tensor gives it."""
-        network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
-        loader = DataLoader(TensorDataset(X.flatten(1)), 40)
-        assert pruned(network, loader, F.mse_loss, example=torch.zeros(2, 64)).report.target.of_budget <= 1
 
     def test_an_uneven_last_batch(self):
         loader = DataLoader(TensorDataset(X, Y), 50, shuffle=True)  # 7 batches, of 20 at last

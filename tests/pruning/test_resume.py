@@ -173,23 +173,6 @@ def test_a_file_of_another_run_is_refused(tmp_path):
         run(path=path)
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: b"weights" * 50])
-def test_a_damaged_file_is_refused(tmp_path, damage):
-    path = tmp_path / "run.pt"
-    with pytest.raises(KilledError):
-        run(path=path, stop=2)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"run\.pt.*can't be read; delete it"):
-        run(path=path, resume=True)
-
-
-def test_another_file_of_torch_s_is_refused(tmp_path):
-    path = tmp_path / "run.pt"
-    torch.save({"weights": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="can't be read"):
-        run(path=path, resume=True)
-
-
 def test_where_a_file_can_not_be(tmp_path):
     with pytest.raises(FileNotFoundError, match="folder for the checkpoint"):
         run(path=tmp_path / "no" / "run.pt")

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import subprocess
 import sys
 from contextlib import suppress
@@ -60,22 +59,6 @@ def loaded(path):
     with suppress(ValueError):
         Checkpoint(path, {}).load(states.append)
     return checksum(states[0]) if states else None
-
-
-def test_no_flipped_bit_and_no_cut_hands_out_another_state(stopped):
-    """Anywhere in the file; a flip in what nobody reads changes nothing."""
-    content, expected, generator = stopped.read_bytes(), loaded(stopped), random.Random(0)
-    found = []
-    for _ in range(60):
-        damaged = bytearray(content)
-        damaged[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-        stopped.write_bytes(damaged)
-        found.append(loaded(stopped))
-    for _ in range(15):
-        stopped.write_bytes(content[: generator.randrange(len(content))])
-        found.append(loaded(stopped))
-    assert set(found) == {None, expected}
-    assert found[60:] == [None] * 15
 
 
 def flip_in_weights(path):
