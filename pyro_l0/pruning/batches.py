@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 
-__all__ = ["BatchLoss", "Loader", "LossFunction", "groups"]
+from pyro_l0.training.processes import average_buffers
+from pyro_l0.training.stream import some_batches
+
+__all__ = ["BatchLoss", "Loader", "LossFunction", "groups", "renew_statistics"]
 
 LossFunction = Callable[..., Tensor]
+_BATCHES = 20  # for statistics of BatchNorm
 
 
 @runtime_checkable
@@ -56,7 +62,7 @@ class BatchLoss:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
                 "Expected a loss that depends on the network's outputs, but no gradient passes; return it from loss_fn "
-                "as a tensor that was not detached or made anew."
+                "as a tensor that was not detached."
             )
         return loss
 
@@ -108,3 +114,35 @@ def groups(loader: Loader, size: int, epoch: int) -> Iterator[list[object]]:
             group = []
     if group:
         yield group
+
+
+@torch.no_grad()
+def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> None:
+    """Take the running statistics of BatchNorm anew, as means over a few batches.
+
+    After units were removed the old ones describe inputs that no longer exist.
+
+    Args:
+        network: in any mode, in which it stays.
+        loader: gives the batches.
+        loss: knows what of a batch goes into the network.
+    """
+    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    modes = {module: module.training for module in network.modules()}
+    momenta = [norm.momentum for norm in norms]
+    network.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean
+        norm.train()
+    try:
+        for batch in islice(some_batches(loader), _BATCHES):
+            loss.outputs(network, loss.split(batch)[0])
+        average_buffers(network)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in modes.items():
+            module.training = training

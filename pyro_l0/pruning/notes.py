@@ -36,7 +36,7 @@ class Note(NamedTuple):
 
 @torch.no_grad()
 def looks_untrained(network: nn.Module, loss: BatchLoss, batch: object) -> bool:
-    """Whether a network's outputs say no more of a batch's targets than of others; False where that can't be told."""
+    """Whether outputs fit their targets no better than others' targets; False where that can't be told."""
     training = network.training
     network.eval()
     try:
@@ -83,7 +83,7 @@ def notes_on(
     errors: tuple[float | None, float | None],
     in_the_way: Mapping[str, str],
 ) -> list[Note]:
-    """What to tell of a run.
+    """The notes on a run.
 
     Args:
         report: of the target, when the gates were done.
@@ -101,31 +101,28 @@ def notes_on(
     if untrained:
         tell(
             "The network looks untrained: its loss is about that with shuffled targets. Give pretrained=False, or load "
-            "its weights before."
+            "its weights first."
         )
     if steps < FEW_STEPS:
         tell(f"{steps} steps are few; give epochs for {FEW_STEPS} or more.")
     for path, why in in_the_way.items():
-        tell(f"There is no gate behind {path!r}, as its units can't be taken out: {why}")
+        tell(f"There is no gate behind {path!r}, whose units can't be removed: {why}")
     used = report.of_budget
     if used < _USED:
         tell(
-            f"{used:.1%} of the budget is used; the largest unit takes {largest:.1%} of it. A larger target, or "
+            f"{used:.1%} of the budget is used; the largest unit takes {largest:.1%} of it. A larger budget, or "
             "finer gates, would use more."
         )
     elif largest > _LARGE:
-        tell(f"The largest unit takes {largest:.1%} of the budget, so that it can be met no more exactly.", False)
+        tell(f"The largest unit takes {largest:.1%} of the budget, which can't be met more exactly.", False)
     if report.undecided > _UNDECIDED:
-        tell(
-            f"{report.undecided:.1%} of the gates are neither 0 nor 1, which the cut decides; more epochs decide more."
-        )
+        tell(f"{report.undecided:.1%} of the gates are neither 0 nor 1, and the cut decides them. Give more epochs.")
     if report.at_minimum:
         tell(
-            f"Sites at their floor, which other sites kept open: {', '.join(report.at_minimum)}. The target is small "
-            "for these layers.",
+            f"Sites at their minimum: {', '.join(report.at_minimum)}. The budget is small for these layers.",
             False,
         )
     dense, cut = errors
     if dense is not None and cut is not None and cut > _FAR * dense >= 0:
-        tell(f"The error was {dense:.4g} and is {cut:.4g} as cut; more epochs, or a larger target, keep more of it.")
+        tell(f"The error was {dense:.4g} and is {cut:.4g} as cut; more epochs, or a larger budget, keep more of it.")
     return notes

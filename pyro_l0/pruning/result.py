@@ -57,7 +57,7 @@ class Pruned:
             was made from; see :class:`~pyro_l0.compaction.storage.Compacted`.
         history: an entry for every epoch, with its number, the steps taken, the mean loss, what the network costs of
             the full one, and what ``evaluate`` said.
-        plan: what stayed of every tensor, by the names of the network with gates.
+        plan: what is kept of every tensor, by the names of the network with gates.
         on_the_way: the networks of the larger budgets, if several were given, in their order.
     """
 

@@ -19,8 +19,7 @@ from pyro_l0.infer.target.report import TargetReport
 from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.pruning.batch_norm import renew_statistics
-from pyro_l0.pruning.batches import BatchLoss, Loader, groups
+from pyro_l0.pruning.batches import BatchLoss, Loader, groups, renew_statistics
 from pyro_l0.pruning.notes import FEW_STEPS
 from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import GatedNetwork

@@ -1,4 +1,4 @@
-"""Loaders without a length, and where a loader stands: its random numbers, and its place in a pass."""
+"""Loaders without a length, and the state of a loader: its random numbers, and its position in a pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT = 20  # batches of an iterator that can't be begun anew
 
 
 class Stream:
-    """So many batches of a loader at a time; each time it goes on where it stood, and at the end it begins anew.
+    """Some batches of a loader at a time: each epoch continues where the last one ended, and at the end it begins anew.
 
     Args:
         loader: gives batches; it needs no length, and may be an iterator, which can't be begun anew.
@@ -65,7 +65,7 @@ class Stream:
         self._begun, self._taken, self._pass = random_state(self.loader), 0, iter(self.loader)
 
     def some(self) -> Iterator[object]:
-        """Batches beside the training's: a pass of their own, or of an iterator those before, or else the next."""
+        """Batches for something else than the training: another pass, or of an iterator the last ones, or the next."""
         if not isinstance(self.loader, Iterator):
             return iter(self.loader)
         if not self._last and not self._first:
@@ -73,11 +73,11 @@ class Stream:
         return iter(list(self._last or self._first))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands."""
+        """The position in the pass."""
         return {"taken": self._taken, "begun": self._begun}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from :meth:`state_dict`, past the batches that were taken; other random numbers follow."""
+        """Go on from :meth:`state_dict`, past the batches that were taken; this changes the random numbers."""
         if state["taken"]:
             set_random_state(state["begun"], self.loader, device)
             self._begin()
@@ -103,7 +103,7 @@ def generators(loader: Iterable[object]) -> list[Generator]:
 
 
 def random_state(loader: Iterable[object]) -> dict[str, Any]:
-    """The random numbers that follow, the loader's own among them, and where a stream stands."""
+    """The states of all random number generators, the loader's own among them, and a stream's position."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002  # what augmentations may use
     return {
         "torch": torch.get_rng_state(),
@@ -116,7 +116,7 @@ def random_state(loader: Iterable[object]) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], loader: Iterable[object], device: torch.device) -> None:
-    """Let follow what followed :func:`random_state`."""
+    """Go back to a :func:`random_state`."""
     if isinstance(loader, Stream):
         loader.load_state_dict(state["stream"], device)
     torch.set_rng_state(state["torch"])
