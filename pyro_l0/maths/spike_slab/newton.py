@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -68,7 +69,7 @@ def find_maximum(objective: Objective, point: Point, advice: str = "") -> Maximu
         if bool(step.settled.all()):
             break
         point, value, moved = _ascended(objective, point, value, step)
-        if not bool((moved & ~step.settled).any()):
+        if not moved:
             break
         step = objective.step(point, value)
     else:
@@ -82,17 +83,19 @@ def find_maximum(objective: Objective, point: Point, advice: str = "") -> Maximu
     return Maximum(point, value, step)
 
 
-def _ascended(objective: Objective, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, Tensor]:
-    """Points after the longest of the halved steps that gains enough, their values, and which have moved at all."""
+def _ascended(objective: Objective, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, bool]:
+    """Points after the longest of the halved steps that gains enough, their values, and whether any has moved."""
     length = torch.ones_like(value)
     for _ in range(_HALVINGS):
         with torch.no_grad():
-            new = objective.value(_moved(point, step.moves, length))
-        enough = step.settled | ((new - value >= _ARMIJO * length * step.gain) & new.isfinite())
+            there = _moved(point, step.moves, length)
+            new = objective.value(there)
+        enough = step.settled | ((new - value >= _ARMIJO * length * step.gain) & (new < math.inf))
         if bool(enough.all()):
-            return _moved(point, step.moves, length), new, enough
+            return there, new, True
         length = torch.where(enough, length, 0.5 * length)
-    return _moved(point, step.moves, torch.where(enough, length, 0.0)), torch.where(enough, new, value), enough
+    there = _moved(point, step.moves, torch.where(enough, length, 0.0))
+    return there, torch.where(enough, new, value), bool((enough & ~step.settled).any())
 
 
 def _moved(point: Point, moves: Point, length: Tensor) -> Point:
