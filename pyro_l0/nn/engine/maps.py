@@ -192,8 +192,9 @@ class Maps:
         """
         states = self.states(source, dim)
         self.same(source, dim, target, target_dim)
-        states = np.where(states == ZERO, states, np.maximum(states, np.uint8(nonzero)))
-        self.set_states(target, target_dim, np.maximum(states, np.uint8(least)))
+        if nonzero:
+            states = np.where(states == ZERO, states, np.maximum(states, np.uint8(nonzero)))
+        self.set_states(target, target_dim, np.maximum(states, np.uint8(least)) if least else states)
 
     def passes_rest(self, source: Value, target: Value, *dims: int, least: int = ZERO) -> None:
         """All dimensions but some pass, as :meth:`passes` says, each to the one of its number."""

@@ -62,11 +62,11 @@ class Needs:
 
     def of(self, axis: Axis, runs: int = TRUE) -> Index:
         """The statements that an output's entries are needed, if its operation runs."""
-        needed = self._needed.get(axis, np.full(axis.size, FALSE))
+        needed = self._needed[axis] if axis in self._needed else np.full(axis.size, FALSE)
         return needed if runs == TRUE else self._formulas.both_each(needed, np.array([runs]))
 
     def _add(self, axis: Axis, entries: Index) -> None:
-        self._needed[axis] = self._formulas.some_each(self.of(axis), entries)
+        self._needed[axis] = self._formulas.some_each(self._needed[axis], entries) if axis in self._needed else entries
 
     def _add_whole(self, values: Iterable[Value], statement: int) -> None:
         for axis in (axis for value in values for axis in self._maps.dims(value)):
@@ -96,6 +96,6 @@ class Needs:
     def _read(self, read: Read, entries: Index, runs: int) -> Index:
         """Entries are read if the operation runs, or if an entry of their group is needed behind it."""
         if read.behind is None:
-            return self._formulas.both_each(entries, np.array([runs]))
+            return entries if runs == TRUE else self._formulas.both_each(entries, np.array([runs]))
         groups = self._formulas.some_of_each(self.of(read.behind).reshape(read.groups, -1))
         return self._formulas.both_each(entries, groups.repeat(len(entries) // read.groups))
