@@ -79,22 +79,18 @@ def main(options: Options) -> dict[str, Any]:
     check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out):
-        return _compare(options)
-
-
-def _compare(options: Options) -> dict[str, Any]:
-    images = load_images(options.data, options.data_dir)
-    sweep = [] if options.rates_only else [_train(images, options, knob["objective"], knob) for knob in SWEEP]
-    rates = []
-    for rate in RATES:
-        knob = {"objective": "free_energy", "lam": (0.0,), "prior_active_prob": rate}
-        trained = _train(images, options, f"rate {rate}", knob)
-        rates.append({"prior": rate, "without_data": rate_without_data(rate, options.seed), **trained})
-    comparison = {"sweep": sweep, "rates": rates}
-    _plot(comparison, options.out / "comparison.png")
-    write_json(options.out / "comparison.json", comparison)
-    _print(comparison)
-    return comparison
+        images = load_images(options.data, options.data_dir)
+        sweep = [] if options.rates_only else [_train(images, options, knob["objective"], knob) for knob in SWEEP]
+        rates = []
+        for rate in RATES:
+            knob = {"objective": "free_energy", "lam": (0.0,), "prior_active_prob": rate}
+            trained = _train(images, options, f"rate {rate}", knob)
+            rates.append({"prior": rate, "without_data": rate_without_data(rate, options.seed), **trained})
+        comparison = {"sweep": sweep, "rates": rates}
+        _plot(comparison, options.out / "comparison.png")
+        write_json(options.out / "comparison.json", comparison)
+        _print(comparison)
+        return comparison
 
 
 def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) -> dict[str, Any]:

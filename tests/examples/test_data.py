@@ -1,4 +1,4 @@
-"""The readers of examples/data.py: what they return, and each file that they refuse."""
+"""The readers of examples/common/data.py: what they return, and each file that they refuse."""
 
 import gzip
 import hashlib
