@@ -7,12 +7,12 @@ from pyro_l0.distributions import (
     BernoulliGate,
     ExponentialGate,
     ExponentialUniformGate,
-    GateDistribution,
     HardConcrete,
     HardKumaraswamy,
     PowerLawGate,
     RectifiedNormal,
 )
+from pyro_l0.retired import retired_names
 
 if TYPE_CHECKING:
     from pyro_l0 import compaction as compaction
@@ -32,7 +32,6 @@ __all__ = [
     "BernoulliGate",
     "ExponentialGate",
     "ExponentialUniformGate",
-    "GateDistribution",
     "HardConcrete",
     "HardKumaraswamy",
     "PowerLawGate",
@@ -46,13 +45,14 @@ _PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "pruning", "select
 _FUNCTIONS = {"diagnose": "diagnostics", "prune": "pruning"}
 
 if not TYPE_CHECKING:
+    _retired = retired_names(__name__, {"GateDistribution": "pyro_l0.distributions.gate.GateDistribution"})
 
     def __getattr__(name: str) -> object:
         if name in _PARTS:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _FUNCTIONS:
             return getattr(importlib.import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _retired(name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_PARTS, *_FUNCTIONS})

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor, nn
 
-from pyro_l0 import BernoulliGate, GateDistribution, HardConcrete
+from pyro_l0 import BernoulliGate, HardConcrete
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, factor
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName

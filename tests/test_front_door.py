@@ -12,7 +12,6 @@ ROOMS = {
         "BernoulliGate",
         "ExponentialGate",
         "ExponentialUniformGate",
-        "GateDistribution",
         "HardConcrete",
         "HardKumaraswamy",
         "PowerLawGate",
@@ -44,6 +43,7 @@ ROOMS = {
     "compaction": {"Shrinker", "compact", "load_compacted"},
     "diagnostics": {"diagnose", "to_arviz"},
     "pruning": {"prune"},
+    "training": {"Checkpoint", "epochs", "process_group"},
     "selection": {
         "NeuralFeatureSelector",
         "SpikeSlabClassifier",

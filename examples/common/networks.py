@@ -17,12 +17,12 @@ from pyro_l0 import (
     BernoulliGate,
     ExponentialGate,
     ExponentialUniformGate,
-    GateDistribution,
     HardConcrete,
     HardKumaraswamy,
     PowerLawGate,
     RectifiedNormal,
 )
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.mixture import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
 from pyro_l0.infer.elbo.estimators import EstimatorName

@@ -2,7 +2,6 @@
 
 from pyro_l0.distributions import kl, no_transform  # noqa: F401  registers KLs and a refusal
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
 from pyro_l0.distributions.mixture_families import ExponentialGate, ExponentialUniformGate, PowerLawGate
@@ -14,7 +13,6 @@ __all__ = [
     "BernoulliGate",
     "ExponentialGate",
     "ExponentialUniformGate",
-    "GateDistribution",
     "HardConcrete",
     "HardKumaraswamy",
     "PowerLawGate",
@@ -25,6 +23,7 @@ __all__ = [
 __getattr__ = retired_names(
     __name__,
     {
+        "GateDistribution": "pyro_l0.distributions.gate.GateDistribution",
         "BinaryConcrete": "pyro_l0.distributions.binary_concrete.BinaryConcrete",
         "kl_by_quadrature": "pyro_l0.distributions.kl.kl_by_quadrature",
         "MixtureGate": "pyro_l0.distributions.mixture.MixtureGate",

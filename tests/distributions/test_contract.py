@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributions import constraints, kl_divergence
 
-from pyro_l0.distributions import GateDistribution
+from pyro_l0.distributions.gate import GateDistribution
 from tests.cases import build, columns, stack
 
 STATISTICS = (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.distributions import GateDistribution
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import sample_posterior
 
 RATE, SCALE, CLOSE = 0.2, 0.5, 0.03

@@ -30,12 +30,12 @@ from pyro_l0 import (
     BernoulliGate,
     ExponentialGate,
     ExponentialUniformGate,
-    GateDistribution,
     HardConcrete,
     HardKumaraswamy,
     PowerLawGate,
     RectifiedNormal,
 )
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName

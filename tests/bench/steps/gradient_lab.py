@@ -37,7 +37,6 @@ from pyro_l0 import (
     BernoulliGate,
     ExponentialGate,
     ExponentialUniformGate,
-    GateDistribution,
     HardConcrete,
     HardKumaraswamy,
     PowerLawGate,
@@ -45,6 +44,7 @@ from pyro_l0 import (
 )
 from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, pathwise_noise
 from pyro_l0.diagnostics.plots import plot_gradients
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
 

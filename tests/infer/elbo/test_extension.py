@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.diagnostics.gradients import measure_gradient
-from pyro_l0.distributions import GateDistribution
+from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.infer.elbo.terms import OBJECTIVES, Term
 from pyro_l0.infer.guides.protocol import GateGuide
