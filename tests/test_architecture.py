@@ -1,6 +1,7 @@
 """The direction of imports that docs/architecture.md draws."""
 
 import ast
+import re
 from pathlib import Path
 
 import pyro_l0
@@ -92,3 +93,12 @@ def test_tests_import_arviz_through_the_library():
     for path in Path(__file__).parent.rglob("*.py"):
         top, _ = imports(path)
         assert not any(name.split(".")[0] == "arviz" for name in top), path
+
+
+def test_the_map_names_files_that_exist():
+    """Every file and folder in docs/architecture.md is there, inside the package or beside it."""
+    page = Path(__file__).parents[1] / "docs" / "architecture.md"
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", page.read_text()))
+    assert len(named) > 60
+    missing = [name for name in sorted(named) if not ((ROOT / name).exists() or (ROOT.parent / name).exists())]
+    assert not missing
