@@ -102,3 +102,11 @@ def test_the_map_names_files_that_exist():
     assert len(named) > 60
     missing = [name for name in sorted(named) if not ((ROOT / name).exists() or (ROOT.parent / name).exists())]
     assert not missing
+
+
+def test_files_and_folders_stay_small():
+    """At most 400 lines a file and 16 files a folder."""
+    for folder in (ROOT, ROOT.parent / "tests", ROOT.parent / "examples"):
+        for path in folder.rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 400, path
+            assert len(list(path.parent.glob("*.py"))) <= 16, path.parent

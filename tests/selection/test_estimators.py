@@ -1,10 +1,8 @@
-"""Estimators of spike-and-slab regressions: right answers, and what they do with awkward data."""
+"""Estimators of spike-and-slab regressions: right answers, scikit-learn's conventions, arviz."""
 
 import importlib
 import pickle
-import re
 import sys
-from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -14,7 +12,6 @@ import torch
 from scipy import stats
 from scipy.special import expit, softmax
 from sklearn.base import clone
-from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -22,38 +19,8 @@ from sklearn.preprocessing import StandardScaler
 import pyro_l0.selection
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 from tests.reference_posteriors import GaussianPosterior
+from tests.selection.fitted import ESTIMATORS, data, fitted, three_classes
 from tests.spike_slab_designs import exact_pair, gaussian_design
-
-ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
-
-
-def data(kind, n=80, p=4, seed=0):
-    """Features of very different units, and observations of which features 0 and 2 tell."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(n, p)) * 10.0 ** np.arange(-1, p - 1) + 5.0
-    eta = 10 * (x[:, 0] - 5.0) - 0.1 * (x[:, 2] - 5.0)
-    if kind is SpikeSlabRegressor:
-        return x, 3.0 + eta + rng.normal(size=n)
-    if kind is SpikeSlabClassifier:
-        return x, np.where(rng.random(n) < expit(2 * eta), "yes", "no")
-    return x, rng.poisson(np.exp(0.5 + 0.5 * eta)).astype(float)
-
-
-def three_classes(n=150):
-    """Feature 1 of three tells the classes apart."""
-    rng = np.random.default_rng(7)
-    x = rng.normal(size=(n, 3))
-    odds = softmax(x[:, [1]] * np.array([2.0, 0.0, -2.0]), axis=1)
-    return x, (rng.random((n, 1)) > odds.cumsum(1)).sum(1)
-
-
-@cache
-def fitted(kind):
-    """An estimator with a seed on its data; the tests share it and leave it as it is."""
-    return kind(random_state=0).fit(*data(kind))
-
-
-# Right answers
 
 
 @pytest.mark.parametrize("design", [gaussian_design("near-duplicates"), exact_pair()], ids=lambda d: d.name)
@@ -223,160 +190,6 @@ def test_an_empty_selection_warns_as_in_scikit_learn():
 
 
 # Awkward data
-
-
-def test_a_constant_feature_leaves_the_others_alone():
-    """Its inclusion probability and coefficient are zero, a warning names it, and the rate does not count it."""
-    x, y = data(SpikeSlabRegressor)
-    with pytest.warns(UserWarning, match="inclusion probability and the coefficient of 'x1' are 0"):
-        model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, 4.0, axis=1), y)
-    alone = SpikeSlabRegressor(random_state=0).fit(x, y)
-    np.testing.assert_array_equal(np.delete(model.pip_, 1), alone.pip_)
-    assert model.pip_[1] == model.coef_[1] == model.coef_sd_[1] == 0.0
-    assert not model.sample(100)["gates"][:, 1].any()
-    assert model.log_evidence_ == alone.log_evidence_
-    np.testing.assert_allclose(model.predict(np.insert(x, 1, -9.0, axis=1)), alone.predict(x), rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_constant_features_only(kind):
-    """Nothing can be learned but the intercept."""
-    _, y = data(kind)
-    x = np.ones((len(y), 2))
-    with pytest.warns(UserWarning, match="'x0', 'x1' are 0"):
-        model = kind(method="tempered", random_state=0).fit(x, y)
-    assert model.pip_.tolist() == [0.0, 0.0]
-    assert not model.coef_.any()
-    assert model.credible_sets_ == []
-    assert model.predict(x).shape == (80,)
-
-
-def test_a_feature_that_separates_the_classes_is_not_constant():
-    """It is constant within each class; the largest effect that there can be, and finite by its slab."""
-    x, y = data(SpikeSlabClassifier)
-    x[:, 1] = y == "yes"
-    model = SpikeSlabClassifier(random_state=0).fit(x, y)
-    assert model.pip_[1] > 0.99
-    assert 1 < model.coef_[0, 1] < 100
-
-
-def test_duplicate_features_share_an_effect():
-    """The same twice, either will do: they have the same probability, and one credible set."""
-    x, y = data(SpikeSlabRegressor)
-    model = SpikeSlabRegressor(random_state=0).fit(np.insert(x, 1, x[:, 0], axis=1), y)
-    assert model.pip_[0] == pytest.approx(model.pip_[1], abs=1e-9)
-    (pair,) = (s for s in model.credible_sets_ if 0 in s.features)
-    assert set(pair.features) == {0, 1}
-    assert pair.purity == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_one_feature(kind):
-    """p = 1."""
-    x, y = data(kind)
-    model = kind(random_state=0).fit(x[:, :1], y)
-    assert model.pip_.shape == (1,)
-    assert model.pip_[0] > 0.9
-    assert model.predict(x[:, :1]).shape == (80,)
-
-
-def test_more_features_than_observations():
-    """The two of fifteen that matter, from ten observations with little noise."""
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(10, 15))
-    y = 5 * x[:, 3] - 5 * x[:, 8] + 0.05 * rng.normal(size=10)
-    model = SpikeSlabRegressor(expected_size=2, random_state=0).fit(x, y)
-    assert model.pip_.argsort()[-2:].tolist() in ([3, 8], [8, 3])
-    assert model.rate_ == 2 / 15
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-@pytest.mark.parametrize("where", ["X", "y"])
-def test_nan_is_refused(kind, where):
-    """In scikit-learn's words."""
-    x, y = data(kind)
-    if where == "X":
-        x[3, 1] = np.nan
-    else:
-        y = y.astype(object)
-        y[3] = np.nan
-    with pytest.raises(ValueError, match=r"NaN|contains nan|mix of label input types|unknown label"):
-        kind().fit(x, y)
-
-
-@pytest.mark.parametrize(
-    ("model", "x", "y", "message"),
-    [
-        (SpikeSlabClassifier(), np.eye(3), list("bbb"), "the data contains only one class: 'b'"),
-        (SpikeSlabPoissonRegressor(), np.eye(3), [1, 2, -1], "'poisson' not to be negative, but its least is -1"),
-        (SpikeSlabRegressor(), [["a"], ["b"], ["c"]], [1.0, 2.0, 3.0], "could not convert string to float"),
-        (SpikeSlabRegressor(method="enumerate"), np.eye(30, 21), np.arange(30), "at most 20 features or groups"),
-    ],
-)
-def test_data_that_are_refused(model, x, y, message):
-    with pytest.raises(ValueError, match=message):
-        model.fit(x, y)
-
-
-def test_a_constant_y_needs_a_noise_scale():
-    """There is no scale to learn the noise from; if it is known, nothing has an effect."""
-    x, _ = data(SpikeSlabRegressor)
-    with pytest.raises(ValueError, match="set noise_scale"):
-        SpikeSlabRegressor().fit(x, np.full(80, 2.0))
-    model = SpikeSlabRegressor(noise_scale=1.0, slab_scale=1.0, random_state=0).fit(x, np.full(80, 2.0))
-    np.testing.assert_allclose(model.predict(x), 2.0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rate": 2}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None. Got 2"),
-        ({"rate": 0.0}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None."),
-        ({"rate": "a"}, "The 'rate' parameter of SpikeSlabRegressor must be a float in the range (0, 1) or None."),
-        ({"expected_size": -1}, "The 'expected_size' parameter of SpikeSlabRegressor must be a float in the range"),
-        ({"expected_size": 4}, "Expected expected_size to lie between 0 and the number of features, 4"),
-        (
-            {"rate": 0.1, "expected_size": 2},
-            "The 'rate' and 'expected_size' parameters of SpikeSlabRegressor",
-        ),
-        ({"slab_scale": 0.0}, "The 'slab_scale' parameter of SpikeSlabRegressor must be a float in the range (0, inf)"),
-        ({"noise_scale": np.inf}, "The 'noise_scale' parameter of SpikeSlabRegressor must be a float in the range"),
-        ({"standardize": 1}, "The 'standardize' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
-        ({"fit_intercept": None}, "The 'fit_intercept' parameter of SpikeSlabRegressor must be an instance of 'bool'"),
-        ({"method": "gibbs"}, "The 'method' parameter of SpikeSlabRegressor must be a str among"),
-        ({"random_state": "a"}, "The 'random_state' parameter of SpikeSlabRegressor must be an int in the range"),
-    ],
-)
-def test_wrong_parameters(options, message):
-    """Refused at the fit, and not before, in scikit-learn's words."""
-    model = SpikeSlabRegressor(**options)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model.fit(*data(SpikeSlabRegressor))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: m.select(fdr=2), "Expected fdr to be between 0 and 1, but got 2."),
-        (lambda m: m.sample(0), "Expected n to be a positive integer, but got 0."),
-        (lambda m: m.sample(2.5), "Expected n to be a positive integer, but got 2.5."),
-        (lambda m: m.interval(1.0), "Expected level to be between 0 and 1, but got 1.0."),
-    ],
-)
-def test_wrong_questions(call, message):
-    """Of a fitted estimator."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call(fitted(SpikeSlabRegressor))
-
-
-@pytest.mark.parametrize("name", ["select", "sample", "interval", "summary", "get_support", "to_arviz"])
-def test_before_a_fit(name):
-    """scikit-learn's error."""
-    with pytest.raises(NotFittedError):
-        getattr(SpikeSlabRegressor(), name)()
-
-
-# Conventions
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

@@ -1,0 +1,39 @@
+"""Data that tell of two features, and estimators fitted to them."""
+
+from functools import cache
+
+import numpy as np
+from scipy.special import expit, softmax
+
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
+
+ESTIMATORS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
+
+
+def data(kind, n=80, p=4, seed=0):
+    """Features of very different units, and observations of which features 0 and 2 tell."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, p)) * 10.0 ** np.arange(-1, p - 1) + 5.0
+    eta = 10 * (x[:, 0] - 5.0) - 0.1 * (x[:, 2] - 5.0)
+    if kind is SpikeSlabRegressor:
+        return x, 3.0 + eta + rng.normal(size=n)
+    if kind is SpikeSlabClassifier:
+        return x, np.where(rng.random(n) < expit(2 * eta), "yes", "no")
+    return x, rng.poisson(np.exp(0.5 + 0.5 * eta)).astype(float)
+
+
+def three_classes(n=150):
+    """Feature 1 of three tells the classes apart."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(n, 3))
+    odds = softmax(x[:, [1]] * np.array([2.0, 0.0, -2.0]), axis=1)
+    return x, (rng.random((n, 1)) > odds.cumsum(1)).sum(1)
+
+
+@cache
+def fitted(kind):
+    """An estimator with a seed on its data; the tests share it and leave it as it is."""
+    return kind(random_state=0).fit(*data(kind))
+
+
+# Right answers
