@@ -81,16 +81,8 @@ def apply_in_place(
     """Change a network as a plan says; every parameter stays the object that it was.
 
     So hooks on parameters, lists of them and the optimiser's groups hold. The optimiser's state is cut with its
-    parameters, and new biases join it.
-
-    Args:
-        network: the network that the plan was made for, with any weights.
-        plan: what stays.
-        constants: by layer, its inputs that are folded, as this network computes them; None to load parameters later.
-        optimiser: trains the network's parameters.
-
-    Raises:
-        ValueError: the plan is of another network.
+    parameters, and new biases join it. By layer, ``constants`` are its folded inputs, as this network computes them;
+    None to load parameters later. Refuses the plan of another network.
     """
     _check(network, plan)
     modules = dict(network.named_modules())
@@ -121,11 +113,7 @@ def apply_in_place(
 
 
 def constants_of(network: nn.Module, plan: Plan, calls: Sequence[Arguments]) -> dict[str, Constant]:
-    """The inputs of layers that a plan folds, as a network computes them on all examples.
-
-    Raises:
-        NotConstantError: they are not the same for every example.
-    """
+    """The inputs of layers that a plan folds, as a network computes them; NotConstantError if examples differ."""
     if not plan.folds:
         return {}
     like = next(network.parameters())
@@ -260,11 +248,7 @@ def _cut_state(state: Mapping[str, object], shape: torch.Size, kept: Sequence[Te
 
 
 def check_state(optimiser: torch.optim.Optimizer, parameters: Collection[Tensor]) -> None:
-    """Refuse an optimiser whose state of some parameters can't be cut with them.
-
-    Raises:
-        ValueError: an entry has neither the parameter's shape nor a single number, as factored second moments have.
-    """
+    """Refuse an optimiser whose state of some parameters can't be cut with them, such as factored second moments."""
     for parameter in parameters:
         for key, value in optimiser.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:

@@ -83,12 +83,8 @@ def certify(
 ) -> Certificate:
     """Compare a smaller network with the one that it was made from, both in float64 if they accept it.
 
-    Args:
-        reference: its gates are fixed.
-        small: whatever it raises is passed on.
-        calls: all examples.
-        kept: by name of the reference's parameters, what is left of them.
-        scales: by name of a weight, the gates of its inputs (dimension 1) that went into it.
+    The gates of ``reference`` are fixed, and what ``small`` raises is passed on. By name of a parameter, ``kept`` is
+    what is left of it; by name of a weight, ``scales`` are the gates of its inputs (dimension 1) that went into it.
     """
     pair, calls = _doubled(reference, small, calls)
     compare = _Comparison(*pair, kept, scales)

@@ -23,12 +23,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def check_network(network: nn.Module, example: Example) -> None:
-    """Refuse what can't be recorded, copied or compared; nothing is changed.
-
-    Raises:
-        TypeError: the network is no module, or the example none of the kinds that are accepted.
-        ValueError: the network is not ready, or does not accept the example.
-    """
+    """Refuse what can't be recorded, copied or compared; nothing is changed."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected network to be a torch module, but got {type(network).__name__}.")
     if isinstance(network, Gate):
@@ -95,11 +90,7 @@ def _copied(network: nn.Module) -> nn.Module:
 
 
 def check_seen(network: nn.Module, recording: Recording, kept: Iterable[str]) -> None:
-    """Refuse a module of which one parameter would be cut and another was not used by any call of the example.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse a module of which one parameter would be cut and another was not used by any call of the example."""
     cut = {name.rpartition(".")[0] for name in kept}
     for name, parameter in network.named_parameters():
         path = name.rpartition(".")[0]

@@ -25,16 +25,10 @@ _held: set[Path] = set()  # by this process, which the kernel gives a lock twice
 def replace_file(target: Path, data: bytes | memoryview, previous: Path | None = None) -> None:
     """Put a new file in the place of another, whole or not at all, with its permissions.
 
-    The file is written beside its place, brought to the disk and renamed. A symbolic link at that place is replaced
-    and not followed. A process that is killed may leave a file ``.pyro_l0-*.tmp``, which can be deleted.
-
-    Args:
-        target: the place.
-        data: what the new file holds.
-        previous: where the old file goes, if there is one; there is a file at ``target`` at every moment.
-
-    Raises:
-        OSError: the file can't be written, or a folder stands in its place; the old file is as it was.
+    The file is written beside its place, brought to the disk and renamed; if that fails, the old file is as it was. A
+    symbolic link at that place is replaced and not followed. A process that is killed may leave a file
+    ``.pyro_l0-*.tmp``, which can be deleted. With ``previous`` the old file goes there, and at every moment there is a
+    file at ``target``.
     """
     old: int | None = None
     with contextlib.suppress(FileNotFoundError):
@@ -82,10 +76,6 @@ def hold(target: Path) -> Iterator[None]:
 
     The kernel holds the lock and lets go when the process ends, however it ends: a lock file that stays behind stops
     nobody. Workers that the process starts do not hold it.
-
-    Raises:
-        ValueError: another process holds it, or this one does already.
-        OSError: the lock file can't be written.
     """
     if sys.platform == "win32":
         yield

@@ -48,12 +48,9 @@ def input_dim(layer: nn.Module) -> int:
 def layer_constants(
     reference: nn.Module, units: Mapping[str, Sequence[int]], calls: Sequence[Arguments]
 ) -> dict[str, Constant]:
-    """The inputs of some layers that are the same for every example, as a network with fixed gates computes them.
+    """By layer, the ``units`` of its input that are the same for every example, in a network with fixed gates.
 
-    By path of a layer, ``units`` says which of its inputs.
-
-    Raises:
-        NotConstantError: they differ between examples or between calls of the layer.
+    Raises NotConstantError if they differ between examples or between calls of the layer.
     """
     found: dict[str, Constant] = {}
 
@@ -93,10 +90,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @torch.no_grad()
 def contribution(layer: nn.Module, constant: Constant) -> tuple[Tensor, bool]:
-    """What a layer makes of constant inputs, without its bias.
+    """What a layer makes of constant inputs, without its bias, and whether that is a map.
 
-    Returns:
-        One value per output, shape ``(outputs,)``, or a map, shape ``(1, ...)``; and whether it is a map.
+    It has shape ``(outputs,)``, or as a map ``(1, ...)``.
     """
     if isinstance(layer, nn.Linear):
         out, dim = F.linear(constant, layer.weight), -1
@@ -132,8 +128,7 @@ def gates_into_weights(
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The positive gates that can go into weights behind them, as what is between is positively homogeneous.
 
-    Returns:
-        By name of a weight, of those in ``layers``, the factor of each of its inputs; and the sites of these gates.
+    Returns, by name of a weight of ``layers``, the factor of each of its inputs; and the sites of these gates.
     """
     readers: dict[int, list[Operation]] = {}
     for operation in recording.operations:

@@ -19,16 +19,9 @@ __all__ = ["Expand", "GateChange", "RoutedGate", "Select", "change_gate", "new_i
 
 
 class Select(nn.Module):
-    """Some units of a tensor.
+    """Some units of a tensor, in order; ``size`` is how many there are.
 
-    Args:
-        units: which, in order.
-        dim: dimension of the units.
-        size: number of units that there are.
-        reads_input: whether what it selects from is an input of the network that nothing else reads.
-
-    Raises:
-        ValueError: the input has another number of units.
+    ``reads_input`` says that it selects from an input of the network that nothing else reads.
     """
 
     index: Tensor
@@ -54,13 +47,7 @@ class Select(nn.Module):
 
 
 class Expand(nn.Module):
-    """Units of a tensor and zeros between them.
-
-    Args:
-        units: where the tensor's units go, in order.
-        dim: dimension of the units.
-        size: number of units of the result.
-    """
+    """Units of a tensor, put at ``units`` of ``size``, and zeros between them."""
 
     index: Tensor
 
@@ -78,13 +65,7 @@ class Expand(nn.Module):
 
 
 class RoutedGate(nn.Module):
-    """A gate on some units of its input, with zeros between those of its output.
-
-    Args:
-        before: selects the units that are gated, or does nothing.
-        gate: their gates.
-        after: puts zeros between them, or does nothing.
-    """
+    """A gate on the units that ``before`` selects; ``after`` puts zeros between them. Either may do nothing."""
 
     def __init__(self, before: nn.Module, gate: nn.Module, after: nn.Module) -> None:
         super().__init__()
@@ -117,29 +98,17 @@ def _chained(one: nn.Module, other: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class GateChange:
-    """What a gate in a network becomes.
-
-    Attributes:
-        site: its name.
-        units: the units of the gate that stay gates, in order.
-        size: number of units that come in.
-        read: for each of ``units``, its index among those that come in.
-        put: for each of ``units``, its index among those that go out, between which there are zeros.
-        out: number of units that go out.
-        reads_input: whether what comes in is an input of the network that nothing else reads.
-        fixed: the fixed gates of ``units``; None if they are all 1, went into weights, or stay random.
-        random: whether the gate stays a site of a model.
-    """
+    """What a gate in a network becomes."""
 
     site: str
-    units: tuple[int, ...]
-    size: int
-    read: tuple[int, ...]
-    put: tuple[int, ...]
-    out: int
-    reads_input: bool
-    fixed: tuple[float, ...] | None
-    random: bool
+    units: tuple[int, ...]  # that stay gates, in order
+    size: int  # number of units that come in
+    read: tuple[int, ...]  # for each of ``units``, its index among those that come in
+    put: tuple[int, ...]  # for each of ``units``, its index among those that go out, between which there are zeros
+    out: int  # number of units that go out
+    reads_input: bool  # whether what comes in is an input of the network that nothing else reads
+    fixed: tuple[float, ...] | None  # the gates of ``units``; None if all are 1, went into weights, or stay random
+    random: bool  # whether the gate stays a site of a model
 
 
 def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:

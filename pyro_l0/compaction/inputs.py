@@ -15,11 +15,7 @@ __all__ = ["InputSizes", "SelectedInputs", "refuse_other_sizes"]
 
 
 class InputSizes:
-    """A hook in front of a network that refuses inputs of other sizes than those that it was compacted with.
-
-    Args:
-        sizes: of one example's inputs, without the batch.
-    """
+    """A hook that refuses inputs of other sizes, without the batch, than those that a network was compacted with."""
 
     def __init__(self, sizes: tuple[tuple[int, ...], ...]) -> None:
         self.sizes = sizes

@@ -47,11 +47,7 @@ _SHIFTED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def add_shift(module: nn.Module, shift: Tensor) -> None:
-    """Let a layer add a constant, shape ``(1, ...)``, to its output, beside those that it adds already.
-
-    Raises:
-        TypeError: it is no dense layer or convolution of torch.
-    """
+    """Let a dense layer or a convolution add a constant, shape ``(1, ...)``, beside those that it adds already."""
     if isinstance(module, _Shifted):
         module.shift = module.shift + shift
         return
@@ -114,11 +110,7 @@ _WHOLE = {reduced: whole for whole, reduced in _REDUCED.items()}
 
 
 def reduce_norm(module: nn.Module, size: int) -> None:
-    """Let a norm, reduced before or not, count removed units as zeros; ``size`` is the number of units at the start.
-
-    Raises:
-        TypeError: it is neither ``nn.LayerNorm`` nor ``nn.RMSNorm``.
-    """
+    """Let a norm, reduced before or not, count removed units as zeros; ``size`` is the number of units at the start."""
     module.__class__ = _REDUCED.get(type(module), type(module))
     if not isinstance(module, (ReducedLayerNorm, ReducedRMSNorm)):
         raise TypeError(f"Expected nn.LayerNorm or nn.RMSNorm to lose units, but got {type(module).__name__}.")

@@ -27,17 +27,11 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class LayerFold:
-    """Inputs of a layer that are the same for every example and are folded into its bias, or into a map.
-
-    Attributes:
-        layer: path of the layer.
-        units: which of its inputs are removed.
-        shape: of the map, for one example and the outputs that stay; None where one value per output is enough.
-    """
+    """Inputs of a layer that are the same for every example and are folded into its bias, or into a map."""
 
     layer: str
-    units: tuple[int, ...]
-    shape: tuple[int, ...] | None
+    units: tuple[int, ...]  # the inputs that are removed
+    shape: tuple[int, ...] | None  # of the map, for the outputs that stay; None where one value per output is enough
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,9 @@ def at_draws(
 ) -> _Found:
     """Run a model at draws of its latent sites, by ``torch.vmap`` where that can map it.
 
-    Values have shape ``(chains, draws, *shape of the site)``; those of deterministic sites are computed again.
-
-    Returns:
-        By site, with chains and draws in front, ``"log_likelihood"`` of every observation in nats,
-        ``"posterior_predictive"`` draws of what was observed, and values of ``"deterministic"`` sites.
+    Values have shape ``(chains, draws, *shape of the site)``; those of deterministic sites are computed again. Returns
+    by site, with chains and draws in front, ``"log_likelihood"`` of every observation in nats,
+    ``"posterior_predictive"`` draws of what was observed, and values of ``"deterministic"`` sites.
     """
     _check_values(sites, values)
 

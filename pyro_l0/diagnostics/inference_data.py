@@ -148,20 +148,7 @@ def inference_data(
 
     Booleans are stored as int8, since netCDF has no such type, and a slash in a name as a dot. Empty groups are left
     out. Arrays have shape ``(chains, draws, *shape)``, without chains and draws in ``observed_data`` and
-    ``constant_data``.
-
-    Raises:
-        ValueError: variables differ in their chains or draws.
-
-    Example:
-        >>> z, probs = np.ones((1, 100, 2), dtype=bool), np.array([1.0, 1.0])
-        >>> found = inference_data(
-        ...     {"posterior": {"z": z}, "constant_data": {"P(z != 0)": probs}},
-        ...     coords={"feature": ["age", "bmi"]},
-        ...     dims={"z": ["feature"]},
-        ... )
-        >>> found["posterior"]["z"].sel(feature="bmi").shape, found["constant_data"]["P(z != 0)"].shape
-        ((1, 100), (2,))
+    ``constant_data``; chains and draws are those of every variable.
     """
     legal = {group: _legal(arrays) for group, arrays in groups.items() if arrays}
     drawn = {group: arrays for group, arrays in legal.items() if group not in ("observed_data", "constant_data")}

@@ -27,19 +27,12 @@ __all__ = ["PosteriorDraws", "completed", "draws_of", "is_posterior"]
 
 
 class PosteriorDraws(NamedTuple):
-    """Draws by chain, and what is known of their gates.
+    """Draws by chain, and what is known of their gates."""
 
-    Attributes:
-        values: of every latent site, shape ``(chains, draws, *shape of the site)``.
-        derived: of what follows from those, products of slabs with their gates too, in the same shape.
-        active_probs: P(z != 0) of gate sites; where missing, it is estimated from the draws.
-        switches: the sites of binary gates.
-    """
-
-    values: dict[str, Tensor]
-    derived: dict[str, Tensor]
-    active_probs: dict[str, Tensor]
-    switches: Collection[str]
+    values: dict[str, Tensor]  # of every latent site, shape ``(chains, draws, *shape of the site)``
+    derived: dict[str, Tensor]  # of what follows from those, products of slabs with their gates too
+    active_probs: dict[str, Tensor]  # of gate sites; where missing, estimated from the draws
+    switches: Collection[str]  # the sites of binary gates
 
 
 def is_posterior(given: object) -> bool:

@@ -26,16 +26,10 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Pulls:
-    """Gradients for the locations of the gates, by site.
+    """Gradients for the locations of the gates, by site."""
 
-    Attributes:
-        data: of the data's terms at each draw, shape ``(draws, gates)``; of the whole loss where its price is not known
-            separately.
-        price: of the price, shape ``(gates,)``; None where it is not known.
-    """
-
-    data: dict[str, Tensor]
-    price: dict[str, Tensor] | None
+    data: dict[str, Tensor]  # shape ``(draws, gates)``; of the whole loss where its price is not known separately
+    price: dict[str, Tensor] | None  # shape ``(gates,)``; None where it is not known
 
     def mean(self, name: str) -> Tensor | None:
         """The mean gradient of a site, its price included."""

@@ -104,28 +104,16 @@ class Holding:
 
 @dataclass(frozen=True)
 class GateSite:
-    """One site, every tensor flat and in float32 or more.
-
-    Attributes:
-        name: of the site.
-        gate: its posterior, without gradients.
-        parameter: the guide's, which sets the location of its gates.
-        holding: how an optimiser holds the parameter; None if none does.
-        test_gate: the deterministic gates.
-        location: where the gates are, on the scale of the parameter.
-        closing: where their test gates become 0 on that scale; minus infinity for gates that their location can't
-            close or whose family is not known.
-        start: where the guide put them before training; None if that is not known.
-    """
+    """One site, every tensor flat and in float32 or more."""
 
     name: str
-    gate: GateDistribution
-    parameter: Tensor
-    holding: Holding | None
+    gate: GateDistribution  # its posterior, without gradients
+    parameter: Tensor  # the guide's, which sets the location of its gates
+    holding: Holding | None  # how an optimiser holds the parameter; None if none does
     test_gate: Tensor
-    location: Tensor
-    closing: Tensor
-    start: float | None
+    location: Tensor  # where the gates are, on the scale of the parameter
+    closing: Tensor  # where their test gates become 0 there; -inf if it can't close them, or it is not known
+    start: float | None  # where the guide put them before training; None if that is not known
 
     @property
     def is_open(self) -> Tensor:

@@ -17,23 +17,14 @@ __all__ = ["Training"]
 
 @dataclass(frozen=True)
 class Training:
-    """A training at one step; what is None is not known.
-
-    Attributes:
-        sites: the gate sites.
-        optimisers: how many optimisers were given.
-        elbo: the objective.
-        target: of the gates.
-        pulls: gradients for the gates.
-        steps_left: of the optimiser until the end.
-    """
+    """A training at one step; what is None is not known."""
 
     sites: Sequence[GateSite]
-    optimisers: int
+    optimisers: int  # how many were given
     elbo: L0_ELBO | None
     target: SparsityTarget | None
-    pulls: Pulls | None
-    steps_left: int | None
+    pulls: Pulls | None  # gradients for the gates
+    steps_left: int | None  # of the optimiser until the end
 
     @property
     def counted(self) -> int | None:

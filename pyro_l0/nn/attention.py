@@ -15,14 +15,9 @@ class PlainAttention(nn.Module):
     """Computes what :class:`torch.nn.MultiheadAttention` does, by layers that are called.
 
     Torch's module passes its weights to one function that checks their sizes, and calls none of its layers. Here
-    ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` are dense layers, each head has its own slice of them, and the
-    number of heads follows from the projections. Dropout of attention weights draws other random numbers.
-
-    Args:
-        module: the module whose weights are copied.
-
-    Raises:
-        ValueError: the module adds a bias or zeros to its keys and values.
+    ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` are dense layers, with copies of its weights, each head has its
+    own slice of them, and the number of heads follows from the projections. Dropout of attention weights draws other
+    random numbers. A module that adds a bias or zeros to its keys and values is refused.
     """
 
     # torch's encoder and its layers read these to decide whether their fused path may bypass the module.
@@ -51,11 +46,7 @@ class PlainAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Takes and returns what :class:`torch.nn.MultiheadAttention` does.
-
-        Raises:
-            ValueError: ``is_causal`` is given without ``attn_mask``.
-        """
+        """Takes and returns what torch's module does; ``is_causal`` needs ``attn_mask``."""
         if is_causal and attn_mask is None:
             raise ValueError("Expected attn_mask with is_causal=True, which is a hint about it, but got none.")
         is_batched = query.dim() == 3

@@ -19,29 +19,17 @@ __all__ = ["Calls", "ModuleCall", "follow_calls", "record_called", "record_examp
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module, in a call of the network.
+    """One call of a module, in a call of the network."""
 
-    Attributes:
-        behind: in words, the module that made its first tensor.
-        input: its first tensor; None if there is none, or no operation uses it.
-        output: what it returns; None if that is not a tensor.
-        number: of the network's call.
-    """
-
-    behind: str
-    input: Value | None
-    output: Value | None
-    number: int
+    behind: str  # in words, the module that made its first tensor
+    input: Value | None  # its first tensor; None if there is none, or no operation uses it
+    output: Value | None  # what it returns; None if that is not a tensor
+    number: int  # of the network's call
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of a network's modules, and what the engine knows of their tensors.
-
-    Attributes:
-        of: by module, its calls in order.
-        maps: the maps of the recording.
-    """
+    """The calls of a network's modules, in order, and what the engine knows of their tensors."""
 
     of: dict[nn.Module, list[ModuleCall]]
     maps: Maps

@@ -159,13 +159,9 @@ class NetworkCost:
 
 
 class _Count:
-    """A sum over products of numbers of entries that stay.
+    """A sum over products of numbers of entries that stay, by the dimensions of each product.
 
-    Args:
-        dependencies: what entries depend on.
-        products: the dimensions of each product.
-        per: what the sum is divided by.
-        more: what comes to the sum whatever leaves.
+    It is divided by ``per``, and ``more`` comes to it whatever leaves.
     """
 
     def __init__(self, dependencies: Dependencies, products: Iterable[Iterable[Axis]], per: int, more: int = 0) -> None:

@@ -21,11 +21,7 @@ class Expectations:
     """Sums of probabilities of statements about gates that are independent of each other.
 
     A probability is a product over clauses, and the probability that none of a clause's literals holds one over
-    literals; this is exact where no gate is in two of them.
-
-    Args:
-        formulas: the statements.
-        sizes: by site, the number of gates, in the order in which they are numbered through.
+    literals; this is exact where no gate is in two of them. Gates are numbered through in the order of ``sizes``.
     """
 
     def __init__(self, formulas: Formulas, sizes: Mapping[str, int]) -> None:
@@ -39,11 +35,7 @@ class Expectations:
         return self._numbers.setdefault(tuple(sorted(statements.items())), len(self._numbers))
 
     def __call__(self, active: Mapping[str, Tensor]) -> list[Tensor]:
-        """The expected values of all sums, each of shape ``()``.
-
-        Args:
-            active: by site, P(z != 0) of each gate.
-        """
+        """The expected values of all sums, each of shape ``()``; by site, ``active`` is P(z != 0) of each gate."""
         circuit, sums = self._compiled
         values = circuit([active[site] for site in self._sizes]) if any(one.nodes is not None for one in sums) else None
         return [one(active, values) for one in sums]

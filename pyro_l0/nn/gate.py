@@ -149,9 +149,8 @@ class Gate(nn.Module):
 class GateHolder(nn.Module):
     """Registers gates that act by hooks; when it is called, it does nothing.
 
-    Args:
-        levels: how many modules below the network it is, as a container can't hold it.
-        old: by module path in earlier versions, which wrapped gated modules, the path now.
+    It is so many ``levels`` below the network, as a container can't hold it. By module path in earlier versions, which
+    wrapped gated modules, ``old`` has the path now.
     """
 
     def __init__(self, levels: int, old: Mapping[str, str]) -> None:

@@ -21,14 +21,10 @@ class GateHook:
     """A gate that acts at a module.
 
     Pickles contain the handles, so that after loading torch gives their numbers to no other hook.
-
-    Attributes:
-        inner: the module's name in the wrapper that earlier versions put around it.
-        outer: the gate's name there, which is the last one of its site.
     """
 
-    inner: ClassVar[str]
-    outer: ClassVar[str]
+    inner: ClassVar[str]  # the module's name in the wrapper that earlier versions put around it
+    outer: ClassVar[str]  # the gate's name there, which is the last one of its site
 
     def __init__(self, gate: nn.Module) -> None:
         self.gate = gate

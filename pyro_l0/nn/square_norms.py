@@ -51,19 +51,12 @@ def square_norms(network: nn.Module, example: Example) -> SquareNorms:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Where a weight is found, and which of its entries are columns.
-
-    Attributes:
-        module: the module that holds it.
-        name: its name there.
-        dim: its dimension whose entries are columns.
-        groups: number of groups of a convolution, each with columns of its own.
-    """
+    """Where a weight is found, and which of its entries are columns."""
 
     module: nn.Module
     name: str
-    dim: int
-    groups: int
+    dim: int  # whose entries are columns
+    groups: int  # of a convolution, each with columns of its own
 
     def now(self) -> Tensor:
         """The weight as it is, which a parametrisation computes at each access."""

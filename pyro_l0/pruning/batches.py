@@ -34,28 +34,18 @@ class Loader(Protocol):
 
 
 class BatchLoss:
-    """The loss of a network on a batch.
+    """The loss of a network on a batch: the mean over it, or the sum, of shape ``()``.
 
     A tuple or a list is inputs and, last, targets; of anything else all is input, and the targets are the batch itself,
     as is the one entry of a tuple that has no more. Inputs are a tensor, several in a tuple or a list, or keywords in a
     dict, as in an example of the network's.
-
-    Args:
-        function: takes the network's outputs and the targets; the mean over the batch, or the sum, of shape ``()``.
-        device: where batches are moved.
-        autocast: type of numbers for :class:`torch.autocast`, None for none.
     """
 
     def __init__(self, function: LossFunction, device: torch.device, autocast: torch.dtype | None) -> None:
         self.function, self.device, self._autocast = function, device, autocast
 
     def __call__(self, network: nn.Module, batch: object) -> Tensor:
-        """The loss, shape ``()``.
-
-        Raises:
-            TypeError: the loss is no tensor of one number.
-            ValueError: gradients can't pass from the loss to the network.
-        """
+        """The loss, shape ``()``; one that is no number, or that no gradient passes, is refused."""
         inputs, targets = self.split(batch)
         outputs = self.outputs(network, inputs)
         loss = self.of_outputs(outputs, targets)
@@ -120,12 +110,7 @@ def groups(loader: Loader, size: int, epoch: int) -> Iterator[list[object]]:
 def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> None:
     """Take the running statistics of BatchNorm anew, as means over a few batches.
 
-    After units were removed the old ones describe inputs that no longer exist.
-
-    Args:
-        network: in any mode, in which it stays.
-        loader: gives the batches.
-        loss: knows what of a batch goes into the network.
+    After units were removed the old ones describe inputs that no longer exist. The network's mode stays.
     """
     norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms:

@@ -23,15 +23,10 @@ _UNTRAINED = 0.95  # of the loss with shuffled targets
 
 
 class Note(NamedTuple):
-    """A sentence on a run.
-
-    Attributes:
-        text: the sentence.
-        is_warning: whether there is something to do about it.
-    """
+    """A sentence on a run."""
 
     text: str
-    is_warning: bool
+    is_warning: bool  # whether there is something to do about it
 
 
 @torch.no_grad()
@@ -55,13 +50,7 @@ def looks_untrained(network: nn.Module, loss: BatchLoss, batch: object) -> bool:
 
 @torch.no_grad()
 def largest_unit(budgets: Mapping[str, float], costs: Mapping[str, Cost], gates: Mapping[str, Tensor]) -> float:
-    """The largest share of a budget that an open unit takes.
-
-    Args:
-        budgets: fractions of the full network by the names of the costs.
-        costs: of given gates.
-        gates: by site.
-    """
+    """The largest share of a budget, by the name of its cost, that an open unit takes."""
     is_open = {site: (gate != 0).float() for site, gate in gates.items()}
     largest = 0.0
     full = {site: torch.ones_like(gate) for site, gate in gates.items()}
@@ -83,15 +72,10 @@ def notes_on(
     errors: tuple[float | None, float | None],
     in_the_way: Mapping[str, str],
 ) -> list[Note]:
-    """The notes on a run.
+    """The notes on a run of so many steps, with the report of its target when the gates were done.
 
-    Args:
-        report: of the target, when the gates were done.
-        largest: from :func:`largest_unit`.
-        steps: of the whole run.
-        untrained: from :func:`looks_untrained`, of a network that was to be trained.
-        errors: what the user's function said of the network as it was given, and of the compacted one.
-        in_the_way: by module path, why units could not be taken out.
+    ``errors`` are of the network as it was given and of the compacted one; ``in_the_way`` says by module path why units
+    could not be taken out.
     """
     notes: list[Note] = []
 

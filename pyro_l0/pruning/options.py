@@ -24,11 +24,7 @@ _FEW_STEPS = 300  # with gates
 
 
 def with_length(loader: Iterable[object], steps_per_epoch: int | None, accumulate: int) -> Loader:
-    """A loader with a length.
-
-    Raises:
-        ValueError: it has none, or nothing in it, and the number of steps is not given either, or is not positive.
-    """
+    """A loader with a length, which a stream has by ``steps_per_epoch``."""
     if steps_per_epoch is not None:
         _check_number("steps_per_epoch", steps_per_epoch)
         _check_number("accumulate", accumulate)
@@ -43,11 +39,7 @@ def with_length(loader: Iterable[object], steps_per_epoch: int | None, accumulat
 
 
 def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate: int) -> tuple[int, int]:
-    """The number of steps with gates and of those after the cut.
-
-    Raises:
-        ValueError: an option is out of range, or processes differ.
-    """
+    """The number of steps with gates and of those after the cut."""
     length = len(loader)
     for name, value in (("epochs", epochs), ("accumulate", accumulate)):
         _check_number(name, value)
@@ -74,12 +66,7 @@ def _check_number(name: str, value: object) -> None:
 
 
 def check_budget(budget: object) -> None:
-    """Check that a budget is a fraction, several falling ones, or fractions by name.
-
-    Raises:
-        TypeError: it is of another kind.
-        ValueError: a fraction is outside of (0, 1), or they do not fall.
-    """
+    """Check that a budget is a fraction, several falling ones, or fractions by name."""
     several = isinstance(budget, Sequence) and not isinstance(budget, str)
     given = budget if isinstance(budget, Sequence) and several else [budget]
     given = list(budget.values()) if isinstance(budget, Mapping) else list(given)
@@ -97,11 +84,7 @@ def check_budget(budget: object) -> None:
 
 
 def check_callables(callbacks: object, autocast: object, loss_fn: object, **others: object) -> None:
-    """Check the functions, and the type for autocast.
-
-    Raises:
-        TypeError: an option is of another kind.
-    """
+    """Check the functions, and the type for autocast."""
     if not callable(loss_fn):
         raise TypeError(f"Expected loss_fn(outputs, targets) that returns the loss, but got {loss_fn!r}.")
     for name, value in others.items():
@@ -114,13 +97,7 @@ def check_callables(callbacks: object, autocast: object, loss_fn: object, **othe
 
 
 def check_network(network: object) -> torch.device:
-    """Where a network is.
-
-    Raises:
-        TypeError: it is no module, or one around another that is to be pruned.
-        ValueError: it has no parameters, or can't be copied.
-        RuntimeError: gradients are switched off.
-    """
+    """Where a network is; refuses one that can't be copied or trained."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected a network, a torch.nn.Module, but got {network!r}.")
     inner = "_orig_mod" if hasattr(network, "_orig_mod") else "module"  # of torch.compile and of data parallelism

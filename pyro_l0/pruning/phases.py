@@ -81,13 +81,8 @@ class _Model(nn.Module):
 class GatedPhase(Phase):
     """A network with gates, its guide, its target and their optimisers; gates are drawn for each batch.
 
-    Args:
-        network: with gates, which have their names.
-        loss: of a batch.
-        batch: one, at which the guide sees the gates.
-        make_target: of the guide.
-        make_optimiser: of the weights; Adam if not given.
-        make_schedule: of the weights' optimiser; a constant rate if not given.
+    The guide sees the gates, which have their names, at ``batch``. The weights are trained by Adam at a constant rate
+    if nothing else is given.
     """
 
     def __init__(
@@ -114,11 +109,7 @@ class GatedPhase(Phase):
         self.schedule = None if make_schedule is None else make_schedule(self.optimiser, self.target.steps)
 
     def loss_of(self, batch: object) -> Tensor:
-        """The loss with a draw of the gates.
-
-        Raises:
-            FloatingPointError: it is not finite.
-        """
+        """The loss with a draw of the gates; FloatingPointError if it is not finite."""
         try:
             loss: Tensor = self._loss(batch)
         except ValueError as error:
@@ -159,14 +150,9 @@ class GatedPhase(Phase):
 
 
 class FineTuning(Phase):
-    """A compacted network that is trained further, without gates.
+    """A compacted network that is trained further, without gates, for so many steps.
 
-    Args:
-        network: the network.
-        loss: of a batch.
-        steps: how many there will be.
-        make_optimiser: Adam if not given.
-        make_schedule: a constant rate that falls to 0 by a cosine over the last half of the steps if not given.
+    By Adam if nothing else is given, at a constant rate that falls to 0 by a cosine over the last half of the steps.
     """
 
     def __init__(

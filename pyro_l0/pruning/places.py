@@ -32,17 +32,11 @@ Sites = list[
 
 @dataclass(frozen=True)
 class GatedNetwork:
-    """A network with gates whose units can leave.
+    """A network with gates whose units can leave."""
 
-    Attributes:
-        network: a copy, with gates.
-        skipped: by module path, why there is no gate.
-        in_the_way: those of them whose units can't be taken out, though a gate there would save something.
-    """
-
-    network: nn.Module
-    skipped: dict[str, str] = field(default_factory=dict)
-    in_the_way: dict[str, str] = field(default_factory=dict)
+    network: nn.Module  # a copy, with gates
+    skipped: dict[str, str] = field(default_factory=dict)  # by module path, why there is no gate
+    in_the_way: dict[str, str] = field(default_factory=dict)  # units that can't leave, though it would save something
 
     @property
     def reasons(self) -> str:
@@ -59,18 +53,9 @@ def put_gates(
     """Put gates where a closed one makes a network smaller, and its units can be taken out.
 
     A gate per head of attention, and one per unit behind modules whose units leave alone, such as activations and the
-    norms of inner convolutions. If these do not suffice, a gate, too, for every unit of a residual stream, at all
-    locations where the stream is written or read, and for inputs of the network. A network that has gates already keeps
-    them.
-
-    Args:
-        network: it is not changed.
-        example: what it is called with.
-        gates: by module path, the gates to put in, instead of the locations above.
-        suffices: whether a network with gates can become as small as is wanted.
-
-    Raises:
-        ValueError: no gate can be placed, or units of the given gates can't be taken out.
+    norms of inner convolutions. If with these the network can't become as small as is wanted (``suffices``), a gate,
+    too, for every unit of a residual stream, at all locations where the stream is written or read, and for inputs of
+    the network. ``gates``, by module path, go in place of all these. A network that has gates already keeps them.
     """
     expect(Mapping | None, "a dict of gates by module path", gates=gates)
     for path, gate in (gates or {}).items():

@@ -37,60 +37,34 @@ Evaluate = Callable[[nn.Module], float]
 
 @dataclass
 class Cut:
-    """The network at a budget.
+    """The network at a budget."""
 
-    Attributes:
-        budget: the budget; of several at once, the first.
-        gates: deterministic gates by site.
-        state: the network's tensors with gates.
-        report: of the target.
-        compacted: what was cut, and is trained further.
-        error: of what was cut, before; None without a function that says.
-        refusal: why the network is whole, with fixed gates; None if it was cut.
-    """
-
-    budget: float
-    gates: dict[str, Tensor]
-    state: dict[str, Tensor]
-    report: TargetReport
-    compacted: Compacted | None = None
-    error: float | None = None
-    refusal: str | None = None
+    budget: float  # of several at once, the first
+    gates: dict[str, Tensor]  # deterministic, by site
+    state: dict[str, Tensor]  # the network's tensors with gates
+    report: TargetReport  # of the target
+    compacted: Compacted | None = None  # what was cut, and is trained further
+    error: float | None = None  # of what was cut, before that; None without a function that says
+    refusal: str | None = None  # why the network is whole, with fixed gates; None if it was cut
 
 
 @dataclass
 class Run:
-    """A run and how far it has come.
-
-    Args:
-        placed: the network with gates.
-        example: what it is called with.
-        counts: what the network's parts cost.
-        costs: by the names of the budgets, what must stay within them.
-        loader: gives batches.
-        loss: of a batch.
-        gated_steps: steps with gates.
-        further_steps: steps with each network that was cut.
-        budgets: how many networks there will be.
-        accumulate: batches for each step.
-        make_optimiser: of weights.
-        make_schedule: of their optimiser, in each of the two phases.
-        evaluate: the error of a network.
-    """
+    """A run and how far it has come."""
 
     placed: GatedNetwork
     example: Example
-    counts: NetworkCost
-    costs: Mapping[str, Cost]
+    counts: NetworkCost  # what the network's parts cost
+    costs: Mapping[str, Cost]  # by the names of the budgets, what must stay within them
     loader: Loader
     loss: BatchLoss
     gated_steps: int
-    further_steps: int
-    budgets: int
-    accumulate: int
-    make_optimiser: MakeOptimiser | None
-    make_schedule: MakeSchedule | None
-    evaluate: Evaluate | None
+    further_steps: int  # with each network that was cut
+    budgets: int  # how many networks there will be
+    accumulate: int  # batches for each step
+    make_optimiser: MakeOptimiser | None  # of weights
+    make_schedule: MakeSchedule | None  # of their optimiser, in each of the two phases
+    evaluate: Evaluate | None  # the error of a network
     cuts: list[Cut] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
@@ -107,12 +81,7 @@ class Run:
         return self.placed.network
 
     def start(self, batch: object, make_target: Callable[[AutoGate], SparsityTarget]) -> None:
-        """Make the phase with gates.
-
-        Args:
-            batch: at which the guide sees the gates.
-            make_target: of the guide.
-        """
+        """Make the phase with gates; the guide sees them at a batch."""
         self.phase = GatedPhase(self.gated, self.loss, batch, make_target, self.make_optimiser, self.make_schedule)
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
@@ -136,12 +105,7 @@ class Run:
         return self.step >= self._ends[-1]
 
     def advance(self) -> dict[str, Any]:
-        """Pass over the loader once, or up to the last step of a phase.
-
-        Raises:
-            FloatingPointError: the loss is not finite any more.
-            ValueError: the loader gives no batch.
-        """
+        """Pass over the loader once, or up to the last step of a phase."""
         if self.step == self._ends[self.tuned + 1]:
             self._cut_next()
         until = next(end for end in self._ends if end > self.step)

@@ -14,13 +14,9 @@ __all__ = ["Trainable", "check_finite", "epochs"]
 
 
 class Trainable(Protocol):
-    """What can be trained epoch by epoch.
+    """What can be trained epoch by epoch."""
 
-    Attributes:
-        history: an entry for every epoch so far; a part of the state.
-    """
-
-    history: list[dict[str, Any]]
+    history: list[dict[str, Any]]  # an entry for every epoch so far; a part of the state
 
     @property
     def is_done(self) -> bool:
@@ -70,16 +66,7 @@ def epochs(run: Trainable, checkpoint: Checkpoint | None = None) -> Iterator[dic
 
 
 def check_finite(epoch: int, loss: float, *modules: nn.Module) -> None:
-    """Stop a training that has diverged, before its state replaces a good checkpoint.
-
-    Args:
-        epoch: its number, for the message.
-        loss: its mean loss.
-        modules: what was trained.
-
-    Raises:
-        FloatingPointError: the loss or a parameter is not finite.
-    """
+    """Stop a training that has diverged, before its state replaces a good checkpoint."""
     broken = [name for x in modules for name, p in x.named_parameters() if not bool(p.isfinite().all())]
     if math.isfinite(loss) and not broken:
         return

@@ -17,11 +17,9 @@ _KEPT = 20  # batches of an iterator that can't be begun anew
 
 
 class Stream:
-    """Some batches of a loader at a time: each epoch continues where the last one ended, and at the end it begins anew.
+    """Epochs of so many batches: each continues where the last one ended, and at the end the loader begins anew.
 
-    Args:
-        loader: gives batches; it needs no length, and may be an iterator, which can't be begun anew.
-        length: batches of an epoch.
+    The loader needs no length, and may be an iterator, which can't be begun anew.
     """
 
     def __init__(self, loader: Iterable[object], length: int) -> None:

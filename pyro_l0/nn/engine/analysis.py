@@ -30,24 +30,15 @@ class Fold:
 
     They leave, except the last of a dimension and those that are also another unit elsewhere. These keep their entries,
     which are no longer computed correctly, so that their weights must be zero.
-
-    Attributes:
-        path: the module that called the layer.
-        weight: name of its weight.
-        bias: name of its bias, None if there is none.
-        dim: dimension of the weight that reads the inputs.
-        units: which of the inputs, in the numbering of the full layer.
-        constant: their values, shape ``(units,)``; or ``(units, *positions)`` where they differ between positions.
-        is_padded: whether the layer pads its input with zeros, so that the contribution is a map.
     """
 
-    path: str
-    weight: str
+    path: str  # the module that called the layer
+    weight: str  # its name, as of the bias
     bias: str | None
-    dim: int
-    units: Tensor
-    constant: Tensor
-    is_padded: bool
+    dim: int  # of the weight, which reads the inputs
+    units: Tensor  # which of the inputs, in the numbering of the full layer
+    constant: Tensor  # their values, shape ``(units,)``; or ``(units, *positions)`` where they differ between positions
+    is_padded: bool  # whether the layer pads its input with zeros, so that the contribution is a map
 
     @property
     def is_map(self) -> bool:
@@ -69,21 +60,13 @@ class GateMap:
 
 @dataclass(frozen=True)
 class ReducedNorm:
-    """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean.
+    """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean."""
 
-    Attributes:
-        path: the module that called it, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's.
-        kind: ``"layer"`` or ``"rms"``.
-        weight: name of its weight, None if there is none.
-        size: number of units that there were.
-        kept: those that stay.
-    """
-
-    path: str
-    kind: str
-    weight: str | None
-    size: int
-    kept: Tensor
+    path: str  # the module, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's
+    kind: str  # ``"layer"`` or ``"rms"``
+    weight: str | None  # its name, if there is one
+    size: int  # number of units that there were
+    kept: Tensor  # those that stay
 
 
 @dataclass(frozen=True)

@@ -34,21 +34,13 @@ __all__ = ["Dependencies", "find_dependencies"]
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Answer of :func:`find_dependencies`.
-
-    Attributes:
-        formulas: the statements.
-        sizes: by site, the number of its gates. In statements, gates are numbered through in this order.
-        maps: what the rules said of the recording with all gates open.
-        units: the unit of every entry, by block, where gates keep the units in front and behind apart.
-        stays: by unit, the number of the statement that it stays; gates that leave do so in a compacted network.
-    """
+    """Answer of :func:`find_dependencies`."""
 
     formulas: Formulas
-    sizes: dict[str, int]
-    maps: Maps
-    units: list[Index]
-    stays: Index
+    sizes: dict[str, int]  # by site, the number of its gates, which statements number through in this order
+    maps: Maps  # with all gates open
+    units: list[Index]  # of every entry, by block, where gates keep the units in front and behind apart
+    stays: Index  # by unit, the statement that it stays; gates that leave do so in a compacted network
 
     def kept(self, axis: Axis) -> Index:
         """For each entry of a dimension, the statement that it stays."""

@@ -19,14 +19,8 @@ _ALL_CASES = (1 << 4 * _CASES) - 1
 class Formulas:
     """Monotone statements: all of some clauses hold, and a clause holds if one of its literals does.
 
-    A literal is a gate, which is open, or, numbered behind the gates, another statement. Statements are numbered, and
-    arrays of numbers stand for the statements of a dimension's entries.
-
-    Args:
-        sizes: by site, the number of gates; they are numbered through.
-
-    Attributes:
-        statements: what the literals behind the gates stand for, each in terms of literals before it.
+    A literal is a gate, which is open, or, numbered behind the gates, another statement. Gates are numbered through,
+    site after site. Statements are numbered, and arrays of numbers stand for those of a dimension's entries.
 
     Example:
         >>> formulas = Formulas([2])

@@ -37,29 +37,17 @@ class NormCall:
 
 @dataclass(frozen=True, eq=False)
 class ConstantInput:
-    """A layer whose constant inputs may leave, if its bias absorbs them.
+    """A layer whose constant inputs may leave, if its bias absorbs them."""
 
-    Attributes:
-        operation: the layer's call.
-        input: what it reads.
-        weight: its weight.
-        bias: its bias.
-        input_dim: the dimension of the input that is summed over.
-        weight_dim: the same of the weight.
-        is_padded: whether it pads images with zeros.
-        read: the relation that says which entries are read, those that do not leave.
-        candidates: which are constant and would be read.
-    """
-
-    operation: Operation
+    operation: Operation  # the layer's call
     input: Value
     weight: Value
     bias: Value | None
-    input_dim: int
+    input_dim: int  # which is summed over
     weight_dim: int
-    is_padded: bool
-    read: Read
-    candidates: Mask
+    is_padded: bool  # whether it pads images with zeros
+    read: Read  # which entries are read, those that do not leave
+    candidates: Mask  # which are constant and would be read
 
     @property
     def reads(self) -> Mask:

@@ -17,15 +17,8 @@ __all__ = ["Needs"]
 class Needs:
     """Goes through the operations from the last to the first.
 
-    Args:
-        maps: what the rules said.
-        formulas: the statements; for given gates they are true or false.
-        passes: the statements that the entries of a link with ``where`` are not multiplied by zero.
-        reads: the statements that entries are not left out of a sum over them.
-
-    Attributes:
-        running: by operation that the outputs may depend on, the statement that they do.
-        read: by relation, the statements that its entries are read.
+    ``passes`` gives the statements that the entries of a link with ``where`` are not multiplied by zero, ``reads`` that
+    entries are not left out of a sum over them. For given gates all statements are true or false.
     """
 
     def __init__(

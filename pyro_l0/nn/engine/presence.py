@@ -19,14 +19,8 @@ NONZERO, VARYING = 0, 1  # rows of what is known
 class Presence:
     """For the entries of every dimension, the statements that their slices are not zero, and that they vary.
 
-    Args:
-        formulas: the statements.
-        gates: by site, the statements that each gate is open.
-        opened: what the rules say with all gates open: what is zero then always is.
-        closed: what they say with all gates closed: what is not zero then never is.
-
-    Attributes:
-        known: by dimension, shape ``(2, size)``: that an entry's slice is not zero, and that it varies.
+    ``gates`` are by site the statements that each gate is open. What is zero with all gates open (``opened``) always
+    is; what is not zero with all gates closed (``closed``) never is.
     """
 
     def __init__(self, formulas: Formulas, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:

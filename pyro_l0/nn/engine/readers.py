@@ -23,25 +23,15 @@ __all__ = ["Use", "find_readers", "find_writers", "weights_of"]
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A weight whose entries read, or write, the units of a gate.
+    """A weight whose entries read, or write, the units of a gate."""
 
-    Attributes:
-        site: the gate's site.
-        weight: the weight.
-        dim: its dimension whose entries do.
-        entries: which entries, shape ``(pairs,)``.
-        units: the unit that each reads or writes, shape ``(pairs,)``; every pair is there once.
-        path: a module that reads or writes them by the weight.
-        groups: with a convolution in groups, its number, and entries count through the inputs of all groups.
-    """
-
-    site: str
+    site: str  # the gate's
     weight: Value
-    dim: int
-    entries: Index
-    units: Index
-    path: str
-    groups: int = 1
+    dim: int  # whose entries do
+    entries: Index  # shape ``(pairs,)``
+    units: Index  # which each reads or writes, shape ``(pairs,)``; every pair is there once
+    path: str  # a module that reads or writes them by the weight
+    groups: int = 1  # of a convolution; entries count through the inputs of all groups
 
     @property
     def each(self) -> int:

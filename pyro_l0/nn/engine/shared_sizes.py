@@ -92,12 +92,7 @@ class _Factors:
 
 
 def find_integers(uses: Sequence[SizeUse], size: Callable[[SizeUse], int]) -> dict[Holder, int]:
-    """The integers that modules are to hold, of those that give sizes.
-
-    Args:
-        uses: the sizes that they give.
-        size: what each of them is to be.
-    """
+    """The integers that modules are to hold, for the sizes that they give to become others."""
     found: dict[Holder, int] = {}
     wanted = {(use.integer.text, size(use)): use.integer for use in uses}
     for (_, new), integer in sorted(wanted.items(), key=lambda item: len(item[1].holders)):

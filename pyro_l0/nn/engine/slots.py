@@ -36,13 +36,7 @@ _Entry = TypeVar("_Entry", bound=np.generic)
 
 
 class Axis:
-    """One dimension of a recorded tensor.
-
-    Attributes:
-        size: number of entries.
-        block: number of its entries' block in :class:`Slots`.
-        states: what is known of each entry's slice.
-    """
+    """One dimension of a recorded tensor: its block in :class:`Slots`, and what is known of each entry's slice."""
 
     def __init__(self, size: int, block: int, state: int) -> None:
         self.size = size
@@ -114,35 +108,22 @@ class Box:
     """A dimension whose entries are the pairs (or triples, ...) of entries of others, last one fastest.
 
     An entry of the flat dimension leaves if and only if one of its factors' entries leaves.
-
-    Attributes:
-        factors: blocks of the factors.
-        flat: block of the product.
-        is_view: whether the factors are dimensions of tensors, which the network's code tells apart.
     """
 
-    factors: tuple[int, ...]
+    factors: tuple[int, ...]  # their blocks
     flat: int
-    is_view: bool
+    is_view: bool  # whether the factors are dimensions of tensors, which the network's code tells apart
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """Entries of an operation's input are read by entries of its output alone, one by one.
+    """Entries of an operation's input are read by entries of its output alone, one by one."""
 
-    Attributes:
-        source: dimension of the input.
-        target: dimension of the output.
-        source_entries: which entries are read; None for all.
-        target_entries: which entries read them, in the same order; None for all.
-        where: whether an entry is read at all, by entry that is linked; None for all.
-    """
-
-    source: Axis
-    target: Axis
-    source_entries: Index | None = None
-    target_entries: Index | None = None
-    where: Mask | None = None
+    source: Axis  # of the input
+    target: Axis  # of the output
+    source_entries: Index | None = None  # which are read; None for all
+    target_entries: Index | None = None  # which read them, in the same order; None for all
+    where: Mask | None = None  # whether an entry is read at all, by entry that is linked; None for all
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,21 +143,13 @@ class Reshape:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Entries of an operation's input that it reads together, so that they have to stay while its output is needed.
+    """Entries of an operation's input that it reads together, so that they have to stay while its output is needed."""
 
-    Attributes:
-        axes: dimensions of the same entries, in one or several inputs.
-        where: which entries are read; None for all.
-        reason: why they stay.
-        groups: with ``behind``, the number of groups; an entry is read only if an entry of its group is needed there.
-        behind: the output's dimension in groups.
-    """
-
-    axes: tuple[Axis, ...]
-    where: Mask | None
-    reason: str
-    groups: int = 1
-    behind: Axis | None = None
+    axes: tuple[Axis, ...]  # of the same entries, in one or several inputs
+    where: Mask | None  # which entries are read; None for all
+    reason: str  # why they stay
+    groups: int = 1  # with ``behind``: an entry is read only if an entry of its group is needed there
+    behind: Axis | None = None  # the output's dimension in groups
 
 
 def outer(function: np.ufunc, vectors: Sequence[npt.NDArray[_Entry]]) -> npt.NDArray[_Entry]:

@@ -22,17 +22,7 @@ _GIVEN = Formulas([])  # of given gates: all statements are true or false
 
 
 class Solution:
-    """Which units stay: those that are read, what boxes need to stay boxes, and one of every dimension.
-
-    Args:
-        maps: what the rules said for given gates.
-
-    Attributes:
-        units: the unit of every entry, by block.
-        stays: by unit.
-        reasons: by unit, why it stays, as a number in ``texts``; -1 if it leaves.
-        texts: the reasons.
-    """
+    """Which units stay: those that are read, what boxes need to stay boxes, and one of every dimension."""
 
     def __init__(self, maps: Maps) -> None:
         self.units: list[Index] = maps.slots.units()

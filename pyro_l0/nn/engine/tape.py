@@ -20,25 +20,15 @@ WRITE = "write in place"  # the operation that stands for what a write does to t
 
 @dataclass(eq=False)
 class Value:
-    """A tensor at one moment of a recorded call; what changes in place becomes another value.
-
-    Attributes:
-        shape: its sizes.
-        dtype: type of its entries.
-        tensor: the tensor itself, whose entries later operations may have changed in place.
-        names: the names of the parameter or buffer that it is, several for a tied one.
-        is_input: whether it is an input of the network.
-        is_output: whether it is an output of the network.
-        is_given: whether nothing recorded made it, and it is neither input, parameter nor buffer.
-    """
+    """A tensor at one moment of a recorded call; what changes in place becomes another value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tensor: Tensor
-    names: tuple[str, ...] = ()
-    is_input: bool = False
-    is_output: bool = False
-    is_given: bool = False
+    tensor: Tensor  # whose entries later operations may have changed in place
+    names: tuple[str, ...] = ()  # of the parameter or buffer that it is, several for a tied one
+    is_input: bool = False  # of the network
+    is_output: bool = False  # of the network
+    is_given: bool = False  # nothing recorded made it, and it is neither input, parameter nor buffer
 
     @property
     def rank(self) -> int:
@@ -126,18 +116,10 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a network did in one call or several.
-
-    Attributes:
-        network: the network.
-        operations: in the order of their running.
-        calls: one for each example.
-        named: the values of the parameters and buffers that were used, by every name.
-        sizes: those that integers of the users' modules gave.
-    """
+    """What a network did in one call or several."""
 
     network: nn.Module
-    operations: tuple[Operation, ...]
-    calls: tuple[Call, ...]
-    named: dict[str, Value]
-    sizes: tuple[SizeUse, ...] = ()
+    operations: tuple[Operation, ...]  # in the order of their running
+    calls: tuple[Call, ...]  # one for each example
+    named: dict[str, Value]  # parameters and buffers that were used, by every name
+    sizes: tuple[SizeUse, ...] = ()  # which integers of the users' modules gave

@@ -96,14 +96,10 @@ def contract(
     bias: Value | None = None,
     folds: bool = False,
 ) -> None:
-    """A sum over products: a letter for every dimension; those of the result pass, the others are summed over.
+    """A sum over products: a letter for every dimension; those of ``result`` pass, the others are summed over.
 
-    Args:
-        maps: what is known so far.
-        operands: the factors.
-        result: letters of the output.
-        bias: what is added, its last dimensions those of the output.
-        folds: whether the first factor's constants may leave into a bias, where the second one is a layer's weight.
+    The last dimensions of ``bias``, which is added, are those of the output. With ``folds`` the first factor's
+    constants may leave into a bias, where the second one is a layer's weight.
     """
     output = maps.operation.output
     folds = folds and not operands[0][0].names and maps.takes_constants(operands[1][0], bias)

@@ -84,11 +84,7 @@ def overwrite(maps: Maps, operation: Operation) -> None:
 def combine(maps: Maps, operation: Operation, operands: Sequence[Value], zeroing: Sequence[tuple[int, ...]]) -> None:
     """Tie the dimensions of operands that are broadcast against each other to those of the output.
 
-    Args:
-        maps: what is known so far.
-        operation: the operation.
-        operands: its inputs.
-        zeroing: groups of operands (by number); the output is zero where all of one group are.
+    The output is zero where all operands of a group of ``zeroing``, by their numbers, are.
     """
     output = operation.output
     for output_dim, size in enumerate(output.shape):
