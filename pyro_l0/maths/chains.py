@@ -15,13 +15,9 @@ __all__ = ["bulk_ess", "r_hat"]
 def r_hat(draws: Tensor) -> Tensor:
     """Rank-normalised split r-hat: 1 where chains agree in location and in spread (section 4.1 of the paper).
 
-    Chains that never move and agree have 1; those that never move and differ have infinity or a very large number.
-
-    Args:
-        draws: shape ``(chains, n, *shape)``, n at least 4.
-
-    Returns:
-        Shape ``shape``, in float64. The larger one of the draws and of their distances from the median.
+    Takes draws of shape ``(chains, n, *shape)``, n at least 4, and gives ``shape`` in float64: the larger one of the
+    draws and of their distances from the median. Chains that never move and agree have 1; those that never move and
+    differ have infinity or a very large number.
     """
     split = _halves(draws)
     folded = (split - _median(split)[:, None, None]).abs()
@@ -31,14 +27,9 @@ def r_hat(draws: Tensor) -> Tensor:
 def bulk_ess(draws: Tensor) -> Tensor:
     """Effective sample size of rank-normalised split chains (section 4.2 of the paper), for the bulk of the draws.
 
-    Autocorrelations are added up to the first pair of lags with a negative sum, and pairs do not increase (Geyer).
-    Draws that are all the same count in full.
-
-    Args:
-        draws: shape ``(chains, n, *shape)``, n at least 8.
-
-    Returns:
-        Shape ``shape``, in float64.
+    Takes draws of shape ``(chains, n, *shape)``, n at least 8, and gives ``shape`` in float64. Autocorrelations are
+    added up to the first pair of lags with a negative sum, and pairs do not increase (Geyer). Draws that are all the
+    same count in full.
     """
     split = _halves(draws)
     _, chains, n = split.shape

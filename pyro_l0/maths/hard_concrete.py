@@ -161,11 +161,9 @@ def _split_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def draw_jointly(log_alphas: Sequence[Tensor], temperature: float, stretch: Stretch) -> tuple[list[Tensor], Tensor]:
     """Draw hard concretes of several sites with one temperature and stretch, given as numbers.
 
-    A layer has few gates, so that a formula takes as long as its operations take to be called and to be recorded for
-    the gradient. Here both happen once for all sites, and the graph has one node.
-
-    Returns:
-        The draws, each in the shape of its log alpha; P(z != 0) of all gates in one vector.
+    Gives the draws, each in the shape of its log alpha, and P(z != 0) of all gates in one vector. A layer has few
+    gates, so that a formula takes as long as its operations take to be called and to be recorded for the gradient. Here
+    both happen once for all sites, and the graph has one node.
     """
     size = torch.Size([sum(a.numel() for a in log_alphas)])
     noise = logistic_noise(size, log_alphas[0].dtype, log_alphas[0].device)

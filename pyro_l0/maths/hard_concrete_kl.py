@@ -279,19 +279,13 @@ def _at_once(
 def same_temperature(
     log_alpha_q: Tensor, log_alpha_p: Tensor, temperature: Number, stretch: Stretch, rule: Rule
 ) -> Tensor:
-    """KL of two hard concretes with one temperature and one stretch, in closed form.
+    """KL of two hard concretes with one temperature and one constant stretch, in closed form.
 
     With d the lead of q's log alpha, kappa = exp(d) - 1 and v the cdf of q, the log ratio of the densities is
     -d + 2 log(1 + kappa v), whose integral is elementary. It is O(d^2) but built from terms of O(d), so for |d| < 3
     the same integral is taken over log(1 + kappa v) instead, where the integrand is entire and non-negative and the
-    given rule is exact to rounding.
-
-    Args:
-        log_alpha_q: location of q, broadcast against ``log_alpha_p``.
-        log_alpha_p: location of p.
-        temperature: the shared temperature; the gradient is that of the shared value.
-        stretch: the shared stretch, a constant.
-        rule: Gauss-Legendre nodes and weights on [-1, 1] (8 for float64, 5 for float32).
+    given Gauss-Legendre rule (8 nodes for float64, 5 for float32) is exact to rounding. The temperature's gradient is
+    that of the shared value.
     """
     log_alpha_q, log_alpha_p = torch.broadcast_tensors(log_alpha_q, log_alpha_p)
     if isinstance(temperature, Tensor):

@@ -19,15 +19,10 @@ from pyro_l0.maths.special import Number, clamp_backward, inside_unit_interval
 
 
 class Point(NamedTuple):
-    """A point of the unit interval.
+    """A point of the unit interval."""
 
-    Attributes:
-        s: distance from 0.
-        s_bar: distance from 1.
-    """
-
-    s: Tensor
-    s_bar: Tensor
+    s: Tensor  # distance from 0
+    s_bar: Tensor  # distance from 1
 
     @property
     def mirrored(self) -> Point:
@@ -139,17 +134,11 @@ def interior_quantile(component: Component, logits: Tensor, u: Tensor, low: Poin
 def attach_gradient(
     component: Component, logits: Tensor, s: Tensor, p: Tensor | None = None, ends: tuple[Point, Point] | None = None
 ) -> Tensor:
-    """Points of the unit interval with their implicit derivatives for the mixture's parameters (Eq. 12).
+    """Points s of the unit interval with their implicit derivatives for the mixture's parameters (Eq. 12).
 
     A point with P(S <= s) = p moves with a parameter by the change of the cdf over the density, however it was found.
-    Right to second order; what torch derives from that in turn is not.
-
-    Args:
-        component: the component with its parameters.
-        logits: log odds of the mixture's weight.
-        s: the points, without a gradient.
-        p: their probabilities, if they have a gradient too.
-        ends: if the points follow the distribution between two points, those.
+    Right to second order; what torch derives from that in turn is not. ``p`` is given if it has a gradient too, and
+    ``ends`` if the points follow the distribution between two points.
     """
     s = inside_unit_interval(s.detach())
 
@@ -218,12 +207,5 @@ class _MixtureGateDraw(torch.autograd.Function):
 
 
 def gate_draw(logits: Tensor, shape: torch.Size, component: Component, stretch: Stretch) -> Tensor:
-    """Draws of the stretched and clipped mixture, differentiable in the logits alone.
-
-    Args:
-        logits: log odds of the mixture's weight.
-        shape: shape of the draws, to which the logits broadcast.
-        component: the component, with parameters that are numbers or have no gradient.
-        stretch: stretch limits that are numbers or have no gradient.
-    """
+    """Draws of the stretched and clipped mixture, differentiable in the logits alone."""
     return apply(_MixtureGateDraw, logits, shape, component, stretch)

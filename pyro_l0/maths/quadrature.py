@@ -17,39 +17,23 @@ Rule = tuple[Tensor, Tensor]  # nodes and weights on [-1, 1]
 
 
 class Stretch(NamedTuple):
-    """Stretch limits and what follows from them alone, as numbers or as tensors.
+    """Stretch limits and what follows from them alone, as numbers or as tensors."""
 
-    Attributes:
-        gamma: lower limit, below 0.
-        zeta: upper limit, above 1.
-        width: ``zeta - gamma``.
-        t0: logit of the unstretched variable at which the gate is 0.
-        t1: logit of the unstretched variable at which the gate is 1.
-    """
-
-    gamma: Number
-    zeta: Number
+    gamma: Number  # lower limit, below 0
+    zeta: Number  # upper limit, above 1
     width: Number
-    t0: Number
-    t1: Number
+    t0: Number  # logit of the unstretched variable at which the gate is 0
+    t1: Number  # the same at which it is 1
 
 
 class Nodes(NamedTuple):
-    """Quadrature nodes on the logit axis between the atoms, on a last dimension of size n.
-
-    Attributes:
-        t: nodes in t.
-        weight: weights with respect to dt.
-        z: the gate's value g(t).
-        one_minus_z: 1 - g(t), without cancellation.
-        slope: g'(t).
-    """
+    """Quadrature nodes on the logit axis between the atoms, on a last dimension of size n."""
 
     t: Tensor
-    weight: Tensor
-    z: Tensor
-    one_minus_z: Tensor
-    slope: Tensor
+    weight: Tensor  # with respect to dt
+    z: Tensor  # the gate's value g(t)
+    one_minus_z: Tensor  # without cancellation
+    slope: Tensor  # g'(t)
 
 
 @lru_cache(maxsize=64)
@@ -94,15 +78,10 @@ def make_stretch(gamma: Number, zeta: Number, dtype: torch.dtype) -> Stretch:
 
 
 def num_nodes(half_width: float, temperature: float, dtype: torch.dtype) -> int:
-    """Gauss-Legendre nodes that integrate a gate's density in t to rounding.
+    """Gauss-Legendre nodes that integrate a gate's density in t to rounding, up to the largest temperature involved.
 
     The integrand is analytic up to Im t = pi / max(1, temperature), which bounds the Bernstein ellipse around
     an interval of the given half width.
-
-    Args:
-        half_width: (t1 - t0) / 2.
-        temperature: the largest temperature involved.
-        dtype: float64 asks for 1e-12, float32 for 1e-7.
     """
     tol = 1e-12 if dtype == torch.float64 else 1e-7
     y = math.pi / (half_width * max(1.0, temperature))
@@ -142,15 +121,7 @@ def even_places(stretch: Stretch, device: torch.device) -> Tensor:
 def rule_nodes(
     stretch: Stretch, breakpoints: tuple[float, ...], temperature: float, dtype: torch.dtype, device: torch.device
 ) -> Nodes | None:
-    """Nodes of one rule between any two of some numbers, or None where a rule would need too many.
-
-    Args:
-        stretch: the stretch whose logit map is used.
-        breakpoints: values of z in [0, 1] where the rule starts anew.
-        temperature: the largest temperature involved.
-        dtype: type of the nodes.
-        device: device of the nodes.
-    """
+    """Nodes of one rule between any two of some values of z in [0, 1], or None where a rule would need too many."""
     sharpness = half_width(stretch) * max(1.0, temperature)
     if not sharpness < MOST_NODES / 4:  # needs more in either type, and infinity none
         return None
@@ -182,15 +153,10 @@ def _number_nodes(
 
 
 def panel_nodes(stretch: Stretch, breakpoints: list[Tensor], n: int, dtype: torch.dtype, device: torch.device) -> Nodes:
-    """Nodes on [t0, t1] in panels that end at the breakpoints; panels of no width are harmless.
+    """Nodes on [t0, t1], n per panel, in panels that end at the breakpoints; panels of no width are harmless.
 
-    Args:
-        stretch: the stretch whose logit map is used.
-        breakpoints: values of z in [0, 1], each of shape ``batch_shape + (k,)``. Where panels end does not move the
-            integral, so no gradient passes.
-        n: nodes per panel.
-        dtype: type of the nodes.
-        device: device of the nodes.
+    Breakpoints are values of z in [0, 1], each of shape ``batch_shape + (k,)``. Where panels end does not move the
+    integral, so no gradient passes.
     """
     batch = torch.broadcast_shapes(*(x.shape[:-1] for x in breakpoints))
     z = torch.cat([x.detach().expand(*batch, x.shape[-1]) for x in breakpoints], -1).sort(-1).values

@@ -21,14 +21,10 @@ class Columns:
 
     A categorical feature has a dummy for each of its levels and none is left out: their effects have one prior, which
     does not depend on which level would have been the reference, and which makes them identifiable.
-
-    Attributes:
-        levels: those of categorical features, by the features' positions.
-        feature_of: the feature of each column, shape ``(C,)``.
     """
 
-    levels: dict[int, pandas.Index]
-    feature_of: NDArray[np.intp]
+    levels: dict[int, pandas.Index]  # of categorical features, by their positions
+    feature_of: NDArray[np.intp]  # the feature of each column, shape (C,)
 
     @staticmethod
     def of(levels: dict[int, pandas.Index], features: int) -> Columns:
@@ -52,11 +48,7 @@ class Columns:
 
 
 def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
-    """The levels that occur in each categorical column of a data frame, by position; empty without a frame.
-
-    Raises:
-        TypeError: the features are sparse.
-    """
+    """The levels that occur in each categorical column of a data frame, by position; refuses sparse features."""
     frame: Any = x
     if issparse(x):
         raise TypeError(
@@ -73,12 +65,7 @@ def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
 
 
 def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
-    """A data frame with numbers instead of levels, NaN where one is missing.
-
-    Raises:
-        TypeError: there are levels, but no data frame.
-        ValueError: a level is none of these.
-    """
+    """A data frame with numbers instead of levels, NaN where one is missing; refuses levels that are none of these."""
     if not levels:
         return x
     if not hasattr(x, "iloc"):

@@ -115,14 +115,9 @@ def credible_sets(
 
 
 def open_gates(coefficients: csr_array, gate_of: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Which gates are open in draws of coefficients that are stored for open gates only.
+    """Which gates are open, shape ``(N, G)``, in draws of coefficients that are stored for open gates only.
 
-    Args:
-        coefficients: shape ``(N, p K)``, the K coefficients of a feature side by side.
-        gate_of: which gate switches each feature, shape ``(p,)``.
-
-    Returns:
-        Shape ``(N, G)``.
+    The draws have the shape ``(N, p K)``, with the K coefficients of a feature side by side.
     """
     outputs = coefficients.shape[1] // len(gate_of)
     found = np.zeros((coefficients.shape[0], gate_of.max() + 1), dtype=bool)
@@ -132,16 +127,7 @@ def open_gates(coefficients: csr_array, gate_of: NDArray[np.intp]) -> NDArray[np
 
 
 class _Grower:
-    """Grows one set at a time from draws of the gates.
-
-    Args:
-        gates: shape ``(N, G)``.
-        x: shape ``(n, p)``.
-        gate_of: shape ``(p,)``.
-        weights: of the rows of x.
-        level: least probability that a member is open.
-        min_correlation: least absolute correlation of members.
-    """
+    """Grows one set at a time from draws of the gates; takes arguments of :func:`credible_sets`."""
 
     def __init__(
         self,

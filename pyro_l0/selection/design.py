@@ -36,22 +36,14 @@ class Design:
     A coefficient in these units is that of the problem times ``factor``, and the intercept is that of the problem plus
     ``offset`` less ``centre`` . coefficients. Scales of slabs stay those of the problem's coefficients: with
     standardised features, of the change of the linear predictor for one standard deviation of a feature.
-
-    Attributes:
-        problem: what the methods take.
-        factor: shape ``(p,)``; 0 for a constant feature, which the problem does not have.
-        centre: what was subtracted from the features, shape ``(p,)``.
-        offset: mean of the observations of a Gaussian regression with an intercept, otherwise 0.
-        observations: their number, before the contrasts.
-        gate_of: which of G gates switches each feature, shape ``(p,)``.
     """
 
     problem: Problem
-    factor: NDArray[np.float64]
-    centre: NDArray[np.float64]
-    offset: float
-    observations: float
-    gate_of: NDArray[np.intp]
+    factor: NDArray[np.float64]  # shape (p,); 0 for a constant feature, which the problem does not have
+    centre: NDArray[np.float64]  # what was subtracted from the features, shape (p,)
+    offset: float  # mean of the observations of a Gaussian regression with an intercept, otherwise 0
+    observations: float  # their number, before the contrasts
+    gate_of: NDArray[np.intp]  # which of G gates switches each feature, shape (p,)
 
     @property
     def contrasts(self) -> bool:
@@ -59,12 +51,7 @@ class Design:
         return self.problem.family == "gaussian" and self.problem.size < self.observations
 
     def posterior(self, found: SelectionPosterior, seed: int) -> SelectionPosterior:
-        """A posterior of the problem in the units of the data.
-
-        Args:
-            found: in the units of the problem.
-            seed: of the intercepts of a Gaussian regression, which are drawn given the rest.
-        """
+        """A posterior of the problem in the units of the data; Gaussian intercepts are drawn given the rest."""
         kept = np.flatnonzero(self.factor)
         gates = np.unique(self.gate_of[kept])
         mean, sd = np.zeros((2, len(self.factor), self.problem.outputs))
@@ -292,13 +279,7 @@ def _check_sizes(features: NDArray[np.float64], observations: NDArray[np.float64
 
 
 def _check_scales(prior: Prior, size: float, width: float) -> None:
-    """Refuse scales that are numerically 0 or infinite.
-
-    Args:
-        prior: with the scales that are known.
-        size: root mean square of Gaussian observations; 1 for linear predictors of other families.
-        width: the largest deviation of a feature.
-    """
+    """Refuse scales that are numerically 0 or infinite, given the size of y and the largest deviation of a feature."""
     noise, slab = prior.noise_scale, prior.slab_scale
     if noise is not None and not _LEAST_NOISE * size <= noise < _MOST * size:
         raise ValueError(

@@ -34,15 +34,8 @@ def to_inference_data(
 ) -> arviz.InferenceData:
     """Posterior draws, log likelihoods, replicated observations, the observations, and inclusion probabilities.
 
-    Args:
-        family: of the observations.
-        draws: N joint draws in the units of the data.
-        sample: the same by name, as the estimator's ``sample`` gives them.
-        active_probs: P(z = 1 | y), shape ``(G,)``.
-        x: features, shape ``(n, p)``.
-        y: observations as numbers, shape ``(n,)``.
-        names: of the features.
-        gates: names of the gates: the same, or those of groups of features.
+    The draws are in the units of the data; ``sample`` has the same by name. The gates' names are those of the features
+    or of groups.
     """
     predictors = linear_predictors(draws, x)
     posterior = {"z": sample["gates"], **{name: values for name, values in sample.items() if name != "gates"}}
@@ -69,14 +62,7 @@ def to_inference_data(
 
 
 def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) -> Array:
-    """Log probability of each observation at each draw, shape ``(N, n)``.
-
-    Args:
-        family: of the observations.
-        predictors: linear predictors, shape ``(N, n, K)``.
-        y: observations, shape ``(n,)``.
-        noise: scale of Gaussian noise, shape ``(N,)``.
-    """
+    """Log probability of each observation at each draw, shape ``(N, n)``, from predictors ``(N, n, K)`` and noise."""
     eta = predictors[..., 0]
     found: Array
     if family == "categorical":
@@ -92,14 +78,7 @@ def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) ->
 
 
 def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.Generator) -> Array:
-    """New observations at the same features, one set for each draw, shape ``(N, n)``.
-
-    Args:
-        family: of the observations.
-        predictors: linear predictors, shape ``(N, n, K)``.
-        noise: scale of Gaussian noise, shape ``(N,)``.
-        rng: of the random numbers.
-    """
+    """New observations at the same features, one set for each draw, shape ``(N, n)``."""
     eta = predictors[..., 0]
     if family == "categorical":
         # The largest of the predictors with Gumbel noise has the probabilities of the softmax.

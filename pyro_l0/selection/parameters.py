@@ -48,15 +48,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse bad parameters of an estimator.
-
-    Args:
-        estimator: its name, for messages.
-        parameters: as ``get_params`` gives them.
-
-    Raises:
-        ValueError: a parameter is out of range, or both ``rate`` and ``expected_size`` are given.
-    """
+    """Refuse bad parameters of an estimator, as ``get_params`` gives them."""
     method = parameters["method"]
     if isinstance(method, str) and method in REMOVED:
         raise ValueError(
@@ -76,11 +68,7 @@ def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
 
 
 def checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
-    """The group of each feature, shape ``(features,)``; its own index by default.
-
-    Raises:
-        ValueError: they are not the numbers from 0 to one less than there are groups, one for each feature.
-    """
+    """The group of each feature, shape ``(features,)``; its own index by default."""
     if groups is None:
         return np.arange(features)
     found = np.asarray(groups)

@@ -19,15 +19,7 @@ _AT_ONCE = 4_000_000
 
 
 def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
-    """Quantiles of each column of sparse draws.
-
-    Args:
-        coefficients: shape ``(N, C)``.
-        probs: in [0, 1].
-
-    Returns:
-        Shape ``(len(probs), C)``.
-    """
+    """Quantiles of each column of sparse draws, shape ``(N, C)`` to ``(len(probs), C)``."""
     found = np.zeros((len(probs), coefficients.shape[1]))
     columns = coefficients.tocsc()
     # Most of thousands of columns are zeros, and need no work.
@@ -40,15 +32,9 @@ def quantiles(coefficients: csr_array, probs: Sequence[float]) -> Array:
 
 
 def averages(draws: Draws, x: Array, value: Callable[[Array], Array]) -> Array:
-    """Averages over draws of a function of the linear predictors.
+    """Averages over draws of a function of the linear predictors at features of m observations, shape ``(m, ...)``.
 
-    Args:
-        draws: N joint draws of the coefficients of p features, K for each, and of K intercepts.
-        x: features of m observations, shape ``(m, p)``.
-        value: of linear predictors ``(N, some observations, K)``, to shape ``(N, some observations, ...)``.
-
-    Returns:
-        Shape ``(m, ...)``.
+    The function takes ``(N, some observations, K)`` to ``(N, some observations, ...)``.
     """
     return np.concatenate([value(linear_predictors(draws, x[rows])).mean(0) for rows in _blocks(draws, len(x))])
 

@@ -24,17 +24,9 @@ from pyro_l0.maths.spike_slab.quadratic import BATCH, Quadratic
 class CollapsedQuadratic:
     """Log odds and evidence of gates in front of Gaussian slabs that are integrated out.
 
-    Args:
-        quadratic: the log likelihood of the elements' coefficients.
-        scale: standard deviation of the slabs: a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S
-            chains has its own.
-        gate_of: which gate switches each element, shape ``(p,)``, -1 for one that is always there; by default each has
-            its own.
-        factor: multiplies A and b, shape ``(S,)``, such as the noise of each chain's own draw.
-        linear: b of each chain, instead of the log likelihood's, shape ``(S, p)``.
-
-    Raises:
-        ValueError: a scale or a factor is not positive, or its shape does not fit.
+    The slabs' scale is a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S chains has its own. With
+    ``gate_of``, shape ``(p,)``, elements share gates; -1 is one that is always there. ``factor``, shape ``(S,)``,
+    multiplies A and b, such as the noise of each chain's own draw; ``linear``, shape ``(S, p)``, is b of each chain.
     """
 
     def __init__(
@@ -74,12 +66,7 @@ class CollapsedQuadratic:
         return None if rows == 1 else rows
 
     def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
-        """Log odds of every gate given the others.
-
-        Args:
-            z: gates, zeros and ones, shape ``(S, G)``.
-            prior_logits: the prior's given the other gates; broadcasts against z.
-        """
+        """Log odds of every gate given the others, from those of the prior; z are zeros and ones, shape ``(S, G)``."""
         factors, _ = self.conditionals(z)
         return factors + prior_logits.to(factors)
 
@@ -91,11 +78,7 @@ class CollapsedQuadratic:
         return factors, evidence
 
     def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log Bayes factor of every gate, and mean and variance of the slab behind it if it opens; each ``(S, p)``.
-
-        Raises:
-            ValueError: gates switch groups of elements.
-        """
+        """Log Bayes factor of every gate, and mean and variance of the slab behind it if it opens; each ``(S, p)``."""
         if self._groups is not None:
             raise ValueError("Expected each element to have a gate of its own, but some share one; draw the slabs.")
         on = self.on(z)
@@ -182,21 +165,13 @@ class _Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class _Open:
-    """The open elements of gate vectors, padded to the longest.
+    """The open elements of gate vectors, padded to the longest."""
 
-    Attributes:
-        index: which elements, shape ``(S, k)``; 0 at a padding.
-        valid: where there is no padding.
-        unit: their scales; 0 at a padding, where the precision is that of the prior alone.
-        inverse: that of L, shape ``(S, k, k)``.
-        whitened: L^-1 t b, shape ``(S, k)``.
-    """
-
-    index: Tensor
-    valid: Tensor
-    unit: Tensor
-    inverse: Tensor
-    whitened: Tensor
+    index: Tensor  # which elements, shape (S, k); 0 at a padding
+    valid: Tensor  # where there is no padding
+    unit: Tensor  # their scales; 0 at a padding, where the precision is that of the prior alone
+    inverse: Tensor  # that of L, shape (S, k, k)
+    whitened: Tensor  # L^-1 t b, shape (S, k)
 
     @property
     def log_evidence(self) -> Tensor:
@@ -221,17 +196,11 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Gates that switch several elements each.
+    """Gates that switch several elements each."""
 
-    Attributes:
-        members: the elements of each gate, shape ``(G, m)``; 0 at a padding.
-        valid: where there is no padding.
-        blocks: A among them, shape ``(G, m, m)``.
-    """
-
-    members: Tensor
-    valid: Tensor
-    blocks: Tensor
+    members: Tensor  # the elements of each gate, shape (G, m); 0 at a padding
+    valid: Tensor  # where there is no padding
+    blocks: Tensor  # A among them, shape (G, m, m)
 
     @staticmethod
     def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:

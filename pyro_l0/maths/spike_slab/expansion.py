@@ -25,12 +25,8 @@ def sampled_on_expansions(
 ) -> tuple[TargetT, GibbsRun]:
     """Chains on the expansion of a log likelihood, which is taken anew at the mean that shorter chains find.
 
-    Args:
-        expand: the expansion at a point, as the chains' target.
-        point: the first one.
-        sample: runs chains on a target for a share of their flips.
-        mean: the point that a run has as its mean.
-        expansions: how often the log likelihood is expanded at a mean.
+    ``expand`` makes a target at a point, ``sample`` runs chains on it for a share of their flips, and ``mean`` is the
+    point that a run has as its mean.
     """
     target = expand(point)
     for _ in range(expansions):
@@ -52,20 +48,8 @@ def gibbs_by_expansion(
     """Sample gates of a likelihood that need not be quadratic, with dense matrices: for up to a hundred or so elements.
 
     It is expanded at the mode with all gates open, then again at the posterior mean of the coefficients. The states
-    that the last run visits are re-weighted by their Laplace evidence over that of the expansion.
-
-    Args:
-        log_likelihood: of coefficients, shape ``(S, p)`` to ``(S,)``; batches are of any size.
-        scale: the slabs' standard deviation, a number or of shape ``(p,)``.
-        prior: of the gates.
-        start: coefficients at which the log likelihood is finite, shape ``(p,)``; zeros as a rule.
-        gate_of: which gate switches each element, shape ``(p,)``; by default each has its own.
-        chains: run side by side.
-        flips: of each chain.
-        generator: of the random numbers.
-
-    Returns:
-        The last run, re-weighted, and the last expansion, from which slabs can be drawn.
+    that the last run visits are re-weighted by their Laplace evidence over that of the expansion; both are returned, as
+    slabs can be drawn from the expansion. The log likelihood must be finite at ``start``, shape ``(p,)``.
     """
     scale = torch.as_tensor(scale, dtype=start.dtype, device=start.device)
     point = laplace_evidence(log_likelihood, torch.ones_like(start)[None], scale, start).mode[0]
@@ -86,10 +70,7 @@ def gibbs_by_expansion(
 def reweighted(run: GibbsRun, log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> GibbsRun:
     """A run on an expansion, its states re-weighted by their Laplace evidence under the log likelihood itself.
 
-    Args:
-        run: for scales and factors that all chains share.
-        log_likelihood: of coefficients, shape ``(S, p)`` to ``(S,)``; batches are of any size.
-        collapsed: what was sampled.
+    All chains of the run share one scale and one factor.
     """
     scale = collapsed.scale
 

@@ -11,13 +11,9 @@ from torch import Tensor
 
 
 class GatePrior(Protocol):
-    """Prior of gate vectors z of zeros and ones, shape ``(S, G)``.
+    """Prior of gate vectors z of zeros and ones, shape ``(S, G)``."""
 
-    Attributes:
-        active_prob: P(z = 1) of each gate alone, shape ``(G,)`` or one for all of them.
-    """
-
-    active_prob: Tensor
+    active_prob: Tensor  # P(z = 1) of each gate alone, shape (G,) or one for all of them
 
     def logits(self, z: Tensor) -> Tensor:
         """Log odds that a gate is open, given the others; broadcasts against z."""
@@ -29,11 +25,7 @@ class GatePrior(Protocol):
 
 
 class IndependentGates:
-    """Gates that are open independently of one another.
-
-    Args:
-        logits: log odds of P(z = 1), shape ``(G,)``, or one for all gates.
-    """
+    """Gates that are open independently of one another, with log odds of shape ``(G,)`` or one for all."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -50,12 +42,7 @@ class IndependentGates:
 
 
 class BetaBinomialGates:
-    """Gates that are open with a common probability, which is Beta(alpha, beta) and summed out.
-
-    Args:
-        alpha: first parameter, positive.
-        beta: second parameter, positive.
-    """
+    """Gates that are open with a common probability, which is Beta(alpha, beta) and summed out."""
 
     def __init__(self, alpha: float, beta: float) -> None:
         if not (0 < alpha < math.inf and 0 < beta < math.inf):

@@ -22,15 +22,10 @@ _AT_ONCE = 1024
 
 
 class Laplace(NamedTuple):
-    """Laplace's approximation for each of S gate vectors.
+    """Laplace's approximation for each of S gate vectors."""
 
-    Attributes:
-        log_evidence: log of the integral of likelihood times slabs, shape ``(S,)``.
-        mode: the coefficients at its maximum, zero behind closed gates, shape ``(S, p)``.
-    """
-
-    log_evidence: Tensor
-    mode: Tensor
+    log_evidence: Tensor  # log of the integral of likelihood times slabs, shape (S,)
+    mode: Tensor  # the coefficients at its maximum, zero behind closed gates, shape (S, p)
 
 
 def laplace_evidence(
@@ -38,17 +33,9 @@ def laplace_evidence(
 ) -> Laplace:
     """Laplace's approximation of the evidence of each vector of gates, exact where the log likelihood is quadratic.
 
-    The modes are found side by side by Newton's method with backtracking. Directions in which the log posterior is
-    convex count by the size of their curvature, so that each step ascends.
-
-    Args:
-        log_likelihood: of coefficients, shape ``(S, p)`` to ``(S,)``; batches are of any size.
-        z: which elements are open, shape ``(S, p)``.
-        scale: the slabs' standard deviation: a number, or of shape ``(p,)`` or ``(S, p)``.
-        start: coefficients to start from, shape ``(p,)`` or ``(S, p)``; zero by default.
-
-    Raises:
-        ValueError: the log likelihood is not finite where the search starts, or has another shape than ``(S,)``.
+    Gates z have the shape ``(S, p)``; the slabs' scale and the coefficients to start from, zero by default, have that
+    shape or ``(p,)``. The modes are found side by side by Newton's method with backtracking. Directions in which the
+    log posterior is convex count by the size of their curvature, so that each step ascends.
     """
     like = z if start is None else start
     scale = torch.as_tensor(scale, dtype=like.dtype, device=like.device)
@@ -66,19 +53,12 @@ def expanded(log_likelihood: LogLikelihood, beta: Tensor) -> DenseQuadratic:
 
 
 class _Objective(NamedTuple):
-    """Log likelihood plus log slab of the open elements x, in units of the slabs' scale.
-
-    Attributes:
-        log_likelihood: of coefficients.
-        open: which elements are open, shape ``(S, k)``.
-        unit: their scales; 0 at a padding.
-        elements: how many there are in all.
-    """
+    """Log likelihood plus log slab of the open elements x, in units of the slabs' scale."""
 
     log_likelihood: LogLikelihood
-    open: Tensor
-    unit: Tensor
-    elements: int
+    open: Tensor  # which elements are open, shape (S, k)
+    unit: Tensor  # their scales; 0 at a padding
+    elements: int  # how many there are in all
 
     @staticmethod
     def of(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor) -> _Objective:

@@ -20,19 +20,12 @@ Point = tuple[Tensor, ...]
 
 
 class Step(NamedTuple):
-    """A Newton step from each of S points.
-
-    Attributes:
-        moves: the change of each part of the point.
-        gain: slope . step, shape ``(S,)``.
-        settled: which points need no further step, shape ``(S,)``; they take this one without a check.
-        curvature: what the objective keeps of the second derivatives.
-    """
+    """A Newton step from each of S points."""
 
     moves: Point
-    gain: Tensor
-    settled: Tensor
-    curvature: Tensor
+    gain: Tensor  # slope . step, shape (S,)
+    settled: Tensor  # which points need no further step, shape (S,); they take this one without a check
+    curvature: Tensor  # what the objective keeps of the second derivatives
 
 
 class Objective(Protocol):
@@ -56,13 +49,7 @@ class Maximum(NamedTuple):
 
 
 def find_maximum(objective: Objective, point: Point, advice: str = "") -> Maximum:
-    """Take Newton steps, each halved until it gains enough.
-
-    Args:
-        objective: the functions.
-        point: where to start.
-        advice: ends the warning of maxima that were not found; empty for no warning.
-    """
+    """Take Newton steps, each halved until it gains enough; advice ends the warning of maxima that were not found."""
     value = objective.value(point)
     step = objective.step(point, value)
     for _ in range(_ITERATIONS):

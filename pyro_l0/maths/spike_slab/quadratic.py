@@ -18,15 +18,10 @@ _DENSE = 2000  # columns of a design up to which A is formed at once: 32 MB
 
 
 class Quadratic(Protocol):
-    """b . beta - beta' A beta / 2.
+    """b . beta - beta' A beta / 2."""
 
-    Attributes:
-        linear: b, shape ``(p,)``.
-        diagonal: that of A, shape ``(p,)``.
-    """
-
-    linear: Tensor
-    diagonal: Tensor
+    linear: Tensor  # b, shape (p,)
+    diagonal: Tensor  # that of A, shape (p,)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of A: indices of shape ``(S, k)`` give ``(S, k, p)``."""
@@ -38,12 +33,7 @@ class Quadratic(Protocol):
 
 
 class DenseQuadratic:
-    """A quadratic log likelihood with a given matrix.
-
-    Args:
-        matrix: A, symmetric and positive semidefinite, shape ``(p, p)``.
-        linear: b, shape ``(p,)``.
-    """
+    """A quadratic log likelihood with a given A, symmetric and positive semidefinite, shape ``(p, p)``."""
 
     def __init__(self, matrix: Tensor, linear: Tensor) -> None:
         if matrix.dim() != 2 or matrix.shape != linear.shape * 2:
@@ -66,11 +56,7 @@ class DesignQuadratic:
     """A quadratic log likelihood with A = X' diag(weights) X, which is never held as a whole.
 
     Rows of A are computed when first needed and kept while there is room: a sampler opens few gates, mostly the same.
-
-    Args:
-        design: X, shape ``(n, p)``.
-        linear: b, shape ``(p,)``; X' diag(weights) y for a Gaussian likelihood.
-        weights: one precision for each row of X, shape ``(n,)``, or one for all of them.
+    X has the shape ``(n, p)``, and b is X' diag(weights) y for a Gaussian likelihood.
     """
 
     def __init__(self, design: Tensor, linear: Tensor, weights: Tensor | float = 1.0) -> None:
@@ -124,12 +110,7 @@ class DesignQuadratic:
 
 
 def quadratic_of(design: Tensor, linear: Tensor) -> DenseQuadratic | DesignQuadratic:
-    """A quadratic log likelihood with A = X'X, which is formed at once unless it is large.
-
-    Args:
-        design: X, shape ``(n, p)``.
-        linear: b, shape ``(p,)``.
-    """
+    """A quadratic log likelihood with A = X'X, which is formed at once unless it is large."""
     if len(linear) > _DENSE:
         return DesignQuadratic(design, linear)
     return DenseQuadratic(design.T @ design, linear)

@@ -17,25 +17,13 @@ _ACCEPTED = 0.44
 
 
 class ScaleWalk:
-    """Gates with the scales of a quadratic log likelihood: a target of ``sampled_target``.
+    """Gates with the scales of a quadratic log likelihood at noise of scale one: a target of ``sampled_target``.
 
-    The chains sample p(z, theta | y) Z(z, theta) with theta the logarithms of the scales and Z the sum of the rates
-    at which gates are tried. Every few flips one of the unknown scales is proposed anew, a random step away, and
-    accepted by the ratio of that product. The steps adapt to the accepted share during the warm-up.
-
-    Args:
-        quadratic: the log likelihood at noise of scale one.
-        prior: of the gates.
-        log_density: log density of theta, with the part of the log likelihood without gates; shape ``(S, 2)`` to
-            ``(S,)``.
-        start: logarithms of the scales of noise and slabs in each chain, shape ``(chains, 2)``.
-        unknown: which of the two are: some of 0 and 1.
-        gate_of: which gate switches each element, shape ``(p,)``; by default each has its own.
-        every: flips from one proposal to the next.
-
-    Attributes:
-        prior: of the gates.
-        hyper: theta of each chain, shape ``(chains, 2)``.
+    The chains sample p(z, theta | y) Z(z, theta) with theta, kept in ``hyper``, the logarithms of the scales of noise
+    and slabs, shape ``(chains, 2)``, and Z the sum of the rates at which gates are tried. ``every`` few flips one of
+    the ``unknown`` scales is proposed anew, a random step away, and accepted by the ratio of that product. The steps
+    adapt to the accepted share during the warm-up. ``log_density`` is that of theta, with the part of the log
+    likelihood without gates.
     """
 
     def __init__(

@@ -18,17 +18,11 @@ from torch import Tensor
 
 
 class SlabGivenGates(NamedTuple):
-    """The Gaussian of slabs given their gates, for a batch of n gate vectors over p elements.
+    """The Gaussian of slabs given their gates, for a batch of n gate vectors over p elements."""
 
-    Attributes:
-        cholesky: L, shape ``(n, p, p)``.
-        mean: of the slabs, shape ``(n, p)``.
-        scale: standard deviations of the prior, shape ``(n, p)`` or what broadcasts to it.
-    """
-
-    cholesky: Tensor
-    mean: Tensor
-    scale: Tensor
+    cholesky: Tensor  # L, shape (n, p, p)
+    mean: Tensor  # of the slabs, shape (n, p)
+    scale: Tensor  # standard deviations of the prior, shape (n, p) or what broadcasts to it
 
     def draw(self, noise: Tensor) -> Tensor:
         """Slabs from standard normal noise, shapes ``(n, p)``."""
@@ -47,14 +41,9 @@ class SlabGivenGates(NamedTuple):
 def slab_given_gates(
     curvature: Tensor, linear: Tensor, gates: Tensor, scale: Tensor, loc: Tensor | None = None
 ) -> SlabGivenGates:
-    """The slabs' Gaussian given gates.
+    """The slabs' Gaussian given gates z of each element, shape ``(n, p)``, and the prior's scales and means.
 
-    Args:
-        curvature: A, shape ``(p, p)`` or ``(n, p, p)``.
-        linear: b, shape ``(p,)`` or ``(n, p)``.
-        gates: z of each element, shape ``(n, p)``.
-        scale: standard deviations of the prior, broadcasts to ``(n, p)``.
-        loc: means of the prior, in the same form; 0 if not given.
+    The curvature A and the linear term b may have a batch dimension n.
     """
     if loc is not None:
         linear = linear - torch.einsum("...ij,...j->...i", curvature, gates * loc)

@@ -31,23 +31,14 @@ _NEVER = 30.0
 
 @dataclass(frozen=True)
 class GibbsRun:
-    """States of weighted tempered Gibbs chains, with averages.
+    """States of weighted tempered Gibbs chains, with averages."""
 
-    Attributes:
-        active_probs: P(z = 1) of each gate, Rao-Blackwellised, shape ``(G,)``.
-        chain_active_probs: the same by chain, shape ``(chains, G)``; their spread shows how well the chains mix.
-        states: gates visited after the warm-up, bool, shape ``(N, G)``.
-        weights: of these states, summing to one.
-        chain: which chain visited each, shape ``(N,)``.
-        hyper: hyperparameters of each state, shape ``(N, d)``; none where they are fixed.
-    """
-
-    active_probs: Tensor
-    chain_active_probs: Tensor
-    states: Tensor
-    weights: Tensor
-    chain: Tensor
-    hyper: Tensor
+    active_probs: Tensor  # P(z = 1) of each gate, Rao-Blackwellised, shape (G,)
+    chain_active_probs: Tensor  # by chain, shape (chains, G); their spread shows how well the chains mix
+    states: Tensor  # gates visited after the warm-up, bool, shape (N, G)
+    weights: Tensor  # of these states, summing to one
+    chain: Tensor  # which chain visited each, shape (N,)
+    hyper: Tensor  # hyperparameters of each state, shape (N, d); none where they are fixed
 
     def standard_error(self) -> Tensor:
         """Of the active probabilities, shape ``(G,)``, by how much the chains differ; NaN for one chain."""
@@ -64,12 +55,7 @@ class GibbsRun:
         return self.states[first[order]], weights[order]
 
     def reweighted(self, log_ratio: Callable[[Tensor], Tensor]) -> GibbsRun:
-        """The run for another distribution of the gates.
-
-        Args:
-            log_ratio: of that distribution and the one of the run, up to a constant: of distinct states, bool of shape
-                ``(M, G)``, to shape ``(M,)``.
-        """
+        """The run for another distribution of the gates, from the log ratio of both at distinct states, ``(M, G)``."""
         first, group = distinct_rows(self.states)
         weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group].to(self.weights), 0)
         # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
@@ -93,11 +79,7 @@ class GibbsRun:
 
 
 def distinct_rows(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each distinct row of gates is first seen, and which of these every row is.
-
-    Args:
-        states: gates, bool, shape ``(N, G)``.
-    """
+    """Where each distinct row of gates, bool, is first seen, and which of these every row is."""
     if not states.shape[1]:  # rows without columns are all the same
         return torch.zeros(1, dtype=torch.long), torch.zeros(len(states), dtype=torch.long)
     # As bytes, eight gates each: rows of many bools take seconds to sort.
@@ -119,13 +101,6 @@ def collapsed_mean_field(
 
     The exact natural gradient moves the log odds towards the mean log odds of each gate given draws of the others. It
     starts from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
-
-    Args:
-        collapsed: the likelihood and the slabs.
-        prior: of the gates.
-        draws: gate vectors in a step.
-        steps: how many.
-        generator: of the random numbers.
     """
     logits = torch.logit(_start_probs(collapsed, prior))
     draws = collapsed.chains or draws
@@ -154,16 +129,10 @@ def tempered_gibbs(
     running active probability and c a little. So an improbable state is left at once, by a gate that matters, and has a
     weight of 1 / sum v.
 
-    Args:
-        collapsed: the likelihood and the slabs. Where chains have scales or factors of their own, each samples its own
-            posterior, and the averages give every chain the same weight.
-        prior: of the gates.
-        chains: run side by side.
-        flips: of each chain.
-        warm_up: share of the flips that only adapts the running probabilities.
-        start: gates of each chain, shape ``(chains, G)``; draws from the prior by default.
-        running: running active probabilities, shape ``(G,)``, which then stay as they are.
-        generator: of the random numbers.
+    Chains with scales or factors of their own each sample their own posterior, and the averages give every chain the
+    same weight. They ``start`` from gates of shape ``(chains, G)``, by default draws from the prior. The share
+    ``warm_up`` of their flips only adapts the running probabilities; those given as ``running``, shape ``(G,)``, stay
+    as they are.
     """
     chains = collapsed.chains or chains
     probs = _start_probs(collapsed, prior)
@@ -195,15 +164,9 @@ def sampled_target(
 ) -> GibbsRun:
     """Weighted tempered Gibbs sampling of gates and of hyperparameters beside them.
 
-    Args:
-        target: their distribution.
-        start: gates of each chain, shape ``(chains, G)``; they move in place.
-        running: running active probabilities at first, shape ``(G,)``.
-        flips: of each chain.
-        warm_up: how many of these are left out.
-        adapts: whether the running probabilities follow the chains during the warm-up.
-        same_target: whether all chains sample one distribution; otherwise the averages give each the same weight.
-        generator: of the random numbers.
+    The gates ``start``, shape ``(chains, G)``, move in place. During the first ``warm_up`` flips, which are left out,
+    the ``running`` active probabilities, shape ``(G,)``, follow the chains if ``adapts``. Averages give each chain the
+    same weight where they do not sample the ``same_target``.
     """
     z = start
     explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
@@ -239,11 +202,7 @@ class Tempering(NamedTuple):
 
 
 class Target(Protocol):
-    """A distribution of gates z, and of hyperparameters that a chain has beside them.
-
-    Attributes:
-        hyper: those of each chain as they are now, shape ``(chains, d)``.
-    """
+    """A distribution of gates z, and of the hyperparameters that a chain has beside them, shape ``(chains, d)``."""
 
     @property
     def hyper(self) -> Tensor: ...  # noqa: D102

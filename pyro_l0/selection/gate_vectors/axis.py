@@ -14,19 +14,12 @@ _COARSE, _MOST = 24, 128  # nodes
 
 
 class Axis(NamedTuple):
-    """A range of the logarithm of a scale; of length 0 where the scale is known.
-
-    Attributes:
-        low: its lower end.
-        high: its upper end.
-        curvature: about the largest second derivative of minus a log posterior at its maximum, along the axis.
-        error: of integrals, relative.
-    """
+    """A range of the logarithm of a scale; of length 0 where the scale is known."""
 
     low: float
     high: float
-    curvature: float
-    error: float
+    curvature: float  # about the largest of minus a log posterior at its maximum, along the axis
+    error: float  # of integrals, relative
 
     @property
     def known(self) -> bool:
@@ -69,12 +62,7 @@ class Axis(NamedTuple):
         return self.curvature / 4 * (math.expm1(step) - step)
 
     def zoomed(self, log_weights: Tensor, deficit: float) -> Axis:
-        """The part on which the weight is, and one step beyond.
-
-        Args:
-            log_weights: of nodes at equal distances.
-            deficit: by how much the weight of a node may fall short.
-        """
+        """The part on which nodes at equal distances have weight, but for a deficit, and one step beyond."""
         if self.known:
             return self
         step = self.length / (len(log_weights) - 1)
@@ -94,13 +82,7 @@ def step_of(nodes: Tensor) -> float:
 
 
 def draw_nodes(probs: Tensor, state: Tensor, generator: torch.Generator) -> Tensor:
-    """A node for each draw, shape ``(N,)``.
-
-    Args:
-        probs: of the nodes given each state, shape ``(s, nodes)``.
-        state: of each draw, shape ``(N,)``.
-        generator: of the random numbers.
-    """
+    """A node for each draw, shape ``(N,)``, from its state and the nodes' probabilities given each, ``(s, nodes)``."""
     below = probs.cumsum(1)
     # The distribution functions of all states one above the other: one search finds the nodes of all draws.
     ladder = below / below[:, -1:] + torch.arange(len(probs))[:, None]

@@ -48,13 +48,6 @@ class GaussianStates:
     e^-32 times lighter than the heaviest, or less, has its evidence to a few nats alone. An unknown noise scale is
     bounded from below by 1e-5 times the root mean square of y: where the features explain y without a rest, its density
     has no other bound.
-
-    Args:
-        problem: of the family "gaussian".
-
-    Raises:
-        ValueError: there are no observations, or y is zero throughout (constant, before its mean was taken out) and
-            the noise scale is unknown.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -70,21 +63,12 @@ class GaussianStates:
         self._quadratic = quadratic_of(x, self._linear)
 
     def log_marginal(self, z: Tensor) -> Tensor:
-        """log p(y, z) with the prior of z, hyperparameters and coefficients integrated out; shape ``(S,)``.
-
-        Args:
-            z: gates, bool, shape ``(S, G)``.
-        """
+        """log p(y, z) with hyperparameters and coefficients integrated out, for gates of shape ``(S, G)``."""
         z = self.problem.checked(z)
         return self._laid(z).integrated()
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Means of the coefficients and of their squares over states of given weights, each of shape ``(p, K)``.
-
-        Args:
-            z: gates, bool, shape ``(S, G)``.
-            weights: of the states, which add up to one, shape ``(S,)``.
-        """
+        """Means of the coefficients and of their squares over states of weights that add up to one, each ``(p, K)``."""
         z = self.problem.checked(z)
         grid = self._laid(heaviest(z, weights)).axes.fine()
         first, second = torch.zeros(2, self._p, dtype=torch.float64)
@@ -99,12 +83,7 @@ class GaussianStates:
         return first[:, None], second[:, None]
 
     def draws(self, z: Tensor, generator: torch.Generator) -> Draws:
-        """One draw of the coefficients and of what is unknown for each state.
-
-        Args:
-            z: gates, bool, shape ``(N, G)``.
-            generator: of the random numbers.
-        """
+        """One draw of the coefficients and of what is unknown for each state."""
         distinct, state, _ = distinct_states(self.problem.checked(z))
         grid = self._laid(distinct).axes.fine(_FINER)
         log_ratio, log_noise = torch.empty(2, len(z), dtype=torch.float64)
@@ -173,17 +152,11 @@ class GaussianStates:
 
 
 class _Spectrum(NamedTuple):
-    """Decomposition of the open blocks of s states with k open gates.
+    """Decomposition of the open blocks of s states with k open gates."""
 
-    Attributes:
-        values: lambda, shape ``(s, k)``.
-        projected: c, shape ``(s, k)``.
-        vectors: v, in columns, shape ``(s, k, k)``.
-    """
-
-    values: Tensor
-    projected: Tensor
-    vectors: Tensor
+    values: Tensor  # lambda, shape (s, k)
+    projected: Tensor  # c, shape (s, k)
+    vectors: Tensor  # v, in columns, shape (s, k, k)
 
     def at(self, state: Tensor) -> _Spectrum:
         """Of certain states, shape ``(N,)``."""

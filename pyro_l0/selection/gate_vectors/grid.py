@@ -33,30 +33,16 @@ _ENOUGH = 512  # states
 
 
 class Grid(NamedTuple):
-    """R nodes of the log of slab scale / noise scale, and M nodes of the log noise scale for each of them.
+    """R nodes of the log of slab scale / noise scale, and M nodes of the log noise scale for each of them."""
 
-    Attributes:
-        log_ratio: shape ``(R,)``.
-        log_noise: shape ``(R, M)``.
-        log_prior: log prior density of the unknown scales times the area of a cell, shape ``(R, M)``.
-        steps: sizes of a cell; 0 where there is one node.
-        log_slab: of a slab scale that is known, from which the noise scale follows; otherwise None.
-    """
-
-    log_ratio: Tensor
-    log_noise: Tensor
-    log_prior: Tensor
-    steps: tuple[float, ...]
-    log_slab: float | None
+    log_ratio: Tensor  # shape (R,)
+    log_noise: Tensor  # shape (R, M)
+    log_prior: Tensor  # log prior density of the unknown scales times the area of a cell, shape (R, M)
+    steps: tuple[float, ...]  # sizes of a cell; 0 where there is one node
+    log_slab: float | None  # of a slab scale that is known, from which the noise scale follows
 
     def draw(self, probs: Tensor, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draws of log ratio and log noise scale, each of shape ``(N,)``, spread over their cells.
-
-        Args:
-            probs: of the nodes given each state, shape ``(s, R, M)``.
-            state: of each draw, shape ``(N,)``.
-            generator: of the random numbers.
-        """
+        """Draws of log ratio and log noise scale, shape ``(N,)`` each, spread over their cells; see ``draw_nodes``."""
         node = draw_nodes(probs.flatten(1), state, generator)
         row = node // self.log_noise.shape[1]
         spread = torch.rand(len(self.steps), len(node), generator=generator, dtype=torch.float64) - 0.5
@@ -73,16 +59,11 @@ class GridAxes:
 
     A known noise scale is the one node of the axis ``noise``. Where the slab scale is known and the noise scale is not,
     the ratio tells the noise scale, and ``noise`` has one node that is not used.
-
-    Attributes:
-        prior: of the scales.
-        ratio: range of the log of slab scale / noise scale.
-        noise: range of the log noise scale; None for a family without noise.
     """
 
     prior: Prior
-    ratio: Axis
-    noise: Axis | None
+    ratio: Axis  # range of the log of slab scale / noise scale
+    noise: Axis | None  # range of the log noise scale; None for a family without noise
 
     @staticmethod
     def gaussian(
@@ -90,12 +71,7 @@ class GridAxes:
     ) -> GridAxes:
         """All scales that the posterior of a Gaussian regression may have.
 
-        Args:
-            prior: of the scales.
-            n: observations.
-            most_open: gates of a state.
-            square_y: y'y.
-            least_residual: smallest y'y - a(r) of all states at a log ratio, which falls with the ratio.
+        ``least_residual`` is the smallest y'y - a(r) of all states at a log ratio, which falls with the ratio.
         """
         slab, noise = prior.slab_scale, prior.noise_scale
         unit = math.log(prior.slab_unit if slab is None else slab)
@@ -193,20 +169,12 @@ LogJoint = Callable[[Group, Grid], Iterator[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class Laid:
-    """Where a grid has been laid.
-
-    Attributes:
-        axes: the ranges.
-        groups: the states that are heavy enough for the fine grid.
-        log_marginal: log p(y, z) of all states on the coarse grid, shape ``(S,)``.
-        log_gates: log priors of all states, shape ``(S,)``.
-        log_joint: see ``LogJoint``.
-    """
+    """Where a grid has been laid."""
 
     axes: GridAxes
-    groups: list[Group]
-    log_marginal: Tensor
-    log_gates: Tensor
+    groups: list[Group]  # the states that are heavy enough for the fine grid
+    log_marginal: Tensor  # log p(y, z) of all states on the coarse grid, shape (S,)
+    log_gates: Tensor  # log priors of all states, shape (S,)
     log_joint: LogJoint
 
     def integrated(self) -> Tensor:
@@ -217,14 +185,7 @@ class Laid:
 
 
 def lay(axes: GridAxes, groups: list[Group], log_gates: Tensor, log_joint: LogJoint) -> Laid:
-    """Shrink the ranges of a grid in rounds to where the weight is, while light states drop out.
-
-    Args:
-        axes: ranges to begin with.
-        groups: all gate vectors.
-        log_gates: their log priors, shape ``(S,)``.
-        log_joint: see ``LogJoint``.
-    """
+    """Shrink the ranges of a grid in rounds to where the weight is, while light states drop out."""
     log_marginal = torch.full_like(log_gates, -math.inf)
     for _ in range(_ROUNDS):
         if axes.settled:
@@ -239,12 +200,7 @@ def lay(axes: GridAxes, groups: list[Group], log_gates: Tensor, log_joint: LogJo
 
 
 def heaviest(z: Tensor, weights: Tensor) -> Tensor:
-    """The heaviest states, which decide where the grid lies.
-
-    Args:
-        z: gates, shape ``(S, p)``.
-        weights: of the states, shape ``(S,)``.
-    """
+    """The heaviest states, which decide where the grid lies."""
     return z[weights.topk(min(_ENOUGH, len(z))).indices]
 
 

@@ -44,13 +44,11 @@ _MATTERS = 14.0
 class LaplaceFit(NamedTuple):
     """Laplace's approximation of S gate vectors.
 
-    Attributes:
-        log_evidence: log of the integral of likelihood times slabs times intercept, shape ``(S,)``.
-        modes: by the number of open features: which states, and the coefficients of their open features, and of the
-            intercept last if there is one, with their precision.
+    The modes are those of groups of states: coefficients of the open features, and of the intercept last if there is
+    one.
     """
 
-    log_evidence: Tensor
+    log_evidence: Tensor  # log of the integral of likelihood times slabs times intercept, shape (S,)
     modes: list[tuple[Group, Mode]]
 
     def moments(self, weights: Tensor, p: int) -> tuple[Tensor, Tensor]:
@@ -80,13 +78,7 @@ class LaplaceFit(NamedTuple):
 
 
 def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
-    """Laplace's approximation of each gate vector.
-
-    Args:
-        problem: of a family other than the Gaussian.
-        z: gates, bool, shape ``(S, G)``.
-        slab_scale: of each, shape ``(S,)``.
-    """
+    """Laplace's approximation of each gate vector, shape ``(S, G)``, with its slab scale, shape ``(S,)``."""
     modes = _Modes(problem)
     log_evidence = torch.empty(len(z), dtype=torch.float64)
     found = []
@@ -111,15 +103,9 @@ def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: to
 
 
 class LaplaceStates:
-    """As ``GaussianStates``, with Laplace's approximation of the integrals over the coefficients.
+    """As ``GaussianStates``, for other families, with Laplace's approximation of the integrals over the coefficients.
 
     A grid that was laid for log marginals also serves the moments and draws of the states that it was laid by.
-
-    Args:
-        problem: of the family "bernoulli", "categorical" or "poisson".
-
-    Raises:
-        ValueError: the family is another.
     """
 
     def __init__(self, problem: Problem) -> None:

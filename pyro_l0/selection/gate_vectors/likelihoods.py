@@ -30,9 +30,7 @@ class Likelihood(Protocol):
     def trace_slope(self, eta: Tensor, covariance: Tensor) -> Tensor:
         """Derivatives by eta of the trace of (minus the second derivatives) times covariance, shape ``(s, n, K)``.
 
-        Args:
-            eta: linear predictors, shape ``(s, n, K)``.
-            covariance: of the linear predictors of each observation, shape ``(s, n, K, K)``.
+        The covariance is that of the linear predictors of each observation, shape ``(s, n, K, K)``.
         """
         ...
 

@@ -17,21 +17,13 @@ _GAIN = 1e-7
 
 
 class Mode(NamedTuple):
-    """Laplace's approximation of s gate vectors with m coefficients for each of K outputs.
-
-    Attributes:
-        likelihood: of the observations.
-        columns: features, shape ``(s, m, n)``.
-        coefficients: at the mode, shape ``(s, m, K)``.
-        root: Cholesky factor of the precision there, shape ``(s, m K, m K)``.
-        log_evidence: log of the integral of likelihood times prior, shape ``(s,)``.
-    """
+    """Laplace's approximation of s gate vectors with m coefficients for each of K outputs."""
 
     likelihood: Likelihood
-    columns: Tensor
-    coefficients: Tensor
-    root: Tensor
-    log_evidence: Tensor
+    columns: Tensor  # features, shape (s, m, n)
+    coefficients: Tensor  # at the mode, shape (s, m, K)
+    root: Tensor  # Cholesky factor of the precision there, shape (s, m K, m K)
+    log_evidence: Tensor  # log of the integral of likelihood times prior, shape (s,)
 
     def variances(self) -> Tensor:
         """Of the coefficients, shape ``(s, m, K)``."""
@@ -63,11 +55,8 @@ class Mode(NamedTuple):
 def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start: Tensor) -> Mode:
     """The mode of coefficients with independent normal priors around zero, by Newton's method.
 
-    Args:
-        likelihood: concave in the linear predictor.
-        columns: features of each gate vector, shape ``(s, m, n)``.
-        precision: of the priors, shape ``(s, m)``.
-        start: coefficients, shape ``(s, m, K)``.
+    Of each gate vector there are its features, shape ``(s, m, n)``, the priors' precisions, ``(s, m)``, and
+    coefficients to start from, ``(s, m, K)``.
     """
     objective = _Objective(likelihood, columns, precision[:, :, None])
     point = start, columns.mT @ start
@@ -80,17 +69,11 @@ def find_mode(likelihood: Likelihood, columns: Tensor, precision: Tensor, start:
 
 
 class _Objective(NamedTuple):
-    """Log likelihood plus log prior, but for a constant, of coefficients and their linear predictors.
-
-    Attributes:
-        likelihood: of the observations.
-        columns: features, shape ``(s, m, n)``.
-        precision: of the priors, shape ``(s, m, 1)``.
-    """
+    """Log likelihood plus log prior, but for a constant, of coefficients and their linear predictors."""
 
     likelihood: Likelihood
-    columns: Tensor
-    precision: Tensor
+    columns: Tensor  # features, shape (s, m, n)
+    precision: Tensor  # of the priors, shape (s, m, 1)
 
     def value(self, point: Point) -> Tensor:
         x, eta = point

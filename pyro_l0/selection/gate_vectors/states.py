@@ -20,17 +20,11 @@ __all__ = ["Group", "distinct_states", "draw_rate", "draws_of", "gate_prior", "g
 
 
 class Group(NamedTuple):
-    """States with the same number of open features.
+    """States with the same number of open features."""
 
-    Attributes:
-        rows: which states, shape ``(m,)``.
-        open: their open features, shape ``(m, k)``.
-        known: what has been computed once of each state, of shapes ``(m, ...)``.
-    """
-
-    rows: Tensor
-    open: Tensor
-    known: tuple[Tensor, ...] = ()
+    rows: Tensor  # which states, shape (m,)
+    open: Tensor  # their open features, shape (m, k)
+    known: tuple[Tensor, ...] = ()  # what has been computed once of each state
 
     def where(self, kept: Tensor) -> Group:
         """Some of the states."""
@@ -45,11 +39,7 @@ class Group(NamedTuple):
 
 
 def groups_of(on: Tensor) -> list[Group]:
-    """States grouped by how many features are open.
-
-    Args:
-        on: which are, bool, shape ``(S, p)``.
-    """
+    """States grouped by how many features are open, from which are, bool, shape ``(S, p)``."""
     count = on.sum(1)
     found = []
     for k in count.unique().tolist():
@@ -65,12 +55,7 @@ def distinct_states(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draws_of(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Which draws have one of some states, and which of these each has.
-
-    Args:
-        rows: the states.
-        state: of each draw, shape ``(N,)``.
-    """
+    """Which draws have one of some states, and which of these each has."""
     place = torch.full((int(state.max()) + 1,), -1)
     place[rows] = torch.arange(len(rows))
     drawn = torch.nonzero(place[state] >= 0)[:, 0]
@@ -98,14 +83,7 @@ def draw_rate(prior: Prior, z: Tensor, generator: torch.Generator) -> NDArray[np
 
 
 def sparse_rows(parts: list[tuple[Group, Tensor]], rows: int, p: int, outputs: int) -> csr_array:
-    """Coefficients of the open features as the rows of a sparse matrix.
-
-    Args:
-        parts: groups with the coefficients of their states, each of shape ``(m, k, outputs)``.
-        rows: how many there are in all.
-        p: features.
-        outputs: K.
-    """
+    """Coefficients of the open features, shape ``(m, k, outputs)`` for each group, as the rows of a sparse matrix."""
     at, columns, values = [], [], []
     for group, beta in parts:
         place = group.open[:, :, None] * outputs + torch.arange(outputs)

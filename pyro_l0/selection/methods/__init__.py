@@ -35,11 +35,7 @@ METHODS: dict[str, _Method] = {
 def find_posterior(problem: Problem, method: str, *, draws: int, seed: int) -> tuple[SelectionPosterior, str]:
     """The posterior of a problem, and the method that found it.
 
-    Args:
-        problem: what to solve.
-        method: a key of ``METHODS``, or ``"auto"``, which enumerates few features and samples the gates of more.
-        draws: number of joint draws.
-        seed: of all random numbers.
+    The method is a key of ``METHODS``, or ``"auto"``, which enumerates few features and samples the gates of more.
     """
     if method == "auto":
         few = _FEW_GAUSSIAN if problem.family == "gaussian" else _FEW

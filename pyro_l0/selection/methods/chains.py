@@ -23,17 +23,11 @@ _BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and r
 
 
 class Effort(NamedTuple):
-    """Number and length of chains.
+    """Number and length of chains."""
 
-    Attributes:
-        chains: side by side.
-        flips: of each chain, the warm-up included.
-        every: flips from one proposal of a scale to the next.
-    """
-
-    chains: int
-    flips: int
-    every: int
+    chains: int  # side by side
+    flips: int  # of each chain, the warm-up included
+    every: int  # flips from one proposal of a scale to the next
 
     @staticmethod
     def of(p: int) -> Effort:
@@ -74,11 +68,7 @@ def chain_evidence(
 ) -> float:
     """log p(y), by a bridge from where one half of the chains would go next to where the other half has been.
 
-    Args:
-        log_marginal: log p(y, z) of gates, bool, shape ``(S, p)`` to ``(S,)``.
-        walk: what was sampled.
-        run: of two chains at least.
-        generator: of the random numbers.
+    There are at least two chains; ``log_marginal`` is log p(y, z) of gates, shape ``(S, p)`` to ``(S,)``.
     """
     first = run.chain < len(run.chain_active_probs) // 2
     drawn, centres = (resampled(torch.where(half, run.weights, 0.0), _BRIDGE, generator) for half in (first, ~first))
@@ -95,16 +85,11 @@ def chain_evidence(
 def bridged_evidence(
     log_marginal: Callable[[Tensor], Tensor], drawn: Tensor, logits: Tensor, generator: torch.Generator
 ) -> float:
-    """log p(y) from draws of the gates and where each would go next.
+    """log p(y) from draws of the gates, bool, shape ``(N, p)``, and where each of M others would go next.
 
     The bridge (Meng and Wong 1996, eq. 4.1) leads to a distribution that is known and close: a mixture with a part for
-    each draw, in which every gate is independently what it would be given the others of that draw.
-
-    Args:
-        log_marginal: log p(y, z) of gates, bool, shape ``(S, p)`` to ``(S,)``.
-        drawn: from the posterior, bool, shape ``(N, p)``; draws other than those of the mixture.
-        logits: log odds of each gate given the others in M draws, shape ``(M, p)``.
-        generator: of the random numbers.
+    each of the others, in which every gate is independently what it would be given the others of that draw: its log
+    odds have the shape ``(M, p)``.
     """
     part = torch.randint(len(logits), (len(drawn),), generator=generator)
     proposed = torch.rand(drawn.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])

@@ -82,16 +82,7 @@ def exact_posterior(
 
 @torch.no_grad()
 def enumerate_posterior(problem: Problem, *, draws: int = 1000, seed: int = 0) -> SelectionPosterior:
-    """The posterior of a problem by a sum over its gate vectors.
-
-    Args:
-        problem: with at most 20 gates.
-        draws: how many joint draws.
-        seed: of the draws.
-
-    Raises:
-        ValueError: there are more gates, or no draws are asked for.
-    """
+    """The posterior of a problem with at most 20 gates by a sum over its gate vectors."""
     if problem.gates > _MOST_FEATURES:
         raise ValueError(
             f"Expected at most {_MOST_FEATURES} features or groups to enumerate, but got {problem.gates}; use another "

@@ -35,14 +35,9 @@ def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: 
     """The posterior of a regression that is not Gaussian.
 
     The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
-    chains find. Draws of the last chains are re-weighted by the Laplace evidence of their gates and slab scales. Where
-    that leaves a standard error above ``MOST_ERROR``, chains on the Laplace evidence itself continue from there.
-
-    Args:
-        problem: of any family but the Gaussian.
-        effort: length of the last chains; earlier ones take a third of it.
-        draws: number of joint draws.
-        generator: of the random numbers.
+    chains find, which run for a third of the effort. Draws of the last chains are re-weighted by the Laplace evidence
+    of their gates and slab scales. Where that leaves a standard error above ``MOST_ERROR``, chains on the Laplace
+    evidence itself continue from there.
     """
 
     def sampled(walk: _Walk, share: float) -> GibbsRun:

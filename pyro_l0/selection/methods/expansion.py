@@ -23,19 +23,12 @@ __all__ = ["Expansion", "expanded", "gate_of", "null_predictor"]
 
 @dataclass(frozen=True)
 class Expansion:
-    """The log likelihood of the coefficients, to second order and up to a constant.
-
-    Attributes:
-        problem: the regression.
-        quadratic: of the coefficients, the K of a feature side by side, shape ``(p K,)``.
-        intercept: mean of the intercepts where all coefficients are zero, shape ``(K,)``.
-        slope: by how much that mean falls with each coefficient, shape ``(K, p K)``.
-    """
+    """The log likelihood of the coefficients, to second order and up to a constant."""
 
     problem: Problem
-    quadratic: Quadratic
-    intercept: Tensor
-    slope: Tensor
+    quadratic: Quadratic  # of the coefficients, the K of a feature side by side, shape (p K,)
+    intercept: Tensor  # mean of the intercepts where all coefficients are zero, shape (K,)
+    slope: Tensor  # by how much that mean falls with each coefficient, shape (K, p K)
 
     def predictor(self, beta: Tensor) -> Tensor:
         """Linear predictors at some coefficients, of shape ``(p K,)``, and the mean of the intercepts given these."""

@@ -28,15 +28,10 @@ _STEP = 0.4  # of its logarithm
 
 
 class LaplaceChains(NamedTuple):
-    """States of chains.
+    """States of chains."""
 
-    Attributes:
-        states: gates, bool, shape ``(rounds, chains, G)``.
-        log_slab: log slab scales, shape ``(rounds, chains)``.
-    """
-
-    states: Tensor
-    log_slab: Tensor
+    states: Tensor  # gates, bool, shape (rounds, chains, G)
+    log_slab: Tensor  # log slab scales, shape (rounds, chains)
 
     def standard_error(self) -> Tensor:
         """Of the mean gates, shape ``(G,)``: by how much chains differ, and halves of all of them."""
@@ -64,16 +59,7 @@ class _Point(NamedTuple):
 def laplace_chains(
     problem: Problem, walk: ScaleWalk, z: Tensor, log_slab: Tensor, rounds: int, generator: torch.Generator
 ) -> LaplaceChains:
-    """Run chains side by side.
-
-    Args:
-        problem: of any family but the Gaussian.
-        walk: on an expansion of its log likelihood.
-        z: gates of each chain at first, bool, shape ``(chains, G)``.
-        log_slab: log slab scales at first, shape ``(chains,)``.
-        rounds: proposals to each chain.
-        generator: of the random numbers.
-    """
+    """Run chains side by side, from gates of shape ``(chains, G)`` and log slab scales, with a walk on an expansion."""
     prior = problem.prior
 
     def at(z: Tensor, log_slab: Tensor) -> _Point:

@@ -34,13 +34,7 @@ def tempered_posterior(
 
     The coefficients and the rate are integrated out; unknown scales of the noise and of the slabs are sampled beside
     the gates. Inclusion probabilities and moments are averages of what each gate and its slab are given the others.
-
-    Args:
-        problem: a regression of any family; for those that are not Gaussian see
-            :func:`~pyro_l0.selection.methods.expanded_sampling.expanded_posterior`.
-        draws: how many joint draws.
-        seed: of all random numbers.
-        effort: how long the chains run; by default what suits the number of features.
+    By default the chains run as long as suits the number of features.
     """
     generator = torch.Generator().manual_seed(seed)
     effort = effort or Effort.of(problem.x.shape[1])

@@ -31,21 +31,13 @@ class Fold(NamedTuple):
 
 
 class CrossFit(NamedTuple):
-    """Networks with the observations that they are trained on and judged by.
+    """Networks with the observations that they are trained on and judged by."""
 
-    Attributes:
-        networks: one per fold, of inputs ``(B, p)``; trained in place.
-        response: what their outputs mean.
-        x: standardised inputs, shape ``(n, p)``.
-        y: encoded observations, shape ``(n,)``.
-        folds: the observations of each network.
-    """
-
-    networks: Sequence[nn.Module]
-    response: Response
-    x: Tensor
-    y: Tensor
-    folds: Sequence[Fold]
+    networks: Sequence[nn.Module]  # one per fold, of inputs (B, p); trained in place
+    response: Response  # what their outputs mean
+    x: Tensor  # standardised inputs, shape (n, p)
+    y: Tensor  # encoded observations, shape (n,)
+    folds: Sequence[Fold]  # the observations of each network
 
 
 def weights_optimiser(weights: Iterable[nn.Parameter]) -> AdamW:
@@ -60,14 +52,7 @@ def random_rows(parts: Sequence[Tensor], size: int) -> Tensor:
 
 
 def refit(fit: CrossFit, number: int, selected: Tensor, *, steps: int) -> nn.Module:
-    """A copy of a network that reads the selected inputs alone, trained on; the best on its held-out observations.
-
-    Args:
-        fit: the networks, which are not changed.
-        number: which of them.
-        selected: which inputs it reads, shape ``(p,)``.
-        steps: of the optimiser.
-    """
+    """A copy of a network that reads the selected inputs alone, trained on; the best on its held-out observations."""
     networks, response, x, y, folds = fit
     fold = folds[number]
     gated = nn.Sequential(Gate(len(selected)), networks[number])

@@ -20,10 +20,6 @@ def train_for_subsets(fit: CrossFit, *, steps: int) -> None:
 
     Each observation draws the probability of an open gate from U(0, 1), so that any number of open gates is as likely
     as any other, and then its gates. A closed input is 0, the mean of a standardised one.
-
-    Args:
-        fit: the networks and the observations.
-        steps: of the optimiser.
     """
     networks, response, x, y, folds = fit
     optimiser = weights_optimiser(q for network in networks for q in network.parameters())
@@ -45,9 +41,7 @@ def train_for_subsets(fit: CrossFit, *, steps: int) -> None:
 def held_out_losses(fit: CrossFit, is_open: Tensor) -> Tensor:
     """Negative log likelihoods of all observations, shape ``(n,)``, by the networks that have never seen them.
 
-    Args:
-        fit: the networks, in evaluation mode, and the observations.
-        is_open: which inputs they see, shape ``(p,)``.
+    The networks, in evaluation mode, see the inputs that are open, shape ``(p,)``.
     """
     networks, response, x, y, folds = fit
     losses = torch.zeros(len(y)).to(x)
@@ -60,26 +54,13 @@ def held_out_losses(fit: CrossFit, is_open: Tensor) -> Tensor:
 def eliminate(fit: CrossFit, *, n_features: int, alone: Tensor) -> Tensor:
     """Close the inputs whose loss harms the held-out likelihood least, until ``n_features`` are left.
 
-    Losses of near duplicates differ by less than their noise, and the least one would depend on the seed. Of all
-    inputs whose closing is within one standard error of the best, those that explain least alone are closed.
+    Gives ranks, shape ``(p,)``: 1 for kept inputs, larger the earlier an input was closed. Losses of near duplicates
+    differ by less than their noise, and the least one would depend on the seed. Of all inputs whose closing is within
+    one standard error of the best (Breiman et al. 1984), those that explain least ``alone``, on any scale, are closed.
 
     In each round a twentieth of those that have to go is closed, at least one: two near duplicates that were closed at
     once would both be missed. That takes about 20 p evaluations of the loss where few inputs are left, and at most
     p²/2. Constant inputs go first.
-
-    Args:
-        fit: the networks after :func:`train_for_subsets`, left in evaluation mode, and the observations.
-        n_features: inputs to keep.
-        alone: how much each input explains alone, on any scale, shape ``(p,)``.
-
-    Returns:
-        Ranks, shape ``(p,)``: 1 for kept inputs, larger the earlier an input was closed.
-
-    Raises:
-        ValueError: the networks' losses are not finite.
-
-    References:
-        Breiman, Friedman, Olshen, Stone (1984), Classification and Regression Trees; the rule of one standard error.
     """
     for network in fit.networks:
         network.eval()
@@ -101,12 +82,7 @@ def eliminate(fit: CrossFit, *, n_features: int, alone: Tensor) -> Tensor:
 
 
 def _least_missed(losses: Tensor, alone: Tensor) -> Tensor:
-    """Candidates in the order in which they may go.
-
-    Args:
-        losses: of each observation without each candidate, shape ``(candidates, n)``.
-        alone: what each candidate explains alone, minus infinity for a constant; shape ``(candidates,)``.
-    """
+    """Candidates in the order in which they may go, from the losses of each observation without each candidate."""
     means = losses.mean(1)
     if bool(means.isnan().any()):
         raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")

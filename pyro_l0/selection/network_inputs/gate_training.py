@@ -33,23 +33,12 @@ _TAIL = 0.15  # of the steps, at the end
 
 
 def train_gates(fit: CrossFit, *, steps: int) -> Tensor:
-    r"""Train one network per fold and the gates that all share.
+    r"""Train one network per fold and the gates that all share; gives P(z != 0) over the last 15 % of the steps.
 
     The objective is Eq. 22 of the L0 paper, with the weights of each network following the observations of its fold and
     the gates, like the noise scale, those that it has not seen. So an input by which a network only memorises closes,
     and the likelihood is honest about the noise. The price of an open gate is :math:`\log p + \frac12 \log n` nats:
     what it takes to say which of p inputs, and the BIC's half logarithm.
-
-    Args:
-        fit: the networks and the observations; the response's parameters are trained, too.
-        steps: of the optimiser.
-
-    Returns:
-        P(z != 0) of each gate, the mean over the last 15 % of the steps, shape ``(p,)``.
-
-    References:
-        Louizos, Welling, Kingma (2018), arXiv:1712.01312; Yamada et al. (2020), Feature Selection using Stochastic
-        Gates, arXiv:1810.04247.
     """
     networks, response, x, y, folds = fit
     n, p = x.shape

@@ -22,12 +22,7 @@ class InputGates(nn.Module):
     """A guide over the gates of p inputs: every observation draws gates of its own from one hard concrete per input.
 
     The expected loss is that of gates that a whole batch shares, since a loss is a sum over observations; its estimate
-    varies far less. It has the methods that a :class:`~pyro_l0.infer.SparsityTarget` calls, and no entry in Pyro's
-    parameter store.
-
-    Args:
-        prior: the gates at the start, shape ``(p,)``.
-        size: observations of the whole data set, to which the price of the gates of a batch is scaled.
+    varies far less. The price of the gates of a batch is scaled to the ``size`` of the whole data set.
     """
 
     def __init__(self, prior: HardConcrete, size: int) -> None:
@@ -63,11 +58,7 @@ class InputGates(nn.Module):
 class GatedNetworks(nn.Module):
     """Several networks behind the same gates, each for observations of its own, as the model of an objective.
 
-    Args:
-        networks: M networks, each of which takes inputs of shape ``(B, p)``.
-        response: what their outputs say of the observations.
-        size: observations of the whole data set, to which the log likelihood of a batch is scaled.
-        prior: prior of the gates, shape ``(p,)``.
+    The log likelihood of a batch is scaled to the ``size`` of the whole data set.
     """
 
     def __init__(self, networks: Sequence[nn.Module], response: Response, size: int, prior: HardConcrete) -> None:
@@ -79,12 +70,7 @@ class GatedNetworks(nn.Module):
         self.gate.site_name = SITE
 
     def forward(self, x: Tensor, y: Tensor) -> None:
-        """State the likelihood of a batch, B observations for each network.
-
-        Args:
-            x: inputs, shape ``(M, B, p)``.
-            y: encoded observations, shape ``(M, B)``.
-        """
+        """State the likelihood of a batch of B for each network: inputs ``(M, B, p)``, encoded y ``(M, B)``."""
         count = y.numel()
         with pyro.poutine.scale(scale=self.size / count), pyro.plate("observations", count):
             gated = self.gate(x.flatten(0, 1)).view_as(x)

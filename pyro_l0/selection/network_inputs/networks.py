@@ -20,16 +20,7 @@ _HIDDEN = 64
 def make_networks(net: Net, features: int, outputs: int, count: int) -> list[nn.Module]:
     """Networks of the same kind, to be trained apart.
 
-    Args:
-        net: a module, which is copied; a function of the number of features that makes one; None for two hidden layers
-            of 64 units with SiLU, which is smooth, in float64.
-        features: p, numbers that a network takes for a row.
-        outputs: numbers that a default network returns for a row.
-        count: how many.
-
-    Raises:
-        TypeError: ``net`` is none of these, or its function does not make a module.
-        ValueError: a network has no parameters to train.
+    The default has two hidden layers of 64 units with SiLU, which is smooth, in float64.
     """
     if not (net is None or callable(net)):
         raise TypeError(
@@ -57,16 +48,7 @@ def _make(net: Net, features: int, outputs: int) -> nn.Module:
 
 @torch.no_grad()
 def check_outputs(network: nn.Module, response: Response, x: Tensor) -> None:
-    """Refuse a network that does not take a batch of inputs, or whose outputs do not fit the response.
-
-    Args:
-        network: of inputs ``(B, p)``.
-        response: what its outputs mean.
-        x: a few inputs, shape ``(B, p)``.
-
-    Raises:
-        ValueError: as said.
-    """
+    """Refuse a network that does not take a batch of inputs, or whose outputs do not fit the response."""
     training = network.training
     try:
         raw = network.eval()(x)

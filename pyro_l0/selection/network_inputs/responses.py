@@ -38,11 +38,7 @@ class Response(nn.Module):
 
 
 class NormalResponse(Response):
-    """Observations that are normal around the network's output, in units of their standard deviation.
-
-    Args:
-        y: observations, shape ``(n,)``.
-    """
+    """Observations that are normal around the network's output, in units of their standard deviation."""
 
     def __init__(self, y: NDArray[np.float64]) -> None:
         super().__init__()
@@ -75,11 +71,7 @@ class NormalResponse(Response):
 
 
 class ClassResponse(Response):
-    """Observations that are classes, of which the network returns the logits.
-
-    Args:
-        classes: the labels in their order, shape ``(C,)``.
-    """
+    """Observations that are classes, given in their order, of which the network returns the logits."""
 
     def __init__(self, classes: NDArray[np.generic]) -> None:
         super().__init__()
