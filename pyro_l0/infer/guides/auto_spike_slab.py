@@ -239,14 +239,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         assert model is not None
         sites, run_at = model_runs(model, args, kwargs)
         values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-        fixed = {
-            **values,
-            **collapsed.others,
-            **{name: torch.ones_like(values[name]) for name in collapsed.gates.shapes},
-        }
+        values |= {**collapsed.others, **{name: torch.ones_like(values[name]) for name in collapsed.gates.shapes}}
 
         def log_likelihood_at(slabs: Tensor) -> Tensor:
-            return log_likelihood(run_at({**fixed, **collapsed.slabs.apart(slabs + collapsed.offset)}))
+            return log_likelihood(run_at({**values, **collapsed.slabs.apart(slabs + collapsed.offset)}))
 
         return collapsed, each(log_likelihood_at)
 

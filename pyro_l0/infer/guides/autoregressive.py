@@ -10,12 +10,8 @@ class GateChain(nn.Module):
     r"""Log odds of gates given the gates before them and other latents: :math:`a_j + \sum_{k<j} B_{jk} z_k + U_j^T t`.
 
     A posterior of this form puts its probability on sets of gates: of two features that stand for each other it opens
-    one or the other. The parameters :math:`a` are a guide's own, by site.
-
-    Args:
-        size: number of gates, in the order in which they are drawn.
-        hyper: number of other latents, :math:`t` being their distance from where they started.
-        coupled: whether there is a B; without it the gates are independent given the other latents.
+    one or the other. The parameters :math:`a` are a guide's own, by site; :math:`t` is the other latents' distance from
+    where they started. Without B (``coupled``) the gates are independent given the other latents.
     """
 
     def __init__(self, size: int, hyper: int, coupled: bool, like: Tensor) -> None:
@@ -24,16 +20,7 @@ class GateChain(nn.Module):
         self.tilt = nn.Parameter(like.new_zeros(size, hyper)) if hyper else None
 
     def log_odds(self, base: Tensor, gates: Tensor, hyper: Tensor) -> Tensor:
-        """Log odds of each gate given those before it.
-
-        Args:
-            base: a, shape ``(size,)``.
-            gates: z, shape ``(n, size)``.
-            hyper: t, shape ``(n, hyper)``.
-
-        Returns:
-            Shape ``(n, size)``.
-        """
+        """Log odds of each gate given those before it, shape ``(n, size)`` as z; a has shape ``(size,)``."""
         odds = base.expand_as(gates)
         if self.tilt is not None:
             odds = odds + hyper @ self.tilt.mT

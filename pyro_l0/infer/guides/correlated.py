@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import pyro
@@ -24,17 +25,11 @@ from pyro_l0.infer.guides.layout import Layout
 from pyro_l0.infer.guides.mean_field import GatesPosterior, SitePosterior
 from pyro_l0.infer.guides.structured_slabs import SlabPosterior
 
+_normal, _beta, _bernoulli = (partial(family, validate_args=False) for family in (Normal, Beta, BernoulliGate))
+
 
 class ConjugateRate(NamedTuple):
-    """A Beta variable that is the prior probability of some binary gates.
-
-    Attributes:
-        name: its site.
-        gates: the sites of the gates.
-        open: its prior's first parameter, shape ``()``.
-        closed: its prior's second parameter.
-        shape: of its site's value, of one entry.
-    """
+    """A Beta(open, closed) variable, of one entry, that is the prior probability of the binary gates of some sites."""
 
     name: str
     gates: tuple[str, ...]
@@ -52,18 +47,8 @@ class ConjugateRate(NamedTuple):
 class CorrelatedPosterior(nn.Module):
     """The parts of a joint posterior and their order: other latents, gates, rates, slabs.
 
-    Args:
-        gates: the gate sites.
-        hyper: the sites of the other latents, on the real line.
-        slabs: the slab sites, for ``slab_posterior``, and other latents that it draws with them.
-        rates: Beta variables that follow from the gates.
-        chain: the gates given those before them; None where a family draws them.
-        hyper_posterior: of the other latents.
-        slab_posterior: of the slabs given gates and other latents.
-
-    Attributes:
-        posteriors: those of the gates by site, which a guide sets.
-        plates: names of each site's plates, which a guide sets.
+    ``slabs`` has the other latents too that are drawn with the slabs. ``chain`` is None where a family draws the gates.
+    The guide sets ``posteriors``, those of the gates by site, and ``plates``, the names of each site's plates.
     """
 
     hyper_start: Tensor
@@ -116,7 +101,7 @@ class CorrelatedPosterior(nn.Module):
         gates = self._draw_gates(parts, shift, n)
         for rate in self.rates:
             parameters = rate.parameters({name: parts[name].values for name in rate.gates})
-            values = Beta(*parameters, validate_args=False).sample()
+            values = _beta(*parameters).sample()
             parts[rate.name] = Part(values, _beta, parameters, rate.shape, 0)
         given = self.slab_posterior.given(gates, shift)
         noise = torch.randn_like(given.mean)
@@ -125,7 +110,7 @@ class CorrelatedPosterior(nn.Module):
         return parts
 
     def active_probs(self, draws: int) -> dict[str, Tensor]:
-        """P(z != 0) of the gates by site and in its shape, the mean over draws of their conditional probabilities."""
+        """P(z != 0) of the gates by site, the mean over draws of their conditional probabilities."""
         if self.chain is None:
             return {name: gate.active_prob for name, gate in self._distributions().items()}
         shift = self.hyper_posterior.draw(draws)[0] - self.hyper_start
@@ -134,12 +119,7 @@ class CorrelatedPosterior(nn.Module):
         return self.gates.apart(torch.sigmoid(odds).mean(0))
 
     def parameter_groups(self, sites: Sequence[Tensor], learning_rate: float) -> list[dict[str, object]]:
-        """Parameters for an optimiser, each kind with its learning rate.
-
-        Args:
-            sites: the gates' own parameters.
-            learning_rate: of the gates; slabs get a fifth of it, other latents 0.3 of it.
-        """
+        """Parameters for an optimiser, each kind with its learning rate; ``sites`` are the gates' own."""
         chain = [] if self.chain is None else list(self.chain.parameters())
         exponents = self.slab_posterior.exponents
         slabs = [x for x in self.slab_posterior.parameters() if x is not exponents]
@@ -184,15 +164,3 @@ class CorrelatedPosterior(nn.Module):
         """Log odds of the gates of a chain given closed gates before them, shape ``(size,)``."""
         gates = self._distributions()
         return torch.cat([gates[name].logits.reshape(-1) for name in self.gates.shapes])
-
-
-def _normal(loc: Tensor, scale: Tensor) -> TorchDistribution:
-    return Normal(loc, scale, validate_args=False)
-
-
-def _beta(opened: Tensor, closed: Tensor) -> TorchDistribution:
-    return Beta(opened, closed, validate_args=False)
-
-
-def _bernoulli(logits: Tensor) -> TorchDistribution:
-    return BernoulliGate(logits, validate_args=False)

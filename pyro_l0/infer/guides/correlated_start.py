@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from pyro_l0.infer.elbo.runs import Args, Kwargs, log_prob, sample_sites
 from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.autoregressive import GateChain
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
-from pyro_l0.infer.guides.expansion import OpenModel, expand, run_at
+from pyro_l0.infer.guides.expansion import OpenModel, RunAt, expand, run_at
 from pyro_l0.infer.guides.hyper import HyperPosterior
 from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
 from pyro_l0.infer.guides.lone_latents import middle, transform_to_support
@@ -26,35 +27,19 @@ from pyro_l0.infer.guides.structured_slabs import IndependentSlabs, StructuredSl
 _RATES = (0.3, 0.6)  # at which a rate is tried
 _MOVE = 0.5  # on the real line
 
-RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]
-
 
 class Structure(NamedTuple):
-    """What a user asks of a correlated posterior.
+    """What a user asks of a correlated posterior."""
 
-    Attributes:
-        coupled: whether gates depend on the gates before them.
-        structured: whether slabs are one Gaussian given their gates.
-        chain: whether the gates are binary.
-    """
-
-    coupled: bool
-    structured: bool
-    chain: bool
-
-
-Options = dict[str, Any]  # of a guide
+    coupled: bool  # gates depend on the gates before them
+    structured: bool  # slabs are one Gaussian given their gates
+    chain: bool  # gates are binary
 
 
 def structure_of(
-    gates: str, slabs: str, hyper: Sequence[str] | None, options: Options
-) -> tuple[Structure | None, Options]:
-    """What a user's words ask for, None for a mean field; and a guide's options with the defaults that suit it.
-
-    Raises:
-        TypeError: ``hyper`` is a string.
-        ValueError: a word is unknown, or autoregressive gates are of a family that is not binary.
-    """
+    gates: str, slabs: str, hyper: Sequence[str] | None, options: dict[str, Any]
+) -> tuple[Structure | None, dict[str, Any]]:
+    """What a user's words ask for, None for a mean field; and a guide's options with the defaults that suit it."""
     for name, value, known in (
         ("gates", gates, ("mean_field", "autoregressive")),
         ("slabs", slabs, ("independent", "structured")),
@@ -76,10 +61,7 @@ def structure_of(
 
 def model_runs(model: Callable[..., object], args: Args, kwargs: Kwargs) -> tuple[dict[str, Site], RunAt]:
     """The sites of a model in one run, and what runs it at values of its latent sites."""
-
-    def program() -> object:
-        return model(*args, **kwargs)
-
+    program = partial(model, *args, **kwargs)
     sites = sample_sites(poutine.trace(program).get_trace())
     found = {name: site for name, site in sites.items() if not is_deterministic(site)}
     return found, lambda values: run_at(program, values)
@@ -92,19 +74,11 @@ def correlated_posterior(
     slab: Mapping[str, Switch],
     hyper_names: Sequence[str] | None,
 ) -> CorrelatedPosterior:
-    """The posterior that a guide learns from.
+    """The posterior that a guide learns from, for a model with these sites in one run.
 
-    Args:
-        sites: the model's sites in one run.
-        run_at: runs the model and returns its sites, at values of its latent sites by name.
-        structure: what is asked for.
-        slab: the gate site of each slab site.
-        hyper_names: the sites of the other latents; None for all of them, normal ones drawn with the slabs where they
-            can be.
-
-    Raises:
-        ValueError: a site is subsampled, a prior or a support is of another kind, or ``z`` and ``w`` do not enter the
-            model as their product.
+    ``hyper_names`` are the sites of the other latents; None for all of them, normal ones drawn with the slabs where
+    they can be. Refuses subsampled sites, priors and supports of another kind, and a model in which ``z`` and ``w`` do
+    not enter as their product.
     """
     gate_names = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
     slab_names = [name for name in sites if name in slab]

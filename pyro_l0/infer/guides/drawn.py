@@ -17,10 +17,6 @@ class Drawn(TorchDistribution):
 
     The densities of the sites of a joint draw multiply to the joint density. As the parameters depend on the draw, it
     is the only value that has a density here.
-
-    Args:
-        base_dist: the distribution given the sites before.
-        value: what was drawn, of the shape of one draw.
     """
 
     arg_constraints = {}  # noqa: RUF012  # as torch declares it
@@ -63,25 +59,15 @@ class Drawn(TorchDistribution):
 
 
 class Part(NamedTuple):
-    """A site's part of n joint draws.
+    """A site's part of n joint draws."""
 
-    Attributes:
-        values: on the real line, shape ``(n, entries of the site)``, or without the dimension of draws.
-        make: the distribution given the parts before, from its parameters.
-        parameters: of that distribution, each of the values' shape.
-        shape: of the site's value in one draw.
-        event_dim: how many of its dimensions are the event's.
-        transform: what carries values to the site's support; None for the identity.
-        depends: whether the distribution depends on other parts of the draw.
-    """
-
-    values: Tensor
-    make: Callable[..., TorchDistribution]
-    parameters: tuple[Tensor, ...]
-    shape: torch.Size
+    values: Tensor  # on the real line, (n, entries of the site), or without the dimension of draws
+    make: Callable[..., TorchDistribution]  # the distribution given the parts before, from its parameters
+    parameters: tuple[Tensor, ...]  # each of the values' shape
+    shape: torch.Size  # of the site's value in one draw
     event_dim: int
-    transform: Transform | None = None
-    depends: bool = True
+    transform: Transform | None = None  # to the site's support
+    depends: bool = True  # on other parts of the draw
 
     @classmethod
     def of(cls, fn: TorchDistributionMixin, n: int, event_dim: int) -> Part:
@@ -90,11 +76,7 @@ class Part(NamedTuple):
         return cls(draws.reshape(n, -1), lambda: fn, (), draws.shape[1:], event_dim, depends=False)
 
     def at_site(self, particles: Mapping[int, int]) -> tuple[TorchDistribution, Tensor]:
-        """The distribution of a site and its value.
-
-        Args:
-            particles: sizes of the plates of the draws, by their dimensions from the right.
-        """
+        """The distribution of a site and its value, in plates of particles: their sizes by dimension from the right."""
         batch = self.shape[: len(self.shape) - self.event_dim]
         width = max(len(batch), *(-dim for dim in particles), 0)
         dims = [1] * (width - len(batch)) + list(batch)

@@ -22,33 +22,23 @@ _DRAWS = 4  # pairs of them, of the coefficients for the other latents' mode
 _STEP = 0.05  # of differences in other latents, on the real line
 
 
-class OpenModel:
-    """A model's log densities as functions of its coefficients and other latent variables, every gate open.
+RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]  # a model's sites at values of its latent sites
 
-    Args:
-        run: runs the model and returns its sites, at values of its latent sites by name.
-        values: values of all latent sites; those that the layouts do not name stay.
-        slabs: the slab sites, side by side.
-        gates: the gate sites.
-        hyper: the other sites, on the real line.
-    """
 
-    def __init__(
-        self,
-        run: Callable[[Mapping[str, Tensor]], dict[str, Site]],
-        values: Mapping[str, Tensor],
-        slabs: Layout,
-        gates: Layout,
-        hyper: Layout,
-    ) -> None:
-        self._run, self._values = run, values
-        self.slabs, self.gates, self.hyper = slabs, gates, hyper
+class OpenModel(NamedTuple):
+    """A model's log densities as functions of its coefficients and other latent variables, every gate open."""
+
+    run: RunAt
+    values: Mapping[str, Tensor]  # of all latent sites; those that the layouts do not name stay
+    slabs: Layout
+    gates: Layout
+    hyper: Layout
 
     def sites(self, slabs: Tensor, hyper: Tensor, gates: Tensor | None = None) -> dict[str, Site]:
         """The model's sites at slabs, shape ``(p,)``, other latents, shape ``(d,)``, and open gates or those given."""
         gates = torch.ones(self.gates.size, dtype=slabs.dtype, device=slabs.device) if gates is None else gates
         given = {**self.slabs.apart(slabs), **self.hyper.apart(hyper), **self.gates.apart(gates)}
-        return self._run({**self._values, **given})
+        return self.run({**self.values, **given})
 
     def log_likelihood(self, slabs: Tensor, hyper: Tensor, gates: Tensor | None = None) -> Tensor:
         """Log probability of the observed sites in nats, shape ``()``."""
@@ -68,11 +58,7 @@ class OpenModel:
 
     @torch.no_grad()
     def check_product(self, slab_scale: Tensor, hyper: Tensor, gate_of: Tensor) -> None:
-        """Refuse a model in which closed gates do not switch their slabs off: ``z`` and ``w`` must enter as ``z * w``.
-
-        Raises:
-            ValueError: the likelihood changes with the slabs of closed gates, or by itself.
-        """
+        """Refuse a model in which closed gates do not switch their slabs off: only the product of both may enter."""
         closed = torch.zeros(self.gates.size, dtype=hyper.dtype, device=hyper.device)
         slabs = 0.5 * slab_scale
         first, again = (self.log_likelihood(slabs, hyper, closed) for _ in range(2))
@@ -118,41 +104,26 @@ class Expansion(NamedTuple):
 
     With :math:`t = \theta - \theta_0` on the real line and :math:`f = \exp(c^T t)`, curvature and linear term are
     :math:`f A` and :math:`f (b + K t)`, and the slabs' prior deviations :math:`s \exp(E t)`.
-
-    Attributes:
-        curvature: A, positive definite, shape ``(p, p)``.
-        linear: b, shape ``(p,)``.
-        mode: of likelihood and prior, shape ``(p,)``.
-        loc: means of the slabs' priors, shape ``(p,)``.
-        scale: s, shape ``(p,)``.
-        loc_shifts: by which the means move with t, shape ``(p, d)``.
-        hyper: :math:`\theta_0`, shape ``(d,)``.
-        exponents: c, shape ``(d,)``.
-        shifts: K, shape ``(p, d)``.
-        scale_exponents: E, shape ``(p, d)``.
     """
 
-    curvature: Tensor
-    linear: Tensor
-    mode: Tensor
-    loc: Tensor
-    scale: Tensor
-    loc_shifts: Tensor
-    hyper: Tensor
-    exponents: Tensor
-    shifts: Tensor
-    scale_exponents: Tensor
+    curvature: Tensor  # A, positive definite, (p, p)
+    linear: Tensor  # b, (p,)
+    mode: Tensor  # of likelihood and prior, (p,)
+    loc: Tensor  # means of the slabs' priors, (p,)
+    scale: Tensor  # s, (p,)
+    loc_shifts: Tensor  # by which the means move with t, (p, d)
+    hyper: Tensor  # theta_0, (d,)
+    exponents: Tensor  # c, (d,)
+    shifts: Tensor  # K, (p, d)
+    scale_exponents: Tensor  # E, (p, d)
 
 
 @torch.enable_grad()
 def expand(model: OpenModel, hyper: Tensor, gate_of: Tensor, held: Tensor) -> Expansion:
     """Find the mode and expand about it.
 
-    Args:
-        model: the model with open gates.
-        hyper: where the other latents start, on the real line, shape ``(d,)``.
-        gate_of: which gate switches each coefficient, shape ``(p,)``; -1 for those that none does.
-        held: which of the other latents stay where they start, bool, shape ``(d,)``.
+    The other latents start at ``hyper`` on the real line, and those of ``held`` stay there. ``gate_of`` says which gate
+    switches each coefficient; -1 for those that none does.
     """
     slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device)
     loc, scale = (x.detach() for x in model.slab_prior(hyper))
@@ -187,15 +158,7 @@ def expand(model: OpenModel, hyper: Tensor, gate_of: Tensor, held: Tensor) -> Ex
 def find_mode(model: OpenModel, slabs: Tensor, hyper: Tensor, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Mode of log likelihood and Gaussian prior by Newton's method, and the likelihood's curvature there.
 
-    Args:
-        model: the model with open gates.
-        slabs: where to start, shape ``(p,)``.
-        hyper: the other latents, shape ``(d,)``.
-        loc: means of the prior, shape ``(p,)``.
-        scale: its standard deviations, shape ``(p,)``.
-
-    Returns:
-        The mode and A, the negative Hessian with eigenvalues of at least 1e-6.
+    The curvature is the negative Hessian with eigenvalues of at least 1e-6.
     """
     (mode,), _, step = find_maximum(_Density(model, hyper, loc, scale), (slabs[None],))
     return mode[0], step.curvature

@@ -11,11 +11,7 @@ _START = 0.2  # standard deviation on the real line
 
 
 class HyperPosterior(nn.Module):
-    """A Gaussian of full covariance on the real line.
-
-    Args:
-        start: its mean at the start, shape ``(d,)``.
-    """
+    """A Gaussian of full covariance on the real line, whose mean is at ``start`` first, shape ``(d,)``."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()

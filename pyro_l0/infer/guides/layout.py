@@ -15,11 +15,9 @@ MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # 
 
 
 class Layout:
-    """Where the entries of each site are in a vector of numbers on the real line.
+    """Where the entries of each site of a run are in a vector of numbers on the real line.
 
-    Args:
-        sites: from a run of the model, outside of the plates of particles.
-        transforms: what carries the real line to a site's support; the identity where there is none.
+    Transforms carry the real line to a site's support.
     """
 
     def __init__(self, sites: Mapping[str, Site], transforms: Mapping[str, Transform] | None = None) -> None:
@@ -68,11 +66,7 @@ class Layout:
         return found
 
     def normal(self, name: str, prior: object) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each entry of a site under its normal prior, shapes ``(n,)``.
-
-        Raises:
-            ValueError: the prior is not normal.
-        """
+        """Mean and standard deviation of each entry of a site under its normal prior, shapes ``(n,)``."""
         inside = innermost(prior)
         if not isinstance(inside, torch.distributions.Normal):
             raise ValueError(

@@ -169,11 +169,7 @@ def _unconstrained(gate: GateDistribution) -> dict[str, Tensor]:
 
 
 def take_over(modules: nn.ModuleDict, made: Mapping[str, SitePosterior]) -> dict[str, SitePosterior]:
-    """Put the parameters of posteriors into a guide's modules; those of a state loaded before keep their values.
-
-    Raises:
-        ValueError: what was loaded has other names or shapes.
-    """
+    """Put the parameters of posteriors into a guide's modules; those of a state loaded before keep their values."""
     new: dict[str, nn.Module] = {site_key(name): nn.ParameterDict(x.parameters) for name, x in made.items()}
     loaded, expected = dict(modules.named_parameters()), dict(nn.ModuleDict(new).named_parameters())
     got, wanted = ({name: tuple(x.shape) for name, x in found.items()} for found in (loaded, expected))

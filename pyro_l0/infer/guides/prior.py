@@ -97,12 +97,7 @@ def _drawn_options(first: _Options, draw: Callable[[], _Options]) -> set[tuple[s
 
 
 def check_supports(sites: Mapping[str, Site], run: Callable[[], Trace]) -> None:
-    """Refuse latents whose support depends on what the model draws: a guide's would not follow.
-
-    Args:
-        sites: latent sites of a run of the model.
-        run: runs it again.
-    """
+    """Refuse latents whose support depends on what the model draws, as ``run`` shows: a guide's would not follow."""
     bounds = {name: found for name, site in sites.items() if (found := _bounds(site))}
     if bounds:
         with generators_kept():

@@ -33,9 +33,7 @@ class IndependentNormals(NamedTuple):
 class SlabPosterior(nn.Module):
     """Slabs of p elements given their gates and d other latents; where the gates are closed they have their prior.
 
-    Args:
-        expansion: of the model's log likelihood.
-        gate_of: which gate switches each element, shape ``(p,)``; -1 for other latents, which none does.
+    ``gate_of`` says which gate switches each element, shape ``(p,)``; -1 for other latents, which none does.
     """
 
     gate_of: Tensor
@@ -67,12 +65,7 @@ class SlabPosterior(nn.Module):
 
     @abstractmethod
     def given(self, gates: Tensor, hyper: Tensor) -> SlabGivenGates | IndependentNormals:
-        """The slabs' Gaussian.
-
-        Args:
-            gates: shape ``(n, number of gates)``.
-            hyper: distances of the other latents from where they started, shape ``(n, d)``.
-        """
+        """The slabs' Gaussian for n rows of gates and of the other latents' distances from where they started."""
 
 
 class StructuredSlabs(SlabPosterior):

@@ -114,7 +114,7 @@ def check_fit(
         )
         if not quadratic:
             run = reweighted(run, log_likelihood, collapsed.quadratic)
-        evidence = Evidence.of(log_ratios(model, guide, args, kwargs, draws))
+        evidence = Evidence.of(log_ratios(model, guide, args, kwargs)[0](draws))
     repaired = collapsed.gates.apart(run.active_probs)
     by_site = {name: repaired[name] - probs[name] for name in repaired}
     moved = max(float(change.abs().max()) for change in by_site.values())

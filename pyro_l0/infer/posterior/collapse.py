@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
+from pyro_l0.infer.guides.expansion import RunAt
 from pyro_l0.infer.guides.layout import Layout
 from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
 from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
@@ -22,9 +23,7 @@ from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
 class SiteGates:
     """The prior of the gates of several sites: independent, or with a Beta rate in common that is summed out.
 
-    Args:
-        logits: log odds of each gate, shape ``(chains, G)`` or ``(1, G)``; those with a rate are ignored.
-        rates: each behind the positions of its gates.
+    The log odds have shape ``(chains, G)`` or ``(1, G)``; those of gates with a rate are ignored.
     """
 
     def __init__(self, logits: Tensor, rates: Sequence[tuple[Tensor, BetaBinomialGates]]) -> None:
@@ -51,17 +50,9 @@ class SiteGates:
 
 
 class Collapsed(NamedTuple):
-    """What a sampler of gates needs, for some values of the other latents.
+    """What a sampler of gates needs, for some values of the other latents: ``others`` has those of the first chain.
 
-    Attributes:
-        quadratic: likelihood and slabs.
-        prior: of the gates.
-        gates: the gate sites.
-        slabs: the slab sites.
-        rates: Beta variables that follow from the gates.
-        others: values of the other latents, by site; of the first chain.
-        offset: means of the slabs' priors, shape ``(p,)``, from which the quadratic's coefficients are measured; 0 for
-            those with a gate.
+    The quadratic's coefficients are measured from ``offset``, the means of the slabs' priors: 0 for those with a gate.
     """
 
     quadratic: CollapsedQuadratic
@@ -74,15 +65,10 @@ class Collapsed(NamedTuple):
 
 
 @torch.no_grad()
-def collapse(
-    joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
-) -> Collapsed:
-    """Integrate the slabs out of a model.
+def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collapsed:
+    """Integrate the slabs out of a model whose posterior has structured slabs.
 
-    Args:
-        joint: a posterior with structured slabs.
-        run_at: runs the model and returns its sites, at values of its latent sites by name.
-        hyper: values of the other latents on the real line, shape ``(chains, d)``; one row for all chains.
+    The other latents have values ``hyper`` on the real line, shape ``(chains, d)``, or one row for all chains.
     """
     slabs = joint.slab_posterior
     assert isinstance(slabs, StructuredSlabs)
@@ -126,9 +112,7 @@ def _check_slabs(joint: CorrelatedPosterior) -> None:
         )
 
 
-def _prior(
-    joint: CorrelatedPosterior, run_at: Callable[[Mapping[str, Tensor]], dict[str, Site]], hyper: Tensor
-) -> SiteGates:
+def _prior(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> SiteGates:
     """The gates' prior at values of the other latents."""
     rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # ignored
 

@@ -48,39 +48,31 @@ class Evidence(NamedTuple):
         )
 
 
+@torch.no_grad()
 def log_ratios(
-    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, draws: int, mapped: bool | None = None
-) -> Tensor:
-    """log p(D, z, w, ...) - log q(z, w, ...) at draws of the guide, shape ``(draws,)``.
+    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs, mapped: bool | None = None
+) -> tuple[Callable[[int], Tensor], bool]:
+    """What computes log p(D, z, w, ...) - log q(z, w, ...) at n draws of the guide, and whether it takes them at once.
 
     A slab that does not depend on its gates counts where they are open; where they are closed, its posterior is its
-    prior, as in Eq. 20 of the L0 paper. ``mapped`` is whether ``torch.vmap`` takes all draws at once, by default where
-    it can.
+    prior, as in Eq. 20 of the L0 paper. ``torch.vmap`` takes all draws at once where it can, or as ``mapped`` says.
     """
-    evaluate, run_guide = _runs(model, guide, args, kwargs)
-    with torch.no_grad():
-        if mapped is None:
-            mapped = can_be_mapped(evaluate, run_guide, guide)
-        parts = [min(_AT_ONCE, draws - i) for i in range(0, draws, _AT_ONCE)]
-        return torch.cat([over_particles(evaluate, run_guide, guide, n, mapped)["ratio"] for n in parts])
 
-
-@torch.no_grad()
-def is_mapped(model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs) -> bool:
-    """Whether ``torch.vmap`` can take many draws at once; arguments as of :func:`log_ratios`."""
-    return can_be_mapped(*_runs(model, guide, args, kwargs), guide)
-
-
-def _runs(
-    model: Program, guide: AutoSpikeSlab, args: Args, kwargs: Kwargs
-) -> tuple[Callable[[Record], dict[str, Tensor]], Callable[[], Record]]:
-    """What evaluates a run of the guide, and what runs it."""
+    def run_guide() -> Record:
+        return record_run(guide, args, kwargs, 0)
 
     def evaluate(of_guide: Record) -> dict[str, Tensor]:
         of_model = record_run(model, args, kwargs, 0, of_guide.sites)
         return {"ratio": _log_ratio(of_model.sites, of_guide.sites, guide.slab)}
 
-    return evaluate, lambda: record_run(guide, args, kwargs, 0)
+    at_once = can_be_mapped(evaluate, run_guide, guide) if mapped is None else mapped
+
+    @torch.no_grad()
+    def ratios(n: int) -> Tensor:
+        parts = [min(_AT_ONCE, n - i) for i in range(0, n, _AT_ONCE)]
+        return torch.cat([over_particles(evaluate, run_guide, guide, part, at_once)["ratio"] for part in parts])
+
+    return ratios, at_once
 
 
 def _log_ratio(model: Mapping[str, Site], guide: Mapping[str, Site], slab: Mapping[str, Switch]) -> Tensor:

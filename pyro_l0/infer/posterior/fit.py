@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.posterior.evidence import Evidence, is_mapped, log_ratios
+from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
 
 _BETAS = (0.9, 0.99)
 _LAST_RATE = 0.02  # of the learning rates, at the end
@@ -120,11 +120,7 @@ def fit(
         pyro.set_rng_seed(seed)
     guide(*args, **kwargs)
     start = copy.deepcopy(guide.state_dict())
-    mapped = is_mapped(model, guide, args, kwargs)
-
-    def ratios(draws: int) -> Tensor:
-        return log_ratios(model, guide, args, kwargs, draws, mapped)
-
+    ratios, mapped = log_ratios(model, guide, args, kwargs)
     found: list[tuple[Fit, dict[str, Tensor], dict[str, Tensor]]] = []
     for i in range(restarts):
         if i:

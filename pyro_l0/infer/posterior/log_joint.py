@@ -40,17 +40,10 @@ class LogJoint:
     Binary gates are an argument of their own. Many points or gates are evaluated in one run of the model under
     ``torch.vmap``, so that the model needs no dimension for them.
 
-    Args:
-        model: a Pyro model.
-        args: its arguments.
-        kwargs: its keyword arguments.
-
     Attributes:
-        sites: the sites of one run, reparameterised.
+        sites: the sites of one run, reparameterised, whose vector is ``start``.
         gates: names of the latent gates with atoms.
-        latent: the continuous latent sites in the vector.
-        switches: the sites of binary gates in the vector of those.
-        start: the vector of that run.
+        latent: the continuous latent sites; ``switches``, those of binary gates.
         codes: all values of the binary gates, shape ``(2 ** n, n)``.
 
     Raises:
@@ -70,19 +63,18 @@ class LogJoint:
         start = self.latent.together(values) if latent else torch.zeros(0)
         self.start = start.to(torch.promote_types(start.dtype, torch.get_default_dtype()))
         if self.switches.size > MOST_GATES:
-            raise ValueError(_too_many(self.switches))
+            raise ValueError(
+                f"Expected at most {MOST_GATES} BernoulliGate gates, whose values are summed out at each step, but got "
+                f"{self.switches.size} at {sorted(self.switches.shapes)}. Use gates that a sampler moves, such as "
+                "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab instead."
+            )
         self.codes = _codes(self.switches.size, self.start)
         self._vectorises = self._check_vectorised()
 
     def __call__(self, vector: Tensor, code: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The log joint density at one point, and the values of the latent and the deterministic sites there.
 
-        Args:
-            vector: shape ``(n,)``.
-            code: binary gates.
-
-        Returns:
-            The density with respect to the vector and counting measure of the gates, shape ``()``; values by site.
+        The density is with respect to the vector and counting measure of the binary gates, shape ``()``.
         """
         given = {**self.latent.reals(vector), **self.switches.reals(code)}
         given = {name: x.to(self.sites[name]["value"].dtype) for name, x in given.items()}
@@ -211,14 +203,6 @@ def _to_support(name: str, site: Site) -> Transform:
             "or use a BernoulliGate if it takes 0 and 1."
         ) from None
     return transform
-
-
-def _too_many(switches: Layout) -> str:
-    return (
-        f"Expected at most {MOST_GATES} BernoulliGate gates, whose values are summed out at each step, but got "
-        f"{switches.size} at {sorted(switches.shapes)}. Use gates that a sampler moves, such as "
-        "HardConcrete.from_active_prob(rate, one_given_active=0.9), or fit AutoSpikeSlab instead."
-    )
 
 
 def _codes(count: int, like: Tensor) -> Tensor:

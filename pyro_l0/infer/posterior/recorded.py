@@ -21,12 +21,8 @@ def recorded_with_slope(function: Function, example: Tensor, other: Tensor) -> F
     """The same function, differentiable once, without the Python code around its operations.
 
     Pyro's handlers, ``torch.vmap`` and autograd take longer than the operations of a small model; and what does not
-    depend on the argument is computed once. A function that cannot be recorded is returned itself.
-
-    Args:
-        function: of a vector, shape ``()``; no value of the vector decides which operations there are.
-        example: a vector with which it is recorded.
-        other: another one, for which the recording must give what the function gives.
+    depend on the argument is computed once. A function that cannot be recorded, or whose recording with ``example``
+    does not give what it gives at ``other``, is returned itself.
     """
 
     def with_slope(x: Tensor) -> Tensor:

@@ -75,8 +75,7 @@ def refined(
 ) -> tuple[Collapsed, Tensor, Callable[[int], Tensor], float]:
     """Sample the gates, or fit a collapsed mean field to them; arguments as of :meth:`AutoSpikeSlab.refine`.
 
-    Returns:
-        The model as it was expanded last, P(z != 0), what draws gates, and the spread of the chains.
+    The result is the model as it was expanded last, P(z != 0), what draws gates, and the spread of the chains.
     """
     if method not in ("tempered", "mean_field"):
         raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")

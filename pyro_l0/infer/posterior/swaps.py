@@ -39,11 +39,7 @@ class _Swap(NamedTuple):
 
 
 def slabs_of(log_joint: LogJoint, slab: Mapping[str, Switch]) -> list[GatedSlab]:
-    """The slabs with their gates.
-
-    Raises:
-        ValueError: ``slab`` names a site that the model does not have, or gates that do not fit.
-    """
+    """The slabs with their gates; refuses sites that the model does not have, and gates that do not fit."""
     latent = log_joint.latent.shapes
     for name in (*slab, *map(gate_site, slab.values())):
         if not {name, f"{name}_base"} & {*latent, *log_joint.switches.shapes}:
@@ -59,11 +55,7 @@ def moved_by_swaps(
 ) -> dict[str, Tensor]:
     """By how much P(z != 0) moves, by gate site, when gates of a site are exchanged with their coefficients.
 
-    Args:
-        log_joint: the posterior.
-        vectors: draws, shape ``(n, size)``.
-        codes: binary gates that were drawn with them.
-        slabs: the slabs; gates without a slab stay where they are.
+    The n draws are ``vectors``, shape ``(n, size)``, and their binary gates ``codes``. Gates without a slab stay.
     """
     keep = torch.linspace(0, len(vectors) - 1, min(len(vectors), _MOST_DRAWS)).long()
     vectors, codes = vectors[keep], codes[keep]

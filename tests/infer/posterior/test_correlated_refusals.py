@@ -119,8 +119,8 @@ def test_a_latent_site_that_no_guide_has(kind):
     guide()
     for ask in (
         lambda: fit(with_noise, guide, steps=5),
-        lambda: log_ratios(with_noise, guide, (), {}, 5),
-        lambda: log_ratios(with_noise, guide, (), {}, 5, False),
+        lambda: log_ratios(with_noise, guide, (), {}),
+        lambda: log_ratios(with_noise, guide, (), {}, False)[0](5),
     ):
         with pytest.raises(ValueError, match="Latent site 'sigma' of the model has no posterior in the guide"):
             ask()
