@@ -16,12 +16,12 @@ from pyro_l0.distributions import (
     BernoulliGate,
     ExponentialGate,
     ExponentialUniformGate,
-    GateDistribution,
     HardConcrete,
     HardKumaraswamy,
     PowerLawGate,
     RectifiedNormal,
 )
+from pyro_l0.distributions.gate import GateDistribution
 from tests.reference import (
     BernoulliReference,
     ExponentialReference,
