@@ -141,10 +141,6 @@ class BernoulliGate(GateDistribution):
         """Not available: draws of a binary gate have no derivative."""
         raise NotImplementedError("A BernoulliGate has no pathwise draws; use sample, or an estimator of L0_ELBO.")
 
-    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Not available: nothing lies between the atoms."""
-        raise NotImplementedError("A BernoulliGate has no interior to draw from.")
-
     def enumerate_support(self, expand: bool = True) -> Tensor:
         """Both values, shape ``(2,) + batch_shape``, or ``(2, 1, ...)`` without ``expand``."""
         values = torch.tensor([0.0, 1.0], dtype=self.logits.dtype, device=self.logits.device)

@@ -146,10 +146,6 @@ class BinaryConcrete(GateDistribution):
         noise = hard_concrete.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
         return inside_unit_interval(torch.sigmoid((self.log_alpha + noise) / self._temperature))
 
-    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """The same as :meth:`rsample`."""
-        return self.rsample(sample_shape)
-
     def icdf(self, value: Tensor) -> Tensor:
         """Quantiles."""
         return torch.sigmoid((self.log_alpha + torch.logit(value)) / self._temperature)

@@ -112,10 +112,6 @@ class GateDistribution(TorchDistribution):
         """Pathwise draws, shape ``sample_shape + batch_shape``; a gate without any refuses, and writes ``sample``."""
 
     @abstractmethod
-    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
-
-    @abstractmethod
     def base_distribution(self) -> Distribution:
         """The continuous distribution on the real line that :meth:`rectify` turns into this gate."""
 

@@ -19,7 +19,7 @@ from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate
 from pyro_l0.maths import hard_concrete, host, quadrature, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import Number, inside_unit_interval, open_uniform
+from pyro_l0.maths.special import Number
 
 
 class HardConcrete(StretchedGate):
@@ -186,15 +186,6 @@ class HardConcrete(StretchedGate):
         log_alphas = [gate.log_alpha for gate in gates]
         draws, active_prob = hard_concrete.draw_jointly(log_alphas, first._temperature, first.stretch)
         return JointDraw(gates, draws, active_prob)
-
-    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws of z given 0 < z < 1 (eq. 29, whose limits must read 0 and 1).
-
-        Shape ``sample_shape + batch_shape``.
-        """
-        u = open_uniform(torch.Size(sample_shape) + self.log_alpha.shape, self.log_alpha)
-        z = hard_concrete.interior_icdf(u, self.log_alpha, self._temperature, self.stretch)
-        return inside_unit_interval(z)
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""

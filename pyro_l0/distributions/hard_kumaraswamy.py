@@ -12,7 +12,7 @@ from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, kumaraswamy, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s
-from pyro_l0.maths.special import Number, open_uniform
+from pyro_l0.maths.special import Number
 
 
 class HardKumaraswamy(UnitIntervalGate):
@@ -111,11 +111,6 @@ class HardKumaraswamy(UnitIntervalGate):
         # Under torch.vmap draws differ between the mapped only if what they fill is mapped, as one of the two may be.
         e = (a * b if host.transformed() else a).new_empty(shape).exponential_()
         return torch.exp(kumaraswamy.quantile_of_exponential(e, a, b))
-
-    def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
-        u = open_uniform(shape, self._like)
-        a, b = self.concentration1, self.concentration0
-        return torch.exp(kumaraswamy.interior_quantile(u, log_s(low), log_s(high), a, b))
 
     def _unit_icdf(self, p: Tensor) -> Tensor:
         log_quantile = kumaraswamy.quantile_of_exponential(-torch.log1p(-p), self.concentration1, self.concentration0)

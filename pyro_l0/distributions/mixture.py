@@ -16,7 +16,7 @@ from pyro_l0.distributions.stretched import UnitIntervalGate
 from pyro_l0.maths import host, mixture
 from pyro_l0.maths.host import kept
 from pyro_l0.maths.mixture import Component, Point
-from pyro_l0.maths.special import Number, last, open_uniform
+from pyro_l0.maths.special import Number, last
 
 
 class MixtureGate(UnitIntervalGate):
@@ -93,11 +93,6 @@ class MixtureGate(UnitIntervalGate):
         with torch.no_grad():
             s = mixture.unstretched_draw(self._component, self.logits, shape)
         return mixture.attach_gradient(self._component, self.logits, s)
-
-    def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
-        share = mixture.interior_quantile(self._component, self.logits, open_uniform(shape, self.logits), low, high)
-        s = low.s.detach() + (high.s - low.s).detach() * share
-        return mixture.attach_gradient(self._component, self.logits, s, ends=(low, high))
 
     def _unit_icdf(self, p: Tensor) -> Tensor:
         with torch.no_grad():

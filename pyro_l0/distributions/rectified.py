@@ -14,7 +14,7 @@ from torch.types import _size
 
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import Number, inside_unit_interval
+from pyro_l0.maths.special import Number
 
 # Shares of the mass between the atoms that lie below the ends of panels.
 _SHARES = (1e-14, 1e-10, 1e-7, 1e-4, 0.01, 0.15, 0.5, 0.85, 0.99, 1 - 1e-4, 1 - 1e-7, 1 - 1e-10, 1 - 1e-14)
@@ -140,13 +140,6 @@ class Rectified(QuadratureGate):
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
         return self.base.rsample(torch.Size(sample_shape)).clamp(0, 1)
-
-    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Draws of z given 0 < z < 1 by inverting the base's cdf, shape ``sample_shape + batch_shape``."""
-        shape = torch.Size(sample_shape) + self.batch_shape
-        low, high = self.base.cdf(self._at(0.0)), self.base.cdf(self._at(1.0))
-        u = torch.rand(shape, dtype=low.dtype, device=low.device)
-        return inside_unit_interval(self.base.icdf(low + u * (high - low)))
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``; as far as the base has quantiles."""

@@ -14,7 +14,7 @@ from torch.types import _size
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
 from pyro_l0.maths import host, quadrature, rectified_normal, special
-from pyro_l0.maths.special import Number, inside_unit_interval, open_uniform
+from pyro_l0.maths.special import Number
 
 
 class RectifiedNormal(GateDistribution):
@@ -113,11 +113,6 @@ class RectifiedNormal(GateDistribution):
         shape = torch.Size(sample_shape) + self.loc.shape
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
         return (self.loc + self.scale * noise).clamp(0, 1)
-
-    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
-        u = open_uniform(torch.Size(sample_shape) + self.loc.shape, self.loc)
-        return inside_unit_interval(rectified_normal.interior_icdf(u, self.loc, self.scale))
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""

@@ -18,7 +18,7 @@ from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths import host, quadrature, special
 from pyro_l0.maths.mixture import Point
 from pyro_l0.maths.quadrature import Nodes, Stretch
-from pyro_l0.maths.special import Number, inside_unit_interval
+from pyro_l0.maths.special import Number
 
 STRETCH_LIMITS = {"gamma": bounded(upper=0), "zeta": bounded(lower=1)}
 
@@ -81,10 +81,6 @@ class UnitIntervalGate(QuadratureGate, StretchedGate):
         """Pathwise draws."""
 
     @abstractmethod
-    def _unit_rsample_between(self, shape: torch.Size, low: Point, high: Point) -> Tensor:
-        """Pathwise draws given that they lie between two points."""
-
-    @abstractmethod
     def _unit_icdf(self, p: Tensor) -> Tensor:
         """Its quantiles."""
 
@@ -128,11 +124,6 @@ class UnitIntervalGate(QuadratureGate, StretchedGate):
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
         """Pathwise draws, shape ``sample_shape + batch_shape``; the derivative is 0 at the atoms."""
         return self.rectify(self._unit_rsample(torch.Size(sample_shape) + self._like.shape))
-
-    def rsample_interior(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws of z given 0 < z < 1, shape ``sample_shape + batch_shape``."""
-        s = self._unit_rsample_between(torch.Size(sample_shape) + self._like.shape, *self._ends)
-        return inside_unit_interval(self.stretch.gamma + self.stretch.width * s)
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""

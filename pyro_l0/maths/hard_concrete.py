@@ -72,17 +72,6 @@ def icdf(p: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) ->
     return transform(torch.log(p) - torch.log1p(-p), log_alpha, temperature, stretch)
 
 
-def interior_icdf(u: Tensor, log_alpha: Tensor, temperature: Number, stretch: Stretch) -> Tensor:
-    """Quantile of the gate given 0 < z < 1 (eq. 29 with the limits 0 and 1).
-
-    The logit of P0 + u * Pmid is the difference of two logs, each a sum of positive terms.
-    """
-    log_zero, log_one, log_interior, _ = log_probs(log_alpha, temperature, stretch)
-    below = torch.logaddexp(log_zero, torch.log(u) + log_interior)
-    above = torch.logaddexp(log_one, torch.log1p(-u) + log_interior)
-    return transform(below - above, log_alpha, temperature, stretch)
-
-
 def mean(log_alpha: Tensor, temperature: Number, nodes: Nodes) -> Tensor:
     """E[z], the integral of the survival function."""
     a = last(temperature) * nodes.t - log_alpha.unsqueeze(-1)

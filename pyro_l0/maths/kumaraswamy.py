@@ -41,10 +41,3 @@ def log_density(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def quantile_of_exponential(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """log s at a survival function of exp(-e), which is the quantile of a unit exponential e's probability."""
     return log1mexp((e / b).clamp(min=torch.finfo(e.dtype).tiny)) / a
-
-
-def interior_quantile(u: Tensor, log_low: Tensor, log_high: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """log s of the point between two that a draw between them stays below with probability u."""
-    above = log_above(log_low, a, b)
-    share = -torch.expm1(log_above(log_high, a, b) - above)
-    return quantile_of_exponential(-above - torch.log1p(-u * share), a, b)

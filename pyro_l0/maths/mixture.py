@@ -95,10 +95,6 @@ def log_between(component: Component, logits: Tensor, low: Point, high: Point) -
     return _mix(logits, component.log_between(low, high), component.log_between(high.mirrored, low.mirrored))
 
 
-def _halvings(dtype: torch.dtype) -> int:
-    return 60 if dtype == torch.float64 else 30
-
-
 @torch.no_grad()
 def bisected_quantile(component: Component, logits: Tensor, p: Tensor) -> Tensor:
     """The point that a draw of the mixture stays below with probability p, by bisection."""
@@ -107,7 +103,7 @@ def bisected_quantile(component: Component, logits: Tensor, p: Tensor) -> Tensor
     lower_half = p < 0.5
     # From whichever tail is nearer, so that both ends keep their accuracy.
     goal = torch.where(lower_half, torch.log(p), torch.log1p(-p))
-    for _ in range(_halvings(p.dtype)):
+    for _ in range(60 if p.dtype == torch.float64 else 30):
         middle = 0.5 * (low + high)
         x = Point(middle, 1 - middle)
         right = torch.where(lower_half, log_below(component, logits, x) < goal, log_above(component, logits, x) > goal)
@@ -116,40 +112,17 @@ def bisected_quantile(component: Component, logits: Tensor, p: Tensor) -> Tensor
     return torch.where(p <= 0, 0.0, torch.where(p >= 1, 1.0, middle))
 
 
-@torch.no_grad()
-def interior_quantile(component: Component, logits: Tensor, u: Tensor, low: Point, high: Point) -> Tensor:
-    """The point between two that a draw between them stays below with probability u, as its share of the interval."""
-    logits, u = torch.broadcast_tensors(logits, u)
-    goal = torch.log(u) + log_between(component, logits, low, high)
-    left, right = torch.zeros_like(u), torch.ones_like(u)
-    width = high.s - low.s
-    for _ in range(_halvings(u.dtype)):
-        middle = 0.5 * (left + right)
-        x = Point(low.s + width * middle, high.s_bar + width * (1 - middle))
-        above = log_between(component, logits, low, x) < goal
-        left, right = torch.where(above, middle, left), torch.where(above, right, middle)
-    return 0.5 * (left + right)
-
-
-def attach_gradient(
-    component: Component, logits: Tensor, s: Tensor, p: Tensor | None = None, ends: tuple[Point, Point] | None = None
-) -> Tensor:
+def attach_gradient(component: Component, logits: Tensor, s: Tensor, p: Tensor | None = None) -> Tensor:
     """Points s of the unit interval with their implicit derivatives for the mixture's parameters (Eq. 12).
 
     A point with P(S <= s) = p moves with a parameter by the change of the cdf over the density, however it was found.
-    Right to second order; what torch derives from that in turn is not. ``p`` is given if it has a gradient too, and
-    ``ends`` if the points follow the distribution between two points.
+    Right to second order; what torch derives from that in turn is not. Give ``p`` if it has a gradient too.
     """
     s = inside_unit_interval(s.detach())
 
     def residual(s: Tensor) -> Tensor:
         x = Point(s, 1 - s)
-        if ends is None:
-            below, above = log_below(component, logits, x), log_above(component, logits, x)
-        else:
-            whole = log_between(component, logits, *ends)
-            below = log_between(component, logits, ends[0], x) - whole
-            above = log_between(component, logits, x, ends[1]) - whole
+        below, above = log_below(component, logits, x), log_above(component, logits, x)
         # From whichever tail is nearer: the change of the other one would be lost in rounding.
         change = torch.where(below < above, torch.exp(below), -torch.exp(above))
         if p is not None:
@@ -157,8 +130,6 @@ def attach_gradient(
         return change - change.detach()
 
     log_f = log_density(component, logits, Point(s, 1 - s)).detach()
-    if ends is not None:
-        log_f = log_f - log_between(component, logits, *ends).detach()
     # Every step of this iteration for the point whose cdf stays as it was is right to one more order.
     moved = s - residual(s) * torch.exp(-log_f)
     return moved - residual(moved) * torch.exp(-log_f)

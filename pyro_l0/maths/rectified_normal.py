@@ -7,12 +7,10 @@ from torch import Tensor
 
 from pyro_l0.maths.quadrature import Rule
 from pyro_l0.maths.special import (
-    LN_2,
     LOG_2PI,
     SQRT_2,
     log1mexp,
     log_ndtr,
-    log_ndtri,
     ndtr,
     positive_part_mean,
     standard_normal_density,
@@ -109,16 +107,3 @@ def entropy(loc: Tensor, scale: Tensor) -> Tensor:
     m0, _, m2 = moments(loc, scale)
     interior = m0 * (torch.log(scale) + 0.5 * LOG_2PI) + 0.5 * m2
     return interior - torch.exp(log_zero) * log_zero - torch.exp(log_one) * log_one
-
-
-def interior_icdf(u: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    """Quantile given 0 < z < 1, from whichever tail is nearer, so that it holds far from the unit interval."""
-    a, _, mirrored = _reflect(-loc / scale, (1 - loc) / scale)
-    v = torch.where(mirrored, 1 - u, u).clamp(min=torch.finfo(u.dtype).tiny)
-    log_p = torch.logaddexp(log_ndtr(a), torch.log(v) + log_interior_prob(loc, scale))
-    # The nearer tail has at most half of the mass below its interval's centre, but v may reach beyond it.
-    upper = log_p > -LN_2
-    tail = log_ndtri(torch.where(upper, -1.0, log_p))
-    bulk = torch.special.ndtri(torch.exp(torch.where(upper, log_p, -1.0)))
-    x = torch.where(upper, bulk, tail)
-    return loc + scale * torch.where(mirrored, -x, x)

@@ -39,11 +39,6 @@ def cat_flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in tensors])
 
 
-def open_uniform(shape: torch.Size, like: Tensor) -> Tensor:
-    """Uniform draws that are never 0 or 1, of ``like``'s type and device."""
-    return torch.rand(shape, dtype=like.dtype, device=like.device).clamp(min=torch.finfo(like.dtype).tiny)
-
-
 def inside_unit_interval(z: Tensor) -> Tensor:
     """Keep interior draws off the atoms, which rounding may reach."""
     info = torch.finfo(z.dtype)
@@ -132,25 +127,6 @@ def ndtr(x: Tensor) -> Tensor:
     """Standard normal cdf; torch's own is (1 + erf) / 2, which cancels in the lower tail."""
     erfc: Tensor = torch.special.erfc(-x / SQRT_2)
     return 0.5 * erfc
-
-
-def log_ndtri(log_p: Tensor) -> Tensor:
-    """Standard normal quantile from the log of a probability <= 1/2, however small."""
-    bulk = log_p > -10
-    with torch.no_grad():
-        target = torch.where(bulk, -20.0, log_p)
-        x = -torch.sqrt(-2 * target - torch.log(-4 * math.pi * target))
-        for _ in range(4):
-            x = x - (log_ndtr(x) - target) / _inverse_mills(x)
-    x = x.detach()  # torch.no_grad holds for the innermost transform of torch.func alone
-    # One more Newton step outside no_grad carries the gradient, and a second one the derivative of that.
-    target = torch.where(bulk, -20.0, log_p)
-    slope = _inverse_mills(x)
-    tail = x - (log_ndtr(x) - target) / slope
-    residual = log_ndtr(tail) - target
-    tail = tail - (residual - residual.detach()) / slope
-    centre = torch.special.ndtri(torch.exp(torch.where(bulk, log_p, -1.0)))
-    return torch.where(bulk, centre, tail)
 
 
 def _inverse_mills(x: Tensor) -> Tensor:

@@ -91,9 +91,9 @@ def mp_log(x):
 
 
 def test_what_it_refuses(gate):
-    """No pathwise draw, no interior, no half-open gate, and both or none of its parameters."""
+    """No pathwise draw, no half-open gate, and both or none of its parameters."""
     assert not gate.has_rsample
-    for call in (gate.rsample, gate.rsample_interior, gate.base_distribution, lambda: gate.rectify(LOGITS)):
+    for call in (gate.rsample, gate.base_distribution, lambda: gate.rectify(LOGITS)):
         with pytest.raises(NotImplementedError):
             call()
     assert BernoulliGate(0.0).log_prob(torch.tensor(0.5)) == -math.inf  # no density between the atoms

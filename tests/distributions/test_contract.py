@@ -30,7 +30,7 @@ interior = pytest.mark.interior  # a promise about densities and pathwise draws
 
 def pathwise(gate):
     """The ways to draw with a derivative, if there are any."""
-    return (gate.rsample, gate.rsample_interior) if gate.has_rsample else ()
+    return (gate.rsample,) if gate.has_rsample else ()
 
 
 # --- shapes -----------------------------------------------------------------------------------
@@ -295,10 +295,9 @@ def test_float32_extremes_are_finite(family):
         "cdf": lambda gate: gate.cdf(points.unsqueeze(-1)),
         "icdf": lambda gate: gate.icdf(torch.tensor([1e-30, 1e-7, 0.5, 1 - 6e-8]).unsqueeze(-1)),
         "rsample": lambda gate: gate.rsample((1000,)),
-        "rsample_interior": lambda gate: gate.rsample_interior((1000,)),
     }  # fmt: skip
     if not family.interior:  # infinite, as they should be, and not there
-        for name in ("log_interior_prob", "rsample", "rsample_interior"):
+        for name in ("log_interior_prob", "rsample"):
             del quantities[name]
     torch.manual_seed(22)
     for name, quantity in quantities.items():

@@ -122,16 +122,6 @@ def test_rsample(case):
     check(draw, leaves(case))
 
 
-def test_rsample_interior(case):
-    """The interior sampler is reparametrised too."""
-
-    def draw(*values):
-        torch.manual_seed(32)
-        return make(case, values).rsample_interior((20,))
-
-    check(draw, leaves(case))
-
-
 def test_clipped_draws_have_no_gradient(case):
     """A draw at an atom does not move with the parameters."""
     torch.manual_seed(33)

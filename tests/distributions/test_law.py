@@ -14,7 +14,6 @@ from pyro.distributions.testing.gof import auto_goodness_of_fit
 from scipy import stats
 
 from pyro_l0.distributions import HardConcrete
-from tests.cases import build
 
 # Every statistical test has a fixed seed. A p-value below 1e-6 would by chance be seen once in
 # a million seeds; five standard errors once in two million.
@@ -169,7 +168,6 @@ def test_sample_carries_no_gradient(family):
     gate = family.gate(**parameters)
     assert not gate.sample().requires_grad
     assert gate.rsample().requires_grad
-    assert gate.rsample_interior().requires_grad
 
 
 @interior
@@ -182,44 +180,3 @@ def test_the_base_distribution_rectified_is_the_gate(gate):
     draws = gate.rectify(base.rsample((10_000,)))
     values = randomised_pit(gate, draws)
     assert stats.kstest(values.numpy(), "uniform").pvalue > SMALLEST_P_VALUE
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("log_alpha", [0.0, -3.0, 3.0, -30.0, 30.0])
-def test_interior_draws_of_hard_concretes(log_alpha, dtype):
-    """Draws lie strictly inside and follow the cdf conditioned on 0 < z < 1."""
-    torch.manual_seed(19)
-    gate = HardConcrete(torch.tensor(log_alpha, dtype=dtype))
-    draws = gate.rsample_interior((10_000,))
-    assert ((draws > 0) & (draws < 1)).all()
-    # The conditional cdf in terms of the unclipped variable's odds, in float64: near an extreme
-    # location the differences of the library's own cdf would vanish in rounding.
-    z = draws.double().numpy()
-    temperature = float(gate.temperature.double())
-    at = lambda value: temperature * np.log((value + 0.1) / (1.1 - value)) - log_alpha  # noqa: E731
-    below = lambda value: stats.logistic.cdf(at(value))  # noqa: E731
-    above = lambda value: stats.logistic.sf(at(value))  # noqa: E731
-    tail, sign = (below, 1) if log_alpha >= 0 else (above, -1)
-    ends = tail(0.0), tail(1.0)
-    values = sign * (tail(z) - ends[0]) / abs(ends[1] - ends[0])
-    assert stats.kstest(values, "uniform").pvalue > SMALLEST_P_VALUE
-
-
-@interior
-def test_interior_draws_follow_the_conditional_law(gate):
-    """The same for every family at moderate parameters."""
-    torch.manual_seed(20)
-    draws = gate.rsample_interior((10_000,))
-    assert ((draws > 0) & (draws < 1)).all()
-    p0 = gate.log_prob_zero.exp()
-    values = (gate.cdf(draws) - p0) / gate.log_interior_prob.exp()
-    assert stats.kstest(values.numpy(), "uniform").pvalue > SMALLEST_P_VALUE
-
-
-@interior
-def test_interior_draws_at_the_extremes(family):
-    """Even where the interior has next to no mass, every draw is finite and inside."""
-    torch.manual_seed(21)
-    for parameters in family.extremes:
-        draws = build(family, parameters, torch.float32).rsample_interior((1000,))
-        assert ((draws > 0) & (draws < 1)).all(), parameters

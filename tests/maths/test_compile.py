@@ -27,7 +27,6 @@ COMPILED = {
     "hc_log_probs": (lambda a, b: torch.stack(hard_concrete.log_probs(a, b, STRETCH)), parameters(0.5, 0.7)),
     "hc_log_density": (lambda z, a, b: hard_concrete.log_density(z, a, b, STRETCH), parameters(0.5, 0.5, 0.7)),
     "hc_icdf": (lambda u, a, b: hard_concrete.icdf(u, a, b, STRETCH), parameters(0.5, 0.5, 0.7)),
-    "hc_interior_icdf": (lambda u, a, b: hard_concrete.interior_icdf(u, a, b, STRETCH), parameters(0.5, 0.5, 0.7)),
     "hc_mean": (lambda a, b: hard_concrete.mean(a, b, NODES), parameters(0.5, 0.7)),
     "hc_variance": (lambda a, b: hard_concrete.variance(a, b, STRETCH, NODES), parameters(0.5, 0.7)),
     "hc_entropy": (lambda a, b: hard_concrete.entropy(a, b, STRETCH, NODES), parameters(0.5, 0.7)),
@@ -48,7 +47,6 @@ COMPILED = {
     "rn_variance": (lambda m, s: rectified_normal.variance(m, s, RULE), parameters(0.4, 0.5)),
     "rn_entropy": (rectified_normal.entropy, parameters(0.4, 0.5)),
     "rn_kl": (rectified_normal.kl, parameters(0.4, 0.5, 0.2, 0.6)),
-    "rn_interior_icdf": (rectified_normal.interior_icdf, parameters(0.5, 0.4, 0.5)),
 }
 
 

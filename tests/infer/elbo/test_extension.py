@@ -50,9 +50,6 @@ class RectifiedLogistic(GateDistribution):
         u = torch.rand(torch.Size(sample_shape) + self.batch_shape, dtype=self.loc.dtype)
         return self.rectify(self.loc + self.scale * torch.logit(u, 1e-6))
 
-    def rsample_interior(self, sample_shape=torch.Size()):
-        raise NotImplementedError
-
     def base_distribution(self):
         raise NotImplementedError
 
