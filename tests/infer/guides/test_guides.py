@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -16,6 +17,7 @@ from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, RectifyReparam
 from pyro_l0.maths import quadrature
 from tests.cases import first_by_default
+from tests.infer.regressions import regression, train
 
 
 def model():
@@ -25,8 +27,8 @@ def model():
     pyro.sample("scale", dist.LogNormal(0.0, 1.0))
 
 
-def started(**options):
-    guide = AutoGate(model, **options)
+def started(program=model, **options):
+    guide = AutoGate(program, **options)
     guide()
     return guide
 
@@ -62,9 +64,7 @@ def test_jitter_is_that_of_the_paper():
     def model():
         pyro.sample("z", HardConcrete(0.0).expand([10_000]).to_event(1))
 
-    guide = AutoGate(model)
-    guide()
-    log_alpha = guide.posterior()["z"].log_alpha
+    log_alpha = started(model).posterior()["z"].log_alpha
     assert log_alpha.std().item() == pytest.approx(0.01, rel=0.035)
 
 
@@ -87,16 +87,11 @@ def test_without_data_the_posterior_returns_to_the_prior(family, rate):
     def model():
         pyro.sample("z", family.from_active_prob(rate).expand([5]).to_event(1))
 
-    guide = AutoGate(model, family=family, init_active_prob=0.3)
-    guide()
-    loss = L0_ELBO("free_energy")(model, guide)
+    guide = started(model, family=family, init_active_prob=0.3)
     optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 700)
-    for _ in range(700):
-        optimiser.zero_grad()
-        loss().backward()
-        optimiser.step()
-        decay.step()
+    optimiser.register_step_post_hook(lambda *_: decay.step())
+    train(L0_ELBO("free_energy")(model, guide), optimiser, 700)
     assert guide.active_probs()["z"].mean().item() == pytest.approx(rate, abs=1e-3)
 
 
@@ -122,13 +117,10 @@ def test_local_gates_in_a_subsampled_plate():
             z = pyro.sample("z", HardConcrete(0.0))
             pyro.sample("y", dist.Normal(z, 0.1), obs=target[index])
 
-    guide = AutoGate(model, init_jitter=0.0)
-    guide()
+    guide = started(model, init_jitter=0.0)
     before = guide.posterior()["z"].log_alpha.detach().clone()
     assert before.shape == (8,)
-    optimiser = torch.optim.SGD(guide.parameters(), lr=0.1)
-    L0_ELBO().differentiable_loss(model, guide).backward()
-    optimiser.step()
+    train(L0_ELBO()(model, guide), torch.optim.SGD(guide.parameters(), lr=0.1), 1)
     assert (guide.posterior()["z"].log_alpha != before).sum() == 3
 
 
@@ -139,9 +131,7 @@ def test_learned_prior_temperature_takes_the_quadrature():
     def model():
         pyro.sample("z", HardConcrete(torch.zeros(3), temperature).to_event(1))
 
-    guide = AutoGate(model)
-    guide()
-    L0_ELBO().differentiable_loss(model, guide).backward()
+    L0_ELBO().differentiable_loss(model, started(model)).backward()
     assert temperature.grad.abs() > 0
 
 
@@ -170,30 +160,24 @@ def test_refusals_that_need_the_model():
         AutoGate(model).posterior()
 
 
-def regression(x, y):
-    z = pyro.sample("z", HardConcrete.from_active_prob(0.2).expand([6]).to_event(1))
-    with pyro.plate("features", 6):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ (z * w), 0.3), obs=y)
-
-
 def test_spike_and_slab_options():
     """Starts of the slabs, and refusals by name."""
     x, y = torch.randn(5, 6), torch.randn(5)
+    model = partial(regression, gate=HardConcrete.from_active_prob(0.2), slab=dist.Normal(0.0, 1.0))
     start = torch.arange(6.0)
-    guide = AutoSpikeSlab(regression, slab={"w": "z"}, init_scale=0.2, init_loc={"w": start})
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, init_scale=0.2, init_loc={"w": start})
     guide(x, y)
     assert torch.equal(guide.slabs()["w"].mean.detach(), start)
     assert sorted(guide.median(x, y)) == ["w", "z"]
     assert list(guide.test_gates()) == ["z"]
     assert guide.slabs()["w"].scale.tolist() == pytest.approx([0.2] * 6)
-    with pytest.raises(ValueError, match="init_scale to be finite and positive, but got 0"):
-        AutoSpikeSlab(regression, slab={"w": "z"}, init_scale=0.0)
-    with pytest.raises(ValueError, match="but 'v' is none"):
-        AutoSpikeSlab(regression, slab={"v": "z"})(x, y)
-    with pytest.raises(ValueError, match=r"init_loc\['w'\] of shape \(6,\), but got \(2,\)"):
-        AutoSpikeSlab(regression, slab={"w": "z"}, init_loc={"w": torch.zeros(2)})(x, y)
+    for options, message in (
+        ({"init_scale": 0.0}, "init_scale to be finite and positive, but got 0"),
+        ({"slab": {"v": "z"}}, "but 'v' is none"),
+        ({"init_loc": {"w": torch.zeros(2)}}, r"init_loc\['w'\] of shape \(6,\), but got \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AutoSpikeSlab(model, **{"slab": {"w": "z"}, **options})(x, y)
 
 
 GATES = [HardConcrete(torch.tensor([0.3, -1.0]), 0.6), RectifiedNormal(torch.tensor([0.3, 0.9]), 0.4)]
@@ -203,12 +187,8 @@ GATES = [HardConcrete(torch.tensor([0.3, -1.0]), 0.6), RectifiedNormal(torch.ten
 def test_rectified_draws_have_the_gates_law(gate):
     """Mean and atoms of 40,000 draws, within five standard errors."""
     draws = 40_000
-
-    def model():
-        return pyro.sample("z", gate.to_event(1))
-
     with pyro.plate("draws", draws, dim=-1):
-        z = poutine.reparam(model, {"z": RectifyReparam()})()
+        z = poutine.reparam(lambda: pyro.sample("z", gate.to_event(1)), {"z": RectifyReparam()})()
     assert z.shape == (draws, 2)
     error = gate.variance.sqrt() / math.sqrt(draws)
     assert ((z.mean(0) - gate.mean).abs() < 5 * error).all()
@@ -239,8 +219,7 @@ def test_parameters_per_gate_that_are_not_learned():
     def model():
         pyro.sample("z", HardConcrete(torch.zeros(4), temperature=torch.tensor([0.2, 0.6, 2.0, 0.7])).to_event(1))
 
-    guide = AutoGate(model, init_active_prob=0.5, init_jitter=0.0)
-    guide()
+    guide = started(model, init_active_prob=0.5, init_jitter=0.0)
     guide.close("z", torch.tensor([2, 0]))
     expected = torch.tensor([1e-6, 0.5, 1e-6, 0.5])
     torch.testing.assert_close(guide.posterior()["z"].active_prob.detach(), expected, rtol=1e-4, atol=0)
@@ -269,11 +248,8 @@ def test_names_that_modules_use_themselves():
         for i, name in enumerate(names):
             pyro.sample(name, HardConcrete(torch.zeros(i + 1)).to_event(1))
 
-    guide = AutoGate(model)
-    guide()
-    assert {name: len(gate.log_alpha) for name, gate in guide.posterior().items()} == dict(
-        zip(names, range(1, 5), strict=True)
-    )
+    sizes = {name: len(gate.log_alpha) for name, gate in started(model).posterior().items()}
+    assert sizes == dict(zip(names, range(1, 5), strict=True))
 
 
 def test_reparameterised_gates_keep_their_mask():
@@ -283,6 +259,6 @@ def test_reparameterised_gates_keep_their_mask():
         with pyro.plate("units", 2):
             pyro.sample("z", HardConcrete(torch.zeros(2)).mask(torch.tensor([True, False])))
 
-    trace = pyro.poutine.trace(pyro.poutine.reparam(model, {"z": RectifyReparam()})).get_trace()
+    trace = poutine.trace(poutine.reparam(model, {"z": RectifyReparam()})).get_trace()
     trace.compute_log_prob()
     assert trace.nodes["z_base"]["log_prob"].ne(0).tolist() == [True, False]

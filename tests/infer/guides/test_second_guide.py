@@ -11,27 +11,19 @@ from torch import nn
 
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from tests.infer.regressions import regression, train
 
 STEPS = 12
 
 
-def regression(size):
+def slabs_of(size):
     """A model of a given number of features and its data."""
     x = torch.randn(30, size, generator=torch.Generator().manual_seed(size))
-    y = 2 * x[:, 0]
-
-    def model():
-        with pyro.plate("features", size):
-            z = pyro.sample("z", HardConcrete.from_active_prob(0.2))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ (z * w), 0.5), obs=y)
-
-    return model
+    return lambda: regression(x, 2 * x[:, 0], HardConcrete.from_active_prob(0.2), dist.Normal(0.0, 1.0), 0.5)
 
 
 def gates_alone(size):
-    """As ``regression``, with weights of one, and no plate: the gates are drawn jointly."""
+    """As ``slabs_of``, with weights of one, and no plate: the gates are drawn jointly."""
     x = torch.randn(30, size, generator=torch.Generator().manual_seed(size))
 
     def model():
@@ -41,32 +33,32 @@ def gates_alone(size):
     return model
 
 
-ELBO = {AutoGate: lambda: L0_ELBO("free_energy"), AutoSpikeSlab: lambda: L0_ELBO("spike_slab", slab={"w": "z"})}
+def of_slabs(size):
+    """A guide that was not called."""
+    return AutoSpikeSlab(slabs_of(size), slab={"w": "z"}, init_active_prob=0.5)
 
 
-def by_svi(size, seed, wrap=lambda guide: guide):
+def svi_of(guide, wrapped=None, optimiser=None):
+    elbo = L0_ELBO("spike_slab", slab={"w": "z"})
+    return SVI(guide.model, wrapped or guide, optimiser or pyro.optim.Adam({"lr": 0.05}), elbo)
+
+
+def svi_of_gates(model, guide, lr=0.05):
+    return SVI(model, guide, pyro.optim.Adam({"lr": lr}), L0_ELBO("free_energy"))
+
+
+def by_svi(size, seed, wrap=None):
     pyro.set_rng_seed(seed)
-    model = regression(size)
-    guide = AutoSpikeSlab(model, slab={"w": "z"}, init_active_prob=0.5)
-    wrapped = wrap(guide)
-    svi = SVI(model, wrapped, pyro.optim.Adam({"lr": 0.05}), ELBO[AutoSpikeSlab]())
-    losses = [svi.step() for _ in range(STEPS)]
-    return losses, fitted(guide)
+    guide = of_slabs(size)
+    svi = svi_of(guide, wrap and wrap(guide))
+    return [svi.step() for _ in range(STEPS)], fitted(guide)
 
 
 def by_torch(size, seed):
     pyro.set_rng_seed(seed)
-    model = gates_alone(size)
-    guide = AutoGate(model, init_active_prob=0.5)
+    guide = AutoGate(gates_alone(size), init_active_prob=0.5)
     guide()
-    loss = ELBO[AutoGate]()(model, guide)
-    optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
-    losses = []
-    for _ in range(STEPS):
-        optimiser.zero_grad()
-        losses.append(loss())
-        losses[-1].backward()
-        optimiser.step()
+    losses = train(L0_ELBO("free_energy")(guide.model, guide), torch.optim.Adam(guide.parameters(), lr=0.05), STEPS)
     return [x.item() for x in losses], fitted(guide)
 
 
@@ -127,10 +119,8 @@ def test_two_guides_trained_in_turn():
     """Each is stepped by its own optimiser, and each optimiser saves the states of its own parameters by name."""
     starts, runs = [], []
     for size in (3, 3, 5):
-        model = regression(size)
-        guide = AutoSpikeSlab(model, slab={"w": "z"})
-        optimiser = pyro.optim.Adam({"lr": 0.05})
-        runs.append((guide, SVI(model, guide, optimiser, ELBO[AutoSpikeSlab]()), optimiser))
+        guide, optimiser = of_slabs(size), pyro.optim.Adam({"lr": 0.05})
+        runs.append((guide, svi_of(guide, optimiser=optimiser), optimiser))
     for step in range(6):
         for guide, svi, _ in runs:
             svi.step()
@@ -145,11 +135,9 @@ def test_two_guides_trained_in_turn():
 
 def test_same_guide_with_a_new_svi():
     """A notebook's cell that makes the SVI and its optimiser anew goes on with the guide."""
-    model = regression(4)
-    guide = AutoSpikeSlab(model, slab={"w": "z"})
-    before = []
+    guide, before = of_slabs(4), []
     for _ in range(2):
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), ELBO[AutoSpikeSlab]())
+        svi = svi_of(guide)
         for _ in range(3):
             svi.step()
         before.append(fitted(guide)["sites.z.log_alpha"])
@@ -170,27 +158,32 @@ def test_beside_another_guide_of_a_list():
         guide.append(AutoNormal(pyro.poutine.block(model, expose=["bias"])))
         guide()
         assert guide[0].posterior()["z"].active_prob.tolist() == pytest.approx([0.5] * 3)
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), L0_ELBO("free_energy"))
+        svi = svi_of_gates(model, guide, 0.1)
         for _ in range(30):
             svi.step()
         active = guide[0].posterior()["z"].active_prob
         assert active[0] > active[1:].max() + 0.1
 
 
-def test_a_network_of_pyro_module_goes_on():
-    """With a new guide and optimiser the network in the model is still trained."""
-    net = nn.Linear(3, 1)
+def of_a_network(net, **options):
+    """A model that states its network, whose inputs have gates."""
     x = torch.randn(20, 3)
 
     def model():
-        pyro.module("net", net)
+        pyro.module("net", net, **options)
         z = pyro.sample("z", HardConcrete.from_active_prob(0.5).expand([3]).to_event(1))
         pyro.sample("y", dist.Normal(net(x * z)[:, 0], 0.5).to_event(1), obs=x[:, 0])
 
+    return model
+
+
+def test_a_network_of_pyro_module_goes_on():
+    """With a new guide and optimiser the network in the model is still trained."""
+    net = nn.Linear(3, 1)
+    model = of_a_network(net)
     seen = [net.weight.detach().clone()]
     for _ in range(2):
-        guide = AutoGate(model)
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), L0_ELBO("free_energy"))
+        svi = svi_of_gates(model, AutoGate(model))
         losses = [svi.step() for _ in range(10)]
         assert losses[-1] < losses[0]
         seen.append(net.weight.detach().clone())
@@ -199,19 +192,11 @@ def test_a_network_of_pyro_module_goes_on():
 
 def test_a_network_of_pyro_module_that_is_made_anew():
     """SVI trains what the store has; one warning names the parameter and the remedies, which work."""
-    x = torch.randn(20, 3)
 
     def run(trained, **options):
         net = nn.Linear(3, 1)
-        before = net.weight.detach().clone()
-
-        def model():
-            pyro.module("net", net, **options)
-            z = pyro.sample("z", HardConcrete.from_active_prob(0.5).expand([3]).to_event(1))
-            pyro.sample("y", dist.Normal(net(x * z)[:, 0], 0.5).to_event(1), obs=x[:, 0])
-
-        guide = AutoGate(model)
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), L0_ELBO("free_energy"))
+        before, model = net.weight.detach().clone(), of_a_network(net, **options)
+        svi = svi_of_gates(model, AutoGate(model))
         for _ in range(5):
             svi.step()
         assert torch.equal(net.weight, before) is not trained
@@ -224,10 +209,7 @@ def test_a_network_of_pyro_module_that_is_made_anew():
     run(True, update_module_params=True)
     guide = AutoGate(model)  # which is trained by its own parameters' optimiser
     guide()
-    optimiser = torch.optim.Adam(guide.parameters())
-    for _ in range(3):
-        L0_ELBO("free_energy").differentiable_loss(model, guide).backward()
-        optimiser.step()
+    train(L0_ELBO("free_energy")(model, guide), torch.optim.Adam(guide.parameters()), 3)
     pyro.clear_param_store()
     run(True)
 
@@ -240,14 +222,13 @@ def test_stored_parameters_are_loaded(tmp_path, use):
     store.save(path)
     store.clear()
     store.load(path)
-    model = regression(4)
-    guide = AutoSpikeSlab(model, slab={"w": "z"})
+    guide = of_slabs(4)
     if use == "median":
         guide.median()
     elif use == "svi":
-        SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), ELBO[AutoSpikeSlab]()).step()
+        svi_of(guide, optimiser=pyro.optim.Adam({"lr": 0.0})).step()
     else:
-        ELBO[AutoSpikeSlab]()(model, guide)()
+        L0_ELBO("spike_slab", slab={"w": "z"})(guide.model, guide)()
     assert_same(([], fitted(guide)), ([], trained))
     # A guide that has been called takes over what is loaded later, and one of another model refuses it.
     store.load(path)
@@ -259,7 +240,7 @@ def test_stored_parameters_are_loaded(tmp_path, use):
     with pytest.raises(
         ValueError, match=r"sites\$\$\$z.log_alpha' in the parameter store of shape \(3,\), but got \(4,\)"
     ):
-        AutoSpikeSlab(regression(3), slab={"w": "z"})()
+        of_slabs(3)()
 
 
 def test_optimiser_arguments_by_name_and_optimisers_in_files(tmp_path):
@@ -272,12 +253,10 @@ def test_optimiser_arguments_by_name_and_optimisers_in_files(tmp_path):
 
     path = str(tmp_path / "optimiser")
     for i in range(2):
-        model = regression(4)
-        guide = AutoSpikeSlab(model, slab={"w": "z"})
-        optimiser = pyro.optim.Adam(arguments)
+        guide, optimiser = of_slabs(4), pyro.optim.Adam(arguments)
         if i:
             optimiser.load(path)
-        svi = SVI(model, guide, optimiser, ELBO[AutoSpikeSlab]())
+        svi = svi_of(guide, optimiser=optimiser)
         for _ in range(3):
             svi.step()
         optimiser.save(path)
@@ -286,5 +265,5 @@ def test_optimiser_arguments_by_name_and_optimisers_in_files(tmp_path):
     assert {entry["state"][0]["step"].item() for entry in optimiser.get_state().values()} == {6}
     modules = set()
     by_module = pyro.optim.Adam(lambda module, name: modules.add((module, name)) or {"lr": 0.1})
-    SVI(model, guide, by_module, ELBO[AutoSpikeSlab]()).step()
+    svi_of(guide, optimiser=by_module).step()
     assert ("AutoSpikeSlab.sites", "z.log_alpha") in modules
