@@ -1,7 +1,12 @@
-"""What many tests of guides share: a regression with a gate and a slab for each feature, and a loop of training."""
+"""What many tests of guides share: a regression with a gate and a slab for each feature, guides and their training."""
 
 import pyro
 import pyro.distributions as dist
+import torch
+
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
+
+SLAB = {"w": "z"}
 
 
 def regression(x, y, gate, slab, noise=1.0, offset=0.0):
@@ -22,3 +27,22 @@ def train(loss, optimiser, steps):
         losses[-1].backward()
         optimiser.step()
     return losses
+
+
+def correlated_guide(model, slab=SLAB, seed=0, **options):
+    """A guide of autoregressive gates and structured slabs, and the generators at a seed."""
+    pyro.set_rng_seed(seed)
+    return AutoSpikeSlab(model, slab, **{"gates": "autoregressive", "slabs": "structured", **options})
+
+
+def leave_one_out(num_particles=4, **options):
+    """The bound of Eq. 20, whose gates have no pathwise gradient."""
+    return L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=num_particles, **options)
+
+
+@torch.no_grad()
+def shaken(module, width):
+    """A module whose parameters are off their start."""
+    for parameter in module.parameters():
+        parameter.add_(width * torch.randn_like(parameter))
+    return module

@@ -17,6 +17,7 @@ from pyro.optim import Adam
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
+from tests.infer.regressions import correlated_guide, leave_one_out, regression, shaken, train
 from tests.maths.spike_and_slab import log_evidence
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.spike_slab_designs import Design
@@ -44,17 +45,13 @@ def unknown(y=Y):
 def correlated(model=unknown, slab=SLAB, seed=0, **options):
     if model is unknown:
         options.setdefault("hyper", ("sigma",))
-    pyro.set_rng_seed(seed)
-    return AutoSpikeSlab(model, slab, gates="autoregressive", slabs="structured", **options)
+    return correlated_guide(model, slab, seed, **options)
 
 
 def moved(guide):
     """The guide after its first call, every parameter a little off its start."""
     guide()
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return guide
+    return shaken(guide, 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +68,8 @@ def exact():
     [
         lambda: Trace_ELBO(),
         lambda: Trace_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=1),
-        lambda: L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4),
-        lambda: L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4, vectorize_particles=True),
+        lambda: leave_one_out(),
+        lambda: leave_one_out(vectorize_particles=True),
     ],
 )
 def test_svi_from_the_first_call(loss):
@@ -100,7 +97,7 @@ def test_losses_of_particles_are_the_same_by_every_way():
 
     pyro.set_rng_seed(1)
     first, error = means(Trace_ELBO(), 200)
-    ours = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=200, vectorize_particles=True)
+    ours = leave_one_out(num_particles=200, vectorize_particles=True)
     for loss in (Trace_ELBO(num_particles=200, vectorize_particles=True, max_plate_nesting=1), ours):
         mean, error_of_mean = means(loss, 4)
         assert abs(mean - first) < 4 * math.hypot(error, error_of_mean)
@@ -115,9 +112,8 @@ def test_the_trace_has_the_joint_density():
     t = sigma.log().reshape(1, 1)
     density = dist.Normal(joint.hyper_posterior.loc, joint.hyper_posterior.log_scale.exp()).log_prob(t).sum() - t.sum()
     shift = t - joint.hyper_start
-    density = (
-        density + BernoulliGate(joint.chain.log_odds(guide.sites["z"]["logits"], z[None], shift)).log_prob(z).sum()
-    )
+    odds = joint.chain.log_odds(guide.sites["z"]["logits"], z[None], shift)
+    density = density + BernoulliGate(odds).log_prob(z).sum()
     given = joint.slab_posterior.given(z[None], shift)
     precision = given.cholesky @ given.cholesky.mT  # the prior's deviations are 1
     density = density + dist.MultivariateNormal(given.mean, precision_matrix=precision).log_prob(w).sum()
@@ -146,8 +142,7 @@ def test_in_a_list_of_guides():
     guide = AutoGuideList(model)
     guide.append(correlated(poutine.block(model, hide=["extra"]), hyper=("sigma",)))
     guide.append(AutoNormal(poutine.block(model, expose=["extra"])))
-    ours = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4)
-    for loss in (ours, Trace_ELBO()):
+    for loss in (leave_one_out(), Trace_ELBO()):
         svi = SVI(model, guide, Adam({"lr": 0.01}), loss)
         assert all(math.isfinite(svi.step()) for _ in range(3))
     assert sorted(guide()) == ["extra", "sigma", "w", "z"]
@@ -157,15 +152,12 @@ def test_in_a_list_of_guides():
 def test_a_second_guide_is_trained_as_alone():
     """The same losses and probabilities, whatever was trained before in the process."""
 
-    def train():
+    def run():
         guide = correlated()
         svi = SVI(unknown, guide, Adam({"lr": 0.05}), Trace_ELBO())
-        return [svi.step() for _ in range(6)], [x.detach().clone() for x in guide.parameters()]
+        return [svi.step() for _ in range(6)], [x.tolist() for x in guide.parameters()]
 
-    losses, parameters = train()
-    again, others = train()
-    assert again == losses
-    assert all(torch.equal(x, y) for x, y in zip(parameters, others, strict=True))
+    assert run() == run()
 
 
 # ------------------------------------------------------------ copies and files
@@ -286,11 +278,7 @@ def test_hard_concrete_gates_with_structured_slabs():
     """Against importance sampling from the prior; chains, which know two values, refuse them."""
 
     def model():
-        with pyro.plate("features", P):
-            z = pyro.sample("z", HardConcrete.from_active_prob(X.new_tensor(RATE)))
-            w = pyro.sample("w", dist.Normal(ZERO, ONE))
-        with pyro.plate("data", N):
-            pyro.sample("y", dist.Normal((z * w) @ x.mT, ONE), obs=Y)
+        regression(x, Y, HardConcrete.from_active_prob(X.new_tensor(RATE)), dist.Normal(ZERO, ONE))
 
     x = X.clone()
     x[:, 1] = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
@@ -302,13 +290,9 @@ def test_hard_concrete_gates_with_structured_slabs():
     exact = weights @ (z != 0).double()
     pyro.set_rng_seed(0)
     guide = AutoSpikeSlab(model, SLAB, family=HardConcrete, slabs="structured")
-    elbo = L0_ELBO("spike_slab", slab=SLAB, num_particles=2)
     guide()
-    optimiser = torch.optim.Adam(guide.parameter_groups(0.1))
-    for _ in range(150):
-        optimiser.zero_grad()
-        elbo.differentiable_loss(model, guide).backward()
-        optimiser.step()
+    loss = L0_ELBO("spike_slab", slab=SLAB, num_particles=2)(model, guide)
+    train(loss, torch.optim.Adam(guide.parameter_groups(0.1)), 150)
     torch.testing.assert_close(guide.active_probs()["z"], exact, rtol=0, atol=0.15)
     with pytest.raises(ValueError, match=r"Expected binary gates at site 'z'.*HardConcrete"):
         check_fit(model, guide)

@@ -10,12 +10,13 @@ import torch
 from pyro import poutine
 
 from pyro_l0 import BernoulliGate
-from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
+from pyro_l0.infer import L0_ELBO
 from pyro_l0.infer.elbo.estimators import leave_one_out
 from pyro_l0.infer.guides.autoregressive import GateChain
 from pyro_l0.infer.guides.drawn import Drawn
 from pyro_l0.infer.guides.hyper import HyperPosterior
 from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
+from tests.infer.regressions import correlated_guide, regression, shaken
 from tests.maths.spike_and_slab import log_evidence
 from tests.reference_posteriors import all_gates
 
@@ -28,57 +29,34 @@ Y = 0.6 * X[:, 0] + torch.randn(12, dtype=torch.float64, generator=torch.Generat
 
 
 def model(p=P, rate=None):
-    with pyro.plate("features", p):
-        z = pyro.sample("z", BernoulliGate(probs=X.new_tensor(RATE) if rate is None else rate))
-        w = pyro.sample("w", dist.Normal(X.new_zeros(()), X.new_tensor(TAU)))
-    with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Normal((z * w) @ X[:, :p].T, X.new_tensor(SIGMA)), obs=Y)
+    gate = BernoulliGate(probs=X.new_tensor(RATE) if rate is None else rate)
+    regression(X[:, :p], Y, gate, dist.Normal(X.new_zeros(()), X.new_tensor(TAU)), X.new_tensor(SIGMA))
 
 
 def correlated(program=model, **options):
-    pyro.set_rng_seed(3)
-    guide = AutoSpikeSlab(program, SLAB, gates="autoregressive", slabs="structured", **options)
+    guide = correlated_guide(program, SLAB, 3, **options)
     guide()
     return guide
 
 
-@torch.no_grad()
-def shaken(guide):
-    """The guide at parameters of no special values."""
-    torch.manual_seed(4)
-    for parameter in guide.parameters():
-        parameter.add_(0.5 * torch.randn_like(parameter))
-    return guide
-
-
 def chain(hyper=0):
-    found = GateChain(P, hyper, coupled=True, like=X)
     torch.manual_seed(5)
-    torch.nn.init.normal_(found.coupling)
-    if hyper:
-        torch.nn.init.normal_(found.tilt)
-    return found
+    return shaken(GateChain(P, hyper, coupled=True, like=X), 1.0)
 
 
 # ------------------------------------------------------------ gates
 
 
-def test_log_odds_are_those_of_the_gates_before():
-    """Entry by entry, for every set of gates; the upper triangle counts for nothing."""
-    gates, base, shift = chain(hyper=2), X.new_tensor([0.4, -1.0, 0.2]), X.new_tensor([0.7, -0.3])
-    found = gates.log_odds(base, STATES, shift.expand(len(STATES), 2))
+def test_gates_of_a_chain_given_those_before():
+    """Log odds entry by entry, of which the upper triangle is no part; frequencies of all sets of draws."""
+    gates, base, shift, n = chain(hyper=2), X.new_tensor([0.4, -1.0, 0.2]), X.new_tensor([0.7, -0.3]), 40_000
+    odds = gates.log_odds(base, STATES, shift.expand(len(STATES), 2)).detach()
     for i, z in enumerate(STATES):
         for j in range(P):
             exact = base[j] + gates.tilt[j] @ shift + sum(gates.coupling[j, k] * z[k] for k in range(j))
-            torch.testing.assert_close(found[i, j], exact)
-
-
-def test_sampling_frequencies_are_the_product_of_the_conditionals():
-    """All eight sets within four standard errors; given other latents."""
-    gates, base, shift, n = chain(hyper=1), X.new_tensor([0.4, -1.0, 0.2]), X.new_tensor([0.6]), 40_000
+            torch.testing.assert_close(odds[i, j], exact.detach())
     torch.manual_seed(6)
-    draws = gates.sample(base, shift.expand(n, 1))
-    odds = gates.log_odds(base, STATES, shift.expand(len(STATES), 1)).detach()
+    draws = gates.sample(base, shift.expand(n, 2))
     exact = BernoulliGate(odds).log_prob(STATES).sum(-1).exp()
     torch.testing.assert_close(exact.sum(), X.new_ones(()))
     found = (draws[:, None] == STATES).all(-1).double().mean(0)
@@ -87,7 +65,7 @@ def test_sampling_frequencies_are_the_product_of_the_conditionals():
 
 def test_marginals_are_those_of_the_enumeration():
     """active_probs, the posterior's gates and draws, within the error that is promised."""
-    guide = shaken(correlated())
+    guide = shaken(correlated(), 0.5)
     odds = guide.joint.chain.log_odds(guide.sites["z"]["logits"], STATES, X.new_zeros(8, 0)).detach()
     exact = BernoulliGate(odds).log_prob(STATES).sum(-1).exp() @ STATES
     torch.manual_seed(7)
@@ -204,7 +182,7 @@ def test_leave_one_out_is_unbiased_over_all_draws(particles, temper):
 @pytest.mark.parametrize("objective", ["spike_slab", "free_energy", "l0"])
 def test_gradient_is_that_of_the_enumerated_objective(objective, mapped):
     """Mean loss and gradient for gates, couplings and slabs, within 4.5 standard errors of the exact ones."""
-    guide = shaken(correlated())
+    guide = shaken(correlated(), 0.5)
     lam = 0.0 if objective == "spike_slab" else 0.4
     parameters = [x for x in guide.parameters() if x.numel()]
     exact = exact_loss(guide, objective, lam)

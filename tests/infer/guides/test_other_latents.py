@@ -12,6 +12,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.diagnostics import to_arviz
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, check_fit, fit
+from tests.infer.regressions import leave_one_out, regression, train
 from tests.reference_posteriors import all_gates
 
 N, P, GROUPS, RATE, WIDTH, SPREAD = 80, 4, 6, 0.3, 0.5, 0.8
@@ -35,25 +36,21 @@ X, Y = data()
 ONE = torch.ones((), dtype=torch.float64)
 
 
-def regression(intercept, noise=ONE):
-    with pyro.plate("features", P):
-        z = pyro.sample("z", BernoulliGate(probs=RATE * ONE))
-        w = pyro.sample("w", dist.Normal(0 * ONE, WIDTH * ONE))
-    with pyro.plate("data", N):
-        pyro.sample("y", dist.Normal((z * w) @ X.mT + intercept, noise), obs=Y)
+def observe(intercept):
+    regression(X, Y, BernoulliGate(probs=RATE * ONE), dist.Normal(0 * ONE, WIDTH * ONE), ONE, intercept)
 
 
 def random_intercept():
     with pyro.plate("groups", GROUPS):
         a = pyro.sample("a", dist.Normal(ONE, SPREAD))
-    regression(a[..., OF])
+    observe(a[..., OF])
 
 
 def hierarchy():
     mu, tau = pyro.sample("mu", dist.Normal(0 * ONE, 2.0)), pyro.sample("tau", dist.HalfNormal(ONE))
     with pyro.plate("groups", GROUPS):
         a = pyro.sample("a", dist.Normal(mu, tau))
-    regression(a[..., OF])
+    observe(a[..., OF])
 
 
 def exact(taus=None):
@@ -142,18 +139,14 @@ def test_local_latents_in_minibatches():
             pyro.sample("y", dist.Normal(e, 1.0), obs=y[rows])
 
     pyro.set_rng_seed(0)
-    alone, rows = AutoSpikeSlab(model, SLAB), torch.arange(10)
-    elbo = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=2)
+    alone, rows, elbo = AutoSpikeSlab(model, SLAB), torch.arange(10), leave_one_out(num_particles=2)
     alone(rows)
     with pytest.raises(ValueError, match=r"plate 'data' of the guide to take the part .* Give the guide create_plates"):
         elbo.loss(model, alone, rows)
     guide = AutoSpikeSlab(model, SLAB, create_plates=lambda rows: pyro.plate("data", n, subsample=rows))
     guide(rows)
-    optimiser = torch.optim.Adam(guide.parameters(), lr=0.05)
-    for _ in range(200):
-        optimiser.zero_grad()
-        elbo.differentiable_loss(model, guide, torch.randperm(n)[:10]).backward()
-        optimiser.step()
+    loss = elbo(model, guide)
+    train(lambda: loss(torch.randperm(n)[:10]), torch.optim.Adam(guide.parameters(), lr=0.05), 200)
     torch.testing.assert_close(guide.median(rows)["e"], y / 2, rtol=0, atol=0.5)
     for refuse in (lambda: check_fit(model, guide, rows), lambda: AutoSpikeSlab(model, SLAB, **CORRELATED)(rows)):
         with pytest.raises(ValueError, match="Expected site 'e' in plates of their full size, but 'data' is subsampl"):
@@ -191,13 +184,12 @@ def test_supports_and_shapes(kind, options):
         a = pyro.sample("a", KINDS[kind]())
         with pyro.plate("two", 2):
             b = pyro.sample("b", KINDS[kind]())
-        regression(0.1 * (a.sum() + b.sum()) if a.dim() < 2 else a[..., 1, 0] + b[..., 1, 0].sum())
+        observe(0.1 * (a.sum() + b.sum()) if a.dim() < 2 else a[..., 1, 0] + b[..., 1, 0].sum())
 
     pyro.set_rng_seed(0)
     guide = AutoSpikeSlab(model, SLAB, **options)
     guide()
-    elbo = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=2)
-    loss = elbo.differentiable_loss(model, guide)
+    loss = leave_one_out(num_particles=2).differentiable_loss(model, guide)
     loss.backward()
     assert math.isfinite(float(loss.detach()))
     assert all(torch.isfinite(x.grad).all() for x in guide.parameters() if x.grad is not None)
@@ -233,18 +225,18 @@ def test_auto_gate_takes_them_too():
 
 def changed(prior, **options):
     def model():
-        regression(pyro.sample("a", prior(), **options))
+        observe(pyro.sample("a", prior(), **options))
 
     return model
 
 
 def bounded():
     pyro.sample("b", dist.Uniform(0 * ONE, pyro.sample("a", dist.Uniform(0 * ONE, ONE))))
-    regression(0.0)
+    observe(0.0)
 
 
 def one_by_one():
-    regression(sum(pyro.sample(f"a{i}", dist.Normal(0 * ONE, ONE)) for i in pyro.plate("parts", 2)))
+    observe(sum(pyro.sample(f"a{i}", dist.Normal(0 * ONE, ONE)) for i in pyro.plate("parts", 2)))
 
 
 @pytest.mark.parametrize("options", [{}, CORRELATED], ids=["mean field", "correlated"])

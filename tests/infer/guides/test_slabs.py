@@ -10,6 +10,7 @@ from torch.distributions import kl_divergence
 
 from pyro_l0 import HardConcrete, RectifiedNormal
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, fit
+from tests.infer.regressions import regression
 
 
 def model_of(prior, event=False):
@@ -159,11 +160,7 @@ def test_fit_maps_the_particles_of_pathwise_gates():
 
     def model(x, y):
         runs.append(None)
-        with pyro.plate("features", 4):
-            z = pyro.sample("z", HardConcrete.from_active_prob(0.3))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
+        regression(x, y, HardConcrete.from_active_prob(0.3), dist.Normal(0.0, 1.0))
 
     torch.manual_seed(0)
     x = torch.randn(100, 4)

@@ -9,8 +9,8 @@ import torch
 from torch.distributions import MultivariateNormal
 
 from pyro_l0 import BernoulliGate
-from pyro_l0.infer import AutoSpikeSlab
 from pyro_l0.maths.spike_slab.structured_slab import slab_given_gates
+from tests.infer.regressions import correlated_guide
 
 P = 4
 GATES = torch.tensor([[1.0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]], dtype=torch.float64)
@@ -84,8 +84,7 @@ Y = Y + 0.8 * torch.randn(40, dtype=torch.float64, generator=torch.Generator().m
 
 
 def structured(model, *hyper):
-    guide = AutoSpikeSlab(model, {"w": "z"}, gates="autoregressive", slabs="structured", hyper=hyper)
-    pyro.set_rng_seed(0)
+    guide = correlated_guide(model, hyper=hyper)
     guide()
     return guide
 
@@ -175,8 +174,7 @@ def test_curvature_of_a_likelihood_that_is_not_concave_is_positive():
 
 def test_slabs_by_themselves_start_at_mode_and_curvature():
     """slabs="independent": with an open gate the mode with open gates, else the prior."""
-    pyro.set_rng_seed(0)
-    guide = AutoSpikeSlab(regression(0.8, 0.5, 0.7), {"w": "z"}, gates="autoregressive")
+    guide = correlated_guide(regression(0.8, 0.5, 0.7), slabs="independent")
     guide()
     slabs = guide.joint.slab_posterior
     precision = X.mT @ X / 0.64 + torch.eye(3, dtype=torch.float64) / 0.25

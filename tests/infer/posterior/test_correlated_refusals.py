@@ -9,9 +9,10 @@ import torch
 from pyro import poutine
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
+from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
 from pyro_l0.infer.posterior import fit as fitting
 from pyro_l0.infer.posterior.evidence import log_ratios
+from tests.infer.regressions import correlated_guide, leave_one_out
 
 SLAB = {"w": "z"}
 X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
@@ -19,12 +20,19 @@ Y = X[:, 0] + torch.randn(20, generator=torch.Generator().manual_seed(1))
 INSTEAD = "use gates='mean_field' and slabs='independent', without hyper"
 
 
-def model(prior=None, combine=torch.mul, noise=1.0, size=2, **plate):
+def features(prior=None, size=2, **plate):
     with pyro.plate("features", size, **plate):
         z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
-        w = pyro.sample("w", dist.Normal(0.0, 1.0) if prior is None else prior)
-    with pyro.plate("data", len(X)):
-        pyro.sample("y", dist.Normal(combine(z, w) @ X.mT, noise), obs=Y)
+        return z, pyro.sample("w", dist.Normal(0.0, 1.0) if prior is None else prior)
+
+
+def observe(mean, noise=1.0, y=Y):
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, noise), obs=y)
+
+
+def model(prior=None, combine=torch.mul, noise=1.0, size=2, **plate):
+    observe(combine(*features(prior, size, **plate)) @ X.mT, noise)
 
 
 def with_noise():
@@ -34,8 +42,7 @@ def with_noise():
 
 
 def correlated(program=model, slab=SLAB, **options):
-    pyro.set_rng_seed(0)
-    return AutoSpikeSlab(program, slab, **{"gates": "autoregressive", "slabs": "structured", **options})
+    return correlated_guide(program, slab, **options)
 
 
 # ------------------------------------------------------------ refused when it is made or first called
@@ -62,9 +69,7 @@ def test_subsampled_plates():
     """Of data that are drawn anew, while a part that is handed on will do."""
 
     def of_minibatches(**options):
-        with pyro.plate("features", 2):
-            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features()
         with pyro.plate("data", len(X), **options) as i:
             pyro.sample("y", dist.Normal((z * w) @ X[i].mT, 1.0), obs=Y[i])
 
@@ -137,8 +142,7 @@ def test_gates_that_chains_do_not_know():
             z = pyro.sample("z", BernoulliGate(probs=0.1 + rate * v))
             w = pyro.sample("w", dist.Normal(0.0, 1.0))
         u = pyro.sample("u", dist.Normal(0.0, 1.0)) if not offset else 1.0
-        with pyro.plate("data", len(X)):
-            pyro.sample("y", dist.Normal(u * v + (z * w) @ X.mT, 1.0), obs=Y)
+        observe(u * v + (z * w) @ X.mT)
 
     for rate, offset, message in (
         (0.0, True, "Expected gates that enter the model as products .* no slab of gate site 'v'"),
@@ -175,12 +179,8 @@ def test_a_model_that_cannot_be_mapped(monkeypatch):
     """It is fitted particle by particle, with a warning that says so; a loss that was told to map it refuses."""
 
     def branching():
-        with pyro.plate("features", 2):
-            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        mean = (z * w) @ X.mT if z[0].item() > 0 else z[1] * w[1] * X[:, 1]
-        with pyro.plate("data", len(X)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=Y)
+        z, w = features()
+        observe((z * w) @ X.mT if z[0].item() > 0 else z[1] * w[1] * X[:, 1])
 
     guide = correlated(branching)
     monkeypatch.setattr(fitting, "_DRAWS", 50)
@@ -188,7 +188,7 @@ def test_a_model_that_cannot_be_mapped(monkeypatch):
         result = fit(branching, guide, steps=12, num_particles=4, seed=0)
     assert sum("one by one" in str(warning.message) for warning in caught) == 1
     assert len(result.losses) == 12
-    elbo = L0_ELBO("spike_slab", slab=SLAB, estimator="leave_one_out", num_particles=4, vectorize_particles=True)
+    elbo = leave_one_out(vectorize_particles=True)
     with pytest.raises(ValueError, match=r"torch\.vmap can't map it; set vectorize_particles=False"):
         elbo.differentiable_loss(branching, guide)
 
@@ -205,11 +205,8 @@ def test_data_of_another_dtype_than_the_default(default):
 
     def mixed():
         sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
-        with pyro.plate("features", 2):
-            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal((z * w * x).sum(-1), sigma), obs=y)
+        z, w = features()
+        observe((z * w * x).sum(-1), sigma, y)
 
     guide = correlated(mixed, hyper=("sigma",))
     with warnings.catch_warnings():
@@ -233,8 +230,7 @@ def test_one_feature_and_more_features_than_observations(p):
             z = pyro.sample("z", BernoulliGate(probs=rate))
             w = pyro.sample("w", dist.Normal(0.0, tau))
         pyro.deterministic("beta", z * w)
-        with pyro.plate("data", 8):
-            pyro.sample("y", dist.Normal((z * w) @ x.mT, sigma), obs=y)
+        observe((z * w) @ x.mT, sigma, y)
 
     guide = correlated(program, hyper=("sigma", "tau", "rate"))
     with warnings.catch_warnings():
@@ -254,16 +250,11 @@ def test_the_likelihood_may_be_a_factor():
     """pyro.factor in the place of observed sites gives the same bound, up to the factor's constant."""
 
     def program():
-        with pyro.plate("features", 2):
-            z = pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2)))
-            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = features()
         pyro.factor("fit", dist.Normal(pyro.deterministic("beta", z * w) @ X.mT, 1.0).log_prob(Y).sum() + 3.0)
 
-    bounds = []
-    for one in (model, program):
-        guide = correlated(one)
-        bounds.append(fit(one, guide, steps=100, num_particles=16, seed=0).log_evidence)
-    assert bounds[1] == pytest.approx(bounds[0] + 3.0, abs=0.05)
+    first, second = (fit(one, correlated(one), steps=100, num_particles=16, seed=0) for one in (model, program))
+    assert second.log_evidence == pytest.approx(first.log_evidence + 3.0, abs=0.05)
 
 
 @pytest.mark.parametrize("rate", [0, -0.1, float("nan"), float("inf")])

@@ -15,6 +15,7 @@ from pyro_l0.infer import RectifyReparam, sample_posterior
 from pyro_l0.infer.posterior.log_joint import LogJoint
 from pyro_l0.infer.posterior.recorded import recorded_with_slope
 from pyro_l0.infer.posterior.swaps import moved_by_swaps, slabs_of
+from tests.infer.regressions import regression
 from tests.reference_posteriors import GaussianPosterior
 
 # What the warning of a sample that cannot be trusted ends with.
@@ -42,12 +43,8 @@ def sharp():
     return HardConcrete.from_active_prob(torch.tensor(0.3), one_given_active=0.9)
 
 
-def regression(x, y, gate=bernoulli):
-    with pyro.plate("features", x.shape[1]):
-        z = pyro.sample("z", gate())
-        w = pyro.sample("w", dist.Normal(0.0, 0.5))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
+def of_features(x, y, gate=bernoulli):
+    regression(x, y, gate(), dist.Normal(0.0, 0.5))
 
 
 def exact(x, y):
@@ -59,7 +56,7 @@ def exact(x, y):
 def test_tables_integrate_to_the_exact_posterior():
     """All gates at places on a grid of weights, whose sums are the integrals."""
     x, y = data(columns=2)
-    posterior = LogJoint(regression, (x, y), {})
+    posterior = LogJoint(of_features, (x, y), {})
     grid = torch.linspace(-2.5, 2.5, 101)
     vectors = torch.cartesian_prod(grid, grid)
     weights = posterior.tables(vectors).double().flatten().softmax(0).reshape(len(vectors), 4)
@@ -74,9 +71,8 @@ def test_bernoulli_gates():
     """Probabilities, draws and products against enumeration; the global generator is left as it was."""
     x, y = data()
     state = torch.get_rng_state()
-    result = sample_posterior(
-        regression, x, y, slab={"w": "z"}, num_samples=100, warmup_steps=100, num_chains=3, seed=1
-    )
+    options = {"slab": {"w": "z"}, "num_samples": 100, "warmup_steps": 100, "num_chains": 3}
+    result = sample_posterior(of_features, x, y, **options, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert result.ok
     probability, mean = exact(x, y)
@@ -99,14 +95,9 @@ def test_one_seed_one_sample():
     """By HMC and by a kernel with options."""
     x, y = data()
     for kernel in ("hmc", functools.partial(NUTS, max_tree_depth=2)):
-        runs = []
-        for seed in (1, 1, 2):
-            with pytest.warns(UserWarning, match=DISTRUST):
-                runs.append(
-                    sample_posterior(
-                        regression, x, y, kernel=kernel, num_samples=8, warmup_steps=0, num_chains=2, seed=seed
-                    ).samples
-                )
+        options = {"kernel": kernel, "num_samples": 8, "warmup_steps": 0, "num_chains": 2}
+        with pytest.warns(UserWarning, match=DISTRUST):
+            runs = [sample_posterior(of_features, x, y, **options, seed=seed).samples for seed in (1, 1, 2)]
         assert all(torch.equal(v, runs[1][name]) for name, v in runs[0].items())
         assert not torch.equal(runs[0]["w"], runs[2]["w"])
 
@@ -118,7 +109,7 @@ def test_chains_in_different_modes_warn():
     short = functools.partial(NUTS, max_tree_depth=3)
     with pytest.warns(UserWarning, match=rf"(?s)(z\[0\]|z\[1\]).*{DISTRUST}"):
         result = sample_posterior(
-            regression, x, y, sharp, slab={"w": "z"}, kernel=short, num_samples=25, warmup_steps=25, seed=2
+            of_features, x, y, sharp, slab={"w": "z"}, kernel=short, num_samples=25, warmup_steps=25, seed=2
         )
     assert not result.ok
     assert set(result.samples) == {"z", "z_base", "w", "z * w"}
@@ -130,7 +121,7 @@ def test_chains_that_all_stay_in_one_mode_are_found_out():
     x, y = twins(1.5)
     for sign, gate in itertools.product((1.0, -1.0), (bernoulli, sharp)):
         x[:, 1] = sign * x[:, 0]
-        posterior = LogJoint(regression, (x, y, gate), {})
+        posterior = LogJoint(of_features, (x, y, gate), {})
         draws = torch.tensor([2.0, 0.1, -0.2]) + 0.05 * torch.randn(200, 3)
         codes = torch.tensor([1.0, 0.0, 0.0]).expand(200, 3)
         if gate is sharp:
@@ -144,7 +135,7 @@ def test_chains_that_all_stay_in_one_mode_are_found_out():
 def test_draws_that_are_right_stay_under_exchanges():
     """Independent draws of the posterior of two features that are the same, by resampling the prior's."""
     x, y = twins(0.3)
-    posterior = LogJoint(regression, (x, y), {})
+    posterior = LogJoint(of_features, (x, y), {})
     vectors, codes = 0.5 * torch.randn(100_000, 3), (torch.rand(100_000, 3) < 0.3).float()
     prior = dist.Normal(0.0, 0.5).log_prob(vectors).sum(-1) + BernoulliGate(probs=0.3).log_prob(codes).sum(-1)
     chosen = torch.distributions.Categorical(logits=posterior.many(vectors, codes)[0] - prior).sample((1000,))
