@@ -24,13 +24,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from common import command
-from common.cifar import Cifar, load_cifar
+from common.cifar import load_cifar
+from common.data import Images
 from common.gated_run import GatedRun, train
-from common.networks import FAMILIES, Classifier, FamilyName, estimator_options, init_active_prob
-from common.options import check
+from common.networks import FAMILIES, Classifier, FamilyName, init_active_prob
 from common.plots import plot_training
 from common.residual import wide_resnet
 from common.sweep import write_json
@@ -69,8 +69,7 @@ class Options:
         seed: seed of everything random.
         device: where to train; the images lie there too.
         amp: bfloat16 where autocast takes it.
-        compile: compile the network.
-        shrink: take maps whose gates are closed for good out of the network after each epoch; not with ``compile``.
+        shrink: take maps whose gates are closed for good out of the network after each epoch.
         max_steps: stop an epoch early, to try things out.
         out: folder for what this run writes.
         resume: continue from the checkpoint.
@@ -89,7 +88,6 @@ class Options:
     seed: int = 1
     device: str = "cpu"
     amp: bool = False
-    compile: bool = False
     shrink: bool = False
     max_steps: int | None = None
     out: Path = field(default=Path("runs/cifar"))
@@ -97,17 +95,12 @@ class Options:
 
 
 class Run(GatedRun):
-    """One training run.
-
-    Args:
-        images: the data, moved to the device as bytes.
-        options: see :class:`Options`.
-    """
+    """One training run; the images lie on the device as bytes."""
 
     moments = ("momentum_buffer",)
     test_batch = 500
 
-    def __init__(self, images: Cifar, options: Options) -> None:
+    def __init__(self, images: Images, options: Options) -> None:
         super().__init__(images, options)
         # One copy padded once; every epoch cuts its crops out of it.
         self.padded = F.pad(self.train_x, (4, 4, 4, 4))
@@ -126,7 +119,7 @@ class Run(GatedRun):
             # Eq. 15: the gated weights' decay is expected, and divided by 0.7; the others' is the optimiser's.
             weight_decay=5e-4 / 0.7 * len(self.train_x),
             square_norm=square_norms(net, example),
-            **estimator_options(options.family, None),
+            estimator="arm" if options.family == "bernoulli" else None,
         )
         keywords = {"beta": SHARPNESS[options.family]} if options.family in SHARPNESS else {}
         (start,) = init_active_prob((KEEP_RATE,), options.family, keywords)
@@ -149,8 +142,6 @@ class Run(GatedRun):
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, milestones, gamma=0.2)
         if options.shrink:
             self.shrinker = Shrinker(net, self.guide, example, self.optimiser, self.elbo)
-        if options.compile:
-            self.model.net = torch.compile(net)
         if processes() > 1:
             torch.manual_seed(options.seed + rank())
 
@@ -191,10 +182,6 @@ class Run(GatedRun):
         images = self.inputs(self.test_x[:16])
         return compact(self.net, self.guide.test_gates(), images, tolerance=1e-4, before=self.plans)
 
-    def trained(self) -> list[nn.Module]:
-        """The network and its guide."""
-        return [self.net, self.guide]
-
     def parts(self) -> dict[str, Any]:
         """What has a ``state_dict``, by its name in a checkpoint."""
         return {
@@ -208,18 +195,14 @@ class Run(GatedRun):
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Train, write the files, print a table; returns the metrics, and raises what :func:`mnist.main` does."""
-    check(options)
-    if options.shrink and options.compile:
-        raise ValueError("Expected shrink without compile, which would compile anew after each shrinking.")
-    if options.depth % 6 != 4:
-        raise ValueError(f"Expected depth of 10, 16, 22, 28, ..., but got {options.depth}.")
+    """Train, write the files, print a table; returns the metrics."""
+    command.check(options)
     path = options.out / "checkpoint.pt"
     if options.resume:
         command.require_checkpoint(path)
     with command.folder(options.out), process_group(options.device) as first:
         run = Run(load_cifar(options.data, options.data_dir), options)
-        left_out = ("data_dir", "compile", "out", "resume")
+        left_out = ("data_dir", "out", "resume")
         described = {name: value for name, value in asdict(options).items() if name not in left_out}
         train(run, path, {**described, "device": run.device.type}, options.resume, first)
         small = run.compacted()
@@ -236,13 +219,11 @@ def main(options: Options) -> dict[str, Any]:
         small.save(options.out / "pruned")
         plot_training(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
         write_json(options.out / "metrics.json", metrics)
-        print(
-            f"test error, final epoch   {metrics['test_error_percent']:.2f} %\n"
-            f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}\n"
-            f"weights left              {metrics['weights_left']:,} of {metrics['weights']:,}\n"
-            f"multiply-adds left        {metrics['macs_left']:,} of {metrics['macs']:,}\n"
-            f"compacted, differs by     {metrics['certificate']:.1e}"
-        )
+        print(f"test error, final epoch   {metrics['test_error_percent']:.2f} %")
+        print(f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}")
+        print(f"weights left              {metrics['weights_left']:,} of {metrics['weights']:,}")
+        print(f"multiply-adds left        {metrics['macs_left']:,} of {metrics['macs']:,}")
+        print(f"compacted, differs by     {metrics['certificate']:.1e}")
         return metrics
 
 

@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
     command.answer_signals()
 
+import itertools
 import statistics
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -25,7 +26,6 @@ from matplotlib.ticker import ScalarFormatter
 import mnist
 from common import command
 from common.networks import FamilyName, NetworkName
-from common.options import check
 from common.sweep import results
 
 __all__ = ["Options", "main"]
@@ -74,39 +74,27 @@ class Options:
 
 
 def main(options: Options) -> list[dict[str, Any]]:
-    """Run what is missing, write the table and the figure; returns one row per family and lambda.
-
-    Raises:
-        ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another sweep
-            is at work there.
-    """
-    check(options)
+    """Run what is missing, write the table and the figure; returns one row per family and lambda."""
+    command.check(options)
     with command.folder(options.out):
         return _sweep(options)
 
 
 def _sweep(options: Options) -> list[dict[str, Any]]:
-    runs = [
-        _run_options(options, family, lam, seed)
-        for lam in options.lams
-        for family in options.families
-        for seed in options.seeds
-    ]
+    runs = [_run_options(options, *x) for x in itertools.product(options.lams, options.families, options.seeds)]
     found = results(_train, runs, options.jobs, lambda run: run.out / "metrics.json", mnist.describe, ENTRIES)
     rows = []
-    for family in options.families:
-        for lam in options.lams:
-            mine = [m for o, m in zip(runs, found, strict=True) if o.family == family and o.lam == (lam,)]
-            rows.append(
-                {
-                    "family": family,
-                    "lam": lam,
-                    "errors": [m["test_error_percent"] for m in mine],
-                    "weights": [m["weights_left"] for m in mine],
-                    "units": ["-".join(map(str, m["architecture"])) for m in mine],
-                    "seconds": statistics.mean(m["seconds"] for m in mine),
-                }
-            )
+    for family, lam in itertools.product(options.families, options.lams):
+        mine = [m for o, m in zip(runs, found, strict=True) if o.family == family and o.lam == (lam,)]
+        row = {
+            "family": family,
+            "lam": lam,
+            "errors": [m["test_error_percent"] for m in mine],
+            "weights": [m["weights_left"] for m in mine],
+            "units": ["-".join(map(str, m["architecture"])) for m in mine],
+            "seconds": statistics.mean(m["seconds"] for m in mine),
+        }
+        rows.append(row)
     table = _table(rows, bool(options.hold_out))
     (options.out / "families.md").write_text(table)
     _plot(rows, options)
@@ -114,7 +102,7 @@ def _sweep(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _run_options(options: Options, family: FamilyName, lam: float, seed: int) -> mnist.Options:
+def _run_options(options: Options, lam: float, family: FamilyName, seed: int) -> mnist.Options:
     both = {field.name for field in fields(mnist.Options)}
     run = mnist.Options(shrink=True, **{name: x for name, x in asdict(options).items() if name in both})
     return replace(run, family=family, lam=(lam,), seed=seed, out=options.out / f"{family}-{lam:g}-{seed}")

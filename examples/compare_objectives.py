@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pyro
@@ -29,10 +29,9 @@ import torch
 from tqdm import tqdm
 
 from common import command
-from common.data import Images, load_images
+from common.data import Images, load_digits
 from common.mnist_run import Options as RunOptions
 from common.mnist_run import Run
-from common.options import check
 from common.sweep import write_json
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
@@ -52,17 +51,13 @@ class Options:
     """Command line of this example.
 
     Attributes:
-        data: embedded digits, or MNIST.
-        data_dir: folder with MNIST's four files; downloaded with a hash check if not given.
-        epochs: passes over the training images per run; 100 if not given.
+        epochs: passes over the training images per run.
         seed: seed of everything random.
         device: where to train.
         out: folder for what this run writes.
         rates_only: leave the sweep out.
     """
 
-    data: Literal["digits", "mnist"] = "digits"
-    data_dir: Path | None = None
     epochs: int = 100
     seed: int = 1
     device: str = "cpu"
@@ -71,15 +66,11 @@ class Options:
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Run the comparison, write the files, print two tables; returns what is written as JSON.
-
-    Raises:
-        ValueError: an option is outside its range, or another run uses ``out``.
-    """
-    check(options)
+    """Run the comparison, write the files, print two tables; returns what is written as JSON."""
+    command.check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out):
-        images = load_images(options.data, options.data_dir)
+        images = load_digits()
         sweep = [] if options.rates_only else [_train(images, options, knob["objective"], knob) for knob in SWEEP]
         rates = []
         for rate in RATES:
@@ -94,8 +85,7 @@ def main(options: Options) -> dict[str, Any]:
 
 
 def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) -> dict[str, Any]:
-    gate_rate = 2e-2 if options.data == "digits" else 1e-3
-    base = RunOptions(options.data, seed=options.seed, device=options.device, gate_learning_rate=gate_rate)
+    base = RunOptions(seed=options.seed, device=options.device, gate_learning_rate=2e-2)
     run = Run(images, replace(base, **knob))
     for _ in tqdm(range(options.epochs), desc=name, leave=False, unit="epoch", disable=None):
         run.train_epoch()
@@ -107,12 +97,7 @@ def _train(images: Images, options: Options, name: str, knob: dict[str, Any]) ->
 
 
 def rate_without_data(prior_active_prob: float, seed: int) -> float:
-    """The posterior's realised rate when nothing is observed.
-
-    Args:
-        prior_active_prob: the prior's rate.
-        seed: seed of the start.
-    """
+    """The posterior's realised rate when nothing is observed."""
 
     def model() -> None:
         pyro.sample("z", HardConcrete.from_active_prob(prior_active_prob).expand([20]).to_event(1))
@@ -158,15 +143,11 @@ def _print(comparison: dict[str, Any]) -> None:
         units = "-".join(map(str, entry["architecture"]))
         share = f"{entry['weights_left']:,} ({100 * entry['weights_left'] / entry['weights']:.0f} %)"
         print(f"{entry['knob']:58s}{entry['test_error_percent']:8.2f}{units:>14s}{share:>16s}")
-    print(
-        f"\n{'prior':>6s}{'without data':>14s}{'with data':>11s}   by site{'':17s}{'error %':>8s}{'weights left':>14s}"
-    )
+    print(f"\n{'prior':>6s}{'without data':>14s}{'with data':>11s}   by site{'':17s}{'error %':>8s}  weights left")
     for entry in comparison["rates"]:
         sites = " ".join(f"{rate:.3f}" for rate in entry["active_rate"].values())
-        print(
-            f"{entry['prior']:6.2f}{entry['without_data']:14.4f}{entry['overall_rate']:11.3f}   {sites:24s}"
-            f"{entry['test_error_percent']:8.2f}{entry['weights_left']:14,d}"
-        )
+        rates = f"{entry['prior']:6.2f}{entry['without_data']:14.4f}{entry['overall_rate']:11.3f}"
+        print(f"{rates}   {sites:24s}{entry['test_error_percent']:8.2f}{entry['weights_left']:14,d}")
 
 
 if __name__ == "__main__":

@@ -43,14 +43,7 @@ __all__ = ["Options", "Run", "describe", "main"]
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Train, write the files, print a table; returns the metrics.
-
-    Raises:
-        ValueError: an option is outside its range or does not go with another, a file is damaged or of another run, or
-            another run uses ``out``.
-        FileNotFoundError: there are no such data, or no checkpoint to go on from.
-        FloatingPointError: the training diverged; the last checkpoint stays.
-    """
+    """Train, write the files, print a table; returns the metrics."""
     check(options)
     path = options.out / "checkpoint.pt"
     if options.resume:

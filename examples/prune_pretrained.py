@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_l0
 from common import command
 from common.data import Images, load_images
-from common.options import check
 from common.residual import ResidualNetwork
 
 __all__ = ["Options", "Row", "main"]
@@ -76,14 +75,8 @@ class Row(NamedTuple):
 
 
 def main(options: Options) -> list[Row]:
-    """Train a network, prune it to every budget, write the table and the plot; returns one row per budget.
-
-    Raises:
-        ValueError: an option is outside its range, a checkpoint is damaged or of another run, or another run is at work
-            in ``out``.
-        FileExistsError: there are checkpoints, and ``resume`` is not given.
-    """
-    check(options)
+    """Train a network, prune it to every budget, write the table and the plot; returns one row per budget."""
+    command.check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out):
         command.advise("the same command with --resume goes on from the checkpoints")

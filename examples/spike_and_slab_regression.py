@@ -6,20 +6,17 @@ weight, so that it can be exactly zero:
     z ~ HardConcrete, P(z != 0) = 0.2;   w ~ Normal(0, 0.2);   y ~ Normal(x (z w), sigma)
 
 with a known sigma (the residual standard deviation of least squares, 0.703). SVI maximises the bound of Eq. 20 of the
-L0 paper with a mean-field guide. The exact posterior is that of binary gates. For a fair comparison the prior's
-temperature is such that an active gate is 1 in nine cases of ten. It takes about 10 seconds on one core. Expect:
+L0 paper with a mean-field guide; the exact posterior is that of binary gates, so the prior's temperature is such that
+an active gate is 1 in nine cases of ten. It takes about 10 seconds on one core. Expect:
 
 - The features that the data decide (sex, bmi, bp, s5 are in; age, s6 are out) agree within 0.04 in inclusion
-  probability and 0.02 in coefficient (seeds 0, 1, 2: 0.033, 0.029 and 0.023).
+  probability and 0.02 in coefficient.
 - s1 to s4 do not. These blood values are collinear, and the exact posterior hesitates between s3 alone (0.45), s1 with
-  s3 (0.12), s1 with s4 (0.09), ... The guide's gates are independent, so it can't say "the one or the other": it gives
-  1.00 to s3 (exact: 0.85) and too little to the others (s1: 0.10 instead of 0.33). The largest differences are 0.22 to
-  0.25 in inclusion probability and 0.04 in coefficient, both at s1.
+  s3 (0.12), s1 with s4 (0.09), ... The guide's gates are independent, so it can't say "the one or the other": the
+  largest differences are 0.22 to 0.25 in inclusion probability and 0.04 in coefficient, both at s1.
 
-This is a property of the mean-field bound: coordinate ascent on it with binary gates ends near what SVI finds. From the
-least-squares coefficients it ends at s1 and s2 in place of s3, with a lower bound; gates that start half open and
-weights that start near zero avoid that. The more the prior allows, the larger the gap: 0.5 in inclusion probability and
-0.2 in coefficient at a prior rate and a slab scale of 0.5.
+This is a property of the mean-field bound: coordinate ascent on it with binary gates ends near what SVI finds. The more
+the prior allows, the larger the gap: 0.5 in inclusion probability at a prior rate and a slab scale of 0.5.
 
 Writes to ``--out``: ``metrics.json`` and ``coefficients.png``.
 """
@@ -49,7 +46,6 @@ from sklearn.datasets import load_diabetes
 from tqdm import trange
 
 from common import command
-from common.options import check
 from common.sweep import write_json
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
@@ -85,24 +81,15 @@ class Options:
 
 
 class Posterior(NamedTuple):
-    """What is compared, one entry per feature.
+    """What is compared, one entry per feature."""
 
-    Attributes:
-        inclusion: P(z != 0).
-        coefficient: E[z w].
-    """
-
-    inclusion: Array
-    coefficient: Array
+    inclusion: Array  # P(z != 0)
+    coefficient: Array  # E[z w]
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Compute both posteriors, write the files, print a table; returns the metrics.
-
-    Raises:
-        ValueError: an option is outside its range, or another run uses ``out``.
-    """
-    check(options)
+    """Compute both posteriors, write the files, print a table; returns the metrics."""
+    command.check(options)
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out):
         return _compare(options, time.perf_counter())
@@ -152,10 +139,8 @@ def make_model(
     """The regression as a Pyro model, with gates ``z`` and slab weights ``w``."""
     inputs, target = (torch.tensor(part, dtype=torch.float32, device=device) for part in (x, y))
     size, features = inputs.shape
-    gate_prior = HardConcrete.from_active_prob(
-        torch.full((features,), prior_active_prob, device=device),
-        one_given_active=ONE_GIVEN_ACTIVE,
-    )
+    rate = torch.full((features,), prior_active_prob, device=device)
+    gate_prior = HardConcrete.from_active_prob(rate, one_given_active=ONE_GIVEN_ACTIVE)
     slab_prior = dist.Normal(inputs.new_zeros(features), slab_scale)
 
     def model() -> None:

@@ -22,11 +22,7 @@ class Average:
 
     Polynomial-decay averaging with power k = 9: step t enters with a weight of (k + 1) / (t + k), so that the average
     covers about the last tenth of the steps taken, however many they are (Shamir, Zhang 2013, arXiv:1212.1824).
-
-    Args:
-        averaged: holds the averages.
-        module: the module.
-        steps: steps that the averages hold already.
+    ``steps`` is how many the averages hold already.
     """
 
     def __init__(self, averaged: nn.Module, module: nn.Module, steps: int = 0) -> None:
@@ -43,16 +39,7 @@ class Average:
 def retrain(network: nn.Module, x: Tensor, y: Tensor, epochs: int, batch_size: int, noise: float = 0.0) -> None:
     """Train a compacted network further in place, without gates, by Adam with a step that falls to 0, and averaged.
 
-    Args:
-        network: the network.
-        x: training images.
-        y: their classes.
-        epochs: passes over them.
-        batch_size: images per step.
-        noise: standard deviation of normal noise on the pixels, whose values are in [0, 1].
-
-    Raises:
-        FloatingPointError: a parameter is not finite any more.
+    ``noise`` is the standard deviation of normal noise on the pixels, whose values are in [0, 1].
     """
     network.train()
     optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE, fused=True)

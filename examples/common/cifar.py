@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import math
 import pickle
 import pickletools
 import re
-import tarfile
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +14,9 @@ import numpy as np
 import pooch
 import torch
 
-__all__ = ["Cifar", "load_cifar", "read_batch"]
+from common.data import Images
+
+__all__ = ["load_cifar", "read_batch"]
 
 Name = Literal["cifar10", "cifar100"]
 FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
@@ -30,38 +28,13 @@ ARCHIVES = {
 }
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
 LARGEST_BATCH = 200_000_000  # bytes; CIFAR-100's training images are 155 million
-LARGEST_ARCHIVE = 400_000_000  # bytes, unfolded; both are 186 million
-
-
-@dataclass(frozen=True)
-class Cifar:
-    """Images of 3 x 32 x 32 and their classes.
-
-    Args:
-        train_x: uint8, shape ``(50000, 3, 32, 32)``.
-        train_y: int64, shape ``(50000,)``.
-        test_x: as ``train_x``.
-        test_y: as ``train_y``.
-        num_classes: 10 or 100.
-    """
-
-    train_x: torch.Tensor
-    train_y: torch.Tensor
-    test_x: torch.Tensor
-    test_y: torch.Tensor
-    num_classes: int
 
 
 def read_batch(content: bytes, where: str, labels: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and classes of one pickled batch.
-
-    Args:
-        content: the file's bytes.
-        where: the file's name, for messages.
-        labels: the key of the classes.
+    """Images and classes of one pickled batch; ``where`` names it in messages, ``labels`` is the key of its classes.
 
     Raises:
-        ValueError: the file is damaged, is no batch, or holds anything but arrays, lists, dicts, bytes and numbers.
+        ValueError: it is damaged, is no batch, or holds anything but arrays, lists, dicts, bytes and numbers.
     """
     try:
         _check_opcodes(content)
@@ -93,10 +66,9 @@ def _values(found: Any) -> np.ndarray:
 class _Array:
     """Stands for a numpy array while a pickle is read; it has values only once its bytes are there."""
 
-    values: np.ndarray | None = None
-
     def __init__(self, *arguments: Any) -> None:
-        """As numpy makes an array whose content follows."""
+        # numpy gives an array's content at once (_frombuffer), or a state with it later (_reconstruct).
+        self.values = _array(*arguments) if len(arguments) == 4 else None
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, columns_first, content = state
@@ -124,12 +96,6 @@ def _array(content: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
     return np.frombuffer(content, kind).reshape(shape, order=order)
 
 
-def _whole_array(content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    array = _Array()
-    array.values = _array(content, dtype, shape, order)
-    return array
-
-
 def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r:.80}")
@@ -143,8 +109,8 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _Dtype,
     ("numpy.core.multiarray", "_reconstruct"): _Array,
     ("numpy._core.multiarray", "_reconstruct"): _Array,
-    ("numpy.core.numeric", "_frombuffer"): _whole_array,
-    ("numpy._core.numeric", "_frombuffer"): _whole_array,
+    ("numpy.core.numeric", "_frombuffer"): _Array,
+    ("numpy._core.numeric", "_frombuffer"): _Array,
     ("_codecs", "encode"): _encode,
 }
 
@@ -165,13 +131,13 @@ def _check_opcodes(content: bytes) -> None:
             raise pickle.UnpicklingError(f"it numbers an object {argument}")
 
 
-def load_cifar(name: Name, data_dir: Path | None = None) -> Cifar:
-    """Load CIFAR-10 or CIFAR-100.
+def load_cifar(name: Name, data_dir: Path | None = None) -> Images:
+    """The training and the test batches, as bytes of shape ``(N, 3, 32, 32)``.
 
     Args:
         name: which.
-        data_dir: the folder with the batches, the folder around it, or around the archive. None downloads the archive,
-            once, and checks its MD5.
+        data_dir: the folder with the batches, or the folder around it. None downloads the archive, once, checks its MD5
+            and unpacks it.
 
     Raises:
         FileNotFoundError: there are no such files.
@@ -180,80 +146,29 @@ def load_cifar(name: Name, data_dir: Path | None = None) -> Cifar:
     if data_dir is None:
         archive, known_hash = ARCHIVES[name]
         data_dir = Path(pooch.os_cache("pyro_l0")) / "cifar"
-        pooch.retrieve(URL + archive, known_hash=known_hash, fname=archive, path=data_dir)
+        pooch.retrieve(URL + archive, known_hash, archive, data_dir, processor=pooch.Untar(extract_dir="."))
     labels = "labels" if name == "cifar10" else "fine_labels"
-    contents = _read(data_dir, name)
     parts = []
     for files in FILES[name]:
-        batches = []
-        for file in files:
-            x, y = read_batch(contents.pop(file), f"{data_dir}/{file}", labels)
-            low, high = int(y.min()), int(y.max())
-            if low < 0 or high >= NUM_CLASSES[name]:
+        batches = [read_batch(_read(data_dir, name, file), f"{data_dir}/{file}", labels) for file in files]
+        for file, (_, y) in zip(files, batches, strict=True):
+            if y.min() < 0 or y.max() >= NUM_CLASSES[name]:
                 raise ValueError(
-                    f"{data_dir}/{file}: expected classes from 0 to {NUM_CLASSES[name] - 1}, but got {low} to {high}"
+                    f"{data_dir}/{file}: expected classes from 0 to {NUM_CLASSES[name] - 1}, "
+                    f"but got {y.min()} to {y.max()}"
                 )
-            batches.append((x, y))
-        parts += [torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])]
-    return Cifar(parts[0], parts[1], parts[2], parts[3], NUM_CLASSES[name])
+        parts += [torch.cat(part) for part in zip(*batches, strict=True)]
+    return Images(*parts, image_shape=(3, 32, 32), num_classes=NUM_CLASSES[name])
 
 
-def _read(data_dir: Path, name: Name) -> dict[str, bytes]:
-    """The bytes of every batch by its file's name."""
-    files = [file for part in FILES[name] for file in part]
-    archive = data_dir / ARCHIVES[name][0]
-    for folder in (data_dir, data_dir / FOLDERS[name]):
-        if all((folder / file).is_file() for file in files):
-            return {file: _limited(folder / file) for file in files}
-    if archive.is_file():
-        return _unpack(archive, {f"{FOLDERS[name]}/{file}": file for file in files})
-    if not data_dir.is_dir():
-        raise FileNotFoundError(f"{data_dir}: expected a folder, found none")
-    for folder in (data_dir, data_dir / FOLDERS[name]):
-        missing = [file for file in files if not (folder / file).is_file()]
-        if len(missing) < len(files):
-            raise FileNotFoundError(f"{folder}: expected {', '.join(missing)} beside the other batches, found none")
-    raise FileNotFoundError(f"{data_dir}: expected {FOLDERS[name]}/{files[0]} or {archive.name} there, found neither")
-
-
-def _limited(path: Path) -> bytes:
-    size = path.stat().st_size
-    if size > LARGEST_BATCH:
-        raise ValueError(f"{path}: expected a batch of at most {LARGEST_BATCH} bytes, but got {size}")
-    return path.read_bytes()
-
-
-class _Limited:
-    """A gzip file of which no more is read than an archive of CIFAR holds, so that none unfolds without end."""
-
-    def __init__(self, file: gzip.GzipFile) -> None:
-        self.file = file
-        self.left = LARGEST_ARCHIVE
-
-    def read(self, size: int) -> bytes:
-        """So many bytes, or all that there are."""
-        content = self.file.read(min(size, self.left + 1))
-        self.left -= len(content)
-        if self.left < 0:
-            raise ValueError(f"it unfolds to more than {LARGEST_ARCHIVE} bytes")
-        return content
-
-
-def _unpack(archive: Path, wanted: dict[str, str]) -> dict[str, bytes]:
-    """The wanted members of an archive under their new names, read in one pass from its start to its end."""
-    found = {}
-    try:
-        with gzip.open(archive) as file, tarfile.open(fileobj=_Limited(file), mode="r|") as tar:
-            for member in tar:
-                if member.name in wanted:
-                    if not member.isfile() or member.size > LARGEST_BATCH:
-                        raise ValueError(f"its {member.name} is no file of at most {LARGEST_BATCH} bytes")
-                    content = tar.extractfile(member)
-                    assert content is not None
-                    found[wanted[member.name]] = content.read()
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
-        raise ValueError(f"{archive}: expected an archive of CIFAR, but {error}") from error
-    missing = [member for member, file in wanted.items() if file not in found]
-    if missing:
-        raise ValueError(f"{archive}: expected {', '.join(missing)} in it, but found no such members")
-    return found
+def _read(data_dir: Path, name: Name, file: str) -> bytes:
+    """The bytes of a batch in a folder, or in the one below it that the archive makes."""
+    for path in (data_dir / file, data_dir / FOLDERS[name] / file):
+        if path.is_file():
+            size = path.stat().st_size
+            if size > LARGEST_BATCH:
+                raise ValueError(f"{path}: expected a batch of at most {LARGEST_BATCH} bytes, but got {size}")
+            return path.read_bytes()
+    raise FileNotFoundError(
+        f"{data_dir}: expected {FOLDERS[name]}/{file}, found no such file; unpack {ARCHIVES[name][0]} there."
+    )

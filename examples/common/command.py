@@ -1,4 +1,4 @@
-"""What makes a script a command: bad values and interrupts end with one line, and a folder belongs to one run.
+"""What makes a script a command: its options are checked, interrupts end with one line, a folder belongs to one run.
 
 It imports the standard library alone at first, so that a script can answer an interrupt while torch still loads.
 """
@@ -6,6 +6,7 @@ It imports the standard library alone at first, so that a script can answer an i
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import signal
@@ -13,16 +14,60 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from dataclasses import fields
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["advise", "answer_signals", "folder", "require_checkpoint", "run"]
+__all__ = ["RULES", "advise", "answer_signals", "check", "folder", "require_checkpoint", "run"]
 
 Options = TypeVar("Options")
 
 _advice = "nothing was trained yet"
 _ending = False
+
+Rule = tuple[str, Callable[[Any], bool]]  # the end of "Expected epochs ...", and whether a value is as expected
+LARGEST = 1e6  # of a factor; more than anybody means, and far from what overflows float32
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Rule:
+    """Whole numbers from one to another."""
+    return f"of at least {least} and at most {most}", lambda x: least <= x <= most
+
+
+POSITIVE: Rule = (f"to be finite and positive, at most {LARGEST:g}", lambda x: 0 < x <= LARGEST)
+NOT_NEGATIVE: Rule = (f"to be finite and not negative, at most {LARGEST:g}", lambda x: 0 <= x <= LARGEST)
+RATE: Rule = ("strictly between 0 and 1", lambda x: 0 < x < 1)
+SEED = whole(0, 2**32 - 1)
+
+# An option means the same in every example. Each value of several is checked; one that is not given (None) is not.
+RULES: dict[str, Rule] = {
+    "batch": whole(1),
+    "batch_size": whole(1),
+    "budgets": RATE,
+    "depth": whole(10, 1000),
+    "draws": whole(2),
+    "epochs": whole(1),
+    "gate_learning_rate": POSITIVE,
+    "hold_out": whole(0),
+    "jobs": whole(1, 1000),
+    "lam": NOT_NEGATIVE,
+    "lams": NOT_NEGATIVE,
+    "learning_rate": POSITIVE,
+    "max_steps": whole(1),
+    "prior_active_prob": RATE,
+    "retrain": whole(0),
+    "retrain_noise": NOT_NEGATIVE,
+    "seed": SEED,
+    "seeds": SEED,
+    "slab_scale": POSITIVE,
+    "steps": whole(1),
+    "strength": POSITIVE,
+    "target": RATE,
+    "weight_decay": NOT_NEGATIVE,
+    "width": whole(1, 100),
+}
+SWEPT = ("budgets", "families", "lams", "methods", "seeds", "strength")  # each value is a run
 
 
 def answer_signals() -> None:
@@ -40,13 +85,8 @@ def advise(advice: str) -> None:
 def run(main: Callable[[Options], Any], options: type[Options], description: str | None) -> None:
     """Call a script's main function with the options of the command line; what it refuses is one line.
 
-    The status is 2 for a bad value or a missing file, and 1 for what went wrong on the way: a full disk, too little
-    memory, a training that diverged. Other exceptions are mistakes in the program and keep their traceback.
-
-    Args:
-        main: the function.
-        options: dataclass of the options.
-        description: the script's docstring.
+    The status is 2 for a bad value or a missing file, and 1 for a full disk, too little memory or a training that
+    diverged. Other exceptions are mistakes in the program and keep their traceback.
     """
     try:
         main(_parse(options, description))
@@ -76,12 +116,27 @@ def _parse(options: type[Options], description: str | None) -> Options:
         raise
 
 
-def require_checkpoint(path: Path) -> None:
-    """Refuse to resume without a checkpoint.
+def check(options: Any) -> None:
+    """Refuse values that no run should start with, by the option's name, before anything is loaded or trained."""
+    for name in (field.name for field in fields(options)):
+        value = getattr(options, name)
+        expected, holds = RULES.get(name, ("", lambda x: True))
+        for entry in value if isinstance(value, tuple) else () if value is None else (value,):
+            if not holds(entry) or (isinstance(entry, float) and math.isnan(entry)):
+                raise ValueError(f"Expected {name} {expected}, but got {entry}.")
+        if name in SWEPT and len(set(value)) != max(len(value), 1):
+            raise ValueError(f"Expected {name} with at least one value and none of them twice, but got {value}.")
+    if getattr(options, "device", "cpu") != "cpu":
+        _check_device(options.device)
+    data_dir = getattr(options, "data_dir", None)
+    if data_dir is not None and options.data == "digits":
+        raise ValueError("Expected data_dir with data='mnist' only; the digits are embedded.")
+    if data_dir is not None and not data_dir.is_dir():
+        raise FileNotFoundError(f"{data_dir}: expected the data's folder, found no such folder.")
 
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+
+def require_checkpoint(path: Path) -> None:
+    """Refuse to resume without a checkpoint."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected a checkpoint to resume from, found no file; start without --resume.")
     advise(f"{path} is as it was, and the same command goes on from there")
@@ -89,13 +144,7 @@ def require_checkpoint(path: Path) -> None:
 
 @contextmanager
 def folder(out: Path) -> Iterator[None]:
-    """Make a run's folder, and keep other runs out of it for as long as this one lasts.
-
-    Under ``torchrun`` the first process does.
-
-    Raises:
-        ValueError: it is no folder, can't be written to, or another run uses it.
-    """
+    """Make a run's folder and keep other runs out of it; under ``torchrun`` the first process does."""
     from pyro_l0.compaction.files import hold
 
     with ExitStack() as stack:
@@ -121,6 +170,17 @@ def _end(number: int, frame: object) -> None:
     below_the_bar = "\n" if os.isatty(2) else ""
     _say(f"ended by {signal.Signals(number).name}; {_advice}", below_the_bar)
     os._exit(128 + number)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    # What a device lacks shows when it is used: a build without it, a driver, a second GPU, "meta" without values.
+    try:
+        torch.ones((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"Expected device to be one of this machine, but got {device!r}: {reason}") from error
 
 
 def _refuse(error: BaseException, status: int) -> NoReturn:

@@ -17,17 +17,17 @@ import torch
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
-__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_images", "load_mnist", "read_idx"]
+__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_images", "load_mnist"]
 
 MNIST_URLS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
 MNIST_SHA256 = {
-    "train-images-idx3-ubyte.gz": ("7ff28fd295f802eefc6d40e461175dfe4b969b1842b2abc8c6dc8c20711cf79f"),
-    "train-labels-idx1-ubyte.gz": ("81a978ae83d39ffdba0db3ce2fcaf80a8921e9629e874428996a2b03242d4b2a"),
-    "t10k-images-idx3-ubyte.gz": ("197e111ae341b0770be9011ac5e622d0e6cd1c640b32eb0de5dc1dd26cc6e182"),
-    "t10k-labels-idx1-ubyte.gz": ("b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b"),
+    "train-images-idx3-ubyte.gz": "7ff28fd295f802eefc6d40e461175dfe4b969b1842b2abc8c6dc8c20711cf79f",
+    "train-labels-idx1-ubyte.gz": "81a978ae83d39ffdba0db3ce2fcaf80a8921e9629e874428996a2b03242d4b2a",
+    "t10k-images-idx3-ubyte.gz": "197e111ae341b0770be9011ac5e622d0e6cd1c640b32eb0de5dc1dd26cc6e182",
+    "t10k-labels-idx1-ubyte.gz": "b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b",
 }
 MNIST_SIDE = 28
 MOST_ITEMS = 60_000  # in a file of MNIST
@@ -37,32 +37,24 @@ DIGITS_SPLIT_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images of ten classes, cut into a training and a test part.
+    """Images and their classes, cut into a training and a test part.
 
-    Args:
-        train_x: float32 in [0, 1], shape ``(N, pixels)``.
-        train_y: int64 labels 0 to 9, shape ``(N,)``.
-        test_x: as ``train_x``.
-        test_y: as ``train_y``.
-        image_shape: channels, height, width; their product is ``pixels``.
+    Digits and MNIST are float32 in [0, 1] of shape ``(N, pixels)``, CIFAR is uint8 of shape ``(N, *image_shape)``.
     """
 
     train_x: torch.Tensor
     train_y: torch.Tensor
     test_x: torch.Tensor
     test_y: torch.Tensor
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, int, int]  # channels, height, width
+    num_classes: int = 10
 
     def checksum(self) -> list[int]:
         """CRC-32 of each of the four tensors: which data a checkpoint was trained on."""
         return [zlib.crc32(x.numpy()) for x in (self.train_x, self.train_y, self.test_x, self.test_y)]
 
     def hold_out(self, number: int) -> "Images":
-        """The last ``number`` training images in the place of the test images, to choose settings on.
-
-        Raises:
-            ValueError: there are not that many training images.
-        """
+        """The last ``number`` training images in the place of the test images, to choose settings on."""
         if not 0 < number < len(self.train_x):
             raise ValueError(f"Expected to hold out between 1 and {len(self.train_x) - 1} images, but got {number}.")
         x, y = self.train_x, self.train_y
@@ -90,16 +82,12 @@ def load_images(data: Literal["digits", "mnist"], data_dir: Path | None = None, 
 
 
 def load_mnist(
-    data_dir: Path | None = None,
-    *,
-    base_urls: Sequence[str] = MNIST_URLS,
-    cache_dir: Path | None = None,
+    data_dir: Path | None = None, *, base_urls: Sequence[str] = MNIST_URLS, cache_dir: Path | None = None
 ) -> Images:
     """Load MNIST from the four IDX files, gzipped or not.
 
     Args:
-        data_dir: the folder with the four files. None downloads them, once, and checks their
-            SHA-256.
+        data_dir: the folder with the four files. None downloads them, once, and checks their SHA-256.
         base_urls: mirrors to download from, tried in this order.
         cache_dir: where downloads are kept. None takes the user's cache folder.
 
@@ -116,24 +104,22 @@ def load_mnist(
     return Images(train_x, train_y, test_x, test_y, image_shape=(1, MNIST_SIDE, MNIST_SIDE))
 
 
-def read_idx(path: Path, item_shape: tuple[int, ...] = ()) -> npt.NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, gzipped or not.
-
-    Args:
-        path: the file.
-        item_shape: what one item must measure; there are 1 to 60,000 items, as in MNIST.
-
-    Returns:
-        An array of shape ``(items,) + item_shape``. No more is read, whatever a gzip file unfolds to.
-
-    Raises:
-        ValueError: the file is not exactly that; the message names it and tells the difference.
-    """
+def _read_idx(path: Path, item_shape: tuple[int, ...] = ()) -> npt.NDArray[np.uint8]:
+    """An IDX file of 1 to 60,000 items of unsigned bytes; no more is read, whatever a gzip file unfolds to."""
     rank = 1 + len(item_shape)
     header = struct.Struct(f">{1 + rank}I")
     with _open(path) as file:
         start = _read(path, file, header.size)
-        count = _check_header(path, header, start, item_shape)
+        if len(start) < header.size:
+            raise ValueError(f"{path}: expected an IDX header of {header.size} bytes, got {len(start)} bytes")
+        magic, count, *found_shape = header.unpack(start)
+        expected_magic = 0x0800 + rank  # 08 stands for unsigned bytes
+        if magic != expected_magic:
+            raise ValueError(f"{path}: expected the IDX magic number 0x{expected_magic:08x}, got 0x{magic:08x}")
+        if tuple(found_shape) != item_shape:
+            raise ValueError(f"{path}: expected items of shape {item_shape}, got {tuple(found_shape)}")
+        if not 0 < count <= MOST_ITEMS:
+            raise ValueError(f"{path}: expected 1 to {MOST_ITEMS} items, got {count}")
         size = count * math.prod(item_shape)
         content = _read(path, file, size + 1)  # the byte behind the last, which should not be there, ends a gzip file
     if len(content) != size:
@@ -143,24 +129,6 @@ def read_idx(path: Path, item_shape: tuple[int, ...] = ()) -> npt.NDArray[np.uin
             f"got {header.size + len(content)}{more} (counted without gzip)"
         )
     return np.frombuffer(content, np.uint8).reshape(count, *item_shape)
-
-
-def _check_header(path: Path, header: struct.Struct, start: bytes, item_shape: tuple[int, ...]) -> int:
-    """The number of items that an IDX file announces."""
-    if len(start) < header.size:
-        raise ValueError(f"{path}: expected an IDX header of {header.size} bytes, got {len(start)} bytes")
-    magic, count, *found_shape = header.unpack(start)
-    rank = 1 + len(item_shape)
-    expected_magic = 0x0800 + rank  # 08 stands for unsigned bytes
-    if magic != expected_magic:
-        raise ValueError(f"{path}: expected the IDX magic number 0x{expected_magic:08x}, got 0x{magic:08x}")
-    if tuple(found_shape) != item_shape:
-        raise ValueError(f"{path}: expected items of shape {item_shape}, got {tuple(found_shape)}")
-    if count == 0:
-        raise ValueError(f"{path}: expected at least one item, got 0")
-    if count > MOST_ITEMS:
-        raise ValueError(f"{path}: expected at most {MOST_ITEMS} items, got {count}")
-    return int(count)
 
 
 def _open(path: Path) -> BufferedIOBase:
@@ -183,13 +151,11 @@ def _read(path: Path, file: BufferedIOBase, size: int) -> bytes:
 def _read_part(data_dir: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
     images_path = _find(data_dir, f"{part}-images-idx3-ubyte")
     labels_path = _find(data_dir, f"{part}-labels-idx1-ubyte")
-    images = read_idx(images_path, (MNIST_SIDE, MNIST_SIDE))
-    labels = read_idx(labels_path)
+    images = _read_idx(images_path, (MNIST_SIDE, MNIST_SIDE))
+    labels = _read_idx(labels_path)
     if len(images) != len(labels):
-        raise ValueError(
-            f"expected one label per image, got {len(images)} images in {images_path} "
-            f"and {len(labels)} labels in {labels_path}"
-        )
+        found = f"{len(images)} images in {images_path} and {len(labels)} labels in {labels_path}"
+        raise ValueError(f"expected one label per image, got {found}")
     if labels.max() >= CLASSES:
         raise ValueError(f"{labels_path}: expected labels from 0 to {CLASSES - 1}, got {labels.max()}")
     pixels = images.reshape(len(images), -1).astype(np.float32) / 255

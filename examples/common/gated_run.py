@@ -29,10 +29,6 @@ class GatedRun:
 
     In a process group every process takes its share of each batch and a gate sample of its own; gradients are averaged
     and all processes hold the same state after every step. Costs are counted for the network at the start.
-
-    Args:
-        images: the data, moved to the device.
-        options: of them, ``batch_size``, ``epochs``, ``seed`` and ``device``.
     """
 
     options: Any
@@ -71,10 +67,6 @@ class GatedRun:
         """One pass over the training images in a new order; the mean loss."""
         raise NotImplementedError
 
-    def trained(self) -> list[nn.Module]:
-        """What must stay finite."""
-        raise NotImplementedError
-
     def parts(self) -> dict[str, Any]:
         """What has a ``state_dict``, by its name in a checkpoint; None for what this run does without."""
         raise NotImplementedError
@@ -101,7 +93,7 @@ class GatedRun:
         """Train for an epoch, take out what is closed for good, and measure."""
         start, epoch = time.perf_counter(), len(self.history) + 1
         loss = self.train_epoch()
-        check_finite(epoch, loss, *self.trained())
+        check_finite(epoch, loss, *(part for part in self.parts().values() if isinstance(part, nn.Module)))
         if self.shrinker is not None:
             self.shrinker.step()
         entry = {"epoch": epoch, "loss": loss, **self.measure(), "seconds": time.perf_counter() - start}
@@ -205,11 +197,7 @@ def not_finite(value: object, name: str = "state") -> Iterator[str]:
 
 
 def check_shares(num_data: int, batch_size: int, number: int) -> None:
-    """Refuse batches that have no example for every one of some processes.
-
-    Raises:
-        ValueError: the last batch has fewer examples than there are processes.
-    """
+    """Refuse batches that have no example for every one of some processes."""
     last = num_data % batch_size or batch_size
     if last < number:
         raise ValueError(
@@ -219,14 +207,9 @@ def check_shares(num_data: int, batch_size: int, number: int) -> None:
 
 
 def train(run: GatedRun, path: Path, described: dict[str, Any], resume: bool, first: bool) -> None:
-    """Train a run to its end behind a progress bar, with a checkpoint after every epoch.
+    """Train a run to its end behind the ``first`` process's progress bar, with a checkpoint after every epoch.
 
-    Args:
-        run: the run.
-        path: the checkpoint.
-        described: what the checkpoint and the run that resumes it must agree in.
-        resume: whether to go on from it.
-        first: whether this process is the one that shows the bar.
+    ``described`` is what the checkpoint and the run that resumes it must agree in.
 
     Raises:
         ValueError: the checkpoint is damaged, or of another run, or has more epochs than this run shall have.

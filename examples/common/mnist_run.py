@@ -11,12 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from common import networks
+from common import command, networks
 from common.averages import AVERAGE_POWER, Average
 from common.data import Images
 from common.gated_run import GatedRun
-from common.networks import FAMILIES, KEEP_RATES, Classifier, EstimatorName, FamilyName, NetworkName
-from common.options import check as check_values
+from common.networks import FAMILIES, KEEP_RATES, Classifier, FamilyName, NetworkName
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.inputs import SelectedInputs
@@ -47,9 +46,6 @@ class Options:
         network: mlp (hidden layers of 300 and 100 units), or lenet5 (20-50-800-500, MNIST alone).
         objective: Eq. 22 (l0), Eq. 21 (free_energy) or Eq. 20 (spike_slab) of the L0 paper.
         family: family of the posterior gates.
-        beta: sharpness of the mixture gates; 30, 25 and 40 (the paper's) for the three of them if not given.
-        epsilon: uniform share of exponential_uniform; 0.1 if not given.
-        estimator: gradient estimator of family bernoulli; arm if not given.
         lam: price of one open weight in nats; one for all gate sites or one per site. Without a target 0.1 on MNIST
             and 0.05 on the digits if not given; spike_slab takes none.
         prior_active_prob: P(z != 0) under the gates' prior, for free_energy and spike_slab.
@@ -79,9 +75,6 @@ class Options:
     network: NetworkName = "mlp"
     objective: Literal["l0", "free_energy", "spike_slab"] = "l0"
     family: FamilyName = "hard_concrete"
-    beta: float | None = None
-    epsilon: float | None = None
-    estimator: EstimatorName | None = None
     lam: tuple[float, ...] = ()
     prior_active_prob: float = 0.1
     epochs: int = 200
@@ -118,19 +111,9 @@ class Options:
         default = 0 if self.budget is None else max(1, round(self.epochs / 3))
         return default if self.retrain is None else self.retrain
 
-    @property
-    def family_options(self) -> dict[str, float]:
-        """Keywords of the family's ``from_active_prob``."""
-        return networks.family_options(self.family, self.beta, self.epsilon)
-
 
 class Run(GatedRun):
-    """One training run: model, guide, objective, optimiser and averaged weights.
-
-    Args:
-        images: the data, moved to the device.
-        options: of them, all that is trained by.
-    """
+    """One training run: model, guide, objective, optimiser and averaged weights."""
 
     moments = ("step", "exp_avg", "exp_avg_sq")
 
@@ -178,10 +161,9 @@ class Run(GatedRun):
     def _guide(self, sites: list[str]) -> AutoGate:
         """The posterior, from the papers' start."""
         options = self.options
-        rates = networks.init_active_prob(KEEP_RATES[options.network], options.family, options.family_options)
+        rates = networks.init_active_prob(KEEP_RATES[options.network], options.family)
         gates: dict[str, Any] = {
             "family": FAMILIES[options.family],
-            "family_options": options.family_options,
             "init_active_prob": dict(zip(sites, rates, strict=True)),
         }
         if options.objective != "spike_slab":
@@ -193,19 +175,19 @@ class Run(GatedRun):
     def _elbo(self, sites: list[str], example: Tensor) -> L0_ELBO:
         """The objective."""
         options = self.options
-        gradient = networks.estimator_options(options.family, options.estimator)
+        estimator: Any = "arm" if options.family == "bernoulli" else None
         if options.objective == "spike_slab":
             # Charged in full from the start, 50,000 weights would all fall back on their prior before they fit.
             warm_up, slabs = KL_WARM_UP_EPOCHS * self.batches, networks.slab_sites(self.net)
             scale = lambda step: min(1.0, (step + 1) / warm_up)  # noqa: E731
-            return L0_ELBO("spike_slab", slab=slabs, kl_scale=scale, **gradient)
+            return L0_ELBO("spike_slab", slab=slabs, kl_scale=scale, estimator=estimator)
         prices = options.prices * len(sites) if len(options.prices) == 1 else options.prices
         expected = 0.0 if options.budget is not None else options.weight_decay
         return L0_ELBO(
             options.objective,
             lam=dict(zip(sites, prices, strict=True)),
             group_size=self.group_sizes,
-            **gradient,
+            estimator=estimator,
             weight_decay=expected * len(self.train_x),
             square_norm=square_norms(self.net, example) if expected else None,
         )
@@ -278,10 +260,6 @@ class Run(GatedRun):
             steps_left=0,
         )
 
-    def trained(self) -> list[nn.Module]:
-        """The weights, and their averages."""
-        return [self.weights, self.averaged]
-
     def parts(self) -> dict[str, Any]:
         """What has a ``state_dict``, by its name in a checkpoint."""
         return {
@@ -305,7 +283,7 @@ class Run(GatedRun):
         return {
             **{name: value for name, value in asdict(options).items() if name in (*same, "batch_size")},
             "units": self.units,
-            "family": [options.family, options.family_options, options.estimator],
+            "family": [options.family, {}, None],
             "target": None
             if self.target is None
             else [options.budget, options.target_of, f"{self.target.steps} steps"],
@@ -318,13 +296,8 @@ class Run(GatedRun):
 
 
 def check(options: Options) -> None:
-    """Refuse options that no run should start with.
-
-    Raises:
-        ValueError: an option is outside its range or does not go with another.
-        FileNotFoundError: ``data_dir`` is no folder.
-    """
-    check_values(options)
+    """Refuse options that no run should start with: outside their range, or that don't go with another."""
+    command.check(options)
     sites = len(KEEP_RATES[options.network])
     if len(options.lam) not in (0, 1, sites):
         raise ValueError(
@@ -332,10 +305,8 @@ def check(options: Options) -> None:
         )
     slab = options.objective == "spike_slab"
     if slab and (any(options.lam) or options.weight_decay):
-        raise ValueError(
-            "Expected no lam and no weight_decay for objective='spike_slab', but got "
-            f"{options.lam} and {options.weight_decay}."
-        )
+        given = f"{options.lam} and {options.weight_decay}"
+        raise ValueError(f"Expected no lam and no weight_decay for objective='spike_slab', but got {given}.")
     if slab and (options.shrink or options.network == "lenet5"):
         raise ValueError("Expected network='mlp' and no shrink for objective='spike_slab'.")
     if options.data == "digits" and options.network == "lenet5":
@@ -344,8 +315,6 @@ def check(options: Options) -> None:
         raise ValueError(f"Expected target_of with target only, but got {options.target_of!r} without.")
     if options.retrain_noise and not options.retraining:
         raise ValueError(f"Expected retrain_noise of 0 without retrain, but got {options.retrain_noise}.")
-    networks.estimator_options(options.family, options.estimator)
-    networks.init_active_prob(KEEP_RATES[options.network], options.family, options.family_options)
 
 
 def describe(options: Options) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from pyro_l0 import (
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.mixture import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
-from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.gate import gate_names
 
@@ -33,13 +31,10 @@ __all__ = [
     "FAMILIES",
     "KEEP_RATES",
     "Classifier",
-    "EstimatorName",
     "FamilyName",
     "NetworkName",
     "SlabLinear",
     "build",
-    "estimator_options",
-    "family_options",
     "group_sizes",
     "init_active_prob",
     "lenet5",
@@ -74,22 +69,17 @@ KEEP_RATES: dict[NetworkName, tuple[float, ...]] = {"mlp": (0.8, 0.5, 0.5), "len
 
 
 def init_active_prob(
-    keep_rates: Sequence[float], family: FamilyName, options: Mapping[str, float]
+    keep_rates: Sequence[float], family: FamilyName, options: Mapping[str, float] | None = None
 ) -> tuple[float, ...]:
-    """P(z != 0) at the start for given rates of units kept, as in the papers.
+    """P(z != 0) at the start for the rates of units that gate sites keep, as in the papers.
 
     The rate is the hard concrete's sigmoid(log alpha), the mixtures' weight and the Bernoulli gate's probability; other
-    families start at the hard concrete's P(z != 0).
-
-    Args:
-        keep_rates: of every gate site, such as ``KEEP_RATES[network]``.
-        family: the gates' family.
-        options: keywords of the family's ``from_active_prob``.
+    families start at the hard concrete's P(z != 0). ``options`` are keywords of the family's ``from_active_prob``.
     """
     gate = FAMILIES[family]
     rates = torch.tensor(keep_rates, dtype=torch.float64)
     if issubclass(gate, MixtureGate):
-        fixed = gate.from_active_prob(0.9, **options).fixed_options
+        fixed = gate.from_active_prob(0.9, **(options or {})).fixed_options
         make: Any = gate
         return tuple(make(torch.logit(rates), **fixed).active_prob.tolist())
     if gate is BernoulliGate:
@@ -97,50 +87,8 @@ def init_active_prob(
     return tuple(HardConcrete(torch.logit(rates)).active_prob.tolist())
 
 
-def family_options(family: FamilyName, beta: float | None, epsilon: float | None) -> dict[str, float]:
-    """The keywords of a family's ``from_active_prob`` that were given.
-
-    Args:
-        family: the gates' family.
-        beta: sharpness of a mixture.
-        epsilon: a mixture's uniform share.
-
-    Raises:
-        ValueError: the family has no such keyword.
-    """
-    given = {name: x for name, x in (("beta", beta), ("epsilon", epsilon)) if x is not None}
-    takes = inspect.signature(FAMILIES[family].from_active_prob).parameters
-    for name, value in given.items():
-        if name not in takes:
-            raise ValueError(f"Expected no {name} for family={family!r}, but got {value}.")
-    return given
-
-
-def estimator_options(family: FamilyName, estimator: EstimatorName | None) -> dict[str, Any]:
-    """The keywords of ``L0_ELBO`` by which the gradient of a family's gates is estimated.
-
-    Args:
-        family: the gates' family.
-        estimator: of Bernoulli gates; ARM if not given.
-
-    Raises:
-        ValueError: an estimator is given for another family.
-    """
-    if estimator is not None and family != "bernoulli":
-        raise ValueError(f"Expected estimator with family='bernoulli' alone, but got {estimator!r} with {family!r}.")
-    name = "arm" if estimator is None and family == "bernoulli" else estimator
-    return {"estimator": name, "num_particles": 2 if name == "leave_one_out" else 1}
-
-
 class SlabLinear(nn.Linear):
-    """A dense layer whose weights are a Pyro site with a Gaussian prior; the bias stays a parameter.
-
-    Args:
-        in_features: inputs.
-        out_features: outputs.
-        site_name: name of the weights' site.
-        prior_scale: standard deviation of the prior.
-    """
+    """A dense layer whose weights are a Pyro site with a Gaussian prior; the bias stays a parameter."""
 
     def __init__(self, in_features: int, out_features: int, site_name: str, prior_scale: float) -> None:
         super().__init__(in_features, out_features)
@@ -157,11 +105,8 @@ class SlabLinear(nn.Linear):
 def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale: float | None = None) -> nn.Sequential:
     """A multilayer perceptron with a gate per input and per hidden unit, behind the nonlinearity.
 
-    Args:
-        sizes: units per layer, from the inputs to the classes.
-        prior: prior of every gate.
-        slab_scale: if given, the weights are sites named ``net.<index>.weight`` with a Gaussian prior, whose
-            standard deviation is this over the square root of the layer's inputs.
+    With ``slab_scale`` the weights are sites named ``net.<index>.weight`` with a Gaussian prior, whose standard
+    deviation is the scale over the square root of the layer's inputs.
     """
     layers: list[nn.Module] = []
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
@@ -182,24 +127,8 @@ def mlp(sizes: Sequence[int], prior: GateDistribution | None = None, slab_scale:
 def build(
     name: NetworkName, pixels: int, prior: GateDistribution | None = None, slab_scale: float | None = None
 ) -> nn.Sequential:
-    """One of the examples' networks for ten classes.
-
-    Args:
-        name: ``"mlp"`` (hidden layers of 300 and 100 units) or ``"lenet5"``.
-        pixels: inputs per image.
-        prior: prior of every gate.
-        slab_scale: see :func:`mlp`.
-
-    Raises:
-        ValueError: LeNet-5 is asked for other images than 28 x 28, or for weights that are sample sites.
-    """
-    if name == "mlp":
-        return mlp((pixels, 300, 100, 10), prior, slab_scale)
-    if pixels != 784:
-        raise ValueError(f"Expected images of 784 pixels for network='lenet5', but got {pixels}.")
-    if slab_scale is not None:
-        raise ValueError("Expected network='mlp' for objective='spike_slab', but got 'lenet5'.")
-    return lenet5(prior)
+    """An MLP with hidden layers of 300 and 100 units, or LeNet-5; ``slab_scale`` as for :func:`mlp`."""
+    return mlp((pixels, 300, 100, 10), prior, slab_scale) if name == "mlp" else lenet5(prior)
 
 
 def group_sizes(network: nn.Module, cost: NetworkCost) -> dict[str, float]:
@@ -214,9 +143,6 @@ def lenet5(prior: GateDistribution | None = None) -> nn.Sequential:
     """LeNet-5-Caffe 20-50-800-500 on flat images of 28 x 28: gates on feature maps and on the dense layers' inputs.
 
     A map's gate stands behind the pooling, which commutes with it and leaves a quarter of the products.
-
-    Args:
-        prior: prior of every gate.
     """
     layers = [
         nn.Unflatten(1, (1, 28, 28)),
@@ -267,9 +193,7 @@ def with_mean_weights(network: nn.Sequential, guide: AutoSpikeSlab) -> nn.Sequen
 class Classifier(nn.Module):
     """The Pyro model: a network's outputs are the logits of observed classes. It scores them, and draws none.
 
-    Args:
-        net: the network.
-        num_data: size of the data set, which scales a minibatch's likelihood.
+    ``num_data``, the size of the data set, scales a minibatch's likelihood.
     """
 
     def __init__(self, net: nn.Module, num_data: int) -> None:
@@ -278,11 +202,6 @@ class Classifier(nn.Module):
         self.num_data = num_data
 
     def forward(self, images: Tensor, labels: Tensor) -> None:
-        """Score a minibatch, in the place of all data.
-
-        Args:
-            images: inputs, shape ``(batch, features)``.
-            labels: classes, shape ``(batch,)``.
-        """
+        """Score a minibatch, in the place of all data."""
         # What a Categorical in a subsampled plate says, whose work is some percent of a small network's step.
         factor("labels", -self.num_data * F.cross_entropy(self.net(images), labels))

@@ -15,14 +15,7 @@ __all__ = ["ResidualNetwork", "wide_resnet"]
 
 
 class WideBlock(nn.Module):
-    """BatchNorm, ReLU, convolution, twice, beside a shortcut; the gate sits where dropout usually does.
-
-    Args:
-        in_maps: feature maps that come in.
-        maps: hidden maps, and maps that go out.
-        stride: of the first convolution and the shortcut.
-        prior: prior of every gate.
-    """
+    """BatchNorm, ReLU, convolution, twice, beside a shortcut; the gate sits where dropout usually does."""
 
     def __init__(self, in_maps: int, maps: int, stride: int, prior: GateDistribution | None) -> None:
         super().__init__()
@@ -43,14 +36,8 @@ class WideBlock(nn.Module):
 def wide_resnet(depth: int, width: int, num_classes: int = 10, prior: GateDistribution | None = None) -> nn.Sequential:
     """A wide residual network for images of 3 x 32 x 32 (Zagoruyko and Komodakis, 2016, arXiv:1605.07146).
 
-    Args:
-        depth: number of layers, 4 more than a multiple of 6.
-        width: factor on the 16, 32 and 64 maps of the three groups.
-        num_classes: outputs.
-        prior: prior of every gate.
-
-    Raises:
-        ValueError: there is no network of this depth.
+    The number of layers, ``depth``, is 4 more than a multiple of 6; ``width`` is a factor on the 16, 32 and 64 maps of
+    the three groups.
     """
     if depth < 10 or (depth - 4) % 6:
         raise ValueError(f"Expected depth of 10, 16, 22, 28, ..., but got {depth}.")
@@ -71,13 +58,7 @@ def wide_resnet(depth: int, width: int, num_classes: int = 10, prior: GateDistri
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with BatchNorm beside a shortcut.
-
-    Args:
-        in_maps: feature maps that come in.
-        maps: feature maps that go out.
-        stride: of the first convolution and the shortcut.
-    """
+    """Two convolutions with BatchNorm beside a shortcut."""
 
     def __init__(self, in_maps: int, maps: int, stride: int) -> None:
         super().__init__()
@@ -100,20 +81,13 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """A convolution, a residual block for each width, from the second on of stride 2, and a classifier.
-
-    Args:
-        channels: of the images.
-        widths: feature maps of each block.
-        stride: of the first convolution.
-    """
+    """A convolution, a residual block for each width, from the second on of stride 2, and a classifier."""
 
     def __init__(self, channels: int, widths: Sequence[int], stride: int = 1) -> None:
         super().__init__()
         first = widths[0]
-        self.stem = nn.Sequential(
-            nn.Conv2d(channels, first, 3, stride, 1, bias=False), nn.BatchNorm2d(first), nn.ReLU()
-        )
+        convolution = nn.Conv2d(channels, first, 3, stride, 1, bias=False)
+        self.stem = nn.Sequential(convolution, nn.BatchNorm2d(first), nn.ReLU())
         pairs = itertools.pairwise((first, *widths))
         self.blocks = nn.Sequential(*(ResidualBlock(m, n, 2 if i else 1) for i, (m, n) in enumerate(pairs)))
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))

@@ -27,18 +27,10 @@ def results(
     options_of: Callable[[Task], Result],
     entries: Sequence[str],
 ) -> list[Result]:
-    """The results of tasks, of which those that are missing are computed.
+    """The results of tasks; those that are missing are computed in ``jobs`` processes.
 
-    Args:
-        function: does a task and writes its result to ``path_of(task)``.
-        tasks: its arguments.
-        jobs: how many processes.
-        path_of: where a task's result is.
-        options_of: what a result must say under ``"options"``.
-        entries: what else it must have.
-
-    Raises:
-        ValueError: a result is damaged or of another run.
+    ``function`` does a task and writes its result to ``path_of(task)``, with ``options_of(task)`` under ``"options"``
+    and all ``entries``.
     """
     command.advise("the runs that are finished stay, and the same command goes on with the others")
     side_by_side(function, [task for task in tasks if not path_of(task).exists()], jobs)
@@ -53,11 +45,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_result(path: Path, options: Result, entries: Sequence[str]) -> Result:
-    """Read what a finished run wrote.
-
-    Raises:
-        ValueError: it is damaged, lacks an entry, or is of another run.
-    """
+    """Read what a finished run wrote; refuse what is damaged, lacks an entry, or is of another run."""
     try:
         result: Result = json.loads(path.read_bytes())
         found = {name: result[name] for name in ("options", *entries)}["options"]
@@ -77,15 +65,9 @@ def read_result(path: Path, options: Result, entries: Sequence[str]) -> Result:
 
 
 def side_by_side(function: Callable[[Task], object], tasks: Sequence[Task], jobs: int) -> None:
-    """Call a function for every task, each in a process of its own.
+    """Call a function for every task, each in a process of its own, ``jobs`` at a time.
 
-    Args:
-        function: of a module, so that a process can import it.
-        tasks: its arguments.
-        jobs: how many processes at a time.
-
-    Raises:
-        Exception: what the first call raised that failed; the other processes are ended.
+    What the first call raises that fails is raised here, and the other processes are ended.
     """
     waiting = list(reversed(tasks))
     busy: dict[Any, Any] = {}

@@ -143,7 +143,7 @@ REFUSED = {
     "no items": (
         TEST_LABELS,
         idx(np.zeros(0, np.uint8)),
-        "expected at least one item, got 0",
+        "expected 1 to 60000 items, got 0",
     ),
     "truncated": (
         TRAIN_IMAGES,

@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from common import command
 from common.data import Images, load_images
 from common.networks import mlp
-from common.options import check
 from common.sweep import results, write_json
 from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates
@@ -147,7 +146,7 @@ def main(options: Options) -> list[dict[str, Any]]:
         ValueError: an option is outside its range, a run in ``out`` has other options or is damaged, or another sweep
             is at work there.
     """
-    check(options)
+    command.check(options)
     with command.folder(options.out):
         return _sweep(options)
 

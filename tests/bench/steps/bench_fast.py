@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from cifar_wrn import Options, Run
-from common.cifar import Cifar
+from common.data import Images
 from pyro_l0 import fast
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.elbo import Objective
@@ -63,7 +63,7 @@ def mlp_step(objective: Objective, batch: int) -> Step:
 def wrn_step(depth: int, width: int, batch: int) -> Step:
     """A step of the wide residual network as the example takes it."""
     x, y = torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 10, (batch,))
-    run = Run(Cifar(x, y, x[:2], y[:2], 10), Options(depth=depth, width=width))
+    run = Run(Images(x, y, x[:2], y[:2], (3, 32, 32)), Options(depth=depth, width=width))
     run.net.train()
     index = torch.arange(batch)
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from cifar_wrn import STEPS, Options, Run
-from common.cifar import Cifar, load_cifar
+from common.cifar import load_cifar
+from common.data import Images
 from common.residual import wide_resnet
 from pyro_l0.nn import Gate
 from pyro_l0.training import Checkpoint
@@ -29,7 +30,7 @@ class DropoutRun(Run):
 
     entries = ("loss", "test_error_percent", "macs_left")
 
-    def __init__(self, images: Cifar, options: Options) -> None:
+    def __init__(self, images: Images, options: Options) -> None:
         super().__init__(images, options)
         torch.manual_seed(options.seed)
         self.net = wide_resnet(options.depth, options.width).to(options.device)
@@ -84,7 +85,7 @@ def cifar_units(
     """
     if options.tiny:
         x, y = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10
-        images = Cifar(x, y, x[:500], y[:500], 10)
+        images = Images(x, y, x[:500], y[:500], (3, 32, 32))
     else:
         images = load_cifar("cifar10", options.data_dir)
 

@@ -21,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from cifar_wrn import Options, Run
-from common.cifar import Cifar
+from common.data import Images
 from common.residual import wide_resnet
 from pyro_l0.nn import Gate
 
@@ -51,7 +51,7 @@ def main() -> None:
     size = options.batch_size
     x, y = torch.randint(0, 256, (2 * size, 3, 32, 32), dtype=torch.uint8), torch.randint(0, 10, (2 * size,))
     run = Run(
-        Cifar(x, y, x[:2], y[:2], 10),
+        Images(x, y, x[:2], y[:2], (3, 32, 32)),
         Options(depth=options.depth, width=options.width, device=options.device, amp=options.amp, lam=options.lam),
     )
     run.net.train()

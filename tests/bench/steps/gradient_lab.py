@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from common import command
 from common.data import load_digits
-from common.options import check
 from pyro_l0 import (
     BernoulliGate,
     ExponentialGate,
@@ -132,7 +131,7 @@ def main(options: Options) -> dict[str, list[GradientReport]]:
     Raises:
         ValueError: an option is outside its range, or another run uses ``out``.
     """
-    check(options)
+    command.check(options)
     with command.folder(options.out):
         torch.set_default_dtype(torch.float64)
         try:
