@@ -86,9 +86,7 @@ def test_damaged_batches(content, message):
 
 def test_missing_files(tmp_path):
     """The folder and what was expected there."""
-    with pytest.raises(
-        FileNotFoundError, match=r"expected cifar-10-batches-py/data_batch_1, .* unpack cifar-10-py"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"expected cifar-10-batches-py/data_batch_1, .* unpack cifar-10-py"):
         load_cifar("cifar10", tmp_path)
 
 
