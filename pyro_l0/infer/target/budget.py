@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_l0.distributions.parameters import check_rate
 
-__all__ = ["Budget", "BudgetTooSmallError", "Cost", "read_budgets"]
+__all__ = ["Budget", "BudgetTooSmallError", "Choice", "Cost", "read_budgets"]
 
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 _MINIMUM = 0.75  # of the units that an equal rate of open units at every site would leave within the budget
@@ -54,23 +54,10 @@ class BudgetTooSmallError(ValueError):
 
 
 class Budget:
-    """Costs as fractions of the full network's, their final limits, and what they allow.
+    """Costs as fractions of the full network's, with their final limits.
 
-    Args:
-        costs: by name, the cost of given gates by site; or None for the number of open gates of the site of that name.
-        limits: by name, the largest fraction of the full cost.
-        like: a gate by site, for sizes and devices.
-
-    Attributes:
-        names: of the costs.
-        sites: of each cost that counts a site's open gates, the site; None for the others.
-        final: the limits, shape ``(k,)``.
-        total: costs of the full network, shape ``(k,)``.
-        minimums: by site, how many gates stay open before others close, at least one of several.
-
-    Raises:
-        BudgetTooSmallError: the smallest network is not within the limits.
-        ValueError: a full network costs nothing.
+    A cost of None counts the open gates of the site of its name. ``minimums`` says how many gates of each site stay
+    open before others close, at least one of several.
     """
 
     def __init__(
@@ -107,7 +94,7 @@ class Budget:
         return torch.stack([torch.cat([x.flatten() for x in row]) for row in rows])
 
     def _minimums(self, like: Mapping[str, Tensor]) -> dict[str, int]:
-        """The gates of each site that are kept before others; see :attr:`minimums`."""
+        """How many gates of each site are kept before others."""
         sizes = {site: gate.numel() for site, gate in like.items()}
 
         def cost(rate: float) -> Tensor:
@@ -133,32 +120,23 @@ class Budget:
                 found[name] = min(low, found[name]) if found[name] else low
         return {site: int(n > 1) and max(1, round(_MINIMUM * found[site] * n)) for site, n in sizes.items()}
 
-    def keep_within(
-        self, limits: Tensor, positions: Tensor, is_open: Tensor, prices: Tensor, shapes: Mapping[str, torch.Size]
-    ) -> Tensor:
-        """The gates that should be open: the lowest close until the limits hold, then the highest that fit open.
 
-        A site keeps as many of its highest gates as its minimum before others close, and its last one of several.
+class Choice:
+    """The gates that should be open: the lowest close until the limits hold, then the highest that fit open.
 
-        Args:
-            limits: on the fractions, shape ``(k,)``.
-            positions: by which gates are ranked, all sites side by side, shape ``(n,)``.
-            is_open: the gates that are open now, shape ``(n,)``.
-            prices: from :meth:`prices`, taken not long ago; from them follows where to search first.
-            shapes: of the sites.
+    A site keeps as many of its highest gates as its minimum before others close, and its last one of several.
 
-        Returns:
-            Which ones should be open, of type bool and shape ``(n,)``.
-        """
-        choice = _Choice(self, limits * (1 + _ROUNDING), positions, is_open, prices, shapes)
-        for k in range(len(limits)):
-            choice.close(k)
-        choice.reopen()
-        return choice.open > 0
+    Args:
+        budget: the costs.
+        limits: on their fractions, shape ``(k,)``.
+        positions: by which gates are ranked, all sites side by side, shape ``(n,)``.
+        is_open: the gates that are open now, shape ``(n,)``.
+        prices: from :meth:`Budget.prices`, taken not long ago; from them follows where to search first.
+        shapes: of the sites.
 
-
-class _Choice:
-    """One decision on which gates stay open; arguments as of :meth:`Budget.keep_within`."""
+    Attributes:
+        open: the choice, 0 or 1 for each gate, shape ``(n,)``.
+    """
 
     def __init__(
         self,
@@ -169,7 +147,7 @@ class _Choice:
         prices: Tensor,
         shapes: Mapping[str, torch.Size],
     ) -> None:
-        self._budget, self._limits, self._shapes = budget, limits, shapes
+        self._budget, self._limits, self._shapes = budget, limits * (1 + _ROUNDING), shapes
         self.open = is_open.to(positions)
         self._sites = [site for site, shape in shapes.items() for _ in range(shape.numel())]
         self._last = set[int]()
@@ -186,8 +164,11 @@ class _Choice:
         self._order: list[int] = lifted.argsort().tolist()
         self._fractions = self._fraction(self.open)
         self._saved = prices * self._fractions.unsqueeze(1)  # about what each open gate saves and each closed one costs
+        for k in range(len(limits)):
+            self._close(k)
+        self._reopen()
 
-    def close(self, k: int) -> None:
+    def _close(self, k: int) -> None:
         """Close gates from below, as few as it takes for a limit."""
         if bool(self._fractions[k] <= self._limits[k]):
             return
@@ -203,7 +184,7 @@ class _Choice:
         number = first_that(lambda n: bool(fractions(n)[k] <= self._limits[k]), len(can_close), guess)
         self.open, self._fractions = self._changed(can_close[:number], 0.0), fractions(number)
 
-    def reopen(self) -> None:
+    def _reopen(self) -> None:
         """Open closed gates from above, as many as fit together, then those of other sites that still fit."""
         is_open = self.open.tolist()
         closed = [j for j in reversed(self._order) if not is_open[j]]
@@ -229,7 +210,9 @@ class _Choice:
                     full.add(self._sites[j])
 
     def _fraction(self, gates: Tensor) -> Tensor:
-        return self._budget.fraction(apart(gates, self._shapes))
+        pieces = gates.split([shape.numel() for shape in self._shapes.values()])
+        sites = zip(self._shapes.items(), pieces, strict=True)
+        return self._budget.fraction({site: piece.view(shape) for (site, shape), piece in sites})
 
     def _changed(self, indices: list[int], value: float) -> Tensor:
         """The open gates, with some of them set."""
@@ -239,12 +222,9 @@ class _Choice:
 
 
 def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
-    """The smallest number for which a statement holds that holds for all larger ones; the length, if for none below.
+    """The smallest number below a length for which a statement holds that holds for all larger ones, or the length.
 
-    Args:
-        holds: the statement, on numbers from 0 to below the length.
-        length: where to stop.
-        guess: from where the search goes, by doubling steps.
+    The search goes from a guess by doubling steps.
     """
     low, high = -1, length  # it does not hold at low, and does at high
     at, step = min(max(guess, 0), length - 1), 1
@@ -258,12 +238,6 @@ def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-def apart(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The entries of each site in its shape."""
-    pieces = flat.split([shape.numel() for shape in shapes.values()])
-    return {site: piece.view(shape) for (site, shape), piece in zip(shapes.items(), pieces, strict=True)}
 
 
 def _first(like: Tensor, number: int) -> Tensor:

@@ -26,12 +26,7 @@ class GatePositions:
 
     A position is 0 where the test gate closes and positive where it is open; near there its unit is that of the logit
     of P(z != 0), whatever the family. For a hard concrete it is :math:`\log \alpha - \log(-\gamma / \zeta)`.
-
-    Args:
-        guide: the gates' guide, after its first call.
-
-    Raises:
-        ValueError: a location does not stand for the first learned parameter of its gates.
+    The guide has been called before.
     """
 
     def __init__(self, guide: GateGuide) -> None:
@@ -84,11 +79,7 @@ class GatePositions:
     def open_all(self, active_prob: float) -> float:
         """Give every gate a P(z != 0), or the nearest that :data:`HIGHEST` allows.
 
-        Args:
-            active_prob: P(z != 0), in (0, 1).
-
-        Returns:
-            The largest distance of a location from where its gate closes, in the location's own unit.
+        Returns the largest distance of a location from where its gate closes, in the location's own unit.
         """
         distance = 0.0
         scales = self._scales()

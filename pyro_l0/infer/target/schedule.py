@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,39 +17,21 @@ LEAST_DISTANCE, _WALK = 4.0, 1 / 6
 _WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
 
 
-@dataclass(frozen=True)
 class BudgetSchedule:
-    """Phases of a training with gates: they wait, the budget falls, it holds.
+    """Phases of a training with gates: they wait until ``start``, the budget falls, it holds from ``settled`` on.
 
-    Attributes:
-        steps: steps of the optimiser in which there are gates.
-        start: the first of them that moves gates.
-        settled: the one from which on the final budget holds.
-        interval: steps between two checks of the deterministic network.
+    A network that was not pretrained learns for a while first. The deterministic network is checked at intervals.
     """
 
-    steps: int
-    start: int
-    settled: int
-    interval: int
-
-    @classmethod
-    def of(cls, steps: int, pretrained: bool) -> BudgetSchedule:
-        """The phases of so many steps.
-
-        Args:
-            steps: at least 10.
-            pretrained: whether the network was trained before; one from scratch learns for a while first.
-
-        Raises:
-            ValueError: there are too few steps, or no whole number of them.
-        """
+    def __init__(self, steps: int, pretrained: bool) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < _LEAST_STEPS:
             raise ValueError(f"Expected steps to be an integer of at least {_LEAST_STEPS}, but got {steps!r}.")
         wait = int((_WARM_UP_PRETRAINED if pretrained else _WARM_UP) * steps)
-        start = max(wait, min(20, int(steps / 7.5)))
-        rest = steps - start
-        return cls(steps, start, start + int(_FALL * rest), max(1, round(rest / _CHECKS)))
+        self.steps = steps
+        self.start = max(wait, min(20, int(steps / 7.5)))
+        rest = steps - self.start
+        self.settled = self.start + int(_FALL * rest)
+        self.interval = max(1, round(rest / _CHECKS))
 
     @property
     def distance(self) -> float:

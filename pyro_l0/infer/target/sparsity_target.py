@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_l0.expect import expect
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
-from pyro_l0.infer.target.budget import Budget, Cost, read_budgets
+from pyro_l0.infer.target.budget import Budget, Choice, Cost, read_budgets
 from pyro_l0.infer.target.positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
 from pyro_l0.infer.target.report import TargetReport
 from pyro_l0.infer.target.schedule import LEAST_DISTANCE, BudgetSchedule
@@ -133,7 +133,7 @@ class SparsityTarget:
         self.guide = guide
         gates = guide.test_gates()
         budgets, costs, self._intermediate = read_budgets(budget, cost, gates)
-        self._schedule = BudgetSchedule.of(steps, pretrained)
+        self._schedule = BudgetSchedule(steps, pretrained)
         self.steps, self.start, self.settled = steps, self._schedule.start, self._schedule.settled
         self._budget = Budget(costs, budgets, gates)
         self._positions = GatePositions(guide)
@@ -291,7 +291,7 @@ class SparsityTarget:
         positions, is_open = self._positions.read(), self._open()
         shapes = {site: gate.shape for site, gate in is_open.items()}
         now = torch.cat([gate.flatten() for gate in is_open.values()])
-        wanted = self._budget.keep_within(budget, positions, now, self._prices_of(len(now)), shapes)
+        wanted = Choice(self._budget, budget, positions, now, self._prices_of(len(now)), shapes).open > 0
         # Until the end a gate can go back; those of the last check are decided.
         opened, closed = (OPENED, CLOSED) if self.step < self.steps else (HIGHEST, LOWEST)
         moved = torch.where(wanted & ~now, opened, torch.where(now & ~wanted, closed, positions))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from pyro_l0.infer.target.budget import Budget, first_that
+from pyro_l0.infer.target.budget import Budget, Choice, first_that
 from pyro_l0.infer.target.schedule import BudgetSchedule
 
 
@@ -14,7 +14,7 @@ from pyro_l0.infer.target.schedule import BudgetSchedule
 )
 def test_phases(steps, pretrained, start):
     """Gates wait, the budget falls over four fifths of what is left, and holds."""
-    schedule = BudgetSchedule.of(steps, pretrained)
+    schedule = BudgetSchedule(steps, pretrained)
     assert (schedule.start, schedule.settled) == (start, start + int(0.8 * (steps - start)))
     checks = [step for step in range(1, steps + 1) if schedule.is_check(step)]
     assert (checks[0], checks[-1]) == (start, steps)
@@ -55,7 +55,7 @@ def test_a_correction_closes_the_lowest_and_opens_the_highest(limit, positions, 
     prices = budget.prices({site: torch.full_like(gate, 0.8) for site, gate in gates.items()})
     shapes = {site: gate.shape for site, gate in gates.items()}
     limits = torch.tensor([limit / 22])
-    found = budget.keep_within(limits, torch.tensor(positions), torch.tensor(is_open) > 0, prices, shapes)
+    found = Choice(budget, limits, torch.tensor(positions), torch.tensor(is_open) > 0, prices, shapes).open
     assert found.int().tolist() == expected
 
 
@@ -74,7 +74,7 @@ def test_a_correction_is_within_its_limits_and_wastes_nothing(seed):
     prices = budget.prices({site: torch.rand_like(gate) for site, gate in gates.items()})
     positions, limits = torch.randn(12), torch.tensor([0.2, 0.5])
     shapes = {site: gate.shape for site, gate in gates.items()}
-    kept = budget.keep_within(limits, positions, positions > 0, prices, shapes)
+    kept = Choice(budget, limits, positions, positions > 0, prices, shapes).open > 0
 
     def fractions(flat):
         return budget.fraction(dict(zip("ab", flat.float().split([5, 7]), strict=True)))
