@@ -8,7 +8,6 @@ from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
@@ -150,14 +149,6 @@ class BernoulliGate(GateDistribution):
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""
         return (value > torch.sigmoid(-self.logits)).to(self.logits.dtype)
-
-    def base_distribution(self) -> TorchDistribution:
-        """Not available: a Bernoulli gate is not a clipped continuous variable."""
-        raise NotImplementedError("A BernoulliGate is not the rectification of a continuous variable.")
-
-    def rectify(self, value: Tensor) -> Tensor:
-        """Not available; see :meth:`base_distribution`."""
-        raise NotImplementedError("A BernoulliGate is not the rectification of a continuous variable.")
 
     def _log_density(self, z: Tensor) -> Tensor:
         return torch.full_like(z + self.logits, -math.inf)

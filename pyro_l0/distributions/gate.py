@@ -112,14 +112,6 @@ class GateDistribution(TorchDistribution):
         """Pathwise draws, shape ``sample_shape + batch_shape``; a gate without any refuses, and writes ``sample``."""
 
     @abstractmethod
-    def base_distribution(self) -> Distribution:
-        """The continuous distribution on the real line that :meth:`rectify` turns into this gate."""
-
-    @abstractmethod
-    def rectify(self, value: Tensor) -> Tensor:
-        """The gate's value for a draw of :meth:`base_distribution`."""
-
-    @abstractmethod
     def _log_density(self, z: Tensor) -> Tensor:
         """Log density at 0 < z < 1."""
 
@@ -186,6 +178,14 @@ class GateDistribution(TorchDistribution):
     def fixed_options(self) -> dict[str, Number]:
         """The parameters that a guide does not learn, as keywords of ``from_active_prob``."""
         return {name: getattr(self, f"_{name}") for name in self._fixed}
+
+    def base_distribution(self) -> Distribution:
+        """The continuous distribution on the real line that :meth:`rectify` turns into this gate, if there is one."""
+        raise NotImplementedError(f"A {type(self).__name__} is not the rectification of a continuous variable.")
+
+    def rectify(self, value: Tensor) -> Tensor:
+        """The gate's value for a draw of :meth:`base_distribution`."""
+        raise NotImplementedError(f"A {type(self).__name__} is not the rectification of a continuous variable.")
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log mass at 0 and at 1, log density in between.
@@ -285,17 +285,11 @@ class GateDistribution(TorchDistribution):
 
 
 class JointDraw(NamedTuple):
-    """Gates of several sites that were drawn together.
-
-    Attributes:
-        gates: the sites' gates.
-        draws: a draw of each, in its shape.
-        active_prob: P(z != 0) of all gates side by side, shape ``(n,)``.
-    """
+    """Gates of several sites that were drawn together."""
 
     gates: Sequence[GateDistribution]
-    draws: Sequence[Tensor]
-    active_prob: Tensor
+    draws: Sequence[Tensor]  # one of each, in its shape
+    active_prob: Tensor  # of all gates side by side, shape (n,)
 
 
 def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:

@@ -14,15 +14,7 @@ from pyro_l0.maths.special import Number
 
 
 class BetaMixtureGate(MixtureGate):
-    """A mixture gate whose component has the one parameter ``beta``.
-
-    Args:
-        logits: log odds of the weight q of the component near 1, shape ``batch_shape``.
-        beta: sharpness, broadcast against ``logits``; larger is nearer to binary.
-        gamma: lower stretch limit, below 0.
-        zeta: upper stretch limit, above 1.
-        validate_args: whether the gate checks its arguments later on.
-    """
+    """A mixture gate whose component has the one parameter ``beta``."""
 
     _fixed = ("beta", "gamma", "zeta")
     default_beta: ClassVar[float]

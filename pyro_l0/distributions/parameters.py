@@ -39,19 +39,11 @@ def bounded(lower: float = -math.inf, upper: float = math.inf) -> constraints.Co
 
 
 def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Tensor], list[Number]]:
-    """Bring a family's parameters to one floating type and one batch shape.
+    """Bring a family's parameters to one floating type and one batch shape: the full ones, and those that are shared.
 
-    Args:
-        shared: parameters that need not have the batch's shape, by name. Numbers stay numbers, and so does a
-            scalar tensor in main memory that needs no gradient; other tensors stay the objects they are.
-        full: parameters that are expanded to the batch's shape, by name.
-
-    Returns:
-        The full parameters as tensors, and the shared ones. Half precision becomes float32, because atoms are
-        found by exact comparison and bfloat16 rounds interior values to 1.
-
-    Raises:
-        ValueError: the shapes do not broadcast.
+    Full ones become tensors of the batch's shape. Of shared ones numbers stay numbers, and so does a scalar tensor in
+    main memory that needs no gradient; other tensors stay the objects they are. Half precision becomes float32, because
+    atoms are found by exact comparison and bfloat16 rounds interior values to 1.
     """
     named = {**full, **shared}
     dtypes = [x.dtype for x in named.values() if isinstance(x, Tensor)] or [torch.get_default_dtype()]
@@ -78,11 +70,7 @@ def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Te
 
 
 def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
-    """Refuse a probability outside the open range that a family can reach, if its values can be told.
-
-    Raises:
-        ValueError: a value is not strictly between ``low`` and ``high``.
-    """
+    """Refuse a probability outside the open range that a family can reach, if its values can be told."""
     try:
         rate = torch.as_tensor(value)
     except RuntimeError as error:  # of what is no number

@@ -28,12 +28,7 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     or ``torch.compile``), take a fixed number of panels that end where the gates' densities have fallen by certain
     factors, in double, as the place of a sharp density is lost in single.
 
-    Args:
-        function: gets nodes, the stretch whose logit axis they lie on and the gates, which may have become double.
-        *gates: the gates whose densities are integrated.
-
-    Raises:
-        ValueError: a density is too sharp for double precision.
+    The function gets nodes, the stretch whose logit axis they lie on and the gates, which may have become double.
     """
     dtype = reduce(torch.promote_types, (gate._like.dtype for gate in gates))
     device = gates[0]._like.device

@@ -71,11 +71,7 @@ class Record(Messenger):
     def sample(self, name: str, fn: Callable[[], Tensor], value: Tensor | None = None, joint: object = None) -> Tensor:
         """``pyro.sample(name, fn)`` for a latent site when no other handler is active, in a third of the time.
 
-        Args:
-            name: the site.
-            fn: its distribution, or any function that draws.
-            value: a draw that was made elsewhere.
-            joint: the joint draw of several sites that it is a part of.
+        A value that was drawn elsewhere may be a part of a joint draw of several sites.
         """
         other = self._other(name)
         if other is not None:

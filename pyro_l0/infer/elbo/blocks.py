@@ -24,19 +24,12 @@ Kind = Literal["observed", "slab", "other", "gates"]
 
 
 class Run(NamedTuple):
-    """The recorded sites of one run of a model and its guide, by name.
-
-    Attributes:
-        model: the model's.
-        guide: the guide's.
-        joint_draws: the joint draws that sites of the guide are from.
-        at_draws: whether the log ratio of binary gates is taken at their draws, not its mean.
-    """
+    """The recorded sites of one run of a model and its guide, by name."""
 
     model: dict[str, Site]
     guide: dict[str, Site]
-    joint_draws: Mapping[str, object]
-    at_draws: bool = False
+    joint_draws: Mapping[str, object]  # that sites of the guide are from
+    at_draws: bool = False  # whether the log ratio of binary gates is taken at their draws, not its mean
 
 
 class Block:

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
-from typing import Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from pyro.infer.elbo import ELBO
@@ -31,7 +31,7 @@ from pyro_l0.infer.elbo.estimators import (
 from pyro_l0.infer.elbo.particles import over_particles
 from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, check_arguments, odd_arguments, record_run
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
-from pyro_l0.infer.elbo.terms import TERMS, Term, check_slab, joint_norms, terms_of
+from pyro_l0.infer.elbo.terms import TERMS, Term, check_slab, terms_of
 from pyro_l0.infer.elbo.watch import Watch, bad_values, number_of_bad
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
@@ -252,9 +252,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             found = partial(self._estimate, self.estimator)
         else:
             found = self._pathwise
-        norms = joint_norms(self.square_norm)
+        norms: Any = (
+            self.square_norm
+        )  # those of pyro_l0.nn.square_norms can be computed during the network's forward pass
         decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
-        with nullcontext() if norms is None else norms.during(decayed):
+        with norms.during(decayed) if hasattr(norms, "during") else nullcontext():
             parts = found(model, guide, args, kwargs, runs)
         return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
 

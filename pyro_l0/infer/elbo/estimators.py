@@ -30,17 +30,11 @@ _Gates = Mapping[str, BernoulliGate]
 
 
 class Evaluation(NamedTuple):
-    """The objective at given gates.
+    """The objective at given gates."""
 
-    Attributes:
-        parts: its parts by name, shape ``()``.
-        cost: the sum of the parts that depend on the gates' values.
-        analytic: the other parts as they enter the loss.
-    """
-
-    parts: dict[str, Tensor]
-    cost: Tensor
-    analytic: Sequence[Tensor] = ()
+    parts: dict[str, Tensor]  # by name, shape ()
+    cost: Tensor  # the sum of the parts that depend on the gates' values
+    analytic: Sequence[Tensor] = ()  # the other parts as they enter the loss
 
 
 _Evaluate = Callable[[_Values], Evaluation]
@@ -67,16 +61,9 @@ class Estimators:
         self.baseline: Tensor | None = None
 
     def __call__(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
-        """Estimate the cost and its gradient.
+        """Evaluations at exact draws (pairs of draws for ``"arm"``), whose mean is the loss, and a surrogate.
 
-        Args:
-            evaluate: the objective at values of the gates by site.
-            gates: the gates by site.
-            draws: independent draws (pairs of draws for ``"arm"``).
-
-        Returns:
-            Evaluations at exact draws, whose mean is the loss, and a surrogate: 0 with the gradient for the gates' log
-            odds, shape ``()``.
+        The surrogate is 0 with the gradient for the gates' log odds, shape ``()``.
         """
         if self.name == "score_function":
             return self._score_function(evaluate, gates, draws)
@@ -204,12 +191,8 @@ def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:
     :math:`\sum_s (c_s - \bar c) \nabla \log q(z_s) / (S - 1)` with the cost
     :math:`c = \kappa (loss - \log q) + \log q`: each draw's baseline is the mean of the others. Where
     :math:`\log q` is a part of the loss and the posterior is exact, all costs are the same and the estimate has no
-    variance; taking the gates' KL out would leave one.
-
-    Args:
-        loss: of each particle, shape ``(S,)``.
-        log_q: log probability of its gates under the guide, shape ``(S,)``.
-        temper: :math:`\kappa` in (0, 1], the factor on the model's side of the ratio.
+    variance; taking the gates' KL out would leave one. Losses and log probabilities have shape ``(S,)``, and
+    ``temper`` is :math:`\kappa` in (0, 1].
 
     References:
         Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples, get a baseline for free; Richter et al. (2020),

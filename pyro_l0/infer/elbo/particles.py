@@ -23,17 +23,9 @@ def over_particles(
 ) -> dict[str, Tensor]:
     """Numbers of a run for each of several particles, shape ``(number,)`` each.
 
-    ``torch.vmap`` maps guide and model, which are written for one particle and need not broadcast.
-
-    Args:
-        evaluate: numbers of shape ``()`` by name, from a run of the guide.
-        run_guide: runs the guide.
-        guide: the guide; ``draw_together(number)``, if it has that, returns parts of joint draws by site, or None.
-        number: of particles.
-        mapped: whether all are evaluated at once.
-
-    Raises:
-        ValueError: the guide or the model can't be mapped.
+    ``evaluate`` gives numbers of shape ``()`` by name, from a run of the guide. If ``mapped``, ``torch.vmap`` maps
+    guide and model, which are written for one particle and need not broadcast; raises if it can't. The guide may have
+    ``draw_together(number)``, which returns parts of joint draws by site, or None.
     """
     if not mapped:
         found = [evaluate(run_guide()) for _ in range(number)]
@@ -74,11 +66,7 @@ def over_particles(
 def can_be_mapped(
     evaluate: Callable[[Record], dict[str, Tensor]], run_guide: Callable[[], Record], guide: object
 ) -> bool:
-    """Whether ``torch.vmap`` maps guide and model; arguments as of :func:`over_particles`.
-
-    Warns:
-        UserWarning: it does not.
-    """
+    """Whether ``torch.vmap`` maps guide and model, with a warning if not; arguments as of :func:`over_particles`."""
     evaluate(run_guide())  # any other error is raised here
     try:
         over_particles(evaluate, run_guide, guide, 2, mapped=True)

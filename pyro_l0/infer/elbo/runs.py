@@ -36,15 +36,7 @@ def sample_sites(trace: Trace) -> dict[str, Site]:
 def record_run(
     program: Program, args: Args, kwargs: Kwargs, step: int, values: Mapping[str, Site] | None = None
 ) -> Record:
-    """Record a guide, or a model with the guide's values.
-
-    Args:
-        program: the guide or the model.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        step: of the training, for messages.
-        values: the guide's sites; None for the guide itself.
-    """
+    """Record a guide, or a model with the guide's sites as values; the step of the training is for messages."""
     record = Record(values)
     try:
         with record:

@@ -18,15 +18,10 @@ Switch: TypeAlias = str | tuple[str, Tensor]
 
 
 class Alignment(NamedTuple):
-    """How the gates of a site align with the dimensions of a slab.
+    """How the gates of a site align with the dimensions of a slab."""
 
-    Attributes:
-        shape: one dimension for each of the slab's, of size 1 where gates are shared.
-        group: index into the last dimension of the gates, if there is one.
-    """
-
-    shape: Shape
-    group: Tensor | None
+    shape: Shape  # one dimension for each of the slab's, of size 1 where gates are shared
+    group: Tensor | None  # index into the last dimension of the gates
 
     def of(self, gates: Tensor, lead: int = 0) -> Tensor:
         """Values of the gates along the slab's dimensions, after ``lead`` dimensions of draws."""
@@ -36,11 +31,7 @@ class Alignment(NamedTuple):
 
 
 def switches_of(slab: Mapping[str, Switch] | None) -> dict[str, Switch]:
-    """The gate site of each slab site, with indices as tensors.
-
-    Raises:
-        TypeError: an entry is neither a name nor a name with integers.
-    """
+    """The gate site of each slab site, with indices as tensors; refuses all but a name or one with integers."""
     expect(Mapping | None, "a dict such as {'w': 'z'}", slab=slab)
     return {
         name: switch if isinstance(switch, str) else _indexed(name, switch) for name, switch in (slab or {}).items()

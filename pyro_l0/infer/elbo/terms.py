@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from pyro.distributions import Delta
@@ -25,23 +24,6 @@ from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.drawn import Drawn
 
 _Objective = Any  # the Options; a user's function may ask for an L0_ELBO
-
-
-class JointNorms(Protocol):
-    """Squared norms by site that can be computed together, such as those of :func:`pyro_l0.nn.square_norms`."""
-
-    def during(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """A context for the network's forward pass, which also computes the norms of some sites."""
-        ...
-
-    def together(self, names: Sequence[str]) -> Tensor | None:
-        """The norms of several sites side by side."""
-        ...
-
-
-def joint_norms(norms: object) -> JointNorms | None:
-    """Norms by site as an object that computes them together; None if it can't."""
-    return cast(JointNorms, norms) if hasattr(norms, "together") and hasattr(norms, "during") else None
 
 
 class Term(NamedTuple):
@@ -104,9 +86,9 @@ def _square_norms(block: Block, decays: Sequence[float | Tensor], options: Optio
     norms = options.square_norm
     if block.joint is None:
         return _square_norm(block.name, block.shapes[0], options)
-    joint = joint_norms(norms)
-    if joint is not None and all(decays) and norms.keys() >= set(block.names):
-        found = joint.together(block.names)
+    together: Callable[[Sequence[str]], Tensor | None] | None = getattr(norms, "together", None)
+    if together is not None and all(decays) and norms.keys() >= set(block.names):
+        found = together(block.names)
         if found is not None:
             return found
     sites = zip(block.names, block.shapes, decays, strict=True)

@@ -50,9 +50,6 @@ class RectifiedLogistic(GateDistribution):
         u = torch.rand(torch.Size(sample_shape) + self.batch_shape, dtype=self.loc.dtype)
         return self.rectify(self.loc + self.scale * torch.logit(u, 1e-6))
 
-    def base_distribution(self):
-        raise NotImplementedError
-
     def rectify(self, value):
         return value.clamp(0, 1)
 
