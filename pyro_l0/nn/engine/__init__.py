@@ -1,9 +1,8 @@
 """The network engine: one recorded call, the units that its tensors share, and which of them can leave."""
 
 from pyro_l0.nn.engine.analysis import Analysis, Fold, GateMap, ReducedNorm, analyse
-from pyro_l0.nn.engine.maps import Maps
+from pyro_l0.nn.engine.maps import Maps, find_rule, rule
 from pyro_l0.nn.engine.record import Example, calls_of, record
-from pyro_l0.nn.engine.registry import find_rule, rule
 from pyro_l0.nn.engine.tape import Call, Operation, Recording, Value
 
 __all__ = [

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.engine import rules
 from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
-from pyro_l0.nn.engine.maps import ConstantInput, Maps
-from pyro_l0.nn.engine.registry import find_rule
+from pyro_l0.nn.engine.maps import ConstantInput, Maps, find_rule
 from pyro_l0.nn.engine.shared_sizes import keep_parts_even, pin_shared_sizes
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Mask
 from pyro_l0.nn.engine.solve import Solution

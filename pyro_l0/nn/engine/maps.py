@@ -1,9 +1,9 @@
-"""Vocabulary for operation rules: which entries belong together, which are read, and what is known of them."""
+"""Operation rules and their vocabulary: which entries belong together, which are read, what is known of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine.slots import VARIES, ZERO, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 
-__all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product"]
+__all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product", "find_rule", "rule"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,45 +67,25 @@ class Product:
 
 @dataclass(eq=False)
 class Maps:
-    """What the rules know of a recording.
-
-    Attributes:
-        recording: the recording.
-        closed: by site, which gates are closed.
-        values: by site, the values of gates that are fixed; None where they stay random.
-        folds: whether constant inputs of a layer may leave into its bias.
-        slots: the entries of all dimensions.
-        axes: the dimensions of every value.
-        boxes: dimensions that are products of others.
-        fixed_axes: dimensions of no tensor, whose entries stay.
-        relations: what each operation reads.
-        gates: the calls of gates.
-        norms: the calls of norms that can be reduced.
-        constant_inputs: layers into whose biases constants may go.
-        products: what the operations' multiply-adds are made of.
-        zero_channels: by path of a BatchNorm, which channels are zero in front of it.
-        barriers: the operations of which nothing is known.
-        pins: blocks that have to stay, and why.
-        roots: values that the network's own code branches on.
-    """
+    """What the rules know of a recording."""
 
     recording: Recording
-    closed: Mapping[str, Mask]
-    values: Mapping[str, Tensor] | None
-    folds: bool
+    closed: Mapping[str, Mask]  # by site, which gates are closed
+    values: Mapping[str, Tensor] | None  # by site, of gates that are fixed; None where they stay random
+    folds: bool  # whether constant inputs of a layer may leave into its bias
     slots: Slots = field(default_factory=Slots)
     axes: dict[Value, list[Axis]] = field(default_factory=dict)
-    boxes: list[Box] = field(default_factory=list)
-    fixed_axes: list[Axis] = field(default_factory=list)
-    relations: dict[Operation, list[Link | Reshape | Read]] = field(default_factory=dict)
+    boxes: list[Box] = field(default_factory=list)  # dimensions that are products of others
+    fixed_axes: list[Axis] = field(default_factory=list)  # of no tensor, whose entries stay
+    relations: dict[Operation, list[Link | Reshape | Read]] = field(default_factory=dict)  # what each operation reads
     gates: list[GateCall] = field(default_factory=list)
-    norms: list[NormCall] = field(default_factory=list)
-    constant_inputs: list[ConstantInput] = field(default_factory=list)
-    products: list[Product] = field(default_factory=list)
-    zero_channels: dict[str, Mask] = field(default_factory=dict)
-    barriers: dict[Operation, str] = field(default_factory=dict)
-    pins: list[tuple[int, str]] = field(default_factory=list)
-    roots: list[Value] = field(default_factory=list)
+    norms: list[NormCall] = field(default_factory=list)  # those that can be reduced
+    constant_inputs: list[ConstantInput] = field(default_factory=list)  # into whose biases constants may go
+    products: list[Product] = field(default_factory=list)  # of which the multiply-adds are made
+    zero_channels: dict[str, Mask] = field(default_factory=dict)  # by path of a BatchNorm, zero in front of it
+    barriers: dict[Operation, str] = field(default_factory=dict)  # of which nothing is known
+    pins: list[tuple[int, str]] = field(default_factory=list)  # blocks that have to stay, and why
+    roots: list[Value] = field(default_factory=list)  # that the network's own code branches on
     _numbers: dict[Value, Axis] = field(default_factory=dict)
     _operation: Operation | None = None
 
@@ -325,3 +305,38 @@ class Maps:
 
     def _say(self, relation: Link | Reshape | Read) -> None:
         self.relations[self.operation].append(relation)
+
+
+Rule = Callable[[Maps, Operation], None]
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of the operations of these names, replacing any earlier one.
+
+    By the methods of :class:`~pyro_l0.nn.engine.Maps`, a rule says how the entries of an operation's inputs and
+    outputs belong together, which of them are read together, and what is known of the outputs. An operation without a
+    rule is a barrier: all that it touches stays. The twin that works in place (``relu_``) has the same rule.
+
+    Args:
+        names: as ``torch.ops`` has them, with their library: ``"aten::relu"``, or ``"mine::scale"`` for an operation
+            of your own.
+
+    Example:
+        >>> @rule("mine::scale")
+        ... def scale(maps, operation):
+        ...     "Each entry comes from the same entry, and zeros stay zeros."
+        ...     for dim in range(operation.output.rank):
+        ...         maps.passes(operation.value("x"), dim, operation.output, dim)
+    """
+
+    def register(function: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def find_rule(name: str) -> Rule | None:
+    """The rule of an operation, or of its twin that does not work in place."""
+    return _RULES.get(name) or (_RULES.get(name[:-1]) if name.endswith("_") else None)

@@ -1,6 +1,6 @@
 """Rules by the kind of operation; importing this package registers them."""
 
-from pyro_l0.nn.engine.rules import (
+from pyro_l0.nn.engine.rules import (  # noqa: F401
     attention,
     contraction,
     convolution,
@@ -11,21 +11,5 @@ from pyro_l0.nn.engine.rules import (
     norms,
     pointwise,
     pooling,
-    recurrent,
     reductions,
 )
-
-__all__ = [
-    "attention",
-    "contraction",
-    "convolution",
-    "creation",
-    "embedding",
-    "gates",
-    "movement",
-    "norms",
-    "pointwise",
-    "pooling",
-    "recurrent",
-    "reductions",
-]

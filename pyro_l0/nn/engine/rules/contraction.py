@@ -1,4 +1,4 @@
-"""Rules of sums of products: dense layers, matrix products, einsum."""
+"""Rules of sums of products: dense layers, matrix products, einsum, recurrent layers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import Maps, Product
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, Product, rule
 from pyro_l0.nn.engine.slots import ZERO, Axis
 from pyro_l0.nn.engine.tape import Operation, Value
 
@@ -82,6 +81,16 @@ def einsum(maps: Maps, operation: Operation) -> None:
     if len(terms) != len(operands) or any(len(set(term)) < len(term) for term in [*terms, result]):
         return maps.barrier()
     contract(maps, list(zip(operands, terms, strict=True)), result)
+
+
+@rule("recurrent", "recurrent_cell")
+def recurrent(maps: Maps, operation: Operation) -> None:
+    """A barrier: features that go into a recurrent layer and that come out of it stay."""
+    maps.barrier()
+    x = operation.inputs[0]
+    for weight in operation.inputs:
+        if weight.names and weight.rank == 2:
+            maps.products.append(Product(operation, (*maps.axes[weight], *maps.axes[x][:-1])))
 
 
 def _digits(count: int) -> str:

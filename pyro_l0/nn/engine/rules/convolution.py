@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import Maps, Product
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, Product, rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO, States
 from pyro_l0.nn.engine.tape import Operation, Value
 

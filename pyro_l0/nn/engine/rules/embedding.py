@@ -8,8 +8,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
 from pyro_l0.nn.engine.tape import Operation, Value
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, rule
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO, Index
 from pyro_l0.nn.engine.tape import Operation, Value
 

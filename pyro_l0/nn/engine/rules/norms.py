@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from pyro_l0.nn.engine.maps import Maps, NormCall
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, NormCall, rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
 from pyro_l0.nn.engine.tape import Operation, Value
 

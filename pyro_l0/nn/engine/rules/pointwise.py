@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO, Mask, States
 from pyro_l0.nn.engine.tape import Operation, Value
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, rule
 from pyro_l0.nn.engine.tape import Operation
 
 __all__: list[str] = []

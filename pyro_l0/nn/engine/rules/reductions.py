@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.registry import rule
+from pyro_l0.nn.engine.maps import Maps, rule
 from pyro_l0.nn.engine.rules.pointwise import pointwise
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
 from pyro_l0.nn.engine.tape import Operation
