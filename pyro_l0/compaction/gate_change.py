@@ -18,21 +18,27 @@ from pyro_l0.nn.hooks import replace_gate
 __all__ = ["Expand", "GateChange", "RoutedGate", "Select", "change_gate", "new_indices"]
 
 
-class Select(nn.Module):
+class _Indexed(nn.Module):
+    """Units at some indices of a dimension of ``size``."""
+
+    index: Tensor
+
+    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
+        super().__init__()
+        self.dim, self.size = dim, size
+        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
+
+
+class Select(_Indexed):
     """Some units of a tensor, in order; ``size`` is how many there are.
 
     ``reads_input`` says that it selects from an input of the network that nothing else reads.
     """
 
-    index: Tensor
-
-    def __init__(self, units: Sequence[int], dim: int, size: int, reads_input: bool = False) -> None:
-        super().__init__()
-        self.dim = dim
-        self.size = size
+    def __init__(self, units: Sequence[int], dim: int, size: int, reads_input: bool) -> None:
+        super().__init__(units, dim, size)
         self.reads_input = reads_input
         self.is_done = False  # the caller has selected the units
-        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         """The selected units."""
@@ -46,16 +52,8 @@ class Select(nn.Module):
         return x.index_select(self.dim, self.index)
 
 
-class Expand(nn.Module):
+class Expand(_Indexed):
     """Units of a tensor, put at ``units`` of ``size``, and zeros between them."""
-
-    index: Tensor
-
-    def __init__(self, units: Sequence[int], dim: int, size: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.size = size
-        self.register_buffer("index", torch.tensor(units, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         """All units."""
@@ -69,9 +67,7 @@ class RoutedGate(nn.Module):
 
     def __init__(self, before: nn.Module, gate: nn.Module, after: nn.Module) -> None:
         super().__init__()
-        self.before = before
-        self.gate = gate
-        self.after = after
+        self.before, self.gate, self.after = before, gate, after
 
     def forward(self, x: Tensor) -> Tensor:
         """The gated units among zeros."""
@@ -168,9 +164,7 @@ def select_units(maps: Maps, operation: Operation) -> None:
         return
     x, output = operation.value("self"), operation.output
     unit_dim = module.dim % x.rank
-    for dim in range(x.rank):
-        if dim != unit_dim:
-            maps.passes(x, dim, output, dim)
+    maps.passes_rest(x, output, unit_dim)
     maps.part(x, unit_dim, output, unit_dim, module.index.cpu().numpy(), np.arange(len(module.index)))
     maps.tie(maps.axes[operation.value("index")][0], maps.axes[output][unit_dim])
 
@@ -203,7 +197,7 @@ def new_indices(network: nn.Module, analysis: Analysis) -> tuple[dict[str, tuple
         is_select = isinstance(module, Select) and operation.name == "aten::index_select"
         is_expand = isinstance(module, Expand) and operation.name == "aten::index_copy"
         if is_select or is_expand:
-            assert isinstance(module, (Select, Expand))
+            assert isinstance(module, _Indexed)
             x = operation.value("self" if is_select else "source")
             ends = x, operation.output
             few, many = (

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from pyro_l0.diagnostics.findings import Finding, Unchecked
-from pyro_l0.diagnostics.sites import GateSite
-from pyro_l0.diagnostics.training import Training
+from pyro_l0.diagnostics.sites import GateSite, Training
 
 __all__ = ["check_gates", "check_movement"]
 

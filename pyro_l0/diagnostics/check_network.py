@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyro_l0.diagnostics.findings import Finding, Unchecked
 from pyro_l0.diagnostics.pulls import arguments_of
-from pyro_l0.diagnostics.training import Training
+from pyro_l0.diagnostics.sites import Training
 from pyro_l0.infer.guides.protocol import GateGuide
 from pyro_l0.nn.fixed import fix_gates
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pyro_l0.diagnostics.findings import Finding, Unchecked
 from pyro_l0.diagnostics.pulls import Pulls
-from pyro_l0.diagnostics.sites import GateSite
-from pyro_l0.diagnostics.training import Training
+from pyro_l0.diagnostics.sites import GateSite, Training
 from pyro_l0.infer.elbo.coefficients import by_site
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.elbo.terms import TERMS

@@ -14,8 +14,7 @@ from pyro_l0.diagnostics.check_network import Error, check_network
 from pyro_l0.diagnostics.check_prices import check_prices
 from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
 from pyro_l0.diagnostics.pulls import Loss, first_batches, measure_pulls, objective_of, untouched
-from pyro_l0.diagnostics.sites import AnyOptimiser, gate_sites
-from pyro_l0.diagnostics.training import Training
+from pyro_l0.diagnostics.sites import AnyOptimiser, Training, gate_sites
 from pyro_l0.expect import expect
 from pyro_l0.infer.guides.protocol import GateGuide, check_guide
 from pyro_l0.infer.target.sparsity_target import SparsityTarget

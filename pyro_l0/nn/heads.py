@@ -118,7 +118,9 @@ def _check_projection(network: nn.Module, path: str, projection: nn.Module, head
             f"{type(projection).__name__}; write a Gate(heads, dim=...) into the network's forward."
         )
     _refuse_shared(network, path, projection)
-    inputs = _inputs(projection)
+    weight = projection.weight
+    assert isinstance(weight, Tensor)
+    inputs = weight.shape[0 if type(projection).__name__ == "Conv1D" else 1]  # transformers' holds it transposed
     if heads < 1 or inputs % heads:
         raise ValueError(f"Expected a number of heads at {path!r} that divides its {inputs} inputs, but got {heads}.")
 
@@ -137,10 +139,3 @@ def is_dense(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_other = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     return isinstance(weight, Tensor) and weight.dim() == 2 and not is_other
-
-
-def _inputs(projection: nn.Module) -> int:
-    """How many inputs a dense layer has; the Conv1D of transformers holds its matrix transposed."""
-    weight = projection.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[0] if type(projection).__name__ == "Conv1D" else weight.shape[1]

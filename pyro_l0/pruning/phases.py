@@ -22,6 +22,7 @@ __all__ = ["FineTuning", "GatedPhase", "MakeOptimiser", "MakeSchedule", "Phase"]
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[[Optimizer, int], LRScheduler]
+_PARTS = ("network", "guide", "target", "optimiser", "gate_optimiser", "schedule")  # those that a phase has
 _LEARNING_RATE, _EPS = 1e-3, 1e-15  # of Adam; with so small an eps a loss of another scale takes the same steps
 
 
@@ -38,9 +39,10 @@ class Phase(ABC):
     def update(self) -> None:
         """Move the parameters along their gradients."""
 
-    @abstractmethod
     def parts(self) -> dict[str, Any]:
         """What has a ``state_dict``, by its name in a checkpoint."""
+        found = {name: getattr(self, name, None) for name in _PARTS}
+        return {name: part for name, part in found.items() if part is not None}
 
     def step(self, group: Sequence[object]) -> Tensor:
         """Take a step of the optimiser on some batches; the mean loss, without a graph."""
@@ -137,17 +139,6 @@ class GatedPhase(Phase):
         batches = ([batch] for batch in loader)
         return diagnose(self.guide, optimisers, loss=self._loss, batches=batches, target=self.target)
 
-    def parts(self) -> dict[str, Any]:
-        """Network, guide, target, optimisers and schedule."""
-        parts = {
-            "network": self.network,
-            "guide": self.guide,
-            "target": self.target,
-            "optimiser": self.optimiser,
-            "gate_optimiser": self.gate_optimiser,
-        }
-        return parts if self.schedule is None else {**parts, "schedule": self.schedule}
-
 
 class FineTuning(Phase):
     """A compacted network that is trained further, without gates, for so many steps.
@@ -176,10 +167,6 @@ class FineTuning(Phase):
         average_gradients(self.network.parameters())
         self.optimiser.step()
         self.schedule.step()
-
-    def parts(self) -> dict[str, Any]:
-        """Network, optimiser and schedule."""
-        return {"network": self.network, "optimiser": self.optimiser, "schedule": self.schedule}
 
 
 def _optimiser(network: nn.Module, make: MakeOptimiser | None) -> Optimizer:

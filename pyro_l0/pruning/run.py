@@ -75,19 +75,16 @@ class Run:
     looks_untrained: bool = False  # though it was said to be trained
     dense_error: float | None = None  # of the network as it was given
 
-    @property
-    def gated(self) -> nn.Module:
-        """The network with gates."""
-        return self.placed.network
-
     def start(self, batch: object, make_target: Callable[[AutoGate], SparsityTarget]) -> None:
         """Make the phase with gates; the guide sees them at a batch."""
-        self.phase = GatedPhase(self.gated, self.loss, batch, make_target, self.make_optimiser, self.make_schedule)
+        self.phase = GatedPhase(
+            self.placed.network, self.loss, batch, make_target, self.make_optimiser, self.make_schedule
+        )
 
     def on_budget(self, budget: float, gates: dict[str, Tensor]) -> None:
         """Keep the network as it is at a budget."""
-        average_buffers(self.gated)
-        state = {name: value.detach().clone() for name, value in self.gated.state_dict().items()}
+        average_buffers(self.placed.network)
+        state = {name: value.detach().clone() for name, value in self.placed.network.state_dict().items()}
         gates = {site: gate.detach().clone() for site, gate in gates.items()}
         report = self.phase.target.report()
         if len(report.budget) == 1:  # which may be an intermediate one
@@ -154,7 +151,7 @@ class Run:
             self.tuning = FineTuning(network, self.loss, steps, make_optimiser, make_schedule)
 
     def _compact(self, cut: Cut) -> Compacted:
-        network = copy.deepcopy(self.gated)
+        network = copy.deepcopy(self.placed.network)
         network.load_state_dict(cut.state)
         compacted, refusal = compact_or_fix(network, cut.gates, self.example)
         if refusal is not None:

@@ -31,7 +31,8 @@ def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
     values = _Evaluation(maps).run([layer.input for layers in chosen.values() for layer in layers])
     constants = dict[ConstantInput, Tensor]()
     for layers in chosen.values():
-        tensors = [_by_unit(layer, values[layer.input]) for layer in layers]
+        # Units in front, then examples and positions.
+        tensors = [values[layer.input].detach().cpu().movedim(layer.input_dim, 0) for layer in layers]
         known = [maps.states(layer.input, layer.input_dim) < VARIES for layer in layers]
         fits = _agree(layers, tensors, known)
         for layer, tensor in zip(layers, tensors, strict=True):
@@ -53,26 +54,17 @@ def read_what_stays(maps: Maps, solution: Solution) -> bool:
     return is_changed
 
 
-def _by_unit(layer: ConstantInput, value: Tensor) -> Tensor:
-    """The inputs of a layer with the units in front, then the examples and the positions."""
-    return value.detach().cpu().movedim(layer.input_dim, 0)
-
-
 def _agree(layers: list[ConstantInput], tensors: list[Tensor], known: list[Mask]) -> Mask:
     """The inputs that are the same at all calls, for all examples, and for dense layers at all positions."""
     first = tensors[0]
     fits: Mask = np.logical_and.reduce(known)
     for layer, tensor in zip(layers, tensors, strict=True):
-        is_image = layer.weight.rank > 2
-        if is_image:
-            same = (tensor == tensor[:, :1]).flatten(1).all(1)
-            if tensor.shape[2:] == first.shape[2:]:
-                same &= (tensor[:, 0] == first[:, 0]).flatten(1).all(1)
-            else:
-                same &= (tensor.flatten(1) == first.flatten(1)[:, :1]).all(1)
+        if layer.weight.rank > 2:  # images
+            fits &= (tensor == tensor[:, :1]).flatten(1).all(1).numpy()
+        if layer.weight.rank > 2 and tensor.shape[2:] == first.shape[2:]:
+            fits &= (tensor[:, 0] == first[:, 0]).flatten(1).all(1).numpy()
         else:
-            same = (tensor.flatten(1) == first.flatten(1)[:, :1]).all(1)
-        fits = fits & same.numpy()
+            fits &= (tensor.flatten(1) == first.flatten(1)[:, :1]).all(1).numpy()
     return fits
 
 

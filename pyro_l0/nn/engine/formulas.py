@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import reduce
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class Formulas:
         if key not in self._numbers:
             self._numbers[key] = len(self._clauses)
             self._clauses.append(tuple(shortest))
-            self._cases.append(self._cases_of(shortest))
+            self._cases.append(reduce(int.__and__, map(self._cases_with, shortest), _ALL_CASES))
         return self._numbers[key]
 
     def both(self, one: int, other: int) -> int:
@@ -87,10 +88,7 @@ class Formulas:
 
     def every(self, formulas: Iterable[int]) -> int:
         """That all of several statements hold."""
-        total = TRUE
-        for formula in formulas:
-            total = self.both(total, formula)
-        return total
+        return reduce(self.both, formulas, TRUE)
 
     def both_each(self, one: Index, other: Index) -> Index:
         """Entry by entry, that two statements hold."""
@@ -109,10 +107,7 @@ class Formulas:
 
     def outer(self, vectors: Sequence[Index]) -> Index:
         """That all entries of a combination hold, a dimension for each vector."""
-        result = vectors[0]
-        for vector in vectors[1:]:
-            result = self.both_each(result[..., np.newaxis], vector)
-        return result
+        return reduce(lambda result, vector: self.both_each(result[..., np.newaxis], vector), vectors)
 
     def regroup(self, vectors: Sequence[Index], axes: Sequence[Axis], axis: Axis) -> Index:
         """The combinations of entries are those of other dimensions: that one holds in which an entry takes part."""
@@ -141,12 +136,6 @@ class Formulas:
     def is_the_same(self, one: int, other: int) -> bool:
         """Whether two statements hold in the same ones of many cases, drawn at random."""
         return self._cases[one] == self._cases[other]
-
-    def _cases_of(self, clauses: Iterable[Clause]) -> int:
-        total = _ALL_CASES
-        for clause in clauses:
-            total &= self._cases_with(clause)
-        return total
 
     def _cases_with(self, clause: Clause) -> int:
         """The cases in which a clause holds."""

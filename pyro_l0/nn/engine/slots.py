@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import numpy as np
@@ -154,7 +155,4 @@ class Read:
 
 def outer(function: np.ufunc, vectors: Sequence[npt.NDArray[_Entry]]) -> npt.NDArray[_Entry]:
     """A function of every combination of the vectors' entries, a dimension for each vector."""
-    result = vectors[0]
-    for vector in vectors[1:]:
-        result = function.outer(result, vector)
-    return result
+    return reduce(function.outer, vectors)
