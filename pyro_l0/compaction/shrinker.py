@@ -18,7 +18,7 @@ from pyro_l0.compaction.calls import is_constant
 from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.search import search
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import gate_names
@@ -144,11 +144,10 @@ class Shrinker:
     ) -> None:
         if not (hasattr(guide, "posterior") and hasattr(guide, "keep")):
             raise TypeError(f"Expected a guide with posterior() and keep(), such as an AutoGate, but got {guide!r}.")
-        expect(Real, "a number", threshold=threshold, patience=patience)
+        expect(Real, "a number", threshold=threshold)
+        expect_count(1, patience=patience)
         if not 0 < threshold < 1:
             raise ValueError(f"Expected threshold strictly between 0 and 1, but got {threshold}.")
-        if patience < 1:
-            raise ValueError(f"Expected patience of at least 1, but got {patience}.")
         self.main = Replica(network, guide)
         self.replicas = list(replicas)
         self.example = example

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect_count
 from pyro_l0.retired import renamed_arguments
 
 if TYPE_CHECKING:
@@ -135,9 +134,7 @@ def plot_calibration(active_probs: ArrayLike, gates: ArrayLike, *, bins: int = 1
         ValueError: shapes differ, a probability is outside of [0, 1], a gate is neither 0 nor 1, or ``bins`` is not
             positive.
     """
-    expect(Integral, "a whole number", bins=bins)
-    if bins < 1:
-        raise ValueError(f"Expected at least one bin, but got {bins}.")
+    expect_count(1, bins=bins)
     probs = _probabilities(np.ravel(active_probs))
     (opened,) = _like(probs, gates=np.ravel(gates))
     if not np.isin(opened, (0, 1)).all():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from pyro_l0.diagnostics.at_draws import is_observation, refuse_subsample
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import active_prob, find_gate
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect_count
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.runs import Args, Kwargs, record_run
 from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site, product_name
@@ -47,9 +46,7 @@ def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> Post
         return _of_samples(posterior)
     if isinstance(posterior, MCMC):
         return PosteriorDraws(dict(posterior.get_samples(group_by_chain=True)), {}, {}, ())
-    expect(Integral, "a whole number", draws=number)
-    if number < 1:
-        raise ValueError(f"Expected at least one draw of a guide, but got draws={number}.")
+    expect_count(1, draws=number)
     if isinstance(posterior, AutoSpikeSlab | RefinedPosterior):
         return _of_joint_draws(posterior, number)
     if callable(posterior):

@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import nn
 
-from pyro_l0.expect import expect
+from pyro_l0.expect import expect, expect_count
 from pyro_l0.nn.calls import refuse_computed
 from pyro_l0.pruning.batches import Loader
 from pyro_l0.training.processes import same_everywhere
@@ -26,8 +26,7 @@ _FEW_STEPS = 300  # with gates
 def with_length(loader: Iterable[object], steps_per_epoch: int | None, accumulate: int) -> Loader:
     """A loader with a length, which a stream has by ``steps_per_epoch``."""
     if steps_per_epoch is not None:
-        _check_number("steps_per_epoch", steps_per_epoch)
-        _check_number("accumulate", accumulate)
+        expect_count(1, steps_per_epoch=steps_per_epoch, accumulate=accumulate)
         return Stream(loader, steps_per_epoch * accumulate)
     with suppress(TypeError):  # of a DataLoader whose data set has none
         if isinstance(loader, Loader) and len(loader):
@@ -41,8 +40,7 @@ def with_length(loader: Iterable[object], steps_per_epoch: int | None, accumulat
 def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate: int) -> tuple[int, int]:
     """The number of steps with gates and of those after the cut."""
     length = len(loader)
-    for name, value in (("epochs", epochs), ("accumulate", accumulate)):
-        _check_number(name, value)
+    expect_count(1, epochs=epochs, accumulate=accumulate)
     steps = epochs * -(-length // accumulate)
     if finetune is None:
         finetune = min(_AFTER, max(_LEAST_AFTER, 1 - _FEW_STEPS / steps))
@@ -58,11 +56,6 @@ def count_steps(loader: Loader, epochs: int, finetune: float | None, accumulate:
     if not same_everywhere(steps):
         raise ValueError(f"Expected loaders of one length in all processes, but there are others than {length}.")
     return steps - further, further
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"Expected {name} of at least 1, but got {value!r}.")
 
 
 def check_budget(budget: object) -> None:

@@ -82,7 +82,7 @@ def test_calibrated_probabilities_meet_the_diagonal():
         (lambda: plot_credible_sets([[0], []], CORRELATION), "of a feature or more"),
         (lambda: plot_credible_sets([[0]], np.ones((5, 2))), r"shape \(p, p\), but got \(5, 2\)"),
         (lambda: plot_calibration([0.5], [0.5]), "gates that are 0 or 1"),
-        (lambda: plot_calibration([0.5], [1], bins=0), "at least one bin"),
+        (lambda: plot_calibration([0.5], [1], bins=0), "bins of at least 1"),
         (lambda: plot_calibration([0.5], [1, 0]), "gates of the shape of active_probs"),
     ],
 )

@@ -176,7 +176,7 @@ def other_shape(y):
             r"\['z'\] are not",
         ),
         (other_shape, {}, r"site 'z' of shape \(2,\).*but got \(\)"),
-        (model, {"draws": 0}, "draws=0"),
+        (model, {"draws": 0}, "draws of at least 1"),
         (model, {"slab": {"v": "z"}}, "'v' is none"),
     ],
 )

@@ -63,7 +63,7 @@ REFUSED = {
     "no batch": (dict(data=[]), ValueError, r"at least one batch.*but got \[\]"),
     "few steps": (dict(epochs=1), ValueError, "at least 10 steps with gates, but epochs=1 of 8 batches.*give 6"),
     "no epochs": (dict(epochs=0), ValueError, "epochs of at least 1, but got 0"),
-    "half an epoch": (dict(epochs=1.5), ValueError, "epochs of at least 1, but got 1.5"),
+    "half an epoch": (dict(epochs=1.5), TypeError, "epochs to be a whole number"),
     "finetune": (dict(finetune=1), ValueError, "finetune from 0 to 0.9.*got 1"),
     "accumulate": (dict(accumulate=0), ValueError, "accumulate of at least 1"),
     "target of 1": (dict(budget=1), ValueError, "budget between 0 and 1.*got 1"),

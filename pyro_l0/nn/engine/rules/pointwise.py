@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -138,9 +138,8 @@ def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[
     """
     for chosen in product(*choices):
         probes = {x: _probe(x, choice) for x, choice in zip(operands, chosen, strict=True)}
-        args, kwargs = tree_map_only(Value, _Copies(probes), (operation.args, operation.kwargs))
         try:
-            result = operation.function(*args, **kwargs)
+            result = _called(operation, probes)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return False
         first = result[0] if isinstance(result, (tuple, list)) else result
@@ -149,11 +148,9 @@ def _is_zero(operation: Operation, operands: Sequence[Value], choices: Sequence[
     return True
 
 
-class _Copies(dict[Value, Tensor]):
-    """Copies of tensors in place of values."""
-
-    def __call__(self, value: Value) -> Tensor:
-        return self[value].clone()
+def _called(operation: Operation, tensors: Mapping[Value, Tensor]) -> object:
+    args, kwargs = tree_map_only(Value, lambda value: tensors[value].clone(), (operation.args, operation.kwargs))
+    return operation.function(*args, **kwargs)
 
 
 def _probe(value: Value, choice: int) -> Tensor:
