@@ -99,6 +99,12 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
             )
         return np.array(found), numbers.astype(np.float64)
 
+    def _as_coef(self, values: Array) -> Array:
+        return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)
+
+    def _as_intercept(self, values: Array) -> Array:
+        return values
+
     def _rows(self) -> pandas.Index:
         import pandas
 

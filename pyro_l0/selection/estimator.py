@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import arviz
     import pandas
 
-__all__ = ["OneOutput", "SpikeSlabEstimator"]
+__all__ = ["SpikeSlabEstimator"]
 
 Array = NDArray[np.float64]
 RandomState = int | np.random.RandomState | None
@@ -39,7 +39,11 @@ _FOR_ARVIZ = 1000
 
 
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
-    """A regression with spike-and-slab coefficients; see :class:`SpikeSlabRegressor` for parameters and attributes."""
+    """A regression with spike-and-slab coefficients; see :class:`SpikeSlabRegressor` for parameters and attributes.
+
+    There is one linear predictor, so that the coefficients are a vector and the intercept is a number; a classifier has
+    its own shapes.
+    """
 
     n_features_in_: int
     pip_: Array
@@ -279,9 +283,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             if not np.isnan(values).any():
                 setattr(self, f"{name}_", known if isinstance(known, float) else float(values.mean()))
 
-    @abstractmethod
     def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
         """Features and observations as numbers; attributes of the data are set."""
+        found, target = validate_data(self, x, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
+        return np.array(found), np.array(target, dtype=np.float64)
 
     @abstractmethod
     def _family(self) -> Family:
@@ -289,11 +294,11 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _as_coef(self, values: Array) -> Array:
         """Coefficients of draws, shape ``(N, p K)``, in the shape ``(N, *coef_.shape)``."""
-        return np.moveaxis(values.reshape(len(values), len(self._gate_of), -1), 1, 2)
+        return values
 
     def _as_intercept(self, values: Array) -> Array:
         """Intercepts of draws, shape ``(N, K)``, in the shape ``(N, *intercept_.shape)``."""
-        return values
+        return values[:, 0]
 
     def _rows(self) -> pandas.Index:
         """Names of the rows of the summary."""
@@ -327,17 +332,3 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _gate_names(self) -> list[str]:
         """Of features or groups, which have inclusion probabilities."""
         return self._names() if self.groups is None else [f"group {g}" for g in range(len(self.pip_))]
-
-
-class OneOutput(SpikeSlabEstimator):
-    """A regression with one linear predictor: its coefficients are a vector, and its intercept is a number."""
-
-    def _validated(self, x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
-        found, target = validate_data(self, x, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
-        return np.array(found), np.array(target, dtype=np.float64)
-
-    def _as_coef(self, values: Array) -> Array:
-        return values
-
-    def _as_intercept(self, values: Array) -> Array:
-        return values[:, 0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, Literal, Self, cast
 
@@ -12,6 +10,7 @@ import numpy as np
 import pyro
 import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import softmax
 from sklearn.base import BaseEstimator
 from sklearn.feature_selection import SelectorMixin, f_classif, f_regression
 from sklearn.metrics import accuracy_score, r2_score
@@ -131,7 +130,9 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         response = self._response(column_or_1d(target, warn=True))
         self.mean_, scale = x.mean(0), x.std(0)
         self.scale_ = np.where(x.max(0) > x.min(0), scale, 1.0)
-        with _own_random_state(self.random_state):
+        # Torch's global state and Pyro's parameters stay as they are.
+        with torch.random.fork_rng(range(torch.cuda.device_count())), pyro.get_param_store().scope():
+            torch.manual_seed(seed_of(self.random_state))
             self._fit(x, response, target)
         self.response_ = response
         return self
@@ -148,7 +149,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         outputs = self._outputs(X)
         if isinstance(self.response_, NormalResponse):
             return self.response_.decode(outputs.mean(0))
-        return cast(NDArray[Any], self.classes_[_softmax(outputs).mean(0).argmax(1)])
+        return cast(NDArray[Any], self.classes_[softmax(outputs, -1).mean(0).argmax(1)])
 
     @available_if(_may_classify)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: ArrayLike) -> Array:  # noqa: N803
@@ -160,7 +161,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         Returns:
             Shape ``(m, classes)``, in the order of ``classes_``.
         """
-        return cast(Array, _softmax(self._outputs(X)).mean(0))
+        return cast(Array, softmax(self._outputs(X), -1).mean(0))
 
     def score(self, X: ArrayLike, y: ArrayLike) -> float:  # noqa: N803
         """R² of a regression's predictions, accuracy of a classification's.
@@ -277,16 +278,3 @@ def _folds(y: Tensor, count: int, stratified: bool) -> list[Fold]:
     part = torch.empty(len(y), dtype=torch.long)
     part[order] = torch.arange(len(y)) % count
     return [Fold((part != m).nonzero().flatten(), (part == m).nonzero().flatten()) for m in range(count)]
-
-
-def _softmax(logits: Array) -> Array:
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return cast(Array, weights / weights.sum(-1, keepdims=True))
-
-
-@contextmanager
-def _own_random_state(random_state: int | np.random.RandomState | None) -> Iterator[None]:
-    """Seed torch for a while, apart from its global state and from Pyro's parameters."""
-    with torch.random.fork_rng(range(torch.cuda.device_count())), pyro.get_param_store().scope():
-        torch.manual_seed(seed_of(random_state))
-        yield

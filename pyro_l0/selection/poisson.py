@@ -7,14 +7,14 @@ from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin
 from sklearn.utils import Tags
 
-from pyro_l0.selection.estimator import Array, OneOutput
+from pyro_l0.selection.estimator import Array, SpikeSlabEstimator
 from pyro_l0.selection.predictive import averages
 from pyro_l0.selection.problem import Family
 
 __all__ = ["SpikeSlabPoissonRegressor"]
 
 
-class SpikeSlabPoissonRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
+class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
     """Poisson regression whose coefficients are exactly zero with a probability that is learned.
 
     The logarithm of the mean is the intercept plus X beta, with the priors of :class:`SpikeSlabRegressor`; that of the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +36,14 @@ def averages(draws: Draws, x: Array, value: Callable[[Array], Array]) -> Array:
 
     The function takes ``(N, some observations, K)`` to ``(N, some observations, ...)``.
     """
-    return np.concatenate([value(linear_predictors(draws, x[rows])).mean(0) for rows in _blocks(draws, len(x))])
+    size = max(1, _AT_ONCE // draws.intercept.size)
+    parts = (x[start : start + size] for start in range(0, len(x), size))
+    return np.concatenate([value(linear_predictors(draws, part)).mean(0) for part in parts])
 
 
 def rows_of(draws: Draws, rows: NDArray[np.intp]) -> Draws:
     """Some of the draws, in the order that is given."""
     return Draws(*(part[rows] for part in draws))
-
-
-def _blocks(draws: Draws, observations: int) -> Iterator[slice]:
-    size = max(1, _AT_ONCE // draws.intercept.size)
-    return (slice(start, start + size) for start in range(0, observations, size))
 
 
 def linear_predictors(draws: Draws, x: Array) -> Array:

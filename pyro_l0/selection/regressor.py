@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.base import RegressorMixin
 
-from pyro_l0.selection.estimator import Array, OneOutput, RandomState
+from pyro_l0.selection.estimator import Array, RandomState, SpikeSlabEstimator
 from pyro_l0.selection.predictive import averages
 from pyro_l0.selection.problem import Family
 
 __all__ = ["SpikeSlabRegressor"]
 
 
-class SpikeSlabRegressor(RegressorMixin, OneOutput):  # type: ignore[misc]
+class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
     r"""Linear regression whose coefficients are exactly zero with a probability that is learned.
 
     The model is

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Maximum", "Objective", "Point", "Step", "find_maximum", "jacobian", "slope_and_curvature"]
+__all__ = ["Objective", "Point", "Step", "find_maximum", "jacobian", "slope_and_curvature"]
 
 _ITERATIONS, _HALVINGS = 100, 40
 _ARMIJO = 1e-4  # share of the promised gain that a step must bring
@@ -40,16 +40,11 @@ class Objective(Protocol):
         ...
 
 
-class Maximum(NamedTuple):
-    """Where Newton's method has ended, the values there, and the step that it would take next."""
+def find_maximum(objective: Objective, point: Point, advice: str = "") -> tuple[Point, Tensor, Step]:
+    """Take Newton steps, each halved until it gains enough: the last point, its values, and the step to take next.
 
-    point: Point
-    value: Tensor
-    step: Step
-
-
-def find_maximum(objective: Objective, point: Point, advice: str = "") -> Maximum:
-    """Take Newton steps, each halved until it gains enough; advice ends the warning of maxima that were not found."""
+    The advice ends the warning of maxima that were not found.
+    """
     value = objective.value(point)
     step = objective.step(point, value)
     for _ in range(_ITERATIONS):
@@ -67,7 +62,7 @@ def find_maximum(objective: Objective, point: Point, advice: str = "") -> Maximu
                 UserWarning,
                 stacklevel=5,
             )
-    return Maximum(point, value, step)
+    return point, value, step
 
 
 def _ascended(objective: Objective, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, bool]:

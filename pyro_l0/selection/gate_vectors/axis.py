@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Axis", "log_half_cauchy", "log_half_normal"]
+__all__ = ["COARSE", "Axis", "log_half_cauchy", "log_half_normal"]
 
-_COARSE, _MOST = 24, 128  # nodes
+COARSE, _MOST = 24, 128  # nodes: few for the rounds in which a grid is laid
 
 
 class Axis(NamedTuple):
@@ -47,18 +47,14 @@ class Axis(NamedTuple):
     @property
     def settled(self) -> bool:
         """Whether integrals need no more nodes than there are coarse ones."""
-        return self.known or self._fine <= _COARSE
-
-    def coarse_nodes(self) -> Tensor:
-        """Few nodes, for the rounds in which a grid is laid."""
-        return self.nodes(_COARSE)
+        return self.known or self._fine <= COARSE
 
     def deficit(self) -> float:
         """How much higher a log posterior may be between two coarse nodes than at the better one.
 
         The worst is c (e^-2t - 1 + 2 t) / 4 at half a step t below the maximum, for a curvature c.
         """
-        step = 0.0 if self.known else self.length / (_COARSE - 1)
+        step = 0.0 if self.known else self.length / (COARSE - 1)
         return self.curvature / 4 * (math.expm1(step) - step)
 
     def zoomed(self, log_weights: Tensor, deficit: float) -> Axis:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.selection.gate_vectors.axis import Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
+from pyro_l0.selection.gate_vectors.axis import COARSE, Axis, draw_nodes, log_half_cauchy, log_half_normal, step_of
 from pyro_l0.selection.gate_vectors.states import Group
 from pyro_l0.selection.problem import Prior
 
@@ -113,7 +113,7 @@ class GridAxes:
 
     def coarse(self) -> Grid:
         """The grid of :meth:`zoomed`."""
-        return self._grid([axis.coarse_nodes() for axis in self._axes])
+        return self._grid([axis.nodes(COARSE) for axis in self._axes])
 
     def fine(self, times: int = 1) -> Grid:
         """The grid that integrals are taken on, or one with ``times`` as many nodes on each axis."""

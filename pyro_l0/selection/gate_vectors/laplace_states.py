@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from scipy.interpolate import CubicSpline
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyro_l0.maths.spike_slab.tempered_gibbs import distinct_rows
@@ -63,19 +62,6 @@ class LaplaceFit(NamedTuple):
             second.index_add_(0, at, (weight * (mean.square() + variance)).flatten(0, 1))
         return first, second
 
-    def draw(self, p: int, generator: torch.Generator) -> tuple[csr_array, Tensor]:
-        """Coefficients of each state, shape ``(S, p K)``, and its intercepts, shape ``(S, K)``, 0 if there are none."""
-        outputs = self.modes[0][1].coefficients.shape[2]
-        intercept = torch.zeros(len(self.log_evidence), outputs, dtype=torch.float64)
-        parts = []
-        for group, mode in self.modes:
-            drawn = mode.draw(generator)
-            k = group.open.shape[1]
-            parts.append((group, drawn[:, :k]))
-            if drawn.shape[1] > k:
-                intercept[group.rows] = drawn[:, k]
-        return sparse_rows(parts, len(intercept), p, outputs), intercept
-
 
 def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
     """Laplace's approximation of each gate vector, shape ``(S, G)``, with its slab scale, shape ``(S,)``."""
@@ -92,9 +78,16 @@ def laplace(problem: Problem, z: Tensor, slab_scale: Tensor) -> LaplaceFit:
 
 def laplace_draws(problem: Problem, z: Tensor, slab_scale: Tensor, generator: torch.Generator) -> Draws:
     """One draw for each gate vector with its slab scale; see :func:`laplace`."""
-    coefficients, intercept = laplace(problem, z, slab_scale).draw(problem.x.shape[1], generator)
+    intercept = torch.zeros(len(z), problem.outputs, dtype=torch.float64)
+    parts = []
+    for group, mode in laplace(problem, z, slab_scale).modes:
+        drawn = mode.draw(generator)
+        k = group.open.shape[1]
+        parts.append((group, drawn[:, :k]))
+        if problem.intercept:
+            intercept[group.rows] = drawn[:, k]
     return Draws(
-        coefficients,
+        sparse_rows(parts, len(z), problem.x.shape[1], problem.outputs),
         intercept.numpy(),
         slab_scale.numpy(),
         torch.full_like(slab_scale, math.nan).numpy(),
@@ -112,14 +105,15 @@ class LaplaceStates:
         self.problem = problem
         self._p = problem.x.shape[1]
         self._modes = _Modes(problem)
-        self._last: _Last | None = None
+        # The states that mattered when log marginals were last asked for, and where their grid lies.
+        self._last: tuple[Tensor, GridAxes] | None = None
 
     def log_marginal(self, z: Tensor) -> Tensor:
         """See ``GaussianStates``."""
         z = self.problem.checked(z)
         laid = self._laid(z)
         found = laid.integrated()
-        self._last = _Last(z[found > found.max() - _MATTERS], laid.axes)
+        self._last = z[found > found.max() - _MATTERS], laid.axes
         return found
 
     def moments(self, z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,8 +155,13 @@ class LaplaceStates:
         return log_slab
 
     def _axes(self, z: Tensor) -> GridAxes:
-        """Where these states have their posterior."""
-        return self._last.axes if self._last and self._last.holds(z) else self._laid(z).axes
+        """Where these states have their posterior: the last axes, if all of them mattered there."""
+        if self._last is not None:
+            kept, axes = self._last
+            first, _ = distinct_rows(torch.cat([kept, z]))
+            if bool((first < len(kept)).all()):
+                return axes
+        return self._laid(z).axes
 
     def _laid(self, z: Tensor) -> Laid:
         """Lay a grid where these states have their posterior."""
@@ -176,18 +175,6 @@ class LaplaceStates:
             modes = self._modes.along(part, grid.log_ratio[:, None])
             each = torch.cat([mode.log_evidence for mode in modes]).view(-1, len(part.rows))
             yield part.rows, each.T[:, :, None] + grid.log_prior
-
-
-class _Last(NamedTuple):
-    """The states that mattered when log marginals were last asked for, shape ``(S, p)``, and where their grid lies."""
-
-    z: Tensor
-    axes: GridAxes
-
-    def holds(self, z: Tensor) -> bool:
-        """Whether all of these states are among them."""
-        first, _ = distinct_rows(torch.cat([self.z, z]))
-        return bool((first < len(self.z)).all())
 
 
 class _Modes:

@@ -69,17 +69,14 @@ def gate_prior(prior: Prior) -> GatePrior:
     return IndependentGates(torch.tensor(math.log(prior.rate) - math.log1p(-prior.rate), dtype=torch.float64))
 
 
-def numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """A numpy generator that is seeded by torch's, for the distributions that torch draws from its global one alone."""
-    return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
-
-
 def draw_rate(prior: Prior, z: Tensor, generator: torch.Generator) -> NDArray[np.float64]:
     """P(z = 1) given gates of shape ``(N, G)``, shape ``(N,)``."""
     if not isinstance(prior.rate, tuple):
         return np.full(len(z), prior.rate)
     opened = z.sum(1).numpy()
-    return numpy_generator(generator).beta(prior.rate[0] + opened, prior.rate[1] + z.shape[1] - opened)
+    # By numpy, as torch draws Beta variables from its global generator alone.
+    rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
+    return rng.beta(prior.rate[0] + opened, prior.rate[1] + z.shape[1] - opened)
 
 
 def sparse_rows(parts: list[tuple[Group, Tensor]], rows: int, p: int, outputs: int) -> csr_array:

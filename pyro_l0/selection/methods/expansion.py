@@ -39,7 +39,7 @@ def null_predictor(problem: Problem) -> Tensor:
     """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more per outcome."""
     y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
     weight = torch.ones_like(y) if problem.weight is None else problem.weight
-    if not problem.intercept or problem.family == "gaussian":
+    if not problem.intercept:
         return zero
     n, total = weight.sum(), (weight * y).sum()
     if problem.family == "poisson":
@@ -51,13 +51,8 @@ def null_predictor(problem: Problem) -> Tensor:
 
 
 def expanded(problem: Problem, eta: Tensor) -> Expansion:
-    """The log likelihood to second order at some linear predictors, shape ``(n, K)``.
-
-    A Gaussian one, at noise of scale one, is of second order everywhere.
-    """
+    """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``."""
     x, outputs = problem.x, problem.outputs
-    if problem.family == "gaussian":
-        return Expansion(problem, quadratic_of(x, x.T @ problem.y), x.new_zeros(1), x.new_zeros(1, x.shape[1]))
     slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
     root = _root(curvature)
     residual = slope + (curvature @ eta[:, :, None]).squeeze(2)

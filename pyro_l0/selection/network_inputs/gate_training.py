@@ -19,7 +19,7 @@ from pyro_l0.selection.network_inputs.cross_fitting import (
     Fold,
     random_rows,
 )
-from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, InputGates
+from pyro_l0.selection.network_inputs.input_gates import GatedNetworks, InputGates
 
 __all__ = ["train_gates"]
 
@@ -44,7 +44,7 @@ def train_gates(fit: CrossFit, *, steps: int) -> Tensor:
     n, p = x.shape
     start = HardConcrete.from_active_prob(torch.full((p,), _START).to(x))
     model, guide = GatedNetworks(networks, response, n, start), InputGates(start, n)
-    guide.close(SITE, (x == x[0]).all(0).nonzero().flatten())
+    guide.close((x == x[0]).all(0).nonzero().flatten())
     training = _Training(model, guide, n, steps)
     price = math.log(p) + 0.5 * math.log(n)
     warm_up, tail = round(_WARM_UP * steps), math.ceil(_TAIL * steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pyro
 import torch
@@ -40,18 +40,9 @@ class InputGates(nn.Module):
         """The gates, shape ``(p,)``, differentiable."""
         return self._prior.with_learned(log_alpha=self.log_alpha)
 
-    def posterior(self) -> Mapping[str, HardConcrete]:
-        """The gates by site, differentiable."""
-        return {SITE: self.gates()}
-
-    def test_gates(self) -> Mapping[str, Tensor]:
-        """The deterministic gates by site, without gradients."""
-        return {SITE: self.gates().test_gate.detach()}
-
     @torch.no_grad()
-    def close(self, name: str, places: Tensor) -> None:
-        """Close the gates of some inputs permanently; the only site is :data:`SITE`."""
-        assert name == SITE
+    def close(self, places: Tensor) -> None:
+        """Close the gates of some inputs permanently."""
         self.log_alpha[places] = HardConcrete.closed(**self._prior.fixed_options).log_alpha.to(self.log_alpha)
 
 
