@@ -32,30 +32,13 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
     A feature that is constant within each class but not over all of them is no constant feature: it separates the
     classes, which is the largest effect that there can be, and the slab keeps its coefficient finite.
 
-    Args:
-        rate: see :class:`SpikeSlabRegressor`, as for all others.
-        expected_size: number of features that are expected to have an effect.
-        slab_scale: standard deviation of the effects that are not zero; None: it is learned.
-        standardize: whether features are divided by their standard deviations first.
-        fit_intercept: whether there is an intercept.
-        method: see :class:`SpikeSlabRegressor`.
-        groups: the group of each feature, with one gate for each group.
-        random_state: an int makes fits reproducible.
+    Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
 
     Attributes:
         classes_: the labels, in increasing order.
-        pip_: P(z = 1 | y) of every feature, shape ``(p,)``.
         coef_: posterior means of the coefficients, shape ``(1, p)`` for two classes and ``(classes, p)`` for more.
         coef_sd_: their posterior standard deviations, in the same shape.
         intercept_: posterior means of the intercepts, shape ``(1,)`` or ``(classes,)``.
-        slab_scale_: posterior mean of the slab scale, of features as the model takes them.
-        rate_: posterior mean of the rate.
-        log_evidence_: log p(y), or its estimate.
-        credible_sets_: groups of correlated features, of which one has an effect with probability .95 or more.
-        draws_: joint draws in the units of the data.
-        method_: the method that was used.
-        n_features_in_: p.
-        feature_names_in_: names of the features, where X had names.
     """
 
     classes_: NDArray[np.generic]

@@ -22,29 +22,7 @@ class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ig
     Observations that are not negative and no integers, such as rates, enter by the same formula, as in scikit-learn's
     ``PoissonRegressor``; then it is a likelihood in name only.
 
-    Args:
-        rate: see :class:`SpikeSlabRegressor`, as for all others.
-        expected_size: number of features that are expected to have an effect.
-        slab_scale: standard deviation of the effects that are not zero; None: it is learned.
-        standardize: whether features are divided by their standard deviations first.
-        fit_intercept: whether there is an intercept.
-        method: see :class:`SpikeSlabRegressor`.
-        groups: the group of each feature, with one gate for each group.
-        random_state: an int makes fits reproducible.
-
-    Attributes:
-        pip_: P(z = 1 | y) of every feature, shape ``(p,)``.
-        coef_: posterior means of the coefficients, shape ``(p,)``.
-        coef_sd_: their posterior standard deviations, shape ``(p,)``.
-        intercept_: posterior mean of the intercept.
-        slab_scale_: posterior mean of the slab scale, of features as the model takes them.
-        rate_: posterior mean of the rate.
-        log_evidence_: log p(y), or its estimate.
-        credible_sets_: groups of correlated features, of which one has an effect with probability .95 or more.
-        draws_: joint draws in the units of the data.
-        method_: the method that was used.
-        n_features_in_: p.
-        feature_names_in_: names of the features, where X had names.
+    Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale.
     """
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
 from pyro_l0.maths.spike_slab.gate_priors import GatePrior
 from pyro_l0.maths.spike_slab.quadratic import Quadratic
-from pyro_l0.maths.spike_slab.tempered_gibbs import Tempering
+from pyro_l0.maths.spike_slab.tempered_gibbs import flip_rates
 
 # Share of the proposals that a walk in one dimension accepts at its best (Gelman, Roberts and Gilks 1996).
 _ACCEPTED = 0.44
@@ -57,13 +57,13 @@ class ScaleWalk:
         self,
         z: Tensor,
         logits: Tensor,
-        tempering: Tempering,
+        tried: Tensor,
         *,
         adapts: bool,
         generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
         """See ``Target``; moves the chains that ``logits`` saw last."""
-        rates = tempering.rates(z, logits)
+        rates = flip_rates(tried, z, logits)
         self._flips += 1
         if not self._unknown or self._flips % self._every:
             return logits, rates
@@ -73,7 +73,7 @@ class ScaleWalk:
         theta = self.hyper.clone()
         theta[:, self._unknown[which]] += length * torch.randn(len(z), generator=generator).to(z)
         new_logits, log_joint = self._at(theta, z)
-        new_rates = tempering.rates(z, new_logits)
+        new_rates = flip_rates(tried, z, new_logits)
         log_ratio = log_joint + new_rates.sum(1).log() - self._log_joint - rates.sum(1).log()
         accept = torch.rand(len(z), generator=generator).to(z).log() < log_ratio
         self.hyper = torch.where(accept[:, None], theta, self.hyper)

@@ -170,15 +170,15 @@ def sampled_target(
     """
     z = start
     explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
-    tempering = Tempering(0.5 * (running + explored))
+    tried = 0.5 * (running + explored)
     steps = _Steps(flips - warm_up, z, target.hyper)
     everyone = torch.arange(len(z), device=z.device)
     for step in range(flips):
         logits = target.logits(z)
         if adapts and step < warm_up:
             running = running.lerp(torch.sigmoid(logits).mean(0), 0.05)
-            tempering = Tempering(0.5 * (running + explored))
-        logits, rates = target.moved(z, logits, tempering, adapts=step < warm_up, generator=generator)
+            tried = 0.5 * (running + explored)
+        logits, rates = target.moved(z, logits, tried, adapts=step < warm_up, generator=generator)
         if step >= warm_up:
             steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits))
         flipped = _chosen(rates, generator)
@@ -186,19 +186,10 @@ def sampled_target(
     return steps.run(same_target)
 
 
-class Tempering(NamedTuple):
-    """How fast gates are tried.
-
-    Attributes:
-        tried: half of how often each is tried, shape ``(G,)``.
-    """
-
-    tried: Tensor
-
-    def rates(self, z: Tensor, logits: Tensor) -> Tensor:
-        """v of every gate, shape ``(S, G)``; the chains sample the target times their sum."""
-        against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
-        return self.tried * (1 + torch.exp(against))
+def flip_rates(tried: Tensor, z: Tensor, logits: Tensor) -> Tensor:
+    """v of every gate, shape ``(S, G)``, from half of how often it is tried; chains sample the target times their sum."""
+    against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
+    return tried * (1 + torch.exp(against))
 
 
 class Target(Protocol):
@@ -215,7 +206,7 @@ class Target(Protocol):
         self,
         z: Tensor,
         logits: Tensor,
-        tempering: Tempering,
+        tried: Tensor,
         *,
         adapts: bool,
         generator: torch.Generator | None,
@@ -237,8 +228,8 @@ class _Fixed(NamedTuple):
     def logits(self, z: Tensor) -> Tensor:
         return self.collapsed.gibbs_logits(z, self.prior.logits(z))
 
-    def moved(self, z: Tensor, logits: Tensor, tempering: Tempering, **_: object) -> tuple[Tensor, Tensor]:
-        return logits, tempering.rates(z, logits)
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        return logits, flip_rates(tried, z, logits)
 
 
 class _Steps:

@@ -68,7 +68,9 @@ def chain_evidence(
 ) -> float:
     """log p(y), by a bridge from where one half of the chains would go next to where the other half has been.
 
-    There are at least two chains; ``log_marginal`` is log p(y, z) of gates, shape ``(S, p)`` to ``(S,)``.
+    The bridge (Meng and Wong 1996, eq. 4.1) leads to a distribution that is known and close: a mixture with a part for
+    each draw of one half, in which every gate is independently what it would be given the others of that draw.
+    ``log_marginal`` is log p(y, z) of gates, shape ``(S, p)`` to ``(S,)``.
     """
     first = run.chain < len(run.chain_active_probs) // 2
     drawn, centres = (resampled(torch.where(half, run.weights, 0.0), _BRIDGE, generator) for half in (first, ~first))
@@ -79,25 +81,14 @@ def chain_evidence(
             for z in [run.states[part].double()]
         ]
     )
-    return bridged_evidence(log_marginal, run.states[drawn], logits, generator)
-
-
-def bridged_evidence(
-    log_marginal: Callable[[Tensor], Tensor], drawn: Tensor, logits: Tensor, generator: torch.Generator
-) -> float:
-    """log p(y) from draws of the gates, bool, shape ``(N, p)``, and where each of M others would go next.
-
-    The bridge (Meng and Wong 1996, eq. 4.1) leads to a distribution that is known and close: a mixture with a part for
-    each of the others, in which every gate is independently what it would be given the others of that draw: its log
-    odds have the shape ``(M, p)``.
-    """
-    part = torch.randint(len(logits), (len(drawn),), generator=generator)
-    proposed = torch.rand(drawn.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])
-    both = torch.cat([drawn, proposed])
+    z = run.states[drawn]
+    part = torch.randint(len(logits), (len(z),), generator=generator)
+    proposed = torch.rand(z.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])
+    both = torch.cat([z, proposed])
     # log p(y, z) / q(z), of draws and of proposals.
     log_ratio = log_marginal(both) - _log_mixture(both, logits)
-    from_posterior, from_mixture = log_ratio.split(len(drawn))
-    log_evidence = float(from_mixture.logsumexp(0)) - math.log(len(drawn))
+    from_posterior, from_mixture = log_ratio.split(len(z))
+    log_evidence = float(from_mixture.logsumexp(0)) - math.log(len(z))
     for _ in range(_ROUNDS):
         before = log_evidence
         numerator = F.logsigmoid(from_mixture - log_evidence).logsumexp(0)
