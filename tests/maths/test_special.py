@@ -16,27 +16,55 @@ DTYPES = (torch.float32, torch.float64)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def compare(function, exact, slope, points, dtype, epsilons):
-    """Value and derivative of a function against exact ones, in epsilons of relative error."""
-    x = torch.tensor(points, dtype=dtype, requires_grad=True)
-    value = function(x)
-    (gradient,) = torch.autograd.grad(value.sum(), x)
-    allowed = epsilons * torch.finfo(dtype).eps
-    tiny = torch.finfo(dtype).tiny
-    for point, v, g in zip(x.tolist(), value.tolist(), gradient.tolist(), strict=True):
-        for name, actual, expected in (("value", v, exact(point)), ("slope", g, slope(point))):
-            # Below the smallest normal number no relative accuracy is possible.
-            error = abs(mp.mpf(actual) - expected)
-            assert error <= allowed * abs(expected) + tiny, (name, point, actual, float(expected))
+# The function's value and slope in 50 digits, points on all branches and at their borders, and epsilons of error.
+FUNCTIONS = {
+    "log1mexp": (
+        lambda x: mp.log(-mp.expm1(-x)),
+        lambda x: 1 / mp.expm1(x),
+        [1e-30, 1e-7, 0.1, 0.69, math.log(2), 0.7, 3.0, 20.0, 60.0],
+        8,
+    ),
+    # Beyond the border expm1(x) - x loses a factor of |x| / psi(x), about 4 at 1/2.
+    "psi": (
+        lambda x: mp.expm1(x) - x,
+        mp.expm1,
+        [-80, -3, -1, -0.51, -0.5, -0.49, -1e-3, -1e-10, 1e-10, 1e-3, 0.2, 0.49, 0.5, 0.51, 0.99, 1, 3, 80],
+        16,
+    ),
+    # erfcx, exp(-x^2 / 2) and log carry x^2 / 2 roundings on the upper side: 5 at 3.
+    "log_ndtr": (
+        lambda x: mp.log(mp.ncdf(x)),
+        lambda x: mp.npdf(x) / mp.ncdf(x),
+        [-100.0, -30.0, -8.0, -3.0, -1.0, 0.0, 0.7, 3.0],
+        64,
+    ),
+    # Rounding x / sqrt(2) moves exp(-x^2 / 2) by x^2 epsilons: 64 at -8.
+    "ndtr": (mp.ncdf, mp.npdf, [-8.0, -5.0, -2.0, -0.5, 0.0, 0.5, 3.0], 128),
+    # The middle branch subtracts two numbers whose difference is 1/10 of them at -3.
+    "positive_part_mean": (
+        lambda x: x * mp.ncdf(x) + mp.npdf(x),
+        mp.ncdf,
+        [-8.0, -3.01, -2.99, -1.0, -1e-4, 0.0, 0.5, 4.0],
+        128,
+    ),
+}
 
 
 @both_dtypes
-def test_log1mexp(dtype):
-    """log(1 - exp(-x)): near 0, near log 2 where the branches meet, and far out."""
-    points = [1e-30, 1e-7, 0.1, 0.69, math.log(2), 0.7, 3.0, 20.0, 60.0]
-    exact = lambda x: mp.log(-mp.expm1(-mp.mpf(x)))  # noqa: E731
-    slope = lambda x: 1 / mp.expm1(mp.mpf(x))  # noqa: E731
-    compare(special.log1mexp, exact, slope, points, dtype, 8)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_slopes(name, dtype):
+    """Relative errors, also deep in the tails and where a probability itself would underflow."""
+    exact, slope, points, epsilons = FUNCTIONS[name]
+    x = torch.tensor(points, dtype=dtype, requires_grad=True)
+    value = getattr(special, name)(x)
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    allowed = epsilons * torch.finfo(dtype).eps
+    tiny = torch.finfo(dtype).tiny
+    for point, v, g in zip(map(mp.mpf, x.tolist()), value.tolist(), gradient.tolist(), strict=True):
+        for what, actual, expected in (("value", v, exact(point)), ("slope", g, slope(point))):
+            # Below the smallest normal number no relative accuracy is possible.
+            error = abs(mp.mpf(actual) - expected)
+            assert error <= allowed * abs(expected) + tiny, (what, point, actual, float(expected))
 
 
 @both_dtypes
@@ -47,16 +75,6 @@ def test_log1mexp_stays_finite(dtype):
     (gradient,) = torch.autograd.grad(value.sum(), x)
     assert value.isfinite().all()
     assert gradient.isfinite().all()
-
-
-@both_dtypes
-def test_psi(dtype):
-    """exp(x) - 1 - x: small x, where it is x^2 / 2, and on both sides of the branches' border."""
-    points = [-80.0, -3.0, -1.0, -0.51, -0.5, -0.49, -1e-3, -1e-10]
-    points += [1e-10, 1e-3, 0.2, 0.49, 0.5, 0.51, 0.99, 1.0, 3.0, 80.0]
-    exact = lambda x: mp.expm1(mp.mpf(x)) - mp.mpf(x)  # noqa: E731
-    # Beyond the border expm1(x) - x loses a factor of |x| / psi(x), about 4 at 1/2.
-    compare(special.psi, exact, lambda x: mp.expm1(mp.mpf(x)), points, dtype, 16)
 
 
 @both_dtypes
@@ -121,31 +139,3 @@ def test_helpers_can_be_differentiated_twice():
     assert gradgradcheck(special.klterm, (x, positive))
     assert gradgradcheck(special.log_ndtr, (x,))
     assert gradgradcheck(special.positive_part_mean, (x,))
-
-
-@both_dtypes
-def test_log_ndtr(dtype):
-    """Log of the normal cdf and its slope, the inverse Mills ratio, deep into the tail."""
-    points = [-100.0, -30.0, -8.0, -3.0, -1.0, 0.0, 0.7, 3.0]
-    exact = lambda x: mp.log(mp.ncdf(mp.mpf(x)))  # noqa: E731
-    slope = lambda x: mp.npdf(mp.mpf(x)) / mp.ncdf(mp.mpf(x))  # noqa: E731
-    # erfcx, exp(-x^2 / 2) and log carry x^2 / 2 roundings on the upper side: 5 at 3.
-    compare(special.log_ndtr, exact, slope, points, dtype, 64)
-
-
-@both_dtypes
-def test_ndtr(dtype):
-    """The normal cdf keeps its relative accuracy in the lower tail."""
-    points = [-8.0, -5.0, -2.0, -0.5, 0.0, 0.5, 3.0]
-    exact = lambda x: mp.ncdf(mp.mpf(x))  # noqa: E731
-    # Rounding x / sqrt(2) moves exp(-x^2 / 2) by x^2 epsilons: 64 at -8.
-    compare(special.ndtr, exact, lambda x: mp.npdf(mp.mpf(x)), points, dtype, 128)
-
-
-@both_dtypes
-def test_positive_part_mean(dtype):
-    """x Phi(x) + phi(x) in its three branches; the slope is Phi."""
-    points = [-8.0, -3.01, -2.99, -1.0, -1e-4, 0.0, 0.5, 4.0]
-    exact = lambda x: mp.mpf(x) * mp.ncdf(mp.mpf(x)) + mp.npdf(mp.mpf(x))  # noqa: E731
-    # The middle branch subtracts two numbers whose difference is 1/10 of them at -3.
-    compare(special.positive_part_mean, exact, lambda x: mp.ncdf(mp.mpf(x)), points, dtype, 128)

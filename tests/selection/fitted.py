@@ -34,6 +34,3 @@ def three_classes(n=150):
 def fitted(kind):
     """An estimator with a seed on its data; the tests share it and leave it as it is."""
     return kind(random_state=0).fit(*data(kind))
-
-
-# Right answers

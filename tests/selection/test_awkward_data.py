@@ -159,6 +159,3 @@ def test_before_a_fit(name):
     """scikit-learn's error."""
     with pytest.raises(NotFittedError):
         getattr(SpikeSlabRegressor(), name)()
-
-
-# Conventions

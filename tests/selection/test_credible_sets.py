@@ -36,6 +36,7 @@ def test_features_that_stand_for_each_other_are_a_set():
     correlation = np.abs(np.corrcoef(x[:, :3].T))
     assert found.purity == pytest.approx(correlation.min(), abs=1e-12)
     assert str(found) == f"{{a, b, c}} (probability 1.000, purity {found.purity:.2f})"
+    assert str(CredibleSet((3, 1), 0.97, 0.8)) == "{3, 1} (probability 0.970, purity 0.80)"
 
 
 def test_two_effects_make_two_sets_without_shared_members():
@@ -49,37 +50,30 @@ def test_two_effects_make_two_sets_without_shared_members():
     assert found[0].probability == pytest.approx(gates[:, 6].mean())
 
 
-def test_features_without_correlation_are_no_set():
-    """0 or 6 is open, which do not correlate: to say that one of them has an effect is no credible set."""
-    rng = np.random.default_rng(2)
-    gates = one_open([0, 6], [0.6, 0.4], 500, 7, rng)
-    assert credible_sets(gates, gates.mean(0), duplicates(rng)) == []
-    assert [s.features for s in credible_sets(gates, gates.mean(0), duplicates(rng), min_correlation=0.0)] == [(0, 6)]
-    assert [s.features for s in credible_sets(gates, gates.mean(0), duplicates(rng), level=0.5)] == [(0,)]
-
-
-def test_members_that_are_not_needed_leave():
-    """The seed is the likeliest alone, but two others are open in its place and cover all without it."""
-    rng = np.random.default_rng(3)
+def replaced():
+    """Draws in which the feature that is likeliest alone has two others in its place, which cover all without it."""
     gates = np.zeros((1000, 7), dtype=bool)
-    gates[:500, 1] = gates[500:, 2] = True
-    gates[200:720, 0] = True
-    found = credible_sets(gates, gates.mean(0), duplicates(rng))
-    assert [s.features for s in found] == [(1, 2)]
+    gates[:500, 1] = gates[500:, 2] = gates[200:720, 0] = True
+    return gates
 
 
-def test_a_constant_feature_is_in_no_set_of_others():
-    """It correlates with none."""
-    rng = np.random.default_rng(4)
-    gates = one_open([5, 6], [0.5, 0.5], 400, 7, rng)
-    assert credible_sets(gates, gates.mean(0), duplicates(rng)) == []
+APART = one_open([0, 6], [0.6, 0.4], 500, 7, np.random.default_rng(2))
 
 
-def test_what_is_hardly_open_starts_no_set():
-    """No inclusion probability of .05, no seed, whatever the level."""
-    gates = np.zeros((100, 7), dtype=bool)
-    gates[:4, 0] = True
-    assert credible_sets(gates, gates.mean(0), duplicates(np.random.default_rng(5)), level=0.03) == []
+@pytest.mark.parametrize(
+    ("gates", "options", "sets"),
+    [
+        (APART, {}, []),  # which do not correlate: to say that one of them has an effect is no credible set
+        (APART, {"min_correlation": 0.0}, [(0, 6)]),
+        (APART, {"level": 0.5}, [(0,)]),
+        (replaced(), {}, [(1, 2)]),  # members that are not needed leave
+        (one_open([5, 6], [0.5, 0.5], 400, 7, np.random.default_rng(4)), {}, []),  # a constant correlates with none
+        (np.arange(100)[:, None] < [4, 0, 0, 0, 0, 0, 0], {"level": 0.03}, []),  # less than .05 starts no set
+    ],
+)
+def test_members(gates, options, sets):
+    found = credible_sets(gates, gates.mean(0), duplicates(np.random.default_rng(3)), **options)
+    assert [s.features for s in found] == sets
 
 
 @pytest.mark.parametrize("features", [1, 3])
@@ -137,8 +131,3 @@ def test_sets_hold_an_effect_as_often_as_they_say():
     assert len(right) > 80
     # Of 100 sets of probability .95 or more, 2.5 standard errors are .055.
     assert np.mean(right) >= 0.95 - 2.5 * np.sqrt(0.95 * 0.05 / len(right))
-
-
-def test_a_set_says_its_indices_where_there_are_no_names():
-    """For arrays."""
-    assert str(CredibleSet((3, 1), 0.97, 0.8)) == "{3, 1} (probability 0.970, purity 0.80)"

@@ -18,25 +18,7 @@ from sklearn.preprocessing import StandardScaler
 
 import pyro_l0.selection
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from tests.reference_posteriors import GaussianPosterior
 from tests.selection.fitted import ESTIMATORS, data, fitted, three_classes
-from tests.spike_slab_designs import exact_pair, gaussian_design
-
-
-@pytest.mark.parametrize("design", [gaussian_design("near-duplicates"), exact_pair()], ids=lambda d: d.name)
-def test_with_known_scales_it_is_the_exact_posterior(design):
-    """Without intercept and standardisation the model is the plain one, constants of the evidence included."""
-    known = GaussianPosterior(design.x, design.y, design.sigma, design.tau, design.rate).summary()
-    scales = {"rate": design.rate, "slab_scale": design.tau, "noise_scale": design.sigma}
-    model = SpikeSlabRegressor(standardize=False, fit_intercept=False, random_state=0, **scales)
-    model.fit(design.x.numpy(), design.y.numpy())
-    assert model.method_ == "enumerate"
-    np.testing.assert_allclose(model.pip_, known.inclusion, atol=1e-9)
-    np.testing.assert_allclose(model.coef_, known.mean, atol=1e-9)
-    np.testing.assert_allclose(model.coef_sd_, known.sd, atol=1e-9)
-    assert model.log_evidence_ == pytest.approx(known.log_evidence, abs=1e-8)
-    assert model.intercept_ == 0.0
-    assert (model.noise_scale_, model.slab_scale_, model.rate_) == (design.sigma, design.tau, design.rate)
 
 
 def test_units_do_not_matter():

@@ -13,9 +13,8 @@ from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-
-KINDS = [SpikeSlabRegressor, SpikeSlabClassifier, SpikeSlabPoissonRegressor]
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
+from tests.selection.fitted import ESTIMATORS
 
 
 def grouped(groups=6, n=80, seed=0, strength=0.6):
@@ -70,9 +69,10 @@ def test_against_a_sum_over_all_groups():
     np.testing.assert_allclose(model.pip_, weights @ states, atol=1e-9)
     np.testing.assert_allclose(model.coef_, weights @ np.array(means), atol=1e-9)
     assert model.log_evidence_ == pytest.approx(np.logaddexp.reduce(logs), abs=1e-8)
+    assert (model.noise_scale_, model.slab_scale_, model.rate_, model.intercept_) == (noise, slab, rate, 0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_sampled_and_enumerated(kind):
     """Everything is learned; probabilities to .02, means to a tenth of a deviation."""
     of, x, eta, rng = grouped(5, 70, seed=2, strength=0.4)
@@ -109,7 +109,7 @@ def test_groups_of_one_are_features():
     np.testing.assert_array_equal(plain.sample(10)["coef"], single.sample(10)["coef"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_what_is_said_of_groups(kind):
     """Selection, support, draws, summary, credible sets, arviz, copies, pickles and pipelines."""
     of, x, eta, rng = grouped(strength=1.5)

@@ -41,6 +41,11 @@ def fitted():
     return NeuralFeatureSelector(n_features=2, max_steps=300, random_state=0).fit(x, y), x, y
 
 
+def batch():
+    """Inputs and observations, five for each of two networks."""
+    return torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+
+
 def gated(p=3, m=2, n=40):
     torch.manual_seed(0)
     prior = HardConcrete(torch.linspace(-1, 2, p, dtype=torch.float64))
@@ -49,13 +54,13 @@ def gated(p=3, m=2, n=40):
     return GatedNetworks(networks, response, n, prior), InputGates(prior, n)
 
 
-# ---------------------------------------------------------------- the objective
+# The objective
 
 
 def test_price_is_that_of_one_gate_per_feature():
     """Drawing gates for each observation leaves the price at lambda sum P(z != 0), whatever the batch."""
     model, guide = gated()
-    x, y = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    x, y = batch()
     price = L0_ELBO("l0", lam=1.7 / 40).terms(model, guide, x, y)["l0"]
     # P(z != 0) = sigmoid(log alpha - temperature log(-gamma / zeta)), eq. 12
     expected = 1.7 / (1 + np.exp(-(np.linspace(-1, 2, 3) - 2 / 3 * np.log(0.1 / 1.1))))
@@ -68,7 +73,7 @@ def test_likelihood_is_of_the_whole_data_set():
     with torch.no_grad():
         guide.log_alpha.fill_(60.0)
         model.response.log_noise.fill_(np.log(0.5))
-    x, y = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    x, y = batch()
     nll = L0_ELBO("l0").terms(model, guide, x, y)["nll"]
     total = 0.0
     for net, part, target in zip(model.networks, x.numpy(), y.numpy(), strict=True):
@@ -100,7 +105,7 @@ def test_weights_and_gates_see_data_of_their_own(changed):
 def test_draws_of_the_guide_are_the_models():
     """Each observation has gates of its own, shape (n, p)."""
     model, guide = gated()
-    x, y = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    x, y = batch()
     trace = pyro.poutine.trace(guide).get_trace(x, y)
     drawn = trace.nodes[SITE]["value"]
     assert drawn.shape == (10, 3)
@@ -110,7 +115,7 @@ def test_draws_of_the_guide_are_the_models():
     assert torch.allclose(seen.nodes["y"]["fn"].loc[5:], (x[1] * drawn[5:]) @ weight + bias)
 
 
-# ---------------------------------------------------------------- backward elimination
+# Backward elimination
 
 
 def linear(coefficients, n=60):
@@ -195,7 +200,7 @@ class Broken(nn.Linear):
         return super().forward(x) + torch.nan
 
 
-# ---------------------------------------------------------------- what it selects
+# What it selects
 
 
 def test_selects_an_interaction_without_marginal_effects(fitted):
@@ -240,7 +245,7 @@ def test_three_classes_with_names():
     assert selector.score(x, labels) > 0.9
 
 
-# ---------------------------------------------------------------- networks of the user
+# Networks of the user
 
 
 @pytest.mark.parametrize("as_function", [False, True])
@@ -255,54 +260,46 @@ def test_network_of_the_user_is_not_changed(as_function):
     assert selector.predict(x).dtype == np.float64
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_two_classes_take_one_logit_or_two(outputs):
+def test_two_classes_take_one_logit_or_two():
+    """One is that of the second class."""
     x, y = product(n=60)
-    selector = NeuralFeatureSelector(nn.Linear(8, outputs), n_features=3, **FAST).fit(x, y > 0)
-    assert selector.predict_proba(x).shape == (60, 2)
-
-
-def test_one_logit_is_that_of_the_second_class():
+    for outputs in (1, 2):
+        selector = NeuralFeatureSelector(nn.Linear(8, outputs), n_features=3, **FAST).fit(x, y > 0)
+        assert selector.predict_proba(x).shape == (60, 2)
     response = ClassResponse(np.array(["a", "b"]))
     raw = torch.tensor([[-2.0], [1.0]])
     probabilities = response.distribution(response.output(raw)).probs
     assert torch.allclose(probabilities[:, 1], torch.sigmoid(raw[:, 0]))
 
 
-# ---------------------------------------------------------------- conventions
+# Conventions
 
 
 @parametrize_with_checks([NeuralFeatureSelector(task="classification", **FAST)])
 def test_scikit_learn_conventions(estimator, check):
-    """Each promise that scikit-learn asks of an estimator."""
     check(estimator)
 
 
 @pytest.mark.slow
 @parametrize_with_checks([NeuralFeatureSelector(task=task, **FAST) for task in ("auto", "regression")])
 def test_scikit_learn_conventions_of_other_tasks(estimator, check):
-    """The same of regressions, and where the data say which task it is."""
     if check.func.__name__ == "check_regressors_train":  # asks for a good fit
         estimator.set_params(max_steps=100)
     check(estimator)
 
 
-def test_global_states_are_left_alone():
+def test_a_seed_gives_the_same_fit_and_global_states_are_left_alone():
     x, y = product(n=40)
     pyro.clear_param_store()
     pyro.param("mine", torch.ones(1))
     torch.manual_seed(3)
     states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
     NeuralFeatureSelector(n_features=2, max_steps=3).fit(x, y)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
     assert list(pyro.get_param_store().keys()) == ["mine"]
     pyro.clear_param_store()
-
-
-def test_a_seed_gives_the_same_fit_again():
-    x, y = product(n=40)
-    first, second = (NeuralFeatureSelector(n_features=2, **FAST).fit(x, y) for _ in range(2))
     assert np.array_equal(first.ranking_, second.ranking_)
     assert np.array_equal(first.predict(x), second.predict(x))
 

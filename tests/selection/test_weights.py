@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
-from tests.selection.test_groups import KINDS, grouped, observed
+from tests.selection.fitted import ESTIMATORS
+from tests.selection.test_groups import grouped, observed
 
 
 def both(kind, y, x, weight, **options):
@@ -29,7 +30,7 @@ def assert_same_predictions(weighted, repeated, x):
 
 
 @pytest.mark.parametrize("options", [{}, {"standardize": False}, {"fit_intercept": False}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_rows_are_repeated(kind, options):
     """Weights of 0 to 3, with groups; nothing differs but by rounding."""
     of, x, eta, rng = grouped(3, 40, strength=0.8)

@@ -187,7 +187,7 @@ def sampled_target(
 
 
 def flip_rates(tried: Tensor, z: Tensor, logits: Tensor) -> Tensor:
-    """v of every gate, shape ``(S, G)``, from half of how often it is tried; chains sample the target times their sum."""
+    """v of every gate, ``(S, G)``, from half of how often it is tried; chains sample the target times their sum."""
     against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
     return tried * (1 + torch.exp(against))
 

@@ -62,8 +62,12 @@ def error_of_log_sd(walk, run):
     return torch.stack(found).std(0).numpy() / math.sqrt(8)
 
 
-def assert_deviations(found, expected, walk_and_run):
-    """Of the coefficients: within five Monte Carlo standard errors, which are a few hundredths at most."""
+def assert_close(found, expected, walk_and_run):
+    """Deviations of the coefficients within five Monte Carlo standard errors, which are a few hundredths at most."""
+    inclusion, mean, evidence = errors(found, expected)
+    assert inclusion < 0.03
+    assert mean < 0.06
+    assert evidence < 0.1
     error = error_of_log_sd(*walk_and_run)
     apart = np.abs(np.log(found.sd[:, 0] / expected.sd.numpy()))
     assert error.max() < 0.02
@@ -76,11 +80,7 @@ def test_everything_unknown(name, sampled):
     prior = Prior((1.0, 4.0), slab_unit=0.7, noise_unit=2.0)
     expected = reference(DESIGNS[name], prior)
     found = tempered_posterior(Problem("gaussian", DESIGNS[name].x, DESIGNS[name].y, prior), seed=1)
-    inclusion, mean, evidence = errors(found, expected)
-    assert inclusion < 0.03
-    assert mean < 0.06
-    assert evidence < 0.1
-    assert_deviations(found, expected, *sampled)
+    assert_close(found, expected, *sampled)
     draws = found.draws
     beta = draws.coefficients.toarray()
     assert beta.shape == (4000, DESIGNS[name].x.shape[1])
@@ -101,11 +101,7 @@ def test_some_known(prior, sampled):
     design = DESIGNS["near-duplicates"]
     expected = reference(design, prior)
     found = tempered_posterior(Problem("gaussian", design.x, design.y, prior), seed=2)
-    inclusion, mean, evidence = errors(found, expected)
-    assert inclusion < 0.03
-    assert mean < 0.06
-    assert evidence < 0.1
-    assert_deviations(found, expected, *sampled)
+    assert_close(found, expected, *sampled)
 
 
 def test_one_feature():
