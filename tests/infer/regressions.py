@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import torch
 
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
+from tests.reference_posteriors import all_gates
 
 SLAB = {"w": "z"}
 
@@ -27,6 +28,16 @@ def train(loss, optimiser, steps):
         losses[-1].backward()
         optimiser.step()
     return losses
+
+
+def enumerated(x, y, group, rate, width):
+    """P(z = 1 | y) and log p(y), with noise of deviation 1 and a gate for each group of features, in float64."""
+    gates = all_gates(int(group.max()) + 1)
+    open_x = x * gates[:, None, group]
+    covariance = torch.eye(len(y), dtype=x.dtype) + width**2 * open_x @ open_x.mT
+    log = dist.MultivariateNormal(torch.zeros_like(y), covariance).log_prob(y)
+    log = log + dist.Bernoulli(torch.full_like(gates, rate)).log_prob(gates).sum(1)
+    return log.softmax(0) @ gates, float(log.logsumexp(0))
 
 
 def correlated_guide(model, slab=SLAB, seed=0, **options):

@@ -26,10 +26,10 @@ def new(program=model, **options):
     return AutoSpikeSlab(program, slab={"w": "a.z"}, **options)
 
 
-def trained():
-    guide = new(init_jitter=1.0)
+def trained(guide=None, steps=3):
+    guide = guide or new(init_jitter=1.0)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), L0_ELBO("l0", lam=1.0))
-    for _ in range(3):
+    for _ in range(steps):
         svi.step()
     return guide
 
@@ -52,9 +52,8 @@ def test_pickling_a_guide(copied):
     assert all(torch.equal(x, other.state_dict()[name]) for name, x in guide.state_dict().items())
     assert {name: x.shape for name, x in other().items()} == {"a.z": (4,), "w": (4,)}
     before = {name: x.clone() for name, x in other.state_dict().items()}
-    SVI(model, other, pyro.optim.Adam({"lr": 0.1}), L0_ELBO("l0", lam=1.0)).step()
+    trained(other, 1)
     assert all(not torch.equal(x, before[name]) for name, x in other.state_dict().items())
-    assert all(not torch.equal(x, before[name]) for name, x in other.state_dict().items() if name in guide.state_dict())
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
@@ -107,10 +106,9 @@ def test_a_state_of_another_model(program, options, message):
 
 def test_other_keys_are_unexpected_before_the_first_call_too():
     """Only the sites' parameters are accepted."""
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        new().load_state_dict({"other": torch.zeros(4)})
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        new().load_state_dict({"sites.a.b.c": torch.zeros(4)})
+    for key in ("other", "sites.a.b.c"):
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            new().load_state_dict({key: torch.zeros(4)})
 
 
 def test_a_first_call_that_fails_leaves_a_fresh_guide():

@@ -131,21 +131,18 @@ def test_losses_that_train_nothing(module):
 def test_pyros_optimisers(optimiser):
     """Which make one for each parameter, some of them stepping behind autograd's back."""
     model = Model()
-    guide = AutoGate(model)
-    svi = SVI(model, guide, optimiser({"lr": 0.01}), L0_ELBO("free_energy"))
+    svi = SVI(model, AutoGate(model), optimiser({"lr": 0.01}), L0_ELBO("free_energy"))
     for _ in range(8):
         svi.step(X)
 
 
-def test_nothing_of_torchs_is_touched():
+def test_nothing_of_torchs_is_touched(module):
     """Optimisers have no hooks, and after a hundred losses the guide's parameters have none."""
-    model = Model()
-    loss = L0_ELBO("free_energy")(model, AutoGate(model))
-    loss(X)
+    module(X)
     assert not torch_optimizer._global_optimizer_post_hooks
-    train(loss, torch.optim.Adam(loss.parameters()), steps=101)
-    assert not is_watching(loss.guide)
-    assert not any(x._post_accumulate_grad_hooks for x in loss.guide.parameters())
+    train(module, torch.optim.Adam(module.parameters()), steps=101)
+    assert not is_watching(module.guide)
+    assert not any(x._post_accumulate_grad_hooks for x in module.guide.parameters())
 
 
 def test_parameters_that_are_asked_for_before_the_first_call():

@@ -1,7 +1,5 @@
 """Slabs whose gates an index names, as factors with dummies have: 6 gates and 14 weights, against enumeration."""
 
-import math
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -10,7 +8,7 @@ import torch
 from pyro_l0 import BernoulliGate
 from pyro_l0.diagnostics import to_arviz
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit, sample_posterior
-from tests.reference_posteriors import all_gates
+from tests.infer.regressions import correlated_guide, enumerated
 
 GROUP = torch.tensor([0, 1, 1, 1, 2, 2, 3, 4, 4, 4, 4, 5, 5, 5])
 SLAB = {"w": ("z", GROUP)}
@@ -40,18 +38,13 @@ def model(group=GROUP, gates=GATES):
 
 
 def exact():
-    gates = all_gates(GATES)
-    open_x = X * gates[:, None, GROUP]
-    covariance = torch.eye(N, dtype=torch.float64) + WIDTH**2 * open_x @ open_x.mT
-    log = dist.MultivariateNormal(torch.zeros_like(Y), covariance).log_prob(Y) + gates.sum(1) * math.log(RATE)
-    log = log + (1 - gates).sum(1) * math.log1p(-RATE)
-    return log.softmax(0) @ gates, float(log.logsumexp(0))
+    return enumerated(X, Y, GROUP, RATE, WIDTH)
 
 
 def test_a_fit_is_right():
     """Within .02 of the enumeration, from the guide, the check and a refined posterior; in the weights' shape."""
     probs, evidence = exact()
-    guide = AutoSpikeSlab(model, SLAB, gates="autoregressive", slabs="structured")
+    guide = correlated_guide(model, SLAB)
     result = fit(model, guide, steps=100, num_particles=64, seed=0)
     torch.testing.assert_close(guide.active_probs()["z"], probs, rtol=0, atol=0.02)
     assert evidence - 0.05 < result.elbo < result.log_evidence + 0.01
@@ -115,7 +108,7 @@ def test_samples_of_the_posterior():
     draws = samples.draws()
     assert torch.equal(draws["z * w"], draws["z"][:, group] * draws["w"])
     assert not samples.moved["z"].any()
-    guide = AutoSpikeSlab(small, {"w": ("z", group)}, gates="autoregressive", slabs="structured")
+    guide = correlated_guide(small, {"w": ("z", group)})
     fit(small, guide, steps=200, seed=0)
     torch.testing.assert_close(samples.active_probs()["z"], guide.active_probs()["z"], rtol=0, atol=0.06)
 
@@ -126,10 +119,9 @@ def test_samples_of_the_posterior():
 @pytest.mark.parametrize("index", [GROUP.double(), GROUP > 2, torch.tensor(3)])
 def test_an_index_that_is_none(index):
     """Numbers that are no integers, and one number alone."""
-    with pytest.raises(TypeError, match=r"Expected slab\['w'\] to be .* index of integers"):
-        AutoSpikeSlab(model, {"w": ("z", index)})
-    with pytest.raises(TypeError, match=r"Expected slab\['w'\] to be .* index of integers"):
-        L0_ELBO("spike_slab", slab={"w": ("z", index)})
+    for of_slab in (lambda slab: AutoSpikeSlab(model, slab), lambda slab: L0_ELBO("spike_slab", slab=slab)):
+        with pytest.raises(TypeError, match=r"Expected slab\['w'\] to be .* index of integers"):
+            of_slab({"w": ("z", index)})
 
 
 @pytest.mark.parametrize(

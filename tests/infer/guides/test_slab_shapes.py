@@ -83,26 +83,12 @@ def test_where_gates_act(z_shape, z_event, w_shape, w_event, aligned):
 @pytest.mark.parametrize(
     ("z_shape", "z_event", "w_shape", "w_event", "plates", "message"),
     [
-        (
-            (3,),
-            0,
-            (3, 3),
-            2,
-            (("units", 3), None),
-            r"'z' that fit .* in one way.*\(1, 3\) or \(3, 1\).*to_event\(2\)",
-        ),
+        ((3,), 0, (3, 3), 2, (("units", 3), None), r"'z' that fit .* in one way.*\(1, 3\) or \(3, 1\).*to_event\(2"),
         ((2,), 1, (2, 3), 2, (None, None), r"1 where a gate is shared, such as \.expand\(\[2, 1\]\)\.to_event\(2\)"),
         ((2,), 1, (2, 3), 1, (None, None), r"one gate per event in the slab's plates"),
         ((2, 3), 1, (2, 3, 4), 2, (None, None), r"such as \.expand\(\[3, 1\]\)\.to_event\(2\)"),
         ((3,), 0, (3, 3), 1, (("inputs", 3), ("outputs", 3)), r"\(3, 1\) or \(1, 3\).*the same plates"),
-        (
-            (4,),
-            1,
-            (2, 3),
-            2,
-            (None, None),
-            r"'z' that broadcast against .* 'w' of shape \(2, 3\), but got \(4,\)",
-        ),
+        ((4,), 1, (2, 3), 2, (None, None), r"'z' that broadcast against .* 'w' of shape \(2, 3\), but got \(4,\)"),
     ],
 )
 def test_gates_that_fit_in_no_way_or_in_several(z_shape, z_event, w_shape, w_event, plates, message):

@@ -51,22 +51,6 @@ def test_covariance_of_draws():
         torch.testing.assert_close(root.mT @ root, direct(gates, torch.zeros(P).double()).covariance_matrix)
 
 
-def test_conditionals_depend_on_slabs_behind_alone():
-    """Mean j is the exact one of w_j given w_k, k > j."""
-    given = slab_given_gates(CURVATURE, LINEAR, GATES[2:3], SCALE)
-    noise = torch.tensor([[0.4, -1.0, 0.2, 1.5]], dtype=torch.float64)
-    slabs = given.draw(noise)
-    means, deviations = given.conditionals(slabs, noise)
-    exact = direct(GATES[2], torch.zeros(P, dtype=torch.float64))
-    covariance = exact.covariance_matrix
-    for j in range(P):
-        gain = covariance[j, j + 1 :] @ covariance[j + 1 :, j + 1 :].inverse() if j < P - 1 else slabs.new_zeros(0)
-        mean = exact.mean[j] + gain @ (slabs[0] - exact.mean)[j + 1 :]
-        variance = covariance[j, j] - gain @ covariance[j + 1 :, j]
-        torch.testing.assert_close(means[0, j], mean)
-        torch.testing.assert_close(deviations[0, j], variance.sqrt())
-
-
 def test_float32_and_huge_curvature():
     """Means to five digits in float32, with curvatures of 1e8 as of a large data set."""
     curvature, linear = 1e8 * CURVATURE, 1e8 * LINEAR

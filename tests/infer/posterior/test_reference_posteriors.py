@@ -15,12 +15,11 @@ from pyro import poutine
 from scipy import integrate
 from torch.distributions import MultivariateNormal
 
-from tests.bench.posteriors.posterior_references import FILE, exact_posterior, problem, reference
+from tests.bench.posteriors.posterior_references import FILE, problem, reference
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.sampled_posteriors import importance_sampled_posterior, long_chain_posterior
 from tests.spike_slab_designs import (
     Design,
-    exact_pair,
     gaussian_design,
     gaussian_designs,
     generalised_linear_designs,
@@ -55,16 +54,6 @@ def evidence(x, y, z, sigma=SIGMA, tau=TAU):
     open_x = x * z
     covariance = sigma**2 * torch.eye(len(y), dtype=torch.float64) + tau**2 * open_x @ open_x.T
     return float(MultivariateNormal(torch.zeros_like(y), covariance).log_prob(y))
-
-
-def test_evidence_and_inclusion_are_those_of_normal_densities_of_the_data():
-    """Every gate vector has the log density of y that torch computes, so all constants are there."""
-    x, y = small_regression()
-    posterior = GaussianPosterior(x, y, SIGMA, TAU, RATE)
-    evidences = torch.tensor([evidence(x, y, z) for z in posterior.gates], dtype=torch.float64)
-    joint = evidences + log_gates(posterior.gates, RATE)
-    assert posterior.log_evidence == pytest.approx(float(joint.logsumexp(0)), abs=1e-10)
-    torch.testing.assert_close(posterior.summary().inclusion, joint.softmax(0) @ posterior.gates)
 
 
 def test_moments_are_those_of_a_grid_over_the_slabs():
@@ -151,14 +140,6 @@ def test_unknown_noise_is_integrated_as_on_a_fine_grid():
     assert float(found.inclusion) == pytest.approx(float(weights[1].sum()), abs=1e-5)
     assert found.hyper["sigma"] == pytest.approx(float(weights.sum(0) @ log_sigma.exp()), abs=1e-5)
     assert found.hyper["log tau"] == pytest.approx(float(weights.sum(0) @ log_tau), abs=1e-5)
-
-
-def test_members_of_the_exact_pair_have_equal_inclusion_probabilities():
-    """One of the two explains the data: together they are open once and seldom twice."""
-    design = exact_pair()
-    found = exact_posterior(design).summary()
-    assert float(found.inclusion[0]) == pytest.approx(float(found.inclusion[1]), abs=1e-12)
-    assert float(found.inclusion[0]) == pytest.approx(0.5, abs=0.03)
 
 
 def test_draws_have_the_moments_of_the_summary():

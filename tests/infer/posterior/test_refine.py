@@ -6,12 +6,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from torch.distributions import MultivariateNormal
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab
 from tests.bench.posteriors.posterior_references import problem
-from tests.reference_posteriors import GaussianPosterior, all_gates
+from tests.infer.regressions import enumerated
+from tests.reference_posteriors import GaussianPosterior
 from tests.sampled_posteriors import importance_sampled_posterior
 from tests.spike_slab_designs import Design
 
@@ -103,11 +103,7 @@ def test_groups_switch_together(seeded):
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal((x * (z.unsqueeze(-1) * w)).sum((-2, -1)), 1.0), obs=y)
 
-    gates = all_gates(3)
-    flat = x.flatten(1)
-    covariances = [torch.eye(80).double() + 0.25 * (flat * z.repeat_interleave(2)) @ flat.T for z in gates]
-    scores = torch.stack([MultivariateNormal(torch.zeros_like(y), c).log_prob(y) for c in covariances])
-    exact = (scores + gates.sum(1) * math.log(0.3 / 0.7)).softmax(0) @ gates
+    exact, _ = enumerated(x.flatten(1), y, torch.tensor([0, 0, 1, 1, 2, 2]), 0.3, 0.5)
     posterior = AutoSpikeSlab(model, slab=SLAB, slabs="structured").refine(x, y, seed=0)
     torch.testing.assert_close(posterior.active_probs()["z"], exact, atol=0.02, rtol=0)
     assert posterior.draws(7)["w"].shape == (7, 3, 2)
