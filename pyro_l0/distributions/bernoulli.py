@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution, JointDraw
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
+from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
 from pyro_l0.maths.special import Number
 
 
@@ -44,7 +44,7 @@ class BernoulliGate(GateDistribution):
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 2-3.
     """
 
-    arg_constraints: ClassVar = {"logits": bounded()}
+    arg_constraints: ClassVar = {"logits": Bounded()}
     learned: ClassVar = {"logits": constraints.real}
     has_rsample = False
     has_enumerate_support = True

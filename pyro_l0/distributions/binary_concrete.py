@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
+from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
 from pyro_l0.maths import hard_concrete, quadrature
 from pyro_l0.maths.special import Number, inside_unit_interval
 
@@ -47,7 +47,7 @@ class BinaryConcrete(GateDistribution):
         Maddison, Mnih, Teh (2017), arXiv:1611.00712; Louizos, Welling, Kingma (2018), arXiv:1712.01312, eq. 10 and 23.
     """
 
-    arg_constraints: ClassVar = {"log_alpha": bounded(), "temperature": bounded(lower=0)}
+    arg_constraints: ClassVar = {"log_alpha": Bounded(), "temperature": Bounded(lower=0)}
     learned: ClassVar = {"log_alpha": constraints.real}
     _fixed = ("temperature",)
     atoms = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
 import warnings
@@ -119,13 +120,6 @@ class GateDistribution(TorchDistribution):
     def _cdf(self, z: Tensor) -> Tensor:
         """P(Z <= z) at 0 <= z < 1."""
 
-    @abstractmethod
-    def _node_temperature(self) -> float:
-        """Sharpness on the logit axis: the largest temperature of a hard concrete as hard to integrate.
-
-        Infinity where that is not known, as parameters on a device are not.
-        """
-
     # ------------------------------------------------------------ what follows
 
     @property
@@ -216,7 +210,7 @@ class GateDistribution(TorchDistribution):
         batch_shape = torch.Size(batch_shape)
         new = type(self).__new__(type(self)) if _instance is None else _instance
         for name, value in self._state().items():
-            if isinstance(value, Tensor) and name in self.learned:
+            if (isinstance(value, Tensor) and name in self.learned) or isinstance(value, Distribution):
                 value = value.expand(batch_shape)
             setattr(new, name, value)
         if "has_rsample" in self.__dict__:
@@ -271,6 +265,13 @@ class GateDistribution(TorchDistribution):
         """A parameter in the batch's shape."""
         like = self._like
         return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+    def _node_temperature(self) -> float:
+        """Sharpness on the logit axis: the largest temperature of a hard concrete as hard to integrate.
+
+        Infinity where that is not known, as parameters on a device are not.
+        """
+        return math.inf
 
     def _breakpoints(self) -> tuple[float, ...] | None:
         """Numbers in [0, 1] where a quadrature rule starts anew, None where only panels are accurate."""

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import JointDraw
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
+from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
 from pyro_l0.distributions.quadrature import integrate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate
 from pyro_l0.maths import hard_concrete, host, quadrature, special
@@ -56,7 +56,7 @@ class HardConcrete(StretchedGate):
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 10-13 and 23-29.
     """
 
-    arg_constraints: ClassVar = {"log_alpha": bounded(), "temperature": bounded(lower=0), **STRETCH_LIMITS}
+    arg_constraints: ClassVar = {"log_alpha": Bounded(), "temperature": Bounded(lower=0), **STRETCH_LIMITS}
     learned: ClassVar = {"log_alpha": constraints.real}
     _fixed = ("temperature", "gamma", "zeta")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
+from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, kumaraswamy, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s
@@ -44,8 +44,8 @@ class HardKumaraswamy(UnitIntervalGate):
     """
 
     arg_constraints: ClassVar = {
-        "concentration1": bounded(lower=0),
-        "concentration0": bounded(lower=0),
+        "concentration1": Bounded(lower=0),
+        "concentration0": Bounded(lower=0),
         **STRETCH_LIMITS,
     }
     learned: ClassVar = {"concentration1": constraints.positive, "concentration0": constraints.positive}

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from pyro_l0.distributions.mixture import MixtureGate
-from pyro_l0.distributions.parameters import bounded
+from pyro_l0.distributions.parameters import Bounded
 from pyro_l0.distributions.stretched import STRETCH_LIMITS
 from pyro_l0.maths.components import Exponential, ExponentialUniform, PowerLaw
 from pyro_l0.maths.special import Number
@@ -91,7 +91,7 @@ class ExponentialGate(BetaMixtureGate):
         Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 4-6.
     """
 
-    arg_constraints: ClassVar = {"logits": bounded(), "beta": bounded(lower=0), **STRETCH_LIMITS}
+    arg_constraints: ClassVar = {"logits": Bounded(), "beta": Bounded(lower=0), **STRETCH_LIMITS}
     default_beta: ClassVar[float] = 30.0
 
     @property
@@ -130,7 +130,7 @@ class PowerLawGate(BetaMixtureGate):
         Huang, Chen, Wu, Learning sparse neural networks through mixture-distributed regularization; eq. 8.
     """
 
-    arg_constraints: ClassVar = {"logits": bounded(), "beta": bounded(lower=1), **STRETCH_LIMITS}
+    arg_constraints: ClassVar = {"logits": Bounded(), "beta": Bounded(lower=1), **STRETCH_LIMITS}
     default_beta: ClassVar[float] = 40.0
 
     @property
@@ -173,9 +173,9 @@ class ExponentialUniformGate(MixtureGate):
     """
 
     arg_constraints: ClassVar = {
-        "logits": bounded(),
-        "beta": bounded(lower=0),
-        "epsilon": bounded(0.0, 1.0),
+        "logits": Bounded(),
+        "beta": Bounded(lower=0),
+        "epsilon": Bounded(0.0, 1.0),
         **STRETCH_LIMITS,
     }
     _fixed = ("beta", "epsilon", "gamma", "zeta")

@@ -14,15 +14,16 @@ from pyro_l0.maths import host
 from pyro_l0.maths.special import Number
 
 
-class _Bounded(constraints.Constraint):
-    """Finite and strictly between two limits."""
+class Bounded(constraints.Constraint):
+    """Finite reals strictly between two limits; torch's own constraints admit infinities."""
 
-    def __init__(self, lower: float, upper: float) -> None:
+    def __init__(self, lower: float = -math.inf, upper: float = math.inf) -> None:
         self.lower = lower
         self.upper = upper
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
+        """Whether each value satisfies it."""
         return torch.isfinite(value) & (value > self.lower) & (value < self.upper)
 
     def __repr__(self) -> str:
@@ -31,11 +32,6 @@ class _Bounded(constraints.Constraint):
         if self.upper < math.inf:
             return f"finite and less than {self.upper:g}"
         return "finite"
-
-
-def bounded(lower: float = -math.inf, upper: float = math.inf) -> constraints.Constraint:
-    """The constraint of finite reals above ``lower`` and below ``upper``; torch's own admit infinities."""
-    return _Bounded(lower, upper)
 
 
 def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Tensor], list[Number]]:

@@ -69,13 +69,6 @@ class Rectified(QuadratureGate):
     def _state(self) -> dict[str, object]:
         return {"base": self.base}
 
-    def expand(self, batch_shape: _size, _instance: Self | None = None) -> Self:
-        """The same over a larger batch."""
-        new = type(self).__new__(type(self)) if _instance is None else _instance
-        Rectified.__init__(new, self.base.expand(torch.Size(batch_shape)), validate_args=False)
-        new._validate_args = self._validate_args
-        return new
-
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
         """This gate with every tensor of its base changed, such as moved to another device."""
         return type(self)(_map_tensors(self.base, function), validate_args=False)
@@ -164,9 +157,6 @@ class Rectified(QuadratureGate):
 
     def _cdf(self, z: Tensor) -> Tensor:
         return self.base.cdf(z)
-
-    def _node_temperature(self) -> float:
-        return math.inf  # nothing is known of the density
 
     def _breakpoints(self) -> None:
         return None

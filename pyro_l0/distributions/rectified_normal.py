@@ -12,7 +12,7 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import as_parameters, bounded, check_rate
+from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
 from pyro_l0.maths import host, quadrature, rectified_normal, special
 from pyro_l0.maths.special import Number
 
@@ -41,7 +41,7 @@ class RectifiedNormal(GateDistribution):
         Yamada, Lindenbaum, Negahban, Kluger (2020), arXiv:1810.04247; the end of section 2.2 of the L0 paper.
     """
 
-    arg_constraints: ClassVar = {"loc": bounded(), "scale": bounded(lower=0)}
+    arg_constraints: ClassVar = {"loc": Bounded(), "scale": Bounded(lower=0)}
     learned: ClassVar = {"loc": constraints.real, "scale": constraints.positive}
 
     def __init__(self, loc: Number, scale: Number, validate_args: bool | None = None) -> None:

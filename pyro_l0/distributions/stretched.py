@@ -13,14 +13,14 @@ from torch.distributions import constraints
 from torch.types import _size
 
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import bounded
+from pyro_l0.distributions.parameters import Bounded
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths import host, quadrature, special
 from pyro_l0.maths.mixture import Point
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
 
-STRETCH_LIMITS = {"gamma": bounded(upper=0), "zeta": bounded(lower=1)}
+STRETCH_LIMITS = {"gamma": Bounded(upper=0), "zeta": Bounded(lower=1)}
 
 
 class StretchedGate(GateDistribution):

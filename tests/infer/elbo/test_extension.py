@@ -60,9 +60,6 @@ class RectifiedLogistic(GateDistribution):
     def _cdf(self, z):
         return torch.sigmoid((z - self.loc) / self.scale)
 
-    def _node_temperature(self):
-        return math.inf
-
     def _breakpoints(self):
         return None  # panels
 
