@@ -120,7 +120,8 @@ class OptimiserWatch:
             return False
         for hook in self._hooks:
             hook.remove()
-        if all(map(_are_equal, self._parameters, self._start)):
+        pairs = zip(self._parameters, self._start, strict=True)
+        if all(x.shape == start.shape and torch.equal(x.detach().to(start), start) for x, start in pairs):
             warnings.warn(
                 f"The parameters of {self._what} have had gradients for {_PATIENCE} losses, but no optimiser has moved "
                 "them. A guide makes its parameters at its first call; call it once with the model's arguments before "
@@ -128,7 +129,3 @@ class OptimiserWatch:
                 stacklevel=2,
             )
         return True
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.detach().to(other), other)

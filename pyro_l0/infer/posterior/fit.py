@@ -142,7 +142,19 @@ def fit(
     guide.load_state_dict(state)
     best.restarts = [result.elbo for result, _, _ in found]
     best.disagreement = max(float((other[name] - probs[name]).abs().max()) for _, _, other in found for name in probs)
-    _warn(best)
+    if not best.converged:
+        warnings.warn(
+            f"The loss was still falling after {len(best.losses)} steps; inclusion probabilities may move further. "
+            "Give more steps.",
+            stacklevel=2,
+        )
+    if best.disagreement > _DISAGREE:
+        warnings.warn(
+            f"Restarts disagree by {best.disagreement:.2f} in an inclusion probability, with evidence lower bounds "
+            f"{', '.join(f'{x:.2f}' for x in best.restarts)}; the best is kept. Use check_fit, and more steps or "
+            "gates='autoregressive'.",
+            stacklevel=2,
+        )
     return best
 
 
@@ -186,19 +198,3 @@ def _has_converged(losses: Tensor, steps: int) -> bool:
     before, last = losses[-2 * tenth : -tenth], losses[-tenth:]
     error = math.sqrt((float(before.var()) + float(last.var())) / tenth)
     return float(before.mean() - last.mean()) < _FALLING + 3 * error
-
-
-def _warn(result: Fit) -> None:
-    if not result.converged:
-        warnings.warn(
-            f"The loss was still falling after {len(result.losses)} steps; inclusion probabilities may move further. "
-            "Give more steps.",
-            stacklevel=3,
-        )
-    if result.disagreement > _DISAGREE:
-        warnings.warn(
-            f"Restarts disagree by {result.disagreement:.2f} in an inclusion probability, with evidence lower bounds "
-            f"{', '.join(f'{x:.2f}' for x in result.restarts)}; the best is kept. Use check_fit, and more steps or "
-            "gates='autoregressive'.",
-            stacklevel=3,
-        )
