@@ -138,7 +138,6 @@ def test_local_latents_in_minibatches():
             e = pyro.sample("e", dist.Normal(0.0, 1.0))
             pyro.sample("y", dist.Normal(e, 1.0), obs=y[rows])
 
-    pyro.set_rng_seed(0)
     alone, rows, elbo = AutoSpikeSlab(model, SLAB), torch.arange(10), leave_one_out(num_particles=2)
     alone(rows)
     with pytest.raises(ValueError, match=r"plate 'data' of the guide to take the part .* Give the guide create_plates"):
@@ -186,7 +185,6 @@ def test_supports_and_shapes(kind, options):
             b = pyro.sample("b", KINDS[kind]())
         observe(0.1 * (a.sum() + b.sum()) if a.dim() < 2 else a[..., 1, 0] + b[..., 1, 0].sum())
 
-    pyro.set_rng_seed(0)
     guide = AutoSpikeSlab(model, SLAB, **options)
     guide()
     loss = leave_one_out(num_particles=2).differentiable_loss(model, guide)
@@ -210,7 +208,6 @@ def test_auto_gate_takes_them_too():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
         pyro.sample("y", dist.Normal(z.sum(), scale), obs=torch.tensor(1.0))
 
-    pyro.set_rng_seed(0)
     guide = AutoGate(model)
     assert float(L0_ELBO(lam=0.1).terms(model, guide)["kl_other"]) > 0
     guides = AutoGuideList(model)

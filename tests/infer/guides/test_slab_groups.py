@@ -85,7 +85,6 @@ def test_the_loss_counts_each_weight_by_its_gate():
         with pyro.plate("weights", WEIGHTS):
             pyro.sample("w", dist.Normal(torch.zeros_like(scales), scales))
 
-    pyro.set_rng_seed(0)
     terms = L0_ELBO("spike_slab", slab={"w": ("z", GROUP.tolist())}, estimator="score_function").terms(model, guide)
     ratio = (scales / WIDTH) ** 2
     expected = (probs[GROUP] * 0.5 * (ratio - 1 - ratio.log())).sum()

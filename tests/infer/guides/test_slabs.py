@@ -162,7 +162,6 @@ def test_fit_maps_the_particles_of_pathwise_gates():
         runs.append(None)
         regression(x, y, HardConcrete.from_active_prob(0.3), dist.Normal(0.0, 1.0))
 
-    torch.manual_seed(0)
     x = torch.randn(100, 4)
     guide = AutoSpikeSlab(model, slab={"w": "z"})
     with pytest.warns(UserWarning, match="still falling"):

@@ -30,13 +30,7 @@ def design(p, **options):
     return Design("linear", x, y, **options), GaussianPosterior(x, y, 1.0, 0.5, 0.2).summary()
 
 
-@pytest.fixture
-def seeded():
-    pyro.clear_param_store()
-    pyro.set_rng_seed(3)
-
-
-def test_tempered_gibbs_is_the_posterior(seeded):
+def test_tempered_gibbs_is_the_posterior():
     linear, exact = design(7)
     guide = AutoSpikeSlab(linear.model, slab=SLAB, slabs="structured")
     posterior = guide.refine(linear.x, linear.y, seed=0)
@@ -54,7 +48,7 @@ def test_tempered_gibbs_is_the_posterior(seeded):
     assert torch.equal(again, posterior.active_probs()["z"])
 
 
-def test_a_plain_mean_field_guide_refines_too_and_stays(seeded):
+def test_a_plain_mean_field_guide_refines_too_and_stays():
     linear, exact = design(6)
     guide = AutoSpikeSlab(linear.model, slab=SLAB)
     guide(linear.x, linear.y)
@@ -64,7 +58,7 @@ def test_a_plain_mean_field_guide_refines_too_and_stays(seeded):
     assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
 
 
-def test_mean_field_of_independent_features(seeded):
+def test_mean_field_of_independent_features():
     x = torch.linalg.qr(torch.randn(60, 6, dtype=torch.float64)).Q * math.sqrt(60)
     y = 0.4 * x[:, 0] + torch.randn(60, dtype=torch.float64)
     guide = AutoSpikeSlab(Design("independent", x, y).model, slab=SLAB)
@@ -75,7 +69,7 @@ def test_mean_field_of_independent_features(seeded):
         guide.refine(x, y, method="exact")
 
 
-def test_a_rate_and_a_noise_of_the_model(seeded):
+def test_a_rate_and_a_noise_of_the_model():
     one = torch.ones((), dtype=torch.float64)
     linear, _ = design(5, rate=dist.Beta(one, 4.0), sigma=dist.HalfNormal(one))
     guide = AutoSpikeSlab(linear.model, slab=SLAB, slabs="structured", hyper=("rate", "sigma"))
@@ -92,7 +86,7 @@ def test_a_rate_and_a_noise_of_the_model(seeded):
         AutoSpikeSlab(linear.model, slab=SLAB, hyper=()).refine(linear.x, linear.y)
 
 
-def test_groups_switch_together(seeded):
+def test_groups_switch_together():
     x = torch.randn(80, 3, 2, dtype=torch.float64)
     y = (x[:, 1] @ torch.tensor([0.6, -0.4]).double()) + torch.randn(80, dtype=torch.float64)
 
@@ -122,7 +116,7 @@ def test_groups_switch_together(seeded):
     torch.testing.assert_close(interval, posterior.quantiles((0.1, 0.9), 40)["w"])
 
 
-def test_a_likelihood_that_is_not_quadratic(seeded):
+def test_a_likelihood_that_is_not_quadratic():
     x = torch.randn(80, 4, dtype=torch.float64)
     y = (torch.rand(80, dtype=torch.float64) < torch.sigmoid(1.2 * x[:, 0])).double()
     logistic = Design("labels", x, y, "logistic", tau=1.0)
