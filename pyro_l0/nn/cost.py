@@ -84,7 +84,8 @@ class NetworkCost:
         self._group_sizes = self._per_unit(find_readers(maps))
         for call in maps.gates:
             if call.is_whole:
-                self._group_sizes[call.site] = self._leave_with(call.site)
+                others = {name: torch.full((size,), float(name != call.site)) for name, size in self.sizes.items()}
+                self._group_sizes[call.site] = self.total_weights - float(self._weights(others))
         self.filter_sizes = self._per_unit(find_writers(maps))
 
     @property
@@ -136,11 +137,6 @@ class NetworkCost:
             gate '1', units 0-2: stay behind the gate (network output)
         """
         return report(self._recording, self._dependencies)
-
-    def _leave_with(self, site: str) -> float:
-        """The number of weights that leave where the gates of one site alone are closed."""
-        active = {name: torch.full((size,), float(name != site)) for name, size in self.sizes.items()}
-        return self.total_weights - float(self._weights(active))
 
     def _per_unit(self, uses: Iterable[Use]) -> dict[str, float]:
         sizes = dict.fromkeys(self.sizes, 0.0)

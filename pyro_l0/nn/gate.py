@@ -149,8 +149,8 @@ class Gate(nn.Module):
 class GateHolder(nn.Module):
     """Registers gates that act by hooks; when it is called, it does nothing.
 
-    It is so many ``levels`` below the network, as a container can't hold it. By module path in earlier versions, which
-    wrapped gated modules, ``old`` has the path now.
+    ``levels`` is how many modules below the network it is, as a container can't hold it; ``old`` has, by module path in
+    earlier versions, which wrapped gated modules, the path now.
     """
 
     def __init__(self, levels: int, old: Mapping[str, str]) -> None:

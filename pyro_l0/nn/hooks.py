@@ -60,12 +60,9 @@ def has_hook(module: nn.Module, kind: type[GateHook]) -> bool:
     return any(isinstance(hook, kind) for hook in hooks)
 
 
-def hooks_of(network: nn.Module) -> Iterator[tuple[str, GateHook]]:
+def hooks_of(module: nn.Module, path: str = "", seen: set[nn.Module] | None = None) -> Iterator[tuple[str, GateHook]]:
     """The hooks of a network's modules, with the module's path; those inside a module before the one behind it."""
-    yield from _hooks_of(network, "", set())
-
-
-def _hooks_of(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, GateHook]]:
+    seen = set() if seen is None else seen
     if module in seen:
         return
     seen.add(module)
@@ -74,7 +71,7 @@ def _hooks_of(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tu
             yield path, hook
     for name, child in module._modules.items():
         if child is not None:
-            yield from _hooks_of(child, f"{path}.{name}" if path else name, seen)
+            yield from hooks_of(child, f"{path}.{name}" if path else name, seen)
     for behind in module._forward_hooks.values():
         if isinstance(behind, GateHook):
             yield path, behind

@@ -18,19 +18,12 @@ __all__ = ["Report", "Stay", "report"]
 
 @dataclass(frozen=True)
 class Stay:
-    """Units that stay on one side of a gate, or on both, when they are closed.
-
-    Attributes:
-        site: the gate's site.
-        units: which of its units.
-        where: ``"in front"``: the weights that write them stay; ``"behind"``: those that read them do; or ``"both"``.
-        why: the operation and the module that need them.
-    """
+    """Units that stay on one side of a gate, or on both, when they are closed."""
 
     site: str
     units: tuple[int, ...]
-    where: str
-    why: str
+    where: str  # ``"in front"``: weights that write them stay; ``"behind"``: those that read them; or ``"both"``
+    why: str  # the operation and the module that need them
 
     @property
     def verdict(self) -> str:

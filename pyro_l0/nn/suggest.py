@@ -26,25 +26,16 @@ __all__ = ["Location", "Suggestions", "suggest_gates"]
 class Location:
     """A module behind which a gate would cut something.
 
-    Attributes:
-        path: the module.
-        gate: a gate for its output.
-        weights: weights that one unit's closing saves, on average over its units, with all other gates open.
-        macs: multiply-adds per example that it saves, likewise.
-        parameters: names of those that lose entries with a unit.
-        is_composite: whether its units are parts of larger ones that can have gates, such as entries of a flattened
-            map or a head's queries, so that a gate there leaves a selection in front of the next layer.
-        coupled: paths of other locations on the same units, such as a residual stream's: what the units have in common
-            leaves only where the gates of all of them are closed.
+    What units of ``coupled`` locations have in common leaves only where the gates of all of them are closed.
     """
 
-    path: str
-    gate: Gate
-    weights: float
-    macs: float
-    parameters: tuple[str, ...]
-    coupled: tuple[str, ...]
-    is_composite: bool
+    path: str  # of the module
+    gate: Gate  # for its output
+    weights: float  # that one unit's closing saves, on average over its units, with all other gates open
+    macs: float  # multiply-adds per example that it saves, likewise
+    parameters: tuple[str, ...]  # that lose entries with a unit
+    coupled: tuple[str, ...]  # other locations on the same units, such as a residual stream's
+    is_composite: bool  # whether its units are parts of larger ones that can have gates, such as a head's queries
 
 
 class Suggestions(Mapping[str, Gate]):

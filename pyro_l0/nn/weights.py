@@ -108,7 +108,8 @@ def pack_zeros(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in state.items():
         value = value.detach()
         is_other = value.flatten() != 0
-        shape, bits, values = torch.tensor(value.shape), _to_bits(is_other), value.flatten()[is_other]
+        shape, values = torch.tensor(value.shape), value.flatten()[is_other]
+        bits = torch.from_numpy(np.packbits(is_other.cpu().numpy())).to(value.device)
         if value.dim() and sum(x.nbytes for x in (shape, bits, values)) < value.nbytes:
             packed.update({name + _SHAPE: shape, name + _BITS: bits, name + _VALUES: values})
         else:
@@ -195,10 +196,6 @@ def _weight(layer: nn.Module) -> Tensor:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight
-
-
-def _to_bits(flags: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(flags.cpu().numpy())).to(flags.device)
 
 
 def _from_parts(name: str, packed: Mapping[str, Tensor]) -> Tensor:

@@ -115,9 +115,10 @@ def _paths(sites: Sites) -> set[str]:
 
 def _alone(network: nn.Module, suggested: Suggestions) -> Sites:
     """The heads, and the locations whose units leave alone."""
-    heads = {path: number for path, number in {**suggested.heads, **_of_torch(network)}.items() if number > 1}
+    attention = [(path, x) for path, x in network.named_modules() if path and isinstance(x, nn.MultiheadAttention)]
+    heads = {**suggested.heads, **{f"{path}.out_proj": module.num_heads for path, module in attention}}
     alone = [x for x in suggested.locations if not x.coupled and not x.is_composite]
-    return [*(((path,), number) for path, number in heads.items()), *(((x.path,), x.gate) for x in alone)]
+    return [*(((path,), number) for path, number in heads.items() if number > 1), *(((x.path,), x.gate) for x in alone)]
 
 
 def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple[Sites, Sites]:
@@ -169,15 +170,6 @@ def _that_compact(
         else:
             good.append(one)
     return good, _tried(network, example, good)[0] if good else None
-
-
-def _of_torch(network: nn.Module) -> dict[str, int]:
-    """The output projections of torch's attention, with their numbers of heads."""
-    return {
-        f"{path}.out_proj": module.num_heads
-        for path, module in network.named_modules()
-        if path and isinstance(module, nn.MultiheadAttention)
-    }
 
 
 def _tried(network: nn.Module, example: Example, sites: Sites) -> tuple[nn.Module | None, str]:

@@ -44,9 +44,6 @@ class Formulas:
         self._known: dict[Clause, Clause] = {}  # one object for equal clauses: comparing long ones takes long
         self._clause_cases: dict[Clause, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._clauses)
-
     def clauses(self, formula: int) -> tuple[Clause, ...]:
         """The clauses of a statement, none of which follows from another."""
         return self._clauses[formula]

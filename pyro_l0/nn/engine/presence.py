@@ -126,7 +126,8 @@ class Presence:
             found = self._together(operation, rest).repeat(axis.size, axis=1)
         for link in links:
             found = self.formulas.some_each(found, _spread(link, self.known[link.source]))
-        if self._is_mixed(operation, links):
+        read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
+        if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
             found[VARYING] = self.formulas.some_of(found[VARYING])
         product = factors(self.maps, operation)
         if product is not None:
@@ -135,11 +136,6 @@ class Presence:
                 each = linked[value] if value in linked else self.whole(value)
                 found[NONZERO] = self.formulas.both_each(found[NONZERO], each[NONZERO])
         return found
-
-    def _is_mixed(self, operation: Operation, links: list[Link]) -> bool:
-        """Whether an operation that passes entries on also reads them together, as a norm does."""
-        read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
-        return any(link.source is axis for link in links for axis in read)
 
 
 def factors(maps: Maps, operation: Operation) -> list[Value] | None:
