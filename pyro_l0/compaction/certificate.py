@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -217,9 +218,7 @@ def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
 
 def difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, float]:
     """The largest difference of outputs, and the largest output; not numbers if one is not finite."""
-    scale = apart = 0.0
-    for x in expected:
-        scale = _worst(scale, largest(x))
+    apart, scale = 0.0, reduce(_worst, map(largest, expected), 0.0)
     if [x.shape for x in expected] != [x.shape for x in got]:
         return math.inf, scale
     for x, y in zip(expected, got, strict=True):

@@ -76,8 +76,8 @@ def follow_calls(network: nn.Module, example: Example) -> Calls:
         for handle in handles:
             handle.remove()
     refuse_computed(network)
-    used = [value for operation in recording.operations for value in (*operation.inputs, *operation.outputs)]
-    values = {id(value.tensor): value for value in used if value is not None}
+    operations = recording.operations
+    values = {id(value.tensor): value for one in operations for value in (*one.inputs, *one.made)}
     calls: dict[nn.Module, list[ModuleCall]] = {}
     for module, given, result, behind, number in seen:
         call = ModuleCall(behind, values.get(id(given)), values.get(id(result)), number)

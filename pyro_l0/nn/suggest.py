@@ -185,7 +185,7 @@ def _users(recording: Recording) -> dict[Value, list[Operation]]:
     users: dict[Value, list[Operation]] = {}
     needed = {value for call in recording.calls for value in call.outputs}
     for operation in reversed(recording.operations):
-        if not needed.isdisjoint(operation.outputs):
+        if not needed.isdisjoint(operation.made):
             needed.update(operation.inputs)
             for value in dict.fromkeys(operation.inputs):
                 users.setdefault(value, []).append(operation)
@@ -212,7 +212,7 @@ def _without_passed_on(maps: Maps, users: Mapping[Value, list[Operation]], found
                 return True
             kept = _kept_by(maps, operation, unit)
             is_mixed = any(isinstance(x, Read) and unit in x.axes for x in maps.relations[operation])
-            is_split = any(value in users for value in operation.outputs[1:])  # as where a pool's indices are used
+            is_split = any(value in users for value in operation.made[1:])  # as where a pool's indices are used
             if len(kept) != 1 or is_mixed or is_split:
                 return False
             last, unit = operation.output, kept[0]

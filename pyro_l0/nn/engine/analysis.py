@@ -185,12 +185,11 @@ def _apply_rules(
         for value in operation.inputs:
             if value not in maps.axes:
                 _add_given(maps, value)
-        outputs = [value for value in operation.outputs if value is not None]
-        for value in outputs:
+        for value in operation.made:
             if value not in maps.axes:
                 maps.add(value, VARIES)
         _apply_rule(maps, operation)
-        for value in outputs:
+        for value in operation.made:
             maps.settle(value)
     for call in recording.calls:
         for value in call.outputs:
@@ -316,8 +315,7 @@ def _shrunk(maps: Maps, solution: Solution) -> dict[str, dict[int, int]]:
     """
     sizes = defaultdict[str, dict[int, set[int]]](lambda: defaultdict(set))
     for operation in maps.recording.operations:
-        values = [value for value in [*operation.inputs, *operation.outputs] if value is not None]
-        for axis in (axis for value in values for axis in maps.axes[value]):
+        for axis in (axis for value in [*operation.inputs, *operation.made] for axis in maps.axes[value]):
             sizes[operation.path][axis.size].add(solution.size(axis))
     for path in sorted(sizes, key=lambda path: -path.count(".") - bool(path)):
         parent = path.rpartition(".")[0]

@@ -93,7 +93,7 @@ class _Evaluation:
 
     def _before(self, wanted: Iterable[Value]) -> set[Operation]:
         """The operations that made what has something constant in it."""
-        makers = {x: operation for operation in self.maps.recording.operations for x in operation.outputs if x}
+        makers = {x: operation for operation in self.maps.recording.operations for x in operation.made}
         found, waiting = set[Operation](), list(wanted)
         while waiting:
             value = waiting.pop()

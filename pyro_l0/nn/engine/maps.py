@@ -274,7 +274,7 @@ class Maps:
     def barrier(self) -> None:
         """Nothing is known of the operation: all that it touches stays."""
         self.barriers[self.operation] = self.place
-        for value in [*self.operation.inputs, *(x for x in self.operation.outputs if x is not None)]:
+        for value in [*self.operation.inputs, *self.operation.made]:
             for dim in range(value.rank):
                 if self.operation.name == WRITE:  # which does not run, and matters only if the memory is read again
                     self.reads((value, dim))

@@ -69,8 +69,7 @@ class Needs:
         """The statement that the outputs depend on an operation."""
         return self._formulas.some(
             self._formulas.every(self._formulas.some_of(self.of(axis)) for axis in self._maps.dims(value))
-            for value in operation.outputs
-            if value is not None
+            for value in operation.made
         )
 
     def _linked(self, link: Link, where: Index | None, runs: int) -> Index:

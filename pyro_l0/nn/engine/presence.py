@@ -36,9 +36,8 @@ class Presence:
             for reshape in [x for x in opened.relations[operation] if isinstance(x, Reshape)]:
                 for axis in set(reshape.targets).difference(at_least):  # of no tensor, between two reshapes
                     self.known[axis] = self._regroup(reshape, axis)
-            for output in operation.outputs:
-                for axis in opened.dims(output) if output is not None else ():
-                    self._settle(operation, axis)
+            for axis in (axis for output in operation.made for axis in opened.dims(output)):
+                self._settle(operation, axis)
 
     def whole(self, value: Value) -> Index:
         """The statements that a tensor is not zero as a whole, and that it varies, shape ``(2, 1)``."""
@@ -50,8 +49,8 @@ class Presence:
         if operation.name == "gate":
             return self.gates[str(operation.arguments["site"])]
         total = np.full(link.target.size, TRUE)
-        values = [value for value in operation.outputs if value is not None]
-        behind = next(dim - x.rank for x in values for dim, axis in enumerate(self.maps.axes[x]) if axis is link.target)
+        outputs = ((x, dim, axis) for x in operation.made for dim, axis in enumerate(self.maps.axes[x]))
+        behind = next(dim - x.rank for x, dim, axis in outputs if axis is link.target)
         for value in factors(self.maps, operation) or ():
             axes = self.maps.axes[value]
             if any(axis is link.source for axis in axes):

@@ -50,9 +50,7 @@ def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
     varying = set(inputs)
     for operation in maps.recording.operations:
         given = list(dict.fromkeys(operation.inputs))
-        for output in operation.outputs:
-            if output is None:
-                continue
+        for output in operation.made:
             if varying.intersection(given) or not given:
                 varying.add(output)
             elif len(given) == 1 and operation.name in _MOVES and math.prod(output.shape) == math.prod(given[0].shape):

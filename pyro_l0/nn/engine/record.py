@@ -313,8 +313,7 @@ def _without_saved(operations: Sequence[Operation]) -> Iterator[Operation]:
     """Leave out what autograd saves for itself: detached tensors that nobody reads."""
     read = {value for operation in operations for value in operation.inputs}
     for operation in operations:
-        is_read = any(x is not None and (x in read or x.is_output) for x in operation.outputs)
-        if operation.name != "aten::detach" or is_read:
+        if operation.name != "aten::detach" or any(x in read or x.is_output for x in operation.made):
             yield operation
 
 

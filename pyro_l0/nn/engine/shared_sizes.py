@@ -50,7 +50,7 @@ def keep_parts_even(maps: Maps, solution: Solution) -> bool:
         if operation not in solution.running or not isinstance(number, int):
             continue
         dim = operation.integer("dim")
-        axes = [maps.axes[part][dim] for part in operation.outputs if part is not None]
+        axes = [maps.axes[part][dim] for part in operation.made]
         kept = [solution.kept(axis) for axis in axes]
         now = [len(entries) for entries in kept]
         parts: Any = operation.function(torch.empty(sum(now)), number)

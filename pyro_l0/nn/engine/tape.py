@@ -61,13 +61,17 @@ class Operation:
     @property
     def output(self) -> Value:
         """The first value that it made."""
-        assert self.outputs[0] is not None
-        return self.outputs[0]
+        return self.made[0]
 
     @cached_property
     def inputs(self) -> list[Value]:
         """Every value among its arguments."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Value)]
+
+    @cached_property
+    def made(self) -> list[Value]:
+        """Every value that it made."""
+        return [value for value in self.outputs if value is not None]
 
     def value(self, name: str) -> Value:
         """An argument that is a tensor."""

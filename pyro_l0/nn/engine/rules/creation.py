@@ -28,6 +28,5 @@ def create(maps: Maps, operation: Operation) -> None:
     number = operation.arguments.get("fill_value", operation.arguments.get("s"))
     is_zero = operation.name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like") or number == 0
     state = VARIES if is_random else ZERO if is_zero else CONSTANT
-    for output in operation.outputs:
-        if output is not None:
-            maps.set_state(output, state)
+    for output in operation.made:
+        maps.set_state(output, state)

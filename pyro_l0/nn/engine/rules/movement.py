@@ -153,8 +153,7 @@ def split(maps: Maps, operation: Operation) -> None:
     x = operation.inputs[0]
     dim = operation.integer("dim") % x.rank
     start = 0
-    for output in operation.outputs:
-        assert output is not None
+    for output in operation.made:
         _take(maps, x, output, dim, np.arange(start, start + output.shape[dim]))
         start += output.shape[dim]
 
@@ -183,8 +182,7 @@ def select(maps: Maps, operation: Operation) -> None:
     x = operation.value("self")
     dim = operation.integer("dim") % x.rank
     maps.fixes(x, dim)
-    for number, output in enumerate(operation.outputs):
-        assert output is not None
+    for number, output in enumerate(operation.made):
         index = operation.integer("index") if operation.name == "aten::select" else number
         for d in range(x.rank):
             if d != dim:

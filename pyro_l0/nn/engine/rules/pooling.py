@@ -26,8 +26,7 @@ def pool(maps: Maps, operation: Operation) -> None:
     assert match is not None
     image = range(-int(match[1]), 0)
     maps.fixes(x, *image)
-    for output in operation.outputs:
-        assert output is not None
+    for output in operation.made:
         maps.set_state(output, maps.state(x))
         maps.passes_rest(x, output, *image)
         maps.fixes(output, *image)

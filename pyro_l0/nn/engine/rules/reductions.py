@@ -41,7 +41,7 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
         maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
     least = CONSTANT if operation.name == "aten::logsumexp" else ZERO  # which alone is not 0 at zeros
     rest = [dim for dim in range(x.rank) if dim not in dims]
-    for output in filter(None, operation.outputs):
+    for output in operation.made:
         maps.set_state(output, max(maps.state(x), least))
         for place, dim in enumerate(rest):
             maps.passes(x, dim, output, dim if keeps else place, least)
@@ -56,7 +56,7 @@ def along(maps: Maps, operation: Operation) -> None:
     x = operation.inputs[0]
     given = operation.integers("dims" if operation.name == "aten::roll" else "dim") or list(range(x.rank))
     dims = {dim % x.rank for dim in given} if x.rank else set()
-    for output in filter(None, operation.outputs):
+    for output in operation.made:
         is_place = not (output.dtype.is_floating_point or output.dtype.is_complex)
         maps.passes_rest(x, output, *dims, least=CONSTANT if is_place else ZERO)
         maps.fixes(output, *dims)
