@@ -82,7 +82,7 @@ def check_garbage(network, example, analysis, values):
         for fold in analysis.folds:
             weight = named[fold.weight]
             columns = weight.flatten(2).sum(2) if weight.dim() > 2 else weight
-            assert not fold.is_map
+            assert not fold.is_padded
             added = fold.constant @ columns.movedim(fold.dim, 0)[fold.units]
             if fold.bias is None:
                 spoiled.get_submodule(fold.path).bias = nn.Parameter(added)

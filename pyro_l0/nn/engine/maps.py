@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine.slots import VARIES, ZERO, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 
-__all__ = ["ConstantInput", "GateCall", "Maps", "NormCall", "Product", "find_rule", "rule"]
+__all__ = ["ConstantInput", "GateCall", "Maps", "Product", "find_rule", "rule"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +23,6 @@ class GateCall:
     front: Axis
     behind: Axis
     is_whole: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class NormCall:
-    """One call of a norm that works with fewer units if those that leave are zero."""
-
-    operation: Operation
-    kind: str
-    weight: str | None
-    units: Axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +69,7 @@ class Maps:
     fixed_axes: list[Axis] = field(default_factory=list)  # of no tensor, whose entries stay
     relations: dict[Operation, list[Link | Reshape | Read]] = field(default_factory=dict)  # what each operation reads
     gates: list[GateCall] = field(default_factory=list)
-    norms: list[NormCall] = field(default_factory=list)  # those that can be reduced
+    norms: list[tuple[str, Axis]] = field(default_factory=list)  # by path, those that can do with fewer units
     constant_inputs: list[ConstantInput] = field(default_factory=list)  # into whose biases constants may go
     products: list[Product] = field(default_factory=list)  # of which the multiply-adds are made
     zero_channels: dict[str, Mask] = field(default_factory=dict)  # by path of a BatchNorm, zero in front of it

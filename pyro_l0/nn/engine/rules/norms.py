@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from pyro_l0.nn.engine.maps import Maps, NormCall, rule
+from pyro_l0.nn.engine.maps import Maps, rule
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
 from pyro_l0.nn.engine.tape import Operation, Value
 
@@ -82,7 +82,8 @@ def layer_norm(maps: Maps, operation: Operation) -> None:
 
     Its output varies nevertheless, with the mean, so that it leaves only if what reads it is closed, too.
     """
-    _normalise_units(maps, operation, "layer", operation.value("input"), len(operation.integers("normalized_shape")))
+    count = len(operation.integers("normalized_shape"))
+    _normalise_units(maps, operation, nn.LayerNorm, operation.value("input"), count)
 
 
 @rule("aten::rms_norm", "aten::_fused_rms_norm")
@@ -91,7 +92,7 @@ def rms_norm(maps: Maps, operation: Operation) -> None:
     shape = operation.integers("normalized_shape")
     x, output = operation.value("input"), operation.output
     zeros = maps.states(x, x.rank - 1) == ZERO
-    _normalise_units(maps, operation, "rms", x, len(shape))
+    _normalise_units(maps, operation, nn.RMSNorm, x, len(shape))
     if len(shape) == 1:
         maps.set_states(output, x.rank - 1, np.where(zeros, np.uint8(ZERO), np.uint8(VARIES)))
 
@@ -111,18 +112,15 @@ def weight_norm(maps: Maps, operation: Operation) -> None:
             maps.fixes(output, d)
 
 
-def _normalise_units(maps: Maps, operation: Operation, kind: str, x: Value, count: int) -> None:
-    output = operation.output
-    weight, least = operation.maybe("weight"), _least(maps, operation)
+def _normalise_units(maps: Maps, operation: Operation, layer: type[nn.Module], x: Value, count: int) -> None:
+    output, least = operation.output, _least(maps, operation)
     normed = range(x.rank - count, x.rank)
     maps.passes_rest(x, output, least=least)
     for dim in normed:
         maps.set_states(output, dim, np.full(x.shape[dim], max(maps.state(x), least), dtype=np.uint8))
     _scale(maps, operation, *normed)
-    layer = nn.LayerNorm if kind == "layer" else nn.RMSNorm
     if count == 1 and type(maps.module()) is layer:  # a class of the user's may do something else with its units
-        names = weight.names if weight is not None else ()
-        maps.norms.append(NormCall(operation, kind, names[0] if names else None, maps.axes[x][-1]))
+        maps.norms.append((operation.path, maps.axes[x][-1]))
         maps.reads((x, x.rank - 1), where=maps.states(x, x.rank - 1) != ZERO)
     else:
         maps.fixes(x, *normed)
