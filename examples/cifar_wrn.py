@@ -1,4 +1,4 @@
-"""Prune a wide residual network on CIFAR-10 or CIFAR-100 while it trains (section 4.2 of the L0 paper).
+"""Prune a wide residual network on CIFAR-10 while it trains (section 4.2 of the L0 paper).
 
 A gate per hidden feature map of every residual block; SGD with Nesterov momentum, 200 epochs, steps at 60, 120 and 160,
 crops and flips, batches of 128, weight decay 5e-4, divided by 0.7 on the convolutions that read gated maps.
@@ -12,25 +12,24 @@ Figure 4 of the paper), the compacted network and ``checkpoint.pt``, from which 
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    from common import command
+from common import command
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import command
 from common.cifar import load_cifar
 from common.data import Images
 from common.gated_run import GatedRun, train
-from common.networks import FAMILIES, Classifier, FamilyName, init_active_prob
+from common.networks import Classifier, init_active_prob
 from common.plots import plot_training
 from common.residual import wide_resnet
 from common.sweep import write_json
@@ -48,7 +47,6 @@ __all__ = ["Options", "Run", "main"]
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 STEPS = (0.3, 0.6, 0.8)  # of the epochs: 60, 120 and 160 of 200
 KEEP_RATE = 0.7  # of the hidden maps at the start: log alpha = logit(0.7), P(z != 0) = 0.917 for the hard concrete
-SHARPNESS: dict[FamilyName, float] = {"exponential": 6.0, "exponential_uniform": 8.0, "power_law": 2.0}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Options:
     """Command line of this example.
 
     Attributes:
-        data: which images.
         data_dir: folder with the batches; downloaded with a hash check if not given.
         depth: layers of the network.
         width: factor on its maps.
@@ -65,7 +62,6 @@ class Options:
         batch_size: images per step, over all processes.
         learning_rate: SGD's step for the weights, on the mean loss.
         gate_learning_rate: SGD's step for the gates, on the mean loss.
-        family: family of the posterior gates; mixtures are as sharp as in their paper.
         seed: seed of everything random.
         device: where to train; the images lie there too.
         amp: bfloat16 where autocast takes it.
@@ -75,7 +71,6 @@ class Options:
         resume: continue from the checkpoint.
     """
 
-    data: Literal["cifar10", "cifar100"] = "cifar10"
     data_dir: Path | None = None
     depth: int = 28
     width: int = 10
@@ -84,7 +79,6 @@ class Options:
     batch_size: int = 128
     learning_rate: float = 0.1
     gate_learning_rate: float = 30.0
-    family: FamilyName = "hard_concrete"
     seed: int = 1
     device: str = "cpu"
     amp: bool = False
@@ -106,7 +100,7 @@ class Run(GatedRun):
         self.padded = F.pad(self.train_x, (4, 4, 4, 4))
         self.pixel_mean, self.std = (255 * torch.tensor(x, device=self.device).view(3, 1, 1) for x in (MEAN, STD))
         prior = HardConcrete.from_active_prob(0.5)
-        self.net = net = wide_resnet(options.depth, options.width, images.num_classes, prior).to(self.device)
+        self.net = net = wide_resnet(options.depth, options.width, prior).to(self.device)
         example = torch.zeros(1, 3, 32, 32, device=self.device)
         self.model = Classifier(net, len(self.train_x))
         sites = list(name_gates(self.model))
@@ -119,12 +113,9 @@ class Run(GatedRun):
             # Eq. 15: the gated weights' decay is expected, and divided by 0.7; the others' is the optimiser's.
             weight_decay=5e-4 / 0.7 * len(self.train_x),
             square_norm=square_norms(net, example),
-            estimator="arm" if options.family == "bernoulli" else None,
         )
-        keywords = {"beta": SHARPNESS[options.family]} if options.family in SHARPNESS else {}
-        (start,) = init_active_prob((KEEP_RATE,), options.family, keywords)
-        family = FAMILIES[options.family]
-        self.guide = AutoGate(self.model, family, init_active_prob=start, family_options=keywords or None)
+        (start,) = init_active_prob((KEEP_RATE,), "hard_concrete")
+        self.guide = AutoGate(self.model, init_active_prob=start)
         self.loss = self.elbo(self.model, self.guide)
         self.loss(self.inputs(self.train_x[:2]), self.train_y[:2])  # makes the guide's parameters
         gated = {id(block.conv2.weight) for block in net if hasattr(block, "conv2")}
@@ -201,10 +192,11 @@ def main(options: Options) -> dict[str, Any]:
     if options.resume:
         command.require_checkpoint(path)
     with command.folder(options.out), process_group(options.device) as first:
-        run = Run(load_cifar(options.data, options.data_dir), options)
+        run = Run(load_cifar(options.data_dir), options)
         left_out = ("data_dir", "out", "resume")
         described = {name: value for name, value in asdict(options).items() if name not in left_out}
-        train(run, path, {**described, "device": run.device.type}, options.resume, first)
+        described |= {"data": "cifar10", "family": "hard_concrete", "device": run.device.type}
+        train(run, path, described, options.resume, first)
         small = run.compacted()
         metrics = {
             **{key: value for key, value in run.history[-1].items() if key != "epoch"},

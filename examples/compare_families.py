@@ -8,9 +8,9 @@ mixtures prints one point per family; a sweep tells a better family from a lucki
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    from common import command
+from common import command
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 import itertools
@@ -24,8 +24,7 @@ import torch
 from matplotlib.ticker import ScalarFormatter
 
 import mnist
-from common import command
-from common.networks import FamilyName, NetworkName
+from common.networks import FamilyName
 from common.sweep import results
 
 __all__ = ["Options", "main"]
@@ -37,7 +36,8 @@ PRINTED = {
     "power_law": [(11_322, 1.8)],
     "exponential_uniform": [(10_002, 1.8)],
 }
-ENTRIES = ("test_error_percent", "weights_left", "architecture", "seconds")
+GATE_LEARNING_RATE = 3e-3
+ENTRIES = ("test_error_percent", "weights_left", "architecture")
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,21 @@ class Options:
     Attributes:
         data: embedded digits, or MNIST.
         data_dir: folder with MNIST's four files; downloaded if not given.
-        network: which network.
         families: which families.
         lams: the sweep: prices of one open weight in nats, each a run.
         seeds: each a run.
         epochs: passes over the training images.
-        gate_learning_rate: Adam's step for the gates.
-        weight_decay: coefficient of the gated weights' expected squared norm.
         hold_out: report on so many training images instead of the test images.
-        jobs: runs side by side, one thread each.
         out: folder for the runs, the table and the figure.
     """
 
     data: Literal["digits", "mnist"] = "digits"
     data_dir: Path | None = None
-    network: NetworkName = "mlp"
     families: tuple[FamilyName, ...] = field(default=get_args(FamilyName))
     lams: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8)
     seeds: tuple[int, ...] = (1,)
     epochs: int = 100
-    gate_learning_rate: float = 3e-3
-    weight_decay: float = 0.0
     hold_out: int = 0
-    jobs: int = 1
     out: Path = field(default=Path("runs/families"))
 
 
@@ -77,40 +69,35 @@ def main(options: Options) -> list[dict[str, Any]]:
     """Run what is missing, write the table and the figure; returns one row per family and lambda."""
     command.check(options)
     with command.folder(options.out):
-        return _sweep(options)
-
-
-def _sweep(options: Options) -> list[dict[str, Any]]:
-    runs = [_run_options(options, *x) for x in itertools.product(options.lams, options.families, options.seeds)]
-    found = results(_train, runs, options.jobs, lambda run: run.out / "metrics.json", mnist.describe, ENTRIES)
-    rows = []
-    for family, lam in itertools.product(options.families, options.lams):
-        mine = [m for o, m in zip(runs, found, strict=True) if o.family == family and o.lam == (lam,)]
-        row = {
-            "family": family,
-            "lam": lam,
-            "errors": [m["test_error_percent"] for m in mine],
-            "weights": [m["weights_left"] for m in mine],
-            "units": ["-".join(map(str, m["architecture"])) for m in mine],
-            "seconds": statistics.mean(m["seconds"] for m in mine),
-        }
-        rows.append(row)
-    table = _table(rows, bool(options.hold_out))
-    (options.out / "families.md").write_text(table)
-    _plot(rows, options)
-    print(table)
-    return rows
+        runs = [_run_options(options, *x) for x in itertools.product(options.lams, options.families, options.seeds)]
+        found = results(_train, runs, lambda run: run.out / "metrics.json", mnist.describe, ENTRIES)
+        rows = []
+        for family, lam in itertools.product(options.families, options.lams):
+            mine = [m for o, m in zip(runs, found, strict=True) if o.family == family and o.lam == (lam,)]
+            row = {
+                "family": family,
+                "lam": lam,
+                "errors": [m["test_error_percent"] for m in mine],
+                "weights": [m["weights_left"] for m in mine],
+                "units": ["-".join(map(str, m["architecture"])) for m in mine],
+            }
+            rows.append(row)
+        table = _table(rows, bool(options.hold_out))
+        (options.out / "families.md").write_text(table)
+        _plot(rows, options)
+        print(table)
+        return rows
 
 
 def _run_options(options: Options, lam: float, family: FamilyName, seed: int) -> mnist.Options:
     both = {field.name for field in fields(mnist.Options)}
-    run = mnist.Options(shrink=True, **{name: x for name, x in asdict(options).items() if name in both})
+    run = mnist.Options(**{name: x for name, x in asdict(options).items() if name in both})
+    run = replace(run, shrink=True, gate_learning_rate=GATE_LEARNING_RATE)
     return replace(run, family=family, lam=(lam,), seed=seed, out=options.out / f"{family}-{lam:g}-{seed}")
 
 
 def _train(run: mnist.Options) -> None:
-    """With one thread, for the others that train beside it."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a step of this network is too short for more
     mnist.main(run)
 
 
@@ -127,7 +114,7 @@ def _table(rows: list[dict[str, Any]], held_out: bool) -> str:
 
 
 def _plot(rows: list[dict[str, Any]], options: Options) -> None:
-    printed = options.network == "mlp" and options.data == "mnist"
+    printed = options.data == "mnist"
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for family in dict.fromkeys(row["family"] for row in rows):
         points = [(statistics.mean(r["weights"]), statistics.mean(r["errors"])) for r in rows if r["family"] == family]

@@ -13,30 +13,27 @@ Figure 3 of the paper), ``inputs.png`` (which pixels stayed open), ``pruned.safe
 the same options; only the retraining and, without a target, ``--epochs`` may be others.
 
 ``--target 0.1`` leaves a tenth of the multiply-adds (``--target-of weights`` or ``parameters``: of these) and needs no
-other option: the gates' learning rate, their prices and the fall of the budget follow from the number of steps. The
-network that counts has the test gates of the last step, and is trained further after its units were taken out:
-``python examples/mnist.py --target 0.05 --shrink`` ends near 3 % with a twentieth of the digits' weights.
+other option. The network that counts has the test gates of the last step, and is trained further after its units were
+taken out: ``--target 0.05 --shrink`` ends near 3 % with a twentieth of the digits' weights.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    from common import command
+from common import command
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 from typing import Any
 
 import torch
 
-from common import command
 from common.averages import retrain
 from common.data import load_images
 from common.gated_run import train
 from common.mnist_run import Options, Run, check, describe
 from common.plots import plot_inputs, plot_training
 from common.sweep import write_json
-from pyro_l0.infer.target.report import TargetReport
 from pyro_l0.training import process_group
 
 __all__ = ["Options", "Run", "describe", "main"]
@@ -56,13 +53,16 @@ def main(options: Options) -> dict[str, Any]:
         small = run.compacted()
         metrics = {**_metrics(run), "certificate": small.certificate}
         if run.target is not None:
-            metrics["target"] = _target(run.target.report())
+            report = run.target.report()
+            ((fraction, budget),) = zip(report.fraction.values(), report.budget.values(), strict=True)
+            metrics["target"] = {"fraction": fraction, "budget": budget, "undecided": report.undecided}
+            metrics["target"]["at_minimum"] = list(report.at_minimum)
         if not first:
             return metrics
         metrics["findings"] = [str(finding) for finding in run.diagnose().findings]
         if options.retraining:
-            epochs, noise = options.retraining, options.retrain_noise
-            retrain(small.network, run.train_x, run.train_y, epochs, options.batch_size, noise)
+            passes = options.retraining, options.batch_size, options.retrain_noise
+            retrain(small.network, run.train_x, run.train_y, *passes)
             metrics["retrained_error_percent"] = run.error(small.network)
         small.save(options.out / "pruned")
         plot_training(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
@@ -97,13 +97,6 @@ def _metrics(run: Run) -> dict[str, Any]:
         "seconds": sum(entry["seconds"] for entry in history),
         "history": history,
     }
-
-
-def _target(report: TargetReport) -> dict[str, Any]:
-    """How far the budget was used, and how many of the gates did not decide."""
-    ((fraction, budget),) = zip(report.fraction.values(), report.budget.values(), strict=True)
-    closest = list(report.at_minimum)
-    return {"fraction": fraction, "budget": budget, "undecided": report.undecided, "at_minimum": closest}
 
 
 def _print_table(metrics: dict[str, Any], options: Options) -> None:

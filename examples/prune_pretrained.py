@@ -1,8 +1,8 @@
 """Prune a trained network to half of its multiply-adds, and to a twentieth, by ``pyro_l0.prune``.
 
-A small residual network learns scikit-learn's digits, or an MLP 784-300-100 learns MNIST (``--data mnist``). Then
-``prune`` takes a copy of it to every budget, with as many epochs as the training had. The table has the test error in
-percent when the units were taken out and at the end, and the part of the budget that the network uses.
+A small residual network learns scikit-learn's digits. Then ``prune`` takes a copy of it to every budget, with as many
+epochs as the training had. The table has the test error in percent when the units were taken out and at the end, and
+the part of the budget that the network uses.
 
 ``python examples/prune_pretrained.py`` takes a minute on one core. With seed 1 the dense network has an error of 1.1 %.
 Expect 0.5 to 2 % with half or 30 % of the multiply-adds, and 8 to 12 % at 5 %; a test image is 0.28 %. How importance
@@ -14,15 +14,15 @@ Writes ``pruned.md``, ``pruned.png`` and the pruned networks to ``--out``. A kil
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    from common import command
+from common import command
 
+if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
@@ -31,13 +31,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_l0
-from common import command
-from common.data import Images, load_images
+from common.data import load_digits
 from common.residual import ResidualNetwork
 
 __all__ = ["Options", "Row", "main"]
 
-EPOCHS = {"digits": 15, "mnist": 5}
+BATCH = 64
 LEARNING_RATE = 1e-3
 
 
@@ -46,32 +45,27 @@ class Options:
     """Command line of this example.
 
     Attributes:
-        data: embedded digits, or MNIST.
-        data_dir: folder with MNIST's four files; downloaded if not given.
         budgets: largest fractions of the multiply-adds.
-        epochs: passes over the training images before and while a network is pruned; 15 on the digits and 5 on MNIST if
-            not given.
+        epochs: passes over the training images before and while a network is pruned.
         seed: seed of everything random.
         out: folder for the networks, the table and the plot.
         resume: go on from the checkpoints in it.
     """
 
-    data: Literal["digits", "mnist"] = "digits"
-    data_dir: Path | None = None
     budgets: tuple[float, ...] = (0.5, 0.3, 0.1, 0.05)
-    epochs: int | None = None
+    epochs: int = 15
     seed: int = 1
     out: Path = field(default=Path("runs/prune_pretrained"))
     resume: bool = False
 
 
 class Row(NamedTuple):
-    """A line of the table: a budget, test errors in percent as cut and at the end, the part of the budget in use."""
+    """A line of the table."""
 
     budget: float
-    cut: float
+    cut: float  # test error in percent, as cut
     end: float
-    used: float
+    used: float  # part of the budget
 
 
 def main(options: Options) -> list[Row]:
@@ -80,51 +74,44 @@ def main(options: Options) -> list[Row]:
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with command.folder(options.out):
         command.advise("the same command with --resume goes on from the checkpoints")
-        return _prune(load_images(options.data, options.data_dir), options)
+        images = load_digits()
+        train_x, test_x = (x.unflatten(1, images.image_shape) for x in (images.train_x, images.test_x))
 
+        @torch.no_grad()
+        def error(network: nn.Module) -> float:
+            predicted = torch.cat([network.eval()(x).argmax(1) for x in test_x.split(500)])
+            return 100 * float((predicted != images.test_y).float().mean())
 
-def _prune(images: Images, options: Options) -> list[Row]:
-    epochs, size = options.epochs or EPOCHS[options.data], 64 if options.data == "digits" else 100
-    train_x, test_x = (x.unflatten(1, images.image_shape) for x in (images.train_x, images.test_x))
-
-    @torch.no_grad()
-    def error(network: nn.Module) -> float:
-        predicted = torch.cat([network.eval()(x).argmax(1) for x in test_x.split(500)])
-        return 100 * float((predicted != images.test_y).float().mean())
-
-    torch.manual_seed(options.seed)
-    layers = nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10)
-    dense = ResidualNetwork(1, (16, 32)) if options.data == "digits" else nn.Sequential(*layers)
-    train(dense, DataLoader(TensorDataset(train_x, images.train_y), size, shuffle=True), epochs)
-    print(f"dense network: {error(dense):.2f} % test error")
-    rows = []
-    for budget in options.budgets:
         torch.manual_seed(options.seed)
-        loader = DataLoader(TensorDataset(train_x, images.train_y), size, shuffle=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the report's notes, printed below
-            pruned = pyro_l0.prune(
-                dense,
-                F.cross_entropy,
-                loader,
-                test_x[:2],
-                budget,
-                epochs=epochs,
-                evaluate=error,
-                checkpoint=options.out / f"{budget:g}.pt",
-                resume=options.resume,
-            )
-        torch.save(pruned.network, options.out / f"{budget:g}-network.pt")
-        left, full = pruned.report.left["macs"]
-        assert pruned.report.cut is not None
-        assert pruned.report.end is not None
-        rows.append(Row(budget, pruned.report.cut, pruned.report.end, left / full / budget))
-        print("\n".join([f"budget {budget:g}:", *(f"  {line}" for line in str(pruned.report).splitlines())]))
-    text = table(rows, error(dense))
-    (options.out / "pruned.md").write_text(text + "\n")
-    _plot(rows, error(dense), options.out / "pruned.png")
-    print(text)
-    return rows
+        dense = ResidualNetwork(1, (16, 32))
+        train(dense, DataLoader(TensorDataset(train_x, images.train_y), BATCH, shuffle=True), options.epochs)
+        print(f"dense network: {error(dense):.2f} % test error")
+        rows = []
+        for budget in options.budgets:
+            torch.manual_seed(options.seed)
+            loader = DataLoader(TensorDataset(train_x, images.train_y), BATCH, shuffle=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the report's notes, printed below
+                pruned = pyro_l0.prune(
+                    dense,
+                    F.cross_entropy,
+                    loader,
+                    test_x[:2],
+                    budget,
+                    epochs=options.epochs,
+                    evaluate=error,
+                    checkpoint=options.out / f"{budget:g}.pt",
+                    resume=options.resume,
+                )
+            torch.save(pruned.network, options.out / f"{budget:g}-network.pt")
+            left, full = pruned.report.left["macs"]
+            rows.append(Row(budget, pruned.report.cut, pruned.report.end, left / full / budget))
+            print("\n".join([f"budget {budget:g}:", *(f"  {line}" for line in str(pruned.report).splitlines())]))
+        text = table(rows, error(dense))
+        (options.out / "pruned.md").write_text(text + "\n")
+        _plot(rows, error(dense), options.out / "pruned.png")
+        print(text)
+        return rows
 
 
 def train(network: nn.Module, loader: DataLoader, epochs: int) -> None:

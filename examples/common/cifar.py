@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from their pickled batches, read without running what a pickle may hold."""
+"""CIFAR-10 from its pickled batches, read without running what a pickle may hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import pickletools
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pooch
@@ -18,20 +18,15 @@ from common.data import Images
 
 __all__ = ["load_cifar", "read_batch"]
 
-Name = Literal["cifar10", "cifar100"]
-FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-FILES = {"cifar10": ([f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]), "cifar100": (["train"], ["test"])}
+FOLDER = "cifar-10-batches-py"
+FILES = [f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]
 URL = "https://www.cs.toronto.edu/~kriz/"
-ARCHIVES = {
-    "cifar10": ("cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"),
-    "cifar100": ("cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
-}
-NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
-LARGEST_BATCH = 200_000_000  # bytes; CIFAR-100's training images are 155 million
+ARCHIVE, ARCHIVE_MD5 = "cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"
+LARGEST_BATCH = 200_000_000  # bytes; the batches are 31 million
 
 
-def read_batch(content: bytes, where: str, labels: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and classes of one pickled batch; ``where`` names it in messages, ``labels`` is the key of its classes.
+def read_batch(content: bytes, where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and classes of one pickled batch; ``where`` names it in messages.
 
     Raises:
         ValueError: it is damaged, is no batch, or holds anything but arrays, lists, dicts, bytes and numbers.
@@ -39,18 +34,16 @@ def read_batch(content: bytes, where: str, labels: str) -> tuple[torch.Tensor, t
     try:
         _check_opcodes(content)
         batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
-        images, classes = _values(batch[b"data"]), _values(batch[labels.encode()])
+        images, classes = _values(batch[b"data"]), _values(batch[b"labels"])
     except Exception as error:  # damage can break the reader in every way
+        found = str(error) or type(error)
+        raise ValueError(f"{where}: expected a pickled batch of CIFAR, of arrays and lists, but {found}") from error
+    whole = classes.shape == (len(images),) and classes.dtype.kind in "iu" and len(images) > 0
+    if not whole or images.dtype != np.uint8 or images.shape[1:] != (3072,):
         raise ValueError(
-            f"{where}: expected a pickled batch of CIFAR, which is arrays and lists, but {error or type(error)}"
-        ) from error
-    if images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != 3072 or classes.shape != (len(images),):
-        raise ValueError(
-            f"{where}: expected bytes of shape (images, 3072) and as many classes, but got {images.dtype} of shape "
-            f"{images.shape} and {classes.shape}"
+            f"{where}: expected bytes of shape (images, 3072) and as many whole numbers, but got {images.dtype} of "
+            f"shape {images.shape} and {classes.dtype} of shape {classes.shape}"
         )
-    if not len(images) or classes.dtype.kind not in "iu":
-        raise ValueError(f"{where}: expected images and whole numbers, but got {len(images)} and {classes.dtype}")
     return torch.from_numpy(images.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(classes.astype(np.int64))
 
 
@@ -131,11 +124,10 @@ def _check_opcodes(content: bytes) -> None:
             raise pickle.UnpicklingError(f"it numbers an object {argument}")
 
 
-def load_cifar(name: Name, data_dir: Path | None = None) -> Images:
+def load_cifar(data_dir: Path | None = None) -> Images:
     """The training and the test batches, as bytes of shape ``(N, 3, 32, 32)``.
 
     Args:
-        name: which.
         data_dir: the folder with the batches, or the folder around it. None downloads the archive, once, checks its MD5
             and unpacks it.
 
@@ -144,31 +136,24 @@ def load_cifar(name: Name, data_dir: Path | None = None) -> Images:
         ValueError: a file is damaged or no batch.
     """
     if data_dir is None:
-        archive, known_hash = ARCHIVES[name]
         data_dir = Path(pooch.os_cache("pyro_l0")) / "cifar"
-        pooch.retrieve(URL + archive, known_hash, archive, data_dir, processor=pooch.Untar(extract_dir="."))
-    labels = "labels" if name == "cifar10" else "fine_labels"
+        pooch.retrieve(URL + ARCHIVE, ARCHIVE_MD5, ARCHIVE, data_dir, processor=pooch.Untar(extract_dir="."))
     parts = []
-    for files in FILES[name]:
-        batches = [read_batch(_read(data_dir, name, file), f"{data_dir}/{file}", labels) for file in files]
+    for files in FILES:
+        batches = [read_batch(_read(data_dir, file), f"{data_dir}/{file}") for file in files]
         for file, (_, y) in zip(files, batches, strict=True):
-            if y.min() < 0 or y.max() >= NUM_CLASSES[name]:
-                raise ValueError(
-                    f"{data_dir}/{file}: expected classes from 0 to {NUM_CLASSES[name] - 1}, "
-                    f"but got {y.min()} to {y.max()}"
-                )
+            if y.min() < 0 or y.max() > 9:
+                raise ValueError(f"{data_dir}/{file}: expected classes from 0 to 9, but got {y.min()} to {y.max()}")
         parts += [torch.cat(part) for part in zip(*batches, strict=True)]
-    return Images(*parts, image_shape=(3, 32, 32), num_classes=NUM_CLASSES[name])
+    return Images(*parts, image_shape=(3, 32, 32))
 
 
-def _read(data_dir: Path, name: Name, file: str) -> bytes:
+def _read(data_dir: Path, file: str) -> bytes:
     """The bytes of a batch in a folder, or in the one below it that the archive makes."""
-    for path in (data_dir / file, data_dir / FOLDERS[name] / file):
+    for path in (data_dir / file, data_dir / FOLDER / file):
         if path.is_file():
             size = path.stat().st_size
             if size > LARGEST_BATCH:
                 raise ValueError(f"{path}: expected a batch of at most {LARGEST_BATCH} bytes, but got {size}")
             return path.read_bytes()
-    raise FileNotFoundError(
-        f"{data_dir}: expected {FOLDERS[name]}/{file}, found no such file; unpack {ARCHIVES[name][0]} there."
-    )
+    raise FileNotFoundError(f"{data_dir}: expected {FOLDER}/{file}, found no such file; unpack {ARCHIVE} there.")

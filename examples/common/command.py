@@ -15,7 +15,6 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import fields
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +22,7 @@ __all__ = ["RULES", "advise", "answer_signals", "check", "folder", "require_chec
 
 Options = TypeVar("Options")
 
-_advice = "nothing was trained yet"
+_advice = ""
 _ending = False
 
 Rule = tuple[str, Callable[[Any], bool]]  # the end of "Expected epochs ...", and whether a value is as expected
@@ -38,33 +37,17 @@ def whole(least: int, most: int = 2**31 - 1) -> Rule:
 POSITIVE: Rule = (f"to be finite and positive, at most {LARGEST:g}", lambda x: 0 < x <= LARGEST)
 NOT_NEGATIVE: Rule = (f"to be finite and not negative, at most {LARGEST:g}", lambda x: 0 <= x <= LARGEST)
 RATE: Rule = ("strictly between 0 and 1", lambda x: 0 < x < 1)
-SEED = whole(0, 2**32 - 1)
 
 # An option means the same in every example. Each value of several is checked; one that is not given (None) is not.
 RULES: dict[str, Rule] = {
-    "batch": whole(1),
-    "batch_size": whole(1),
-    "budgets": RATE,
+    **dict.fromkeys(("batch", "batch_size", "epochs", "max_steps", "steps"), whole(1)),
+    **dict.fromkeys(("hold_out", "retrain"), whole(0)),
+    **dict.fromkeys(("seed", "seeds"), whole(0, 2**32 - 1)),
+    **dict.fromkeys(("budgets", "prior_active_prob", "target"), RATE),
+    **dict.fromkeys(("gate_learning_rate", "learning_rate", "strength"), POSITIVE),
+    **dict.fromkeys(("lam", "lams", "retrain_noise", "weight_decay"), NOT_NEGATIVE),
     "depth": whole(10, 1000),
     "draws": whole(2),
-    "epochs": whole(1),
-    "gate_learning_rate": POSITIVE,
-    "hold_out": whole(0),
-    "jobs": whole(1, 1000),
-    "lam": NOT_NEGATIVE,
-    "lams": NOT_NEGATIVE,
-    "learning_rate": POSITIVE,
-    "max_steps": whole(1),
-    "prior_active_prob": RATE,
-    "retrain": whole(0),
-    "retrain_noise": NOT_NEGATIVE,
-    "seed": SEED,
-    "seeds": SEED,
-    "slab_scale": POSITIVE,
-    "steps": whole(1),
-    "strength": POSITIVE,
-    "target": RATE,
-    "weight_decay": NOT_NEGATIVE,
     "width": whole(1, 100),
 }
 SWEPT = ("budgets", "families", "lams", "methods", "seeds", "strength")  # each value is a run
@@ -77,9 +60,9 @@ def answer_signals() -> None:
 
 
 def advise(advice: str) -> None:
-    """Say what the line of an interrupt adds: where the checkpoint is and how to go on."""
+    """Say what the line of an interrupt adds: where the checkpoint is and how to go on. The first advice stays."""
     global _advice
-    _advice = advice
+    _advice = _advice or advice
 
 
 def run(main: Callable[[Options], Any], options: type[Options], description: str | None) -> None:
@@ -139,7 +122,7 @@ def require_checkpoint(path: Path) -> None:
     """Refuse to resume without a checkpoint."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected a checkpoint to resume from, found no file; start without --resume.")
-    advise(f"{path} is as it was, and the same command goes on from there")
+    advise(f"{path} is whole, and the same command goes on from there")
 
 
 @contextmanager
@@ -153,9 +136,8 @@ def folder(out: Path) -> Iterator[None]:
                 out.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(hold(out / ".run"))
             except OSError as error:
-                raise ValueError(
-                    f"Expected out to be a folder that can be written to, but got {str(out)!r}: {error.strerror}."
-                ) from error
+                found = f"{str(out)!r}: {error.strerror}"
+                raise ValueError(f"Expected out to be a folder that can be written to, but got {found}.") from error
         yield
 
 
@@ -165,10 +147,8 @@ def _end(number: int, frame: object) -> None:
     if _ending:
         return
     _ending = True
-    for process in active_children():
-        process.terminate()
     below_the_bar = "\n" if os.isatty(2) else ""
-    _say(f"ended by {signal.Signals(number).name}; {_advice}", below_the_bar)
+    _say(f"ended by {signal.Signals(number).name}; {_advice or 'nothing was trained yet'}", below_the_bar)
     os._exit(128 + number)
 
 

@@ -37,7 +37,7 @@ DIGITS_SPLIT_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images and their classes, cut into a training and a test part.
+    """Images of ten classes, cut into a training and a test part.
 
     Digits and MNIST are float32 in [0, 1] of shape ``(N, pixels)``, CIFAR is uint8 of shape ``(N, *image_shape)``.
     """
@@ -47,7 +47,6 @@ class Images:
     test_x: torch.Tensor
     test_y: torch.Tensor
     image_shape: tuple[int, int, int]  # channels, height, width
-    num_classes: int = 10
 
     def checksum(self) -> list[int]:
         """CRC-32 of each of the four tensors: which data a checkpoint was trained on."""
@@ -84,12 +83,9 @@ def load_images(data: Literal["digits", "mnist"], data_dir: Path | None = None, 
 def load_mnist(
     data_dir: Path | None = None, *, base_urls: Sequence[str] = MNIST_URLS, cache_dir: Path | None = None
 ) -> Images:
-    """Load MNIST from the four IDX files, gzipped or not.
+    """Load MNIST from a folder with the four IDX files, gzipped or not.
 
-    Args:
-        data_dir: the folder with the four files. None downloads them, once, and checks their SHA-256.
-        base_urls: mirrors to download from, tried in this order.
-        cache_dir: where downloads are kept. None takes the user's cache folder.
+    Without a folder they are downloaded, once, from the first mirror that delivers, and their SHA-256 is checked.
 
     Raises:
         FileNotFoundError: a file is missing, or no mirror delivered it.

@@ -182,9 +182,7 @@ class GatedRun:
             shapes = {tuple(x.shape) for x in found.values() if isinstance(x, Tensor) and x.dim()}
             lacks = id(parameter) not in waiting and not set(self.moments) <= set(found)
             if lacks or not shapes <= {tuple(parameter.shape)}:
-                raise ValueError(
-                    f"expected {self.moments} of each parameter, but one of {parameter.shape} has {shapes}"
-                )
+                raise ValueError(f"expected {self.moments} of each parameter, but {parameter.shape} has {shapes}")
 
 
 def not_finite(value: object, name: str = "state") -> Iterator[str]:
@@ -210,17 +208,13 @@ def train(run: GatedRun, path: Path, described: dict[str, Any], resume: bool, fi
     """Train a run to its end behind the ``first`` process's progress bar, with a checkpoint after every epoch.
 
     ``described`` is what the checkpoint and the run that resumes it must agree in.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or of another run, or has more epochs than this run shall have.
     """
     checkpoint = Checkpoint(path, described)
     if resume:
         checkpoint.load(run.load_state_dict, run.device)
         if len(run.history) > run.options.epochs:
-            raise ValueError(
-                f"Expected epochs of at least {len(run.history)}, as many as {path} has, but got {run.options.epochs}."
-            )
+            expected = f"epochs of at least {len(run.history)}, as many as {path} has"
+            raise ValueError(f"Expected {expected}, but got {run.options.epochs}.")
     else:
         checkpoint.save(run.state_dict())
     command.advise(f"{path} holds all finished epochs, and the same command with --resume goes on from there")

@@ -25,7 +25,7 @@ from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.findings import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import NetworkCost, square_norms
-from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.training.processes import average_gradients, processes, rank
 
 __all__ = ["Options", "Run", "check", "describe"]
@@ -129,8 +129,12 @@ class Run(GatedRun):
         sites = list(name_gates(self.model))
         plain = networks.build(options.network, pixels)
         name_gates(plain, prefix="net.")
-        self.cost = NetworkCost(plain, torch.zeros(1, pixels))
-        self.group_sizes = networks.group_sizes(plain, self.cost)
+        self.cost = cost = NetworkCost(plain, torch.zeros(1, pixels))
+        # The L0 paper's groups: a feature map's filter, and the weights that read a dense layer's input.
+        self.group_sizes = {
+            site: (cost.filter_sizes if gate.dim == 1 else cost.group_sizes)[site]
+            for site, gate in gate_names(plain).items()
+        }
         self.guide = self._guide(sites)
         self.elbo = self._elbo(sites, example)
         self.loss = self.elbo(self.model, self.guide)
@@ -284,9 +288,7 @@ class Run(GatedRun):
             **{name: value for name, value in asdict(options).items() if name in (*same, "batch_size")},
             "units": self.units,
             "family": [options.family, {}, None],
-            "target": None
-            if self.target is None
-            else [options.budget, options.target_of, f"{self.target.steps} steps"],
+            "target": self.target and [options.budget, options.target_of, f"{self.target.steps} steps"],
             "averages": AVERAGE_POWER,
             "lam": list(options.prices),
             "learning_rates": [group["lr"] for group in self.optimiser.param_groups],
@@ -300,9 +302,8 @@ def check(options: Options) -> None:
     command.check(options)
     sites = len(KEEP_RATES[options.network])
     if len(options.lam) not in (0, 1, sites):
-        raise ValueError(
-            f"Expected lam with 1 or {sites} entries, one per gate site, but got {len(options.lam)}: {options.lam}."
-        )
+        found = f"{len(options.lam)}: {options.lam}"
+        raise ValueError(f"Expected lam with 1 or {sites} entries, one per gate site, but got {found}.")
     slab = options.objective == "spike_slab"
     if slab and (any(options.lam) or options.weight_decay):
         given = f"{options.lam} and {options.weight_decay}"
@@ -320,6 +321,4 @@ def check(options: Options) -> None:
 def describe(options: Options) -> dict[str, Any]:
     """The options that decide what a run finds, as plain JSON values."""
     elsewhere = ("data_dir", "device", "out", "resume")
-    values = {key: value for key, value in asdict(options).items() if key not in elsewhere}
-    described: dict[str, Any] = json.loads(json.dumps(values))
-    return described
+    return json.loads(json.dumps({key: value for key, value in asdict(options).items() if key not in elsewhere}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pyro
@@ -24,8 +24,7 @@ from pyro_l0 import (
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.mixture import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
-from pyro_l0.nn import Gate, NetworkCost
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn import Gate
 
 __all__ = [
     "FAMILIES",
@@ -35,7 +34,6 @@ __all__ = [
     "NetworkName",
     "SlabLinear",
     "build",
-    "group_sizes",
     "init_active_prob",
     "lenet5",
     "mlp",
@@ -68,18 +66,16 @@ FAMILIES: dict[FamilyName, type[GateDistribution]] = {
 KEEP_RATES: dict[NetworkName, tuple[float, ...]] = {"mlp": (0.8, 0.5, 0.5), "lenet5": (0.5, 0.5, 0.5, 0.5)}
 
 
-def init_active_prob(
-    keep_rates: Sequence[float], family: FamilyName, options: Mapping[str, float] | None = None
-) -> tuple[float, ...]:
+def init_active_prob(keep_rates: Sequence[float], family: FamilyName) -> tuple[float, ...]:
     """P(z != 0) at the start for the rates of units that gate sites keep, as in the papers.
 
     The rate is the hard concrete's sigmoid(log alpha), the mixtures' weight and the Bernoulli gate's probability; other
-    families start at the hard concrete's P(z != 0). ``options`` are keywords of the family's ``from_active_prob``.
+    families start at the hard concrete's P(z != 0).
     """
     gate = FAMILIES[family]
     rates = torch.tensor(keep_rates, dtype=torch.float64)
     if issubclass(gate, MixtureGate):
-        fixed = gate.from_active_prob(0.9, **(options or {})).fixed_options
+        fixed = gate.from_active_prob(0.9).fixed_options
         make: Any = gate
         return tuple(make(torch.logit(rates), **fixed).active_prob.tolist())
     if gate is BernoulliGate:
@@ -129,14 +125,6 @@ def build(
 ) -> nn.Sequential:
     """An MLP with hidden layers of 300 and 100 units, or LeNet-5; ``slab_scale`` as for :func:`mlp`."""
     return mlp((pixels, 300, 100, 10), prior, slab_scale) if name == "mlp" else lenet5(prior)
-
-
-def group_sizes(network: nn.Module, cost: NetworkCost) -> dict[str, float]:
-    """The L0 paper's groups by gate site: a feature map's filter, and the weights that read a dense layer's input."""
-    return {
-        site: (cost.filter_sizes if gate.dim == 1 else cost.group_sizes)[site]
-        for site, gate in gate_names(network).items()
-    }
 
 
 def lenet5(prior: GateDistribution | None = None) -> nn.Sequential:

@@ -12,7 +12,6 @@ import torch
 
 import mnist
 from common import command
-from common.sweep import side_by_side
 from mnist import Options
 from tests.examples.killing import without_seconds
 
@@ -164,37 +163,6 @@ def test_an_interrupt_leaves_a_checkpoint_that_resumes(tmp_path):
     resumed = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=out, resume=True))
     straight = mnist.main(Options(epochs=done + 2, lam=(0.05,), shrink=True, out=tmp_path / "straight"))
     assert without_seconds(resumed) == without_seconds(straight)
-
-
-def test_a_sweep_ends_its_processes():
-    """Nobody holds the pipes any more once it has said its line."""
-    code = """
-import time
-from common import command
-from common.sweep import side_by_side
-command.answer_signals()
-print("ready", flush=True)
-side_by_side(time.sleep, [50.0, 50.0, 50.0], 2)
-"""
-    process = start(code)
-    process.stdout.readline()
-    time.sleep(0.3)
-    process.terminate()
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 143
-    assert err.count("\n") == 1
-
-
-def test_tasks_side_by_side(tmp_path):
-    """Each is done once, in the order of the tasks as processes get free; the first failure is raised."""
-    side_by_side(os.mkdir, [str(tmp_path / str(i)) for i in range(5)], 2)
-    assert len(list(tmp_path.iterdir())) == 5
-    with pytest.raises(FileExistsError):
-        side_by_side(os.mkdir, [str(tmp_path / "6"), str(tmp_path / "0"), str(tmp_path / "7")], 1)
-    assert not (tmp_path / "7").exists()
-    with pytest.raises(ChildProcessError, match="its status: 3"):
-        side_by_side(os._exit, [3], 1)
-    side_by_side(os.mkdir, [], 3)
 
 
 def test_two_runs_in_one_folder(tmp_path):

@@ -33,7 +33,6 @@ def test_refused(tmp_path):
         ({"budgets": (0.3, 1.0)}, "budgets strictly between 0 and 1"),
         ({"budgets": (0.3, 0.3)}, "budgets with at least one value and none of them twice"),
         ({"epochs": 0}, "epochs"),
-        ({"data_dir": tmp_path}, "data_dir"),
     ):
         with pytest.raises(ValueError, match=message):
             prune_pretrained.main(Options(out=tmp_path, **options))

@@ -78,7 +78,7 @@ MAKE = {"mlp": mlp, "cnn": cnn, "resnet": resnet, "plain": plain}
 def problem(network: str, mnist: Path | None, cifar: Path | None) -> Problem:
     """A network and its data."""
     if network in ("resnet", "plain"):
-        images = load_cifar("cifar10", cifar)
+        images = load_cifar(cifar)
         part = int(network == "plain")  # which of the images
         train, test = (slice(part * count, (part + 1) * count) for count in (CIFAR_TRAIN, CIFAR_TEST))
         train_x, test_x = ((x.float() / 255 - 0.47) / 0.25 for x in (images.train_x[train], images.test_x[test]))

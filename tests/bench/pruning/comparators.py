@@ -60,7 +60,6 @@ class Options:
         epochs: passes over the training images.
         seeds: each a run.
         hold_out: report on so many training images instead of the test images.
-        jobs: runs side by side, one thread each.
         out: folder for the results and the table.
     """
 
@@ -71,7 +70,6 @@ class Options:
     epochs: int = 100
     seeds: tuple[int, ...] = (1,)
     hold_out: int = 0
-    jobs: int = 1
     out: Path = field(default=Path("runs/comparators"))
 
 
@@ -154,7 +152,7 @@ def main(options: Options) -> list[dict[str, Any]]:
 def _sweep(options: Options) -> list[dict[str, Any]]:
     tasks = list(itertools.product([options], options.methods, options.strength, options.seeds))
     described = {"data": options.data, "epochs": options.epochs, "hold_out": options.hold_out}
-    rows = results(_run, tasks, options.jobs, _result, lambda task: described, ENTRIES)
+    rows = results(_run, tasks, _result, lambda task: described, ENTRIES)
     lines = ["| method | strength | test error | weights left | units left |", "|---|---|---|---|---|"]
     for row in rows:
         units = "-".join(map(str, row["architecture"]))

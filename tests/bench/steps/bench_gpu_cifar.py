@@ -87,7 +87,7 @@ def cifar_units(
         x, y = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10
         images = Images(x, y, x[:500], y[:500], (3, 32, 32))
     else:
-        images = load_cifar("cifar10", options.data_dir)
+        images = load_cifar(options.data_dir)
 
     def make(name: str, epochs: int) -> Run:
         lam = RUNS[name]
