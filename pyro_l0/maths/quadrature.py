@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -36,16 +35,10 @@ class Nodes(NamedTuple):
     slope: Tensor  # g'(t)
 
 
-@lru_cache(maxsize=64)
-def _legendre(n: int) -> tuple[np.ndarray, np.ndarray]:
-    x, w = np.polynomial.legendre.leggauss(n)
-    return x, w
-
-
 @kept(256)
 def gauss_legendre(n: int, dtype: torch.dtype, device: torch.device | None = None) -> Rule:
     """Nodes and weights of the n-point Gauss-Legendre rule on [-1, 1], computed in double."""
-    x, w = _legendre(n)
+    x, w = np.polynomial.legendre.leggauss(n)
     return torch.tensor(x, dtype=dtype, device=device), torch.tensor(w, dtype=dtype, device=device)
 
 

@@ -32,6 +32,7 @@ __all__ = ["SpikeSlabEstimator"]
 Array = NDArray[np.float64]
 RandomState = int | np.random.RandomState | None
 
+_PRIORS = ("rate", "expected_size", "slab_scale", "noise_scale")
 # Joint draws that are kept; the probability of a credible set then has a standard error of .005.
 _DRAWS = 2000
 # Draws for arviz, whose log likelihoods take memory for each draw and observation.
@@ -95,7 +96,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             ConvergenceWarning: the sampler's chains disagree about an inclusion probability, whose standard error is
                 more than .05.
         """
-        check_parameters(type(self).__name__, self.get_params(deep=False))
+        parameters = self.get_params(deep=False)
+        check_parameters(type(self).__name__, parameters)
         levels = levels_of(X)
         x, target = self._validated(coded(X, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
@@ -110,7 +112,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             x,
             target,
             self._family(),
-            **self._priors(),
+            **{name: parameters[name] for name in _PRIORS if name in parameters},
             standardize=self.standardize,
             fit_intercept=self.fit_intercept,
             gate_of=self._gate_of,
@@ -305,10 +307,6 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         import pandas
 
         return pandas.Index(self._column_names(), name="feature")
-
-    def _priors(self) -> dict[str, float | None]:
-        """The given hyperparameters."""
-        return {"rate": self.rate, "expected_size": self.expected_size, "slab_scale": self.slab_scale}
 
     def _validated_features(self, x: ArrayLike) -> Array:
         """Features of new observations."""

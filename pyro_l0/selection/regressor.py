@@ -125,6 +125,3 @@ class SpikeSlabRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[mi
 
     def _family(self) -> Family:
         return "gaussian"
-
-    def _priors(self) -> dict[str, float | None]:
-        return {**super()._priors(), "noise_scale": self.noise_scale}

@@ -21,15 +21,14 @@ def sampled_on_expansions(
     point: Tensor,
     sample: Callable[[TargetT, float], GibbsRun],
     mean: Callable[[TargetT, GibbsRun], Tensor],
-    expansions: int = 2,
 ) -> tuple[TargetT, GibbsRun]:
-    """Chains on the expansion of a log likelihood, which is taken anew at the mean that shorter chains find.
+    """Chains on the expansion of a log likelihood, which is taken twice more at the mean that shorter chains find.
 
     ``expand`` makes a target at a point, ``sample`` runs chains on it for a share of their flips, and ``mean`` is the
     point that a run has as its mean.
     """
     target = expand(point)
-    for _ in range(expansions):
+    for _ in range(2):
         target = expand(mean(target, sample(target, 1 / 3)))
     return target, sample(target, 1.0)
 

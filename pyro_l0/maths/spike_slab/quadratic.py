@@ -53,13 +53,12 @@ class DenseQuadratic:
 
 
 class DesignQuadratic:
-    """A quadratic log likelihood with A = X' diag(weights) X, which is never held as a whole.
+    """A quadratic log likelihood with A = X'X, which is never held as a whole.
 
     Rows of A are computed when first needed and kept while there is room: a sampler opens few gates, mostly the same.
-    X has the shape ``(n, p)``, and b is X' diag(weights) y for a Gaussian likelihood.
     """
 
-    def __init__(self, design: Tensor, linear: Tensor, weights: Tensor | float = 1.0) -> None:
+    def __init__(self, design: Tensor, linear: Tensor) -> None:
         if design.dim() != 2 or design.shape[1:] != linear.shape:
             raise ValueError(
                 f"Expected a design of shape (n, p) and a linear term of shape (p,), but got {tuple(design.shape)} and "
@@ -67,8 +66,7 @@ class DesignQuadratic:
             )
         self.linear = linear
         self._columns = design.T.contiguous()
-        self._weights = torch.as_tensor(weights, dtype=design.dtype, device=design.device).expand(len(design))
-        self.diagonal = self._columns.square() @ self._weights
+        self.diagonal = self._columns.square() @ design.new_ones(1).expand(len(design))
         self._capacity = KEPT // max(len(linear), 1)
         self._forget()
 
@@ -88,10 +86,10 @@ class DesignQuadratic:
         """See :class:`Quadratic`."""
         pieces = index.split(max(1, BATCH // max(1, index.shape[1] * self._columns.shape[1])))
         columns = (self._columns[piece] for piece in pieces)
-        return torch.cat([(x * self._weights) @ x.mT for x in columns])
+        return torch.cat([x @ x.mT for x in columns])
 
     def _computed(self, index: Tensor) -> Tensor:
-        return (self._columns[index] * self._weights) @ self._columns.T
+        return self._columns[index] @ self._columns.T
 
     def _forget(self) -> None:
         self._count = 0

@@ -93,7 +93,6 @@ def collapsed_mean_field(
     collapsed: CollapsedQuadratic,
     prior: GatePrior,
     *,
-    draws: int = 16,
     steps: int = 200,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -103,7 +102,7 @@ def collapsed_mean_field(
     starts from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
     """
     logits = torch.logit(_start_probs(collapsed, prior))
-    draws = collapsed.chains or draws
+    draws = collapsed.chains or 16
     for step in range(steps):
         z = torch.bernoulli(torch.sigmoid(logits).expand(draws, -1), generator=generator)
         gibbs = collapsed.gibbs_logits(z, prior.logits(z)).clamp(-_SURE, _SURE)

@@ -27,17 +27,14 @@ _ENTRIES = 2**22  # numbers in all these states, and in the largest array of a s
 
 
 @torch.no_grad()
-def tempered_posterior(
-    problem: Problem, *, draws: int = 4000, seed: int = 0, effort: Effort | None = None
-) -> SelectionPosterior:
+def tempered_posterior(problem: Problem, *, draws: int = 4000, seed: int = 0) -> SelectionPosterior:
     """The posterior of a problem by weighted tempered Gibbs sampling (Zanella and Roberts 2019).
 
     The coefficients and the rate are integrated out; unknown scales of the noise and of the slabs are sampled beside
     the gates. Inclusion probabilities and moments are averages of what each gate and its slab are given the others.
-    By default the chains run as long as suits the number of features.
     """
     generator = torch.Generator().manual_seed(seed)
-    effort = effort or Effort.of(problem.x.shape[1])
+    effort = Effort.of(problem.x.shape[1])
     if problem.family != "gaussian":
         return expanded_posterior(problem, effort, draws, generator)
     states = GaussianStates(problem)
