@@ -132,7 +132,6 @@ def test_float32_stays_finite(gate_of):
 
 
 def test_refusals():
-    """What does not fit is named."""
     dense = REGRESSIONS["independent"].dense()
     with pytest.raises(ValueError, match=r"Expected gates of shape \(S, 6\), but got \(2, 5\)"):
         CollapsedQuadratic(dense, 1.0).log_evidence(torch.zeros(2, 5))

@@ -48,6 +48,5 @@ def test_gates_that_are_certain():
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.0, 1.0), (1.0, -1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_refused_parameters(alpha, beta):
-    """By both values."""
     with pytest.raises(ValueError, match=f"alpha and beta to be positive and finite, but got {alpha} and {beta}"):
         BetaBinomialGates(alpha, beta)

@@ -127,6 +127,5 @@ def test_refusals():
 
 
 def test_a_likelihood_without_bound():
-    """Is told of: there is no mode."""
     with pytest.warns(UserWarning, match="not found the mode of 2 of 2 gate vectors in 100 steps"):
         laplace_evidence(lambda beta: beta.pow(4).sum(1), torch.ones(2, 3).double(), 1.0, torch.ones(3).double())

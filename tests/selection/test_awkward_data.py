@@ -57,7 +57,6 @@ def test_duplicate_features_share_an_effect():
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_one_feature(kind):
-    """p = 1."""
     x, y = data(kind)
     model = kind(random_state=0).fit(x[:, :1], y)
     assert model.pip_.shape == (1,)
@@ -78,7 +77,6 @@ def test_more_features_than_observations():
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("where", ["X", "y"])
 def test_nan_is_refused(kind, where):
-    """In scikit-learn's words."""
     x, y = data(kind)
     if where == "X":
         x[3, 1] = np.nan
@@ -149,13 +147,11 @@ def test_wrong_parameters(options, message):
     ],
 )
 def test_wrong_questions(call, message):
-    """Of a fitted estimator."""
     with pytest.raises(ValueError, match=re.escape(message)):
         call(fitted(SpikeSlabRegressor))
 
 
 @pytest.mark.parametrize("name", ["select", "sample", "interval", "summary", "get_support", "to_arviz"])
 def test_before_a_fit(name):
-    """scikit-learn's error."""
     with pytest.raises(NotFittedError):
         getattr(SpikeSlabRegressor(), name)()

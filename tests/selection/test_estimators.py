@@ -74,7 +74,7 @@ def test_probabilities_are_averaged_over_draws():
 
 
 def test_more_than_two_classes():
-    """A gate for each feature, a coefficient for each feature and class, probabilities that add up to one."""
+    """A gate for each feature, a coefficient for each feature and class; for arviz, classes are numbers."""
     x, y = three_classes()
     model = SpikeSlabClassifier(random_state=0).fit(x, np.array(["a", "b", "c"])[y])
     assert model.coef_.shape == model.coef_sd_.shape == (3, 3)
@@ -89,6 +89,11 @@ def test_more_than_two_classes():
     assert model.summary().index.names == ["feature", "class"]
     assert model.summary().loc[("x1", "c"), "mean"] == pytest.approx(model.coef_[2, 1])
     assert (model.summary()["PIP"].groupby("feature").nunique() == 1).all()
+    found = model.to_arviz()
+    wanted = np.log(softmax(predictors[:1000], axis=-1))[:, np.arange(150), y]
+    np.testing.assert_allclose(found["log_likelihood"]["y"][0].values, wanted, atol=1e-9)
+    shares = np.bincount(found["posterior_predictive"]["y"].values.ravel().astype(int), minlength=3)
+    np.testing.assert_allclose(shares / shares.sum(), np.bincount(y) / 150, atol=0.1)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -243,7 +248,6 @@ def test_in_pipelines_and_searches():
 
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
-    """The import says what to install."""
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match=r"pip install 'pyro-l0\[selection\]'"):
         importlib.reload(pyro_l0.selection)
@@ -289,16 +293,3 @@ def test_arviz_summarises_and_compares():
     assert "coef[x0]" in arviz.summary(model.to_arviz(), var_names=["coef"]).index
     table = arviz.compare({"with": model.to_arviz(), "without": without.to_arviz()})
     assert table.index[0] == "with"
-
-
-def test_classes_for_arviz():
-    """Of three, as numbers; log likelihoods are those of the softmax."""
-    x, y = three_classes()
-    model = SpikeSlabClassifier(random_state=0).fit(x, np.array(["a", "b", "c"])[y])
-    found = model.to_arviz()
-    draws = model.sample(1000)
-    predictors = np.einsum("nkp,mp->nmk", draws["coef"], x) + draws["intercept"][:, None]
-    wanted = np.log(softmax(predictors, axis=-1))[:, np.arange(150), y]
-    np.testing.assert_allclose(found["log_likelihood"]["y"][0].values, wanted, atol=1e-9)
-    shares = np.bincount(found["posterior_predictive"]["y"].values.ravel().astype(int), minlength=3)
-    np.testing.assert_allclose(shares / shares.sum(), np.bincount(y) / 150, atol=0.1)

@@ -147,7 +147,6 @@ def test_three_classes():
 
 @pytest.mark.parametrize("groups", [[0, 1], [0, 1, 3], [0, -1, 1], [0.0, 1.0, 2.0], "abc", [[0, 1, 2]]])
 def test_wrong_groups(groups):
-    """Refused with what was expected."""
     x = np.random.default_rng(0).normal(size=(20, 3))
     with pytest.raises(ValueError, match="Expected groups to be whole numbers from 0 on, one for each of 3 features"):
         SpikeSlabRegressor(groups=groups).fit(x, x[:, 0])
@@ -222,7 +221,6 @@ def test_other_levels_and_other_containers_are_refused():
 
 
 def test_sparse_features_are_refused():
-    """With the reason and the size."""
     x = csr_array(np.eye(1000))
     with pytest.raises(TypeError, match=r"Expected a dense X, but got a sparse one: centring .* take 8 MB"):
         SpikeSlabRegressor().fit(x, np.arange(1000.0))

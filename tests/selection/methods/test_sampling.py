@@ -97,7 +97,6 @@ def test_everything_unknown(name, sampled):
     ids=["all known", "noise unknown", "slab unknown"],
 )
 def test_some_known(prior, sampled):
-    """Each scale alone, and none."""
     design = DESIGNS["near-duplicates"]
     expected = reference(design, prior)
     found = tempered_posterior(Problem("gaussian", design.x, design.y, prior), seed=2)
@@ -105,7 +104,6 @@ def test_some_known(prior, sampled):
 
 
 def test_one_feature():
-    """Whose gate is alone."""
     design = DESIGNS["diabetes"]
     prior = Prior((1.0, 1.0))
     x = design.x[:, 1:2]
