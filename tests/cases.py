@@ -42,9 +42,8 @@ Parameters = dict[str, float]
 class Family:
     """What the shared tests need to know about one gate family.
 
-    ``random`` makes moderate parameters of two numbers in [0, 1] and stretch limits. ``frozen_noise`` tells that a draw
-    is a smooth function of noise that does not depend on the parameters; ``interior`` that there is a density and a
-    pathwise draw between the atoms.
+    ``random`` makes moderate parameters of two numbers in [0, 1] and stretch limits. ``interior`` tells that there is a
+    density and a pathwise draw between the atoms.
     """
 
     gate: type[GateDistribution]
@@ -53,7 +52,6 @@ class Family:
     extremes: tuple[Parameters, ...]
     random: Callable[[float, float, tuple[float, float]], Parameters]
     mirror: Callable[[Parameters], Parameters] | None = None
-    frozen_noise: bool = True
     interior: bool = True
 
 
@@ -65,11 +63,9 @@ class Case:
     parameters: Parameters
 
     def gate(self, dtype=torch.float64, batch_shape=()):
-        """The library's gate."""
         return build(self.family, self.parameters, dtype, batch_shape)
 
     def reference(self):
-        """Its slow twin."""
         return self.family.reference(**self.parameters)
 
     def __repr__(self):
@@ -100,12 +96,10 @@ def stack(family, sets, dtype=torch.float64):
 
 
 def hard_concrete(log_alpha, temperature=2 / 3, gamma=-0.1, zeta=1.1):
-    """Parameters of a hard concrete."""
     return dict(log_alpha=log_alpha, temperature=temperature, gamma=gamma, zeta=zeta)
 
 
 def rectified_normal(loc, scale):
-    """Parameters of a rectified normal."""
     return dict(loc=loc, scale=scale)
 
 
@@ -115,7 +109,6 @@ def hard_kumaraswamy(concentration1, concentration0, gamma=-0.1, zeta=1.1):
 
 
 def mixture(logits, beta, gamma=-0.1, zeta=1.1):
-    """Parameters of a mixture gate."""
     return dict(logits=logits, beta=beta, gamma=gamma, zeta=zeta)
 
 
@@ -125,7 +118,6 @@ def mixture_with_uniform(logits, beta, epsilon, gamma=-0.1, zeta=1.1):
 
 
 def bernoulli(logits):
-    """Parameters of a Bernoulli gate."""
     return dict(logits=logits)
 
 
@@ -214,12 +206,10 @@ BERNOULLI_EXTREMES = tuple(bernoulli(logits) for logits in (-90.0, -30.0, 30.0, 
 
 
 def random_bernoulli(x, *_):
-    """A Bernoulli gate."""
     return bernoulli(16 * x - 8)
 
 
 def random_hc(x, y, stretch):
-    """A hard concrete."""
     return hard_concrete(16 * x - 8, 0.1 * 20**y, *stretch)
 
 
@@ -229,12 +219,10 @@ def random_rn(x, y, _):
 
 
 def random_hk(x, y, stretch):
-    """A hard Kumaraswamy gate."""
     return hard_kumaraswamy(0.2 * 30**x, 0.2 * 30**y, *stretch)
 
 
 def random_mixture(x, y, stretch):
-    """A mixture gate."""
     return mixture(16 * x - 8, 1.1 * 35**y, *stretch)
 
 
@@ -247,7 +235,7 @@ FAMILIES = (
     Family(HardConcrete, HardConcreteReference, HC, HC_EXTREMES, random_hc, mirror_hc),
     Family(RectifiedNormal, RectifiedNormalReference, RN, RN_EXTREMES, random_rn, mirror_rn),
     Family(HardKumaraswamy, HardKumaraswamyReference, HK, HK_EXTREMES, random_hk),
-    Family(ExponentialGate, ExponentialReference, EXP, EXP_EXTREMES, random_mixture, mirror_mixture, False),
+    Family(ExponentialGate, ExponentialReference, EXP, EXP_EXTREMES, random_mixture, mirror_mixture),
     Family(
         ExponentialUniformGate,
         ExponentialUniformReference,
@@ -255,9 +243,8 @@ FAMILIES = (
         EXP_UNI_EXTREMES,
         random_mixture_with_uniform,
         mirror_mixture,
-        False,
     ),
-    Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture, mirror_mixture, False),
+    Family(PowerLawGate, PowerLawReference, POWER, POWER_EXTREMES, random_mixture, mirror_mixture),
 )
 # Atoms alone: what the contract says of densities and pathwise draws does not concern them.
 ATOMIC = (

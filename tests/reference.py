@@ -33,11 +33,9 @@ class GateReference:
         raise NotImplementedError
 
     def below(self, z):
-        """P(unclipped variable <= z)."""
         raise NotImplementedError
 
     def above(self, z):
-        """P(unclipped variable > z)."""
         raise NotImplementedError
 
     def quantile(self, u):
@@ -50,22 +48,18 @@ class GateReference:
 
     @property
     def p0(self):
-        """P(z = 0)."""
         return self.below(mp.mpf(0))
 
     @property
     def p1(self):
-        """P(z = 1)."""
         return self.above(mp.mpf(1))
 
     @property
     def p_mid(self):
-        """P(0 < z < 1)."""
         return self.below(mp.mpf(1)) - self.below(mp.mpf(0))
 
     @property
     def active_prob(self):
-        """P(z != 0)."""
         return self.above(mp.mpf(0))
 
     def log_prob(self, z):
@@ -78,7 +72,6 @@ class GateReference:
         return mp.log(self.density(z))
 
     def cdf(self, z):
-        """P(gate <= z), right-continuous."""
         z = mp.mpf(z)
         if z < 0:
             return mp.mpf(0)
@@ -90,17 +83,14 @@ class GateReference:
 
     @property
     def median(self):
-        """Middle of the distribution."""
         return self.icdf(mp.mpf(1) / 2)
 
     @property
     def mean(self):
-        """E[z]."""
         return self.p1 + integrate(lambda z: z * self.density(z), self)
 
     @property
     def variance(self):
-        """E[(z - E[z])^2]."""
         m = self.mean
         inside = integrate(lambda z: (z - m) ** 2 * self.density(z), self)
         return self.p0 * m**2 + self.p1 * (1 - m) ** 2 + inside
@@ -134,7 +124,6 @@ class HardConcreteReference(GateReference):
         return self.temperature * mp.log(odds) - self.log_alpha
 
     def below(self, z):
-        """Sigmoid of the log odds."""
         return 1 / (1 + mp.exp(-self._log_odds(z)))
 
     def above(self, z):
@@ -163,11 +152,9 @@ class RectifiedNormalReference(GateReference):
         self.scale = mp.mpf(scale)
 
     def density(self, z):
-        """Normal density."""
         return mp.npdf(z, self.loc, self.scale)
 
     def below(self, z):
-        """Normal cdf."""
         return mp.ncdf((z - self.loc) / self.scale)
 
     def above(self, z):
@@ -175,7 +162,6 @@ class RectifiedNormalReference(GateReference):
         return mp.ncdf((self.loc - z) / self.scale)
 
     def quantile(self, u):
-        """Normal quantile."""
         return self.loc + self.scale * mp.sqrt(2) * mp.erfinv(2 * u - 1)
 
     def breakpoints(self):
@@ -193,23 +179,18 @@ class BernoulliReference(GateReference):
         self.weight = 1 / (1 + mp.exp(-mp.mpf(logits)))
 
     def density(self, _):
-        """None."""
         return mp.mpf(0)
 
     def below(self, _):
-        """P(z = 0)."""
         return 1 - self.weight
 
     def above(self, _):
-        """P(z = 1)."""
         return self.weight
 
     def quantile(self, u):
-        """Either atom."""
         return mp.mpf(u > 1 - self.weight)
 
     def breakpoints(self):
-        """None are needed."""
         return []
 
 
@@ -244,11 +225,9 @@ class HardKumaraswamyReference(StretchedReference):
         return self.a * self.b * s ** (self.a - 1) * (1 - s**self.a) ** (self.b - 1) / self.width
 
     def below(self, z):
-        """One minus the survival function."""
         return 1 - self.above(z)
 
     def above(self, z):
-        """The survival function."""
         return (1 - self._unstretched(z) ** self.a) ** self.b
 
     def quantile(self, u):
@@ -268,11 +247,9 @@ class MixtureReference(StretchedReference):
         raise NotImplementedError
 
     def R0(self, s):  # noqa: N802
-        """Its cdf."""
         raise NotImplementedError
 
     def density(self, z):
-        """Both components."""
         s = self._unstretched(z)
         return ((1 - self.weight) * self.r0(s) + self.weight * self.r0(1 - s)) / self.width
 
@@ -282,7 +259,6 @@ class MixtureReference(StretchedReference):
         return (1 - self.weight) * self.R0(s) + self.weight * (1 - self.R0(1 - s))
 
     def above(self, z):
-        """One minus that."""
         s = self._unstretched(z)
         return (1 - self.weight) * (1 - self.R0(s)) + self.weight * self.R0(1 - s)
 
@@ -313,11 +289,9 @@ class ExponentialReference(MixtureReference):
         self.beta = mp.mpf(beta)
 
     def r0(self, s):
-        """Eq. 4."""
         return self.beta * mp.exp(-self.beta * s) / (1 - mp.exp(-self.beta))
 
     def R0(self, s):  # noqa: N802
-        """Its integral."""
         return (1 - mp.exp(-self.beta * s)) / (1 - mp.exp(-self.beta))
 
 
@@ -329,11 +303,9 @@ class ExponentialUniformReference(ExponentialReference):
         self.epsilon = mp.mpf(epsilon)
 
     def r0(self, s):
-        """Eq. 7."""
         return (1 - self.epsilon) * super().r0(s) + self.epsilon
 
     def R0(self, s):  # noqa: N802
-        """Its integral."""
         return (1 - self.epsilon) * super().R0(s) + self.epsilon * s
 
 
@@ -345,11 +317,9 @@ class PowerLawReference(MixtureReference):
         self.beta = mp.mpf(beta)
 
     def r0(self, s):
-        """Eq. 8."""
         return s ** (1 / self.beta - 1) / self.beta
 
     def R0(self, s):  # noqa: N802
-        """Its integral."""
         return s ** (1 / self.beta)
 
 

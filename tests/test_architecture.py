@@ -71,7 +71,6 @@ def check_imports(path):
 
 
 def test_selection_runs_one_way():
-    """From gate vectors to methods to estimators."""
     for path in (ROOT / "selection").glob("*/*.py"):
         part = path.parent.name
         top, _ = imports(path)
@@ -80,7 +79,6 @@ def test_selection_runs_one_way():
 
 
 def test_numerics_know_no_pyro():
-    """The maths needs torch and numpy alone."""
     for path in (ROOT / "maths").rglob("*.py"):
         top, _ = imports(path)
         assert not any(name.startswith("pyro.") for name in top), path

@@ -45,7 +45,6 @@ def test_types_of_arguments(name, argument):
 
 @pytest.mark.parametrize("bad", [{"1": 3}, {1: torch.ones(3)}])
 def test_gates_of_prune_are_gates(bad):
-    """And nothing else."""
     with pytest.raises(TypeError, match=r"Expected gates\[.*\] to be a Gate, but got a value of type"):
         FUNCTIONS["prune"]()(**GOOD["prune"](), gates=bad)
 

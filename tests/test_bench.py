@@ -20,7 +20,6 @@ def run(script, *arguments):
 
 @pytest.mark.parametrize(("line", "design"), [("1", "exact pair"), ("3", "near-duplicates"), ("6", "exact pair")])
 def test_fits_are_compared(line, design):
-    """One row for each design and guide."""
     printed = run("posteriors/bench_posteriors.py", "--line", line, "--quick", "--design", design)
     assert f"| {design}" in printed
 

@@ -54,7 +54,6 @@ def test_a_star_leaves_torchs_nn_alone():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    """As in any module."""
     with pytest.raises(AttributeError, match="module 'pyro_l0' has no attribute 'compression'"):
         _ = pyro_l0.compression
 

@@ -97,12 +97,10 @@ def network():
 
 
 def plain():
-    """A network without gates."""
     return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
 
 
 def heads():
-    """A network with attention."""
     return nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
 
 
@@ -146,7 +144,6 @@ def target():
 
 
 def shrinker():
-    """What a shrinker takes."""
     net, made = of_network()
     optimiser = torch.optim.SGD([*net.parameters(), *made.parameters()], lr=0.1)
     return dict(network=net, guide=made, example=torch.ones(1, 2), optimiser=optimiser)
@@ -268,7 +265,6 @@ def call(function, arguments):
 
 
 def main():
-    """Call, count and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", type=int, default=40, help="how many internal errors to print")
     parser.add_argument("--only", default="", help="part of the name of what is called")

@@ -38,7 +38,6 @@ def figures(tree: Path, bench: str, options: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)

@@ -129,7 +129,6 @@ def _tensors(state: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def main() -> None:
-    """Write or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--against", type=Path)

@@ -1,4 +1,4 @@
-"""Networks from functions, and shrinkers of them."""
+"""Models of networks, and shrinkers of them."""
 
 import pyro
 import pyro.distributions as dist
@@ -7,19 +7,6 @@ from torch import nn
 
 from pyro_l0.compaction import Shrinker
 from pyro_l0.infer import AutoGate
-
-
-class Net(nn.Module):
-    """Layers by name and a function of them."""
-
-    def __init__(self, function, **layers):
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 class Model(nn.Module):

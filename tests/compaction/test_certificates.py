@@ -13,7 +13,7 @@ from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.engine import rule
 from pyro_l0.nn.gate import gate_names
-from tests.compaction.networks import Net
+from tests.networks import Net
 
 GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])
 
@@ -33,7 +33,6 @@ def misleading(maps, operation):
 
 @torch.library.custom_op("spoiled::scale", mutates_args=())
 def scale_by_units(x: torch.Tensor) -> torch.Tensor:
-    """By the number of units."""
     return x * x.shape[-1]
 
 
@@ -42,17 +41,15 @@ torch.library.register_autograd(
 )
 
 
-class Spoiled(nn.Module):
+def spoiled():
     """Computes something else with fewer units, 25 % less of four of which one leaves."""
-
-    def forward(self, x):
-        return scale_by_units(x)
+    return Net(lambda net, x: scale_by_units(x))
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e6])
 def test_the_certificate_is_relative_to_the_output(scale):
     """An error of a quarter is one, however small the outputs are."""
-    x, right, wrong = torch.randn(5, 6), dense(nn.ReLU()), dense(Spoiled())
+    x, right, wrong = torch.randn(5, 6), dense(nn.ReLU()), dense(spoiled())
     for net in (right, wrong):
         nn.init.zeros_(net[-1].bias)
         with torch.no_grad():
@@ -72,12 +69,10 @@ def test_the_tolerance_is_that_of_the_type(dtype):
     assert result.certificate < 0.05
     assert next(result.network.parameters()).dtype == dtype
     with pytest.raises(CompactionError):
-        compact(dense(Spoiled()).to(dtype), {"2": GATE.to(dtype)}, x)
+        compact(dense(spoiled()).to(dtype), {"2": GATE.to(dtype)}, x)
 
 
 def test_a_wrong_gradient_is_refused():
-    """Where the outputs are the same."""
-
     class Flag(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -96,20 +91,15 @@ def test_a_wrong_gradient_is_refused():
 def test_the_modes_are_certified_one_by_one():
     """A part that differs in training mode is found there; one that draws random numbers can't be compared."""
 
-    class InTraining(nn.Module):
-        def __init__(self, function):
-            super().__init__()
-            self.function = function
-
-        def forward(self, x):
-            return self.function(x) if self.training else x
+    def in_training(function):
+        return Net(lambda net, x: function(x) if net.training else x)
 
     x, gates = torch.randn(5, 6).double(), {"2": GATE.double()}
     with pytest.raises(CompactionError, match="differs"):
-        compact(dense(InTraining(lambda x: x * x.shape[-1])).double(), gates, x)
-    found = compact(dense(InTraining(lambda x: x + torch.randn_like(x))).double(), gates, x).certificate
+        compact(dense(in_training(lambda x: x * x.shape[-1])).double(), gates, x)
+    found = compact(dense(in_training(lambda x: x + torch.randn_like(x))).double(), gates, x).certificate
     assert (found.training_outputs, found.training_gradients) == (None, None)
-    found = compact(dense(InTraining(torch.square)).double(), gates, x).certificate
+    found = compact(dense(in_training(torch.square)).double(), gates, x).certificate
     assert max(found.training_outputs, found.training_gradients, found.outputs, found.gradients) < 1e-12
     assert found.largest == max(found.training_outputs, found.training_gradients, found.outputs, found.gradients)
 

@@ -15,7 +15,7 @@ from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import gate_names
-from tests.compaction.networks import Net
+from tests.networks import Net
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -104,7 +104,6 @@ def test_a_constant_behind_a_gate_and_padding():
     ],
 )
 def test_a_constant_in_front_of_other_layers(layer):
-    """Padded by itself, with strides, behind pooling."""
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), Gate(3, dim=1), nn.BatchNorm2d(3), layer)
     check(biased(net), {"2": torch.tensor([1.0, 0.0, 0.3])}, torch.randn(2, 1, 6, 6), [torch.float64])
 
@@ -119,7 +118,6 @@ def test_a_closed_layer_takes_its_branch_along():
 
 
 def test_a_network_without_open_gates_is_a_constant():
-    """Whatever comes in."""
     net = nn.Sequential(Gate(3), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2))
     result = check(net, {"0": torch.zeros(3)}, torch.randn(4, 3))
     assert torch.equal(result.network(torch.zeros(1, 3)), result.network(torch.randn(1, 3)))
@@ -259,7 +257,6 @@ def test_plans_and_saved_networks_come_back(tmp_path):
 
 
 def test_old_names_warn_and_work():
-    """`plan`, `rewrite`, `differences` and `example_input`."""
     net, gates, x = example()
     result = compact(net, gates, x)
     with pytest.warns(FutureWarning, match=r"plan is deprecated. Use compact\(network, gates, example\).plan"):

@@ -10,7 +10,8 @@ from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, square_norms
 from pyro_l0.nn.gate import gate_names, name_gates
-from tests.compaction.networks import Model, Net, started
+from tests.compaction.networks import Model, started
+from tests.networks import Net
 
 
 def shrunk(net, x, closed):
@@ -188,27 +189,6 @@ def test_an_example_of_another_width_is_refused():
         NetworkCost(net, torch.ones(2, 5, dtype=torch.float64))
 
 
-def test_functional_dropout_follows_the_mode():
-    """It is the network's own code that runs."""
-    net = dense(lambda s, x: s.b(F.dropout(s.g(torch.relu(s.a(x))), 0.5, training=s.training)))
-    x = vectors()
-    model, *_ = shrunk(net, x, {"net.g": [1]})
-    fixed = fix_gates(model.net, {"net.g": torch.ones(3).double()})
-    assert not torch.equal(fixed.train()(x), fixed(x))
-    assert torch.equal(fixed.eval()(x), fixed(x))
-
-
-def test_modes_and_frozen_parameters_stay():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), Gate(4), nn.Linear(4, 2))
-    net[0].weight.requires_grad_(False)
-    net[1].eval()
-    model, *_ = shrunk(net, vectors(), {"net.3": [1]})
-    assert not model.net.get_parameter("0.weight").requires_grad
-    assert model.net.get_parameter("0.bias").requires_grad
-    assert not model.net.get_submodule("1").training
-    assert model.net.get_submodule("0").training
-
-
 def test_a_new_bias_is_trained():
     """BatchNorm's shift of a closed unit becomes the bias of a layer that had none."""
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
@@ -272,7 +252,6 @@ def test_a_guide_without_a_gate_is_refused_at_once():
 
 
 def test_an_optimiser_with_other_shapes_is_refused():
-    """Before anything is cut."""
     x = vectors()
     model, guide, optimiser, shrinker = started(
         nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 2)).double(), x, torch.optim.Adafactor

@@ -15,6 +15,7 @@ from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from tests.compaction.networks import Model, set_gates, started
+from tests.networks import Net
 
 STEPS = 50
 X = torch.ones(2, 3)
@@ -246,6 +247,7 @@ def test_nothing_is_used_up_by_looking():
     assert shrinker.step()
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in net] == [True, True, True, True, False, True]
+    assert [p.requires_grad for p in net[0].parameters()] == [False, True]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -299,15 +301,12 @@ def test_gradients_and_gradient_nodes_that_are_alive():
 def test_a_refused_shrinking_changes_nothing():
     """Neither the network nor the guide, where the example leaves out a part of a module that is cut."""
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
-
-        def forward(self, x, other=False):
-            return F.linear(x, self.other if other else self.weight)
-
-    net = nn.Sequential(Two(), nn.ReLU(), Gate(4), nn.Linear(4, 2))
+    network = Net(
+        lambda net, x, other=False: F.linear(x, net.other if other else net.weight),
+        weight=nn.Parameter(torch.ones(4, 3)),
+        other=nn.Parameter(torch.ones(4, 3)),
+    )
+    net = nn.Sequential(network, nn.ReLU(), Gate(4), nn.Linear(4, 2))
     _, guide, _, shrinker = started(net, X, torch.optim.SGD)
     guide.close("net.2", torch.tensor([1]))
     with pytest.raises(

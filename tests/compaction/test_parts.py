@@ -13,7 +13,7 @@ from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.sizes import torch_sizes
 from pyro_l0.nn import Gate, fix_gates
-from tests.compaction.networks import Net
+from tests.networks import Net
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
@@ -70,7 +70,6 @@ def test_norms_count_units_that_left_as_zeros(kind, affine):
     ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
 )
 def test_attributes_of_torchs_modules(module, kept, expected):
-    """What changes, and nothing else."""
     kept = {
         name: tuple(None if index is None else torch.tensor(index) for index in places) for name, places in kept.items()
     }

@@ -12,6 +12,7 @@ from pyro_l0.nn import Gate, suggest_gates
 from pyro_l0.nn.engine import analyse, record
 from tests.compaction.random_cuts import MODELS, gated, refusals
 from tests.engine.zoo import ZOO
+from tests.networks import Net
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
@@ -106,20 +107,17 @@ def test_an_integer_is_one_size():
     assert small.out.in_features == 8
 
 
-class Projection(nn.Module):
+def projection():
     """A matrix with its inputs and outputs of one number, of which the module holds the latter."""
-
-    def __init__(self):
-        super().__init__()
-        self.number = 6
-        self.weight = nn.Parameter(torch.randn(6, 6))
-
-    def forward(self, x):
-        return (x.reshape(-1, x.shape[-1]) @ self.weight).view(*x.shape[:-1], self.number)
+    return Net(
+        lambda net, x: (x.reshape(-1, x.shape[-1]) @ net.weight).view(*x.shape[:-1], net.number),
+        number=6,
+        weight=nn.Parameter(torch.randn(6, 6)),
+    )
 
 
 def test_the_integer_that_an_operation_used_is_changed_and_no_other_size():
-    network = nn.Sequential(nn.Linear(3, 6), Gate(6), Projection(), Gate(6), nn.Linear(6, 2)).eval()
+    network = nn.Sequential(nn.Linear(3, 6), Gate(6), projection(), Gate(6), nn.Linear(6, 2)).eval()
     gates = {"1": torch.tensor([1.0, 0, 0, 1, 0, 0]), "3": torch.tensor([1.0, 1, 1, 1, 0, 1])}
     assert compact(network, gates, torch.randn(4, 3)).network[2].number == 5
 

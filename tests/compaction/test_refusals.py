@@ -14,7 +14,7 @@ from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.gate import gate_names
-from tests.compaction import networks
+from tests import networks
 
 VECTORS, SEQUENCES, IMAGES = (
     torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 6), (2, 7, 6), (2, 3, 8, 8))
@@ -177,7 +177,6 @@ class HardCoded(nn.Module):
 
 @pytest.mark.parametrize("how", ["attribute", "tuple", "list"])
 def test_sizes_in_attributes_are_found(how):
-    """Followed into what they give, or tried."""
     net = HardCoded(how)
     small = compact(net, {"gate": GATE}, VECTORS).network
     assert {"tuple": small.shape[1], "list": small.sizes[1]}.get(how, small.width) == 3
@@ -288,7 +287,6 @@ class Gated(nn.Module):
 
 
 def test_gate_in_a_weight_parametrisation_acts_on_weights():
-    """Whatever leaves, the outputs stay."""
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     parametrize.register_parametrization(net[0], "weight", Gated())
     gates = {site: torch.tensor([1.0, 0.0, 0.5]) for site in gate_names(net)}

@@ -18,7 +18,7 @@ from pyro_l0.compaction import compact, load_compacted, storage
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn import Gate
-from tests.compaction.networks import Net
+from tests.networks import Net
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -167,7 +167,6 @@ def test_a_file_that_may_not_be_opened_is_not_called_missing(saved, monkeypatch)
 
 
 def test_numbers_of_another_type_are_refused(saved):
-    """They were converted without a word."""
     path, _, expected = saved
     with pytest.raises(ValueError, match=r"is torch.float32, the network's torch.float64; .*to\(torch.float32\)"):
         load_compacted(network().double(), path)
@@ -195,7 +194,6 @@ def test_numbers_that_are_not_finite_are_neither_saved_nor_loaded(saved, monkeyp
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_save_that_fails_leaves_the_old_file_alone(saved, monkeypatch, step):
-    """A full disk, say; nothing temporary stays."""
     path, content, _ = saved
 
     def full(*args):
@@ -210,7 +208,6 @@ def test_a_save_that_fails_leaves_the_old_file_alone(saved, monkeypatch, step):
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """And then the folder that names it."""
     calls, fsync, replace = [], os.fsync, os.replace
 
     def record_fsync(descriptor):
@@ -253,7 +250,6 @@ def test_a_new_file_has_the_permissions_of_the_old_one(tmp_path):
 
 
 def test_of_saves_at_the_same_time_one_wins(tmp_path):
-    """Wholly, whichever it is."""
     results = [compacted(seed) for seed in range(3)]
     threads = [
         threading.Thread(target=lambda result=result: [result.save(tmp_path / "net") for _ in range(10)])
@@ -284,7 +280,6 @@ def test_files_of_earlier_versions_are_refused(tmp_path):
 
 
 def test_plans_that_can_not_be_read_are_refused(saved):
-    """With a checksum that fits."""
     path, _, _ = saved
     tensors = safetensors.load_file(f"{path}.safetensors")
     for text in ("{", "[" * 100_000, '{"plans": [], "certificate": 0.0}', '{"plans": [{}], "certificate": 0.0}'):
@@ -314,7 +309,6 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
 
 
 def test_the_extra_is_named_where_it_is_missing(saved, monkeypatch):
-    """By saving and by loading."""
     path, content, _ = saved
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -15,7 +15,8 @@ from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates, square_norms
 from pyro_l0.nn.gate import name_gates
-from tests.compaction.networks import Model, Net, set_gates
+from tests.compaction.networks import Model, set_gates
+from tests.networks import Net
 
 CLOSED = {"net.2": [0, 3], "net.6": [1], "net.8": [0, 1, 3, 5, 9], "net.11": [2, 4]}
 
@@ -217,7 +218,6 @@ def test_inputs_are_selected_anew_after_a_shrinking_that_removes_some():
 
 @pytest.mark.parametrize(("option", "value"), [("threshold", 0.0), ("threshold", 1.0), ("patience", 0)])
 def test_bad_options(option, value):
-    """Named, with what arrived."""
     model, guide, loss, optimiser, x, _ = build()
     with pytest.raises(ValueError, match=f"Expected {option} .*, but got {value}"):
         Shrinker(model.net, guide, x, optimiser, loss.elbo, **{option: value})

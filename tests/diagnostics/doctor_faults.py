@@ -59,7 +59,6 @@ def _decayed() -> Run:
 
 
 def _halved(dtype: torch.dtype, rate: float) -> Run:
-    """The guide in half precision."""
     run = train(mlp(), digits(), gate_rate=rate, steps=20_000)
     run.guide.to(dtype)
     return run

@@ -49,7 +49,6 @@ class Run:
         return self
 
     def advance(self) -> None:
-        """One step."""
         if self.svi is not None:
             self.svi.step(*self.batches[0])
             return
@@ -85,7 +84,6 @@ def wrong(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def digits(shape: tuple[int, ...] = (64,), size: int = 100, dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """The digits in batches."""
     data = load_digits()
     x = torch.tensor(data.data / 16.0, dtype=dtype).view(-1, *shape)
     y = torch.tensor(data.target)
@@ -193,8 +191,6 @@ def regression(number: int = 200, seed: int = 0) -> tuple[Tensor, Tensor]:
 def spike_and_slab(
     prior: BernoulliGate | HardConcrete, scale: float = 2.0, noise: Callable[[], float | Tensor] = lambda: 0.5
 ) -> Callable[[Tensor, Tensor], None]:
-    """A regression in plain Pyro."""
-
     def model(x: Tensor, y: Tensor) -> None:
         sigma = noise()
         with pyro.plate("features", x.shape[1]):
@@ -339,7 +335,6 @@ HEALTHY: dict[str, Callable[[], Run]] = {
 
 
 def start(make: Callable[[], Run], seed: int = 1) -> Run:
-    """A training from a seed."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     return make()

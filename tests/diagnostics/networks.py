@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from pyro_l0 import HardConcrete
 from pyro_l0.nn import Gate, gate_heads, insert_gates
+from tests.networks import Net
 
 
 def mlp(inputs: bool = False, prior: HardConcrete | None = None) -> nn.Sequential:
-    """Two hidden layers with gates."""
     first = [Gate(64)] if inputs else []
     layers = [nn.Linear(64, 60), nn.ReLU(), Gate(60, prior=prior), nn.Linear(60, 40), nn.ReLU(), Gate(40, prior=prior)]
     return nn.Sequential(*first, *layers, nn.Linear(40, 10))
@@ -66,20 +66,17 @@ class ResidualCNN(nn.Module):
         return self.leave(x.mean((2, 3)))
 
 
-class Transformer(nn.Module):
+def transformer_network():
     """Rows of an image as tokens, one encoder layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(8, 32)
-        self.encoder = nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, batch_first=True, dropout=0.0)
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(images)).mean(1))
+    return Net(
+        lambda net, images: net.head(net.encoder(net.embed(images)).mean(1)),
+        embed=nn.Linear(8, 32),
+        encoder=nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, batch_first=True, dropout=0.0),
+        head=nn.Linear(32, 10),
+    )
 
 
 def transformer() -> nn.Module:
     """With gates on its heads and hidden units."""
-    gated = gate_heads(Transformer(), {"encoder.self_attn.out_proj": 4})
+    gated = gate_heads(transformer_network(), {"encoder.self_attn.out_proj": 4})
     return insert_gates(gated, {"encoder.linear1": Gate(64)})

@@ -162,7 +162,6 @@ def gates_alone(number=10, **options):
 
 
 def test_what_was_not_given_is_not_checked():
-    """And the diagnosis says what it takes."""
     _, guide = gates_alone()
     diagnosis = diagnose(guide)
     assert diagnosis.findings == ()
@@ -179,7 +178,6 @@ def test_what_was_not_given_is_not_checked():
 
 
 def test_how_it_reads():
-    """Code, sites, numbers, remedy."""
     finding = Finding("no-price", ("a", "b"), "lam is 0.", "Give a lam.")
     text = str(Diagnosis((finding, finding), (Unchecked("the price", "loss"),)))
     assert text.startswith("no-price at 'a', 'b': lam is 0.\n    Give a lam.")
@@ -297,7 +295,6 @@ def test_recalibration_is_the_remedy():
 
 
 def test_refusals():
-    """By what was expected and what arrived."""
     _, guide = gates_alone()
     with pytest.raises(TypeError, match="put it in a list"):
         diagnose(guide, batches=(torch.zeros(3), torch.zeros(3)))
@@ -310,7 +307,6 @@ def test_refusals():
 
 
 def test_a_network_in_eval_mode_stays_so():
-    """Copies are what is evaluated."""
     run = start(lambda: train(cnn(), digits((1, 8, 8)))).to(0.02)
     run.network.eval()
     run.diagnosis()

@@ -20,7 +20,6 @@ from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 
 
 def double(x):
-    """A float64 scalar."""
     return torch.tensor(x, dtype=torch.float64)
 
 
@@ -132,7 +131,6 @@ def test_exact_gradient_against_differences():
 
 
 def test_refusals():
-    """Named, with what arrived."""
     model, guide, x = two_gates(HardConcrete)
     elbo = L0_ELBO("l0")
     with pytest.raises(ValueError, match="max_states = 5 states, but these gates have"):
@@ -157,7 +155,6 @@ def test_refusals():
 
 
 def test_the_figure(tmp_path):
-    """Three panels, one row per report."""
     pytest.importorskip("matplotlib").use("Agg")
     model, guide, x = two_gates(HardConcrete)
     reports = [

@@ -110,7 +110,6 @@ def test_groups_are_those_of_the_draws(result, request):
 @CONSTANT
 @pytest.mark.parametrize("result", first_by_default(["svi", "nuts"]))
 def test_arviz_takes_it(result, request, tmp_path):
-    """Summary, forest plot and files."""
     found = request.getfixturevalue(result)
     summary = az.summary(found, var_names=["z", "z * w"])
     np.testing.assert_allclose(summary["mean"].iloc[:4], found["posterior"]["z"].mean(("chain", "draw")), atol=1e-3)

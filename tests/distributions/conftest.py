@@ -15,7 +15,6 @@ def skip_without_interior(request, family):
 
 @pytest.fixture(params=FAMILIES + ATOMIC, ids=lambda family: family.gate.__name__)
 def family(request):
-    """Every family of cases.py."""
     skip_without_interior(request, request.param)
     return request.param
 

@@ -42,14 +42,12 @@ BAD_RATES = [0.0, 1.0, -0.1, 1.1, NAN, INF, -INF]
 
 
 def describe(value):
-    """Readable test names."""
     if isinstance(value, dict):
         return ",".join(f"{k}={v}" for k, v in value.items())
     return getattr(value, "__name__", None)
 
 
 def as_tensors(parameters, dtype):
-    """Parameters as tensors."""
     return {name: torch.tensor(value, dtype=dtype) for name, value in parameters.items()}
 
 
@@ -79,7 +77,6 @@ def test_bad_number_parameters(family, parameters, name):
     ids=describe,
 )
 def test_shapes_that_do_not_broadcast(family, shapes):
-    """The message names the shapes."""
     fine = dict(log_alpha=0.0, temperature=0.5, gamma=-0.1, zeta=1.1, loc=0.0, scale=0.5)
     parameters = {name: torch.full(shape, fine[name]) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=r"broadcast.*\(3,"):

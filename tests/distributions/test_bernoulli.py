@@ -16,12 +16,10 @@ LOGITS = torch.tensor([[-90.0, -3.0], [-0.5, 0.0], [2.0, 90.0]], dtype=torch.flo
 
 @pytest.fixture
 def gate():
-    """A batch of gates."""
     return BernoulliGate(LOGITS)
 
 
 def test_against_the_slow_twin(gate):
-    """Masses, moments and entropy in 60-digit arithmetic."""
     for name in ("mean", "variance", "entropy", "active_prob"):
         values = gate.entropy() if name == "entropy" else getattr(gate, name)
         for value, logits in zip(values.flatten(), LOGITS.flatten().tolist(), strict=True):
@@ -86,7 +84,6 @@ def test_kl():
 
 
 def mp_log(x):
-    """A plain logarithm."""
     return torch.tensor(x, dtype=torch.float64).log().item()
 
 
@@ -108,6 +105,5 @@ def test_what_it_refuses(gate):
 
 
 def test_from_active_prob():
-    """The rate comes back."""
     rates = torch.tensor([1e-6, 0.3, 0.999], dtype=torch.float64)
     torch.testing.assert_close(BernoulliGate.from_active_prob(rates).active_prob, rates)

@@ -20,13 +20,11 @@ CASES = [(0.0, 2 / 3), (-2.0, 2 / 3), (3.0, 0.1), (0.7, 1.6), (-8.0, 0.3), (12.0
 
 
 def double(x):
-    """A float64 scalar."""
     return torch.tensor(x, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("log_alpha", "temperature"), CASES)
 def test_moments_and_entropy(log_alpha, temperature):
-    """Integrals over the logistic noise."""
     gate = BinaryConcrete(double(log_alpha), temperature)
 
     def mean_of(function):
@@ -47,7 +45,6 @@ def test_moments_and_entropy(log_alpha, temperature):
 
 
 def test_limit_of_the_hard_concrete():
-    """Densities, moments, KL at one temperature."""
     q, p = torch.linspace(-2, 2, 5).double(), torch.linspace(1, -1, 5).double()
     for temperature in (0.5, 1.2):
         limit = [BinaryConcrete(x, temperature) for x in (q, p)]

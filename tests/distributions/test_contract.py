@@ -127,7 +127,6 @@ def test_support_includes_the_atoms(gate):
 
 
 def test_validation_can_be_switched_off(family):
-    """validate_args=False accepts what validate_args=True refuses."""
     bad = {name: torch.tensor(math.nan) for name in family.parameters[0]}
     family.gate(**bad, validate_args=False)
     with pytest.raises(ValueError, match="invalid values"):

@@ -50,7 +50,6 @@ def check(function, inputs):
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics(case, name):
-    """Every statistic is differentiable in every parameter."""
     check(lambda *values: getattr(make(case, values), name), leaves(case))
 
 
@@ -70,7 +69,6 @@ def test_log_prob(case):
 
 
 def test_icdf(case):
-    """At probabilities that lead well inside."""
     gate = case.gate()
     # Nearer an atom the quantile may bend so much that differences of step 1e-6 miss its slope.
     ends = gate.cdf(torch.tensor([0.2, 0.8], dtype=torch.float64))
@@ -105,33 +103,6 @@ def test_draws_move_as_the_cdf_says(case, seed):
                 torch.testing.assert_close(actual, expected[i], rtol=1e-6, atol=slack)
 
 
-def test_rsample(case):
-    """At frozen noise: no draw of this seed lies within a step of a clip point."""
-    if not case.family.frozen_noise:
-        pytest.skip("its draws jump between components")
-
-    def draw(*values):
-        torch.manual_seed(31)
-        return make(case, values).rsample((20,))
-
-    draws = draw(*leaves(case))
-    inside = draws[(draws > 0) & (draws < 1)]
-    assert inside.numel() > 0
-    assert inside.min() > 1e-4
-    assert inside.max() < 1 - 1e-4
-    check(draw, leaves(case))
-
-
-def test_clipped_draws_have_no_gradient(case):
-    """A draw at an atom does not move with the parameters."""
-    torch.manual_seed(33)
-    inputs = leaves(case)
-    draws = make(case, inputs).rsample((5000,))
-    clipped = (draws == 0) | (draws == 1)
-    assert clipped.any()
-    assert all((g == 0).all() for g in torch.autograd.grad(draws[clipped].sum(), inputs))
-
-
 def test_test_gate_follows_its_parameters(case):
     """The deterministic gate is differentiable where it is not clipped."""
     inputs = leaves(case)
@@ -163,23 +134,6 @@ def test_pathwise_gradient_of_an_average(case, power):
         expected = (exact(up) - exact(down)) / (2 * step)
         standard_error = pathwise.std() / math.sqrt(count)
         assert (pathwise.mean() - expected).abs() < STANDARD_ERRORS * standard_error, name
-
-
-def test_a_sampled_kl_has_a_biased_gradient():
-    """Why every KL is exact: the pathwise gradient of log q - log p misses the moving atoms."""
-    torch.manual_seed(35)
-    log_alpha = torch.tensor(0.3, dtype=torch.float64)
-    copies = log_alpha.expand(400_000).clone().requires_grad_()
-    prior = HardConcrete(torch.tensor(-1.0, dtype=torch.float64))
-    posterior = HardConcrete(copies)
-    z = posterior.rsample()
-    (sampled,) = torch.autograd.grad((posterior.log_prob(z) - prior.log_prob(z)).sum(), copies)
-    leaf = log_alpha.clone().requires_grad_()
-    (exact,) = torch.autograd.grad(torch.distributions.kl_divergence(HardConcrete(leaf), prior), leaf)
-    # The two numbers of docs: +0.4069 and +0.3441, both to four digits.
-    assert abs(exact.item() - 0.4069) < 5e-5
-    standard_error = sampled.std().item() / math.sqrt(len(sampled))
-    assert abs(sampled.mean().item() - 0.3441) < STANDARD_ERRORS * standard_error + 5e-5
 
 
 def test_active_probability_slope():

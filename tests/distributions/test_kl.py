@@ -16,12 +16,10 @@ PAIRS = tuple(product(FAMILIES, FAMILIES))
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: "-".join(family.gate.__name__ for family in pair))
 def pair(request):
-    """Every ordered pair of families."""
     return request.param
 
 
 def double(value, requires_grad=False):
-    """A float64 scalar."""
     return torch.tensor(value, dtype=torch.float64, requires_grad=requires_grad)
 
 
@@ -46,7 +44,6 @@ def test_values_against_the_slow_twins(pair, some):
 
 
 def test_kl_is_at_most_that_before_clipping():
-    """Clipping can only lose information."""
     q_loc, p_loc = torch.linspace(-1, 2, 7).double(), double(0.3)
     q_scale, p_scale = double(0.4), double(0.6)
     clipped = kl_divergence(RectifiedNormal(q_loc, q_scale), RectifiedNormal(p_loc, p_scale))
@@ -128,7 +125,6 @@ def gates(pair, batch_shape):
 
 
 def test_to_event_sums(pair):
-    """Independent dimensions add up."""
     q, p = gates(pair, (2, 3, 4))
     plain = kl_divergence(q, p)
     assert plain.shape == (2, 3, 4)
@@ -215,7 +211,6 @@ def test_a_gate_and_another_kind_are_refused(family, stranger):
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda d: type(d).__name__)
 def test_another_kind_is_refused_inside_to_event(stranger):
-    """The wrapper does not hide it."""
     gate = HardConcrete(torch.zeros(2)).to_event(1)
     wrapped = stranger.expand((2,)).to_event(1)
     for q, p in ((gate, wrapped), (wrapped, gate)):
@@ -251,7 +246,6 @@ def test_gates_with_other_atoms_are_refused():
 
 
 def test_shapes_that_do_not_broadcast_are_refused(pair):
-    """The message of torch names the sizes."""
     q = build(pair[0], pair[0].parameters[0], batch_shape=(3,))
     p = build(pair[1], pair[1].parameters[0], batch_shape=(2,))
     with pytest.raises((RuntimeError, ValueError), match=r"3.*2|2.*3"):
@@ -297,7 +291,6 @@ def test_a_limit_that_is_a_number_keeps_its_digits(family):
 
 
 def test_shapes_that_broadcast_for_any_base():
-    """As for every other pair."""
     r = Rectified(dist.Normal(torch.zeros(3), 1.0))
     torch.testing.assert_close(kl_divergence(r.expand(torch.Size([2, 3])), r), torch.zeros(2, 3))
     column = RectifiedNormal(torch.zeros(3, 1), 1.0)

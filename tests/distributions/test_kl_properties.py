@@ -14,7 +14,6 @@ from tests.reference import HardConcreteReference, kl
 
 
 def double(value, requires_grad=False):
-    """A float64 scalar."""
     return torch.tensor(value, dtype=torch.float64, requires_grad=requires_grad)
 
 
@@ -44,19 +43,10 @@ properties = settings(max_examples=60, deadline=None, database=None)
 @properties
 @given(ANY_GATE, ANY_GATE)
 def test_kl_is_never_negative(q, p):
-    """KL >= 0 for any two gates."""
     value = kl_divergence(build(*q), build(*p))
     # A few roundings of terms of the KL's own size, and of order one.
     assert value >= -1e-14
     assert not value.isnan()
-
-
-@seed(52)
-@properties
-@given(ANY_GATE)
-def test_kl_of_a_gate_with_itself_is_zero(q):
-    """Equal parameters, separate objects: nothing but rounding."""
-    assert abs(kl_divergence(build(*q), build(*q)).item()) < 1e-13
 
 
 @seed(53)

@@ -135,7 +135,6 @@ def test_the_integral_transform_has_power():
 
 
 def test_mean_and_variance_are_those_of_the_draws(gate):
-    """Monte Carlo within five standard errors."""
     torch.manual_seed(16)
     draws = gate.sample((100_000,))
     standard_error = (gate.variance / len(draws)).sqrt()
@@ -163,7 +162,6 @@ def test_same_seed_same_draws(gate):
 
 @interior
 def test_sample_carries_no_gradient(family):
-    """sample is detached, rsample is not."""
     parameters = {k: torch.tensor(v, requires_grad=True) for k, v in family.parameters[0].items()}
     gate = family.gate(**parameters)
     assert not gate.sample().requires_grad

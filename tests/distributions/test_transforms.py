@@ -37,7 +37,6 @@ ids = {"ids": lambda family: family.__name__}
 
 
 def double(values):
-    """A vector of doubles."""
     return torch.tensor(list(values), dtype=torch.float64)
 
 
@@ -91,7 +90,6 @@ def differences(function, x, step):
 
 
 def agree(name, actual, expected, tolerance):
-    """Close beside the largest entry."""
     size = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(
         actual, expected, rtol=tolerance, atol=tolerance * size, msg=lambda text: f"{name}: {text}"
@@ -311,5 +309,4 @@ def test_a_fresh_process_compiles_at_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kl", "kl by a rule", "mean"])
 def test_gates_compile(name):
-    """The same through the real compiler."""
     check_compiled(name, "inductor")

@@ -161,8 +161,6 @@ def test_quantiles(family, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", GATES)
 def test_moments(family, dtype):
-    """Mean, its derivatives, variance and entropy."""
-
     def compare(check, entry):
         leaves = tensors(entry["params"], dtype)
         g = gate(family, leaves)
@@ -287,56 +285,6 @@ def test_kl_with_a_shared_temperature(dtype):
     compare_each(stored("kl", "hc_hc_same_temperature"), compare)
 
 
-def compare_kl_of_batch(check, entries, dtype):
-    """Entries of one pair of families as one batch."""
-    sides = []
-    for side in "qp":
-        columns = {
-            name: torch.tensor([entry[side]["params"][name] for entry in entries], dtype=dtype)
-            for name in entries[0][side]["params"]
-        }
-        sides.append(gate(entries[0][side]["dist"], columns))
-    values = kl_divergence(*sides)
-    relative = 1e-10 if dtype == torch.float64 else 1e-5
-    for index, (value, entry) in enumerate(zip(values, entries, strict=True)):
-        slack, _ = near_equal_rounding(entry, dtype)
-        check(f"kl {index}", value, entry["kl"], relative, slack)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", KL_GROUPS)
-def test_kl_of_batches(group, dtype):
-    """All entries of a group as one batch, with the stretch as tensors and no gradients."""
-    batches: dict[str, list] = {}
-    for stem, document in DOCUMENTS.items():
-        for entry in document["kl"][group]:
-            batches.setdefault(f"{stem}-{entry['q']['dist']}-{entry['p']['dist']}", []).append(entry)
-    compare_each(batches.items(), lambda check, entries: compare_kl_of_batch(check, entries, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", GATES)
-def test_statistics_of_batches(family, dtype):
-    """All entries of a family as one batch, with the stretch as tensors."""
-
-    def compare(check, document):
-        entries = document["distributions"][family]
-        columns = {
-            name: torch.tensor([entry["params"][name] for entry in entries], dtype=dtype)
-            for name in entries[0]["params"]
-        }
-        g = gate(family, columns)
-        relative = 1e-10 if dtype == torch.float64 else 1e-5
-        for index, entry in enumerate(entries):
-            check.log(f"log_p0 {index}", g.log_prob_zero[index], entry["log_p0"], dtype)
-            check.log(f"log_p1 {index}", g.log_prob_one[index], entry["log_p1"], dtype)
-            check.log(f"log_p_mid {index}", g.log_interior_prob[index], entry["log_p_mid"], dtype)
-            check(f"mean {index}", g.mean[index], entry["mean"], relative)
-            check(f"variance {index}", g.variance[index], entry["variance"], relative)
-
-    compare_each(DOCUMENTS.items(), compare)
-
-
 # --- the slow twins are checked too ------------------------------------------------------------
 
 
@@ -361,8 +309,6 @@ def test_the_slow_twins_agree_with_the_stored_values():
 
 @pytest.mark.slow
 def test_the_slow_kl_agrees_with_the_stored_values():
-    """The same for the KL."""
-
     def compare(check, entry):
         sides = []
         for side in "qp":

@@ -11,6 +11,7 @@ from pyro_l0.nn import Gate
 from pyro_l0.nn.gate import name_gates
 from tests.engine.zoo.attention import Attention
 from tests.engine.zoo.entry import _away_from_start
+from tests.networks import Net
 
 SIZES = (4, 8)  # of units; each has groups of two and of four, and two heads
 
@@ -28,26 +29,14 @@ class Case:
         return torch.randn(batch, 2, 4, 4, generator=generator, dtype=torch.float64)
 
 
-class Sum(nn.Module):
+def added(one, other):
     """The input, or a branch of it, plus a branch."""
-
-    def __init__(self, one, other):
-        super().__init__()
-        self.one, self.other = one, other
-
-    def forward(self, x):
-        return self.one(x) + self.other(x)
+    return Net(lambda net, x: net.one(x) + net.other(x), one=one, other=other)
 
 
-class Product(nn.Module):
+def product(one, other):
     """Two branches, one of which is a door of the other."""
-
-    def __init__(self, one, other):
-        super().__init__()
-        self.one, self.other = one, other
-
-    def forward(self, x):
-        return F.silu(self.one(x)) * self.other(x)
+    return Net(lambda net, x: F.silu(net.one(x)) * net.other(x), one=one, other=other)
 
 
 class Beside(nn.Module):
@@ -62,44 +51,22 @@ class Beside(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], self.dim)
 
 
-class Repeated(nn.Module):
-    """The same layers twice."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        return self.layers(self.layers(x))
+def repeated(layers):
+    return Net(lambda net, x: net.layers(net.layers(x)), layers=layers)
 
 
-class ChannelNorm(nn.Module):
+def channel_norm(size):
     """Layer norm over the maps of each pixel."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.norm = nn.LayerNorm(size)
-
-    def forward(self, x):
-        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return Net(lambda net, x: net.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=nn.LayerNorm(size))
 
 
-class Tokens(nn.Module):
-    """Pixels as tokens."""
-
-    def forward(self, x):
-        return x.flatten(2).transpose(1, 2)
+def tokens():
+    return Net(lambda net, x: x.flatten(2).transpose(1, 2))
 
 
-class MeanHead(nn.Module):
+def mean_head(size):
     """The mean over all tokens, and a dense layer."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.layer = nn.Linear(size, 3)
-
-    def forward(self, x):
-        return self.layer(x.mean(1))
+    return Net(lambda net, x: net.layer(x.mean(1)), layer=nn.Linear(size, 3))
 
 
 class _Pieces:
@@ -133,18 +100,18 @@ class _Pieces:
             new = self.one_of(*SIZES)
             return self.branch(size, new), new
         if kind == "sum":
-            return Sum(nn.Identity(), self.branch(size, size)), size
+            return added(nn.Identity(), self.branch(size, size)), size
         if kind == "two":
-            return Sum(self.chain(size, 2), self.branch(size, size)), size
+            return added(self.chain(size, 2), self.branch(size, size)), size
         if kind == "product":
             hidden = self.one_of(*SIZES)
-            doors = Product(self.layer(size, hidden), self.layer(size, hidden))
+            doors = product(self.layer(size, hidden), self.layer(size, hidden))
             return nn.Sequential(doors, Gate(hidden, dim=self.dim), self.layer(hidden, size)), size
         if kind == "beside":
             return Beside(self.dim, self.branch(size, 4), self.chain(size, 2)), size + 4
         if kind == "repeated":
-            return Repeated(Sum(nn.Identity(), self.branch(size, size))), size
-        return Sum(nn.Identity(), self.own(size)), size
+            return repeated(added(nn.Identity(), self.branch(size, size))), size
+        return added(nn.Identity(), self.own(size)), size
 
     def stage(self, size, longest):
         """Blocks with layers in between, and the number of units behind them."""
@@ -171,7 +138,7 @@ class _Maps(_Pieces):
             nn.BatchNorm2d(size),
             nn.GroupNorm(2, size),
             nn.InstanceNorm2d(size, affine=True),
-            ChannelNorm(size),
+            channel_norm(size),
             nn.PReLU(size),
         )
 
@@ -207,9 +174,9 @@ def cases(draw):
     size = maps.one_of(*SIZES)
     layers = [maps.layer(2, size), Gate(size, dim=1), *maps.chain(size, 2)]
     more, size = maps.stage(size, 2)
-    layers += [*more, Tokens()]
+    layers += [*more, tokens()]
     more, size = features.stage(size, 2)
-    network = nn.Sequential(*layers, *more, MeanHead(size)).double().eval()
+    network = nn.Sequential(*layers, *more, mean_head(size)).double().eval()
     with torch.no_grad():
         for module in network.modules():
             _away_from_start(module)

@@ -12,6 +12,7 @@ from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
 from tests.engine import own_operation
 from tests.engine.exactness import Between, close_some, examine, shake
+from tests.networks import Net
 
 
 class Bottleneck(nn.Module):
@@ -47,21 +48,18 @@ def test_a_residual_network(fraction):
 
 
 def test_an_input_may_be_pruned_at_one_place_and_used_at_another():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.one, self.two = Gate(6), nn.Linear(6, 4), nn.Linear(6, 4)
-
-        def forward(self, x, *, use_all=True):
-            h = self.one(self.gate(x))
-            return h + self.two(x) if use_all else h
-
     closed = {"gate": torch.tensor([True, False] * 3)}
     examples = [
         (torch.randn(2, 6, dtype=torch.float64),),
         {"x": torch.randn(3, 6, dtype=torch.float64), "use_all": False},
     ]
-    analysis = examine(Net(), examples, closed)
+
+    def forward(net, x, *, use_all=True):
+        h = net.one(net.gate(x))
+        return h + net.two(x) if use_all else h
+
+    network = Net(forward, gate=Gate(6), one=nn.Linear(6, 4), two=nn.Linear(6, 4))
+    analysis = examine(network, examples, closed)
     assert analysis.kept["one.weight"][1].tolist() == [1, 3, 5]
     assert analysis.kept["two.weight"][1].tolist() == list(range(6))
 
@@ -114,19 +112,14 @@ def test_all_that_stays_matters():
 def test_tied_and_repeated_layers():
     """A layer that runs three times ties its inputs to its outputs."""
 
-    class Repeated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.layer, self.gate = nn.Linear(6, 8), nn.Linear(8, 8), Gate(8)
-            self.out = nn.Linear(8, 2)
+    def forward(net, x):
+        h = net.gate(torch.relu(net.one(x)))
+        for _ in range(3):
+            h = net.gate(torch.relu(net.layer(h)))
+        return net.out(h)
 
-        def forward(self, x):
-            h = self.gate(torch.relu(self.one(x)))
-            for _ in range(3):
-                h = self.gate(torch.relu(self.layer(h)))
-            return self.out(h)
-
-    analysis = examine(Repeated(), torch.randn(2, 6, dtype=torch.float64))
+    network = Net(forward, one=nn.Linear(6, 8), layer=nn.Linear(8, 8), gate=Gate(8), out=nn.Linear(8, 2))
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
     kept = analysis.gates["gate"].kept_out.tolist()
     assert len(kept) == 4
     assert [x.tolist() for x in analysis.kept["layer.weight"]] == [kept, kept]
@@ -234,14 +227,11 @@ def test_a_rule_from_outside_takes_one_short_file():
 def test_a_size_that_stays_in_a_modules_own_code_did_not_shrink_for_it():
     """The softmax keeps eight units in the network's forward; only the module inside has half of them."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.inner = nn.Linear(6, 8), nn.Sequential(Gate(8), nn.Linear(8, 2))
-
-        def forward(self, x):
-            return self.inner(torch.softmax(self.first(x), -1))
-
-    analysis = examine(Net(), torch.randn(2, 6, dtype=torch.float64))
+    network = Net(
+        lambda net, x: net.inner(torch.softmax(net.first(x), -1)),
+        first=nn.Linear(6, 8),
+        inner=nn.Sequential(Gate(8), nn.Linear(8, 2)),
+    )
+    analysis = examine(network, torch.randn(2, 6, dtype=torch.float64))
     assert analysis.shrunk["inner"] == {8: 4}
     assert analysis.shrunk[""] == {}

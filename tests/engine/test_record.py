@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import Value, calls_of, record
+from tests.networks import Net
 
 
 def names(recording):
@@ -97,31 +98,29 @@ class Answer:
         return self.one
 
 
-class Several(nn.Module):
+def several():
     """Several inputs, keywords, flags, and outputs of every kind."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x, *, y=None, kind="tuple"):
-        h = self.layer(x) if y is None else self.layer(x) + y
+    def forward(net, x, *, y=None, kind="tuple"):
+        h = net.layer(x) if y is None else net.layer(x) + y
         return {
             "tuple": (h, [h * 2]),
             "dict": {"one": h, "two": {"three": h + 1}, "none": None},
             "dataclass": Answer(h, {"x": h.exp()}),
         }.get(kind, kind)
 
+    return Net(forward, layer=nn.Linear(4, 4))
+
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
 def test_inputs_and_outputs_of_every_kind(kind):
-    call = record(Several(), {"x": torch.ones(2, 4), "y": torch.ones(4), "kind": kind}).calls[0]
+    call = record(several(), {"x": torch.ones(2, 4), "y": torch.ones(4), "kind": kind}).calls[0]
     assert [value.shape for value in call.inputs] == [(2, 4), (4,)]
     assert [value.shape for value in call.outputs] == [(2, 4), (2, 4)]
 
 
 def test_several_calls_share_the_parameters():
-    recording = record(Several(), [torch.ones(2, 4), {"x": torch.ones(3, 4), "y": torch.ones(4)}])
+    recording = record(several(), [torch.ones(2, 4), {"x": torch.ones(3, 4), "y": torch.ones(4)}])
     assert len(recording.calls) == 2
     weights = {operation.value("weight") for operation in recording.operations if operation.name == "aten::linear"}
     assert len(weights) == 1
@@ -130,27 +129,24 @@ def test_several_calls_share_the_parameters():
 def test_examples_are_refused_by_what_they_are():
     assert calls_of((torch.ones(1), 2))[0][0][1] == 2
     with pytest.raises(TypeError, match="Expected an example that is a tensor, a tuple"):
-        record(Several(), 3)
+        record(several(), 3)
     with pytest.raises(ValueError, match=r"returns a tensor.* but got a str"):
-        record(Several(), {"x": torch.ones(2, 4), "kind": "nothing"})
+        record(several(), {"x": torch.ones(2, 4), "kind": "nothing"})
 
 
 def test_what_is_written_down_as_one_operation():
     x, q = torch.ones(2, 3, 4), torch.ones(2, 2, 3, 4)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.RMSNorm(4), nn.InstanceNorm1d(3)])
-            self.recurrent = nn.GRU(4, 4)
+    def forward(net, x, q):
+        for layer in net.layers:
+            x = layer(x)
+        x = x @ torch.einsum("bij,bik->bjk", x, x) + F.pad(x, (0, 0))
+        return net.recurrent(x)[0] + F.scaled_dot_product_attention(q, q, q).sum()
 
-        def forward(self, x, q):
-            for layer in self.layers:
-                x = layer(x)
-            x = x @ torch.einsum("bij,bik->bjk", x, x) + F.pad(x, (0, 0))
-            return self.recurrent(x)[0] + F.scaled_dot_product_attention(q, q, q).sum()
-
-    found = names(record(Net(), (x, q)))
+    network = Net(
+        forward, layers=nn.ModuleList([nn.Linear(4, 4), nn.RMSNorm(4), nn.InstanceNorm1d(3)]), recurrent=nn.GRU(4, 4)
+    )
+    found = names(record(network, (x, q)))
     expected = ["linear", "rms_norm", "instance_norm", "einsum", "matmul", "pad", "recurrent"]
     assert [name for name in found if name in expected] == expected
     assert "scaled_dot_product_attention" in found
@@ -197,16 +193,12 @@ def test_tensors_from_elsewhere_are_told_apart():
 
 
 def test_checkpointed_blocks_frozen_networks_and_autocast():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    def forward(net, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(net.block, x, use_reentrant=False)
 
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return checkpoint(self.block, x, use_reentrant=False)
-
-    network = Net().requires_grad_(False)
+    net = Net(forward, block=nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    network = net.requires_grad_(False)
     recording = record(network, torch.ones(2, 3, 8))
     assert "_transformer_encoder_layer_fwd" not in names(recording)
     assert {operation.path for operation in recording.operations} >= {"block.linear1", "block.norm2"}
@@ -219,11 +211,8 @@ def test_gates_are_checked_as_in_a_call():
 
 
 def test_arguments_have_their_names_and_defaults():
-    class Net(nn.Module):
-        def forward(self, x):
-            return F.linear(x, bias=None, weight=torch.ones(3, 4)).sum(0)
-
-    *_, linear, total = record(Net(), torch.ones(2, 4)).operations
+    network = Net(lambda net, x: F.linear(x, bias=None, weight=torch.ones(3, 4)).sum(0))
+    *_, linear, total = record(network, torch.ones(2, 4)).operations
     assert isinstance(linear.value("weight"), Value)
     assert linear.maybe("bias") is None
     assert total.integers("dim") == [0]

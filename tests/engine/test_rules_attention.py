@@ -10,7 +10,8 @@ from torch import nn
 from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
 from tests.engine.exactness import examine
-from tests.engine.zoo.attention import RMSNorm
+from tests.engine.zoo.attention import rms_norm
+from tests.networks import Net
 
 
 class Attention(nn.Module):
@@ -97,18 +98,15 @@ def test_multiply_adds_of_attention_are_counted_apart():
 def test_attention_over_constants_varies():
     """Constant values that differ from token to token are weighted by what the queries ask for."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.gate, self.out = nn.Linear(6, 4), Gate(4), nn.Linear(4, 2)
-            self.values = nn.Parameter(torch.randn(1, 1, 3, 4))
+    def forward(net, x):
+        q = net.query(x)[:, None]
+        v = (net.gate(net.query(x))[:, None, :3] + net.values) * 1.0
+        return net.out(F.scaled_dot_product_attention(q, q[:, :, :3], v)[:, 0])
 
-        def forward(self, x):
-            q = self.query(x)[:, None]
-            v = (self.gate(self.query(x))[:, None, :3] + self.values) * 1.0
-            return self.out(F.scaled_dot_product_attention(q, q[:, :, :3], v)[:, 0])
-
-    analysis = examine(Net(), torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
+    network = Net(
+        forward, query=nn.Linear(6, 4), gate=Gate(4), out=nn.Linear(4, 2), values=nn.Parameter(torch.randn(1, 1, 3, 4))
+    )
+    analysis = examine(network, torch.randn(2, 5, 6, dtype=torch.float64), folds=True)
     assert not analysis.folds
     assert len(analysis.gates["gate"].kept_out) == 4
 
@@ -167,7 +165,7 @@ class Stream(nn.Module):
         (type("OwnNorm", (nn.LayerNorm,), {}), True, True, False),
         (nn.RMSNorm, False, False, True),
         (nn.RMSNorm, True, True, True),
-        (RMSNorm, False, True, False),
+        (rms_norm, False, True, False),
     ],
 )
 def test_norms_over_units_of_which_some_leave(norm, gates_norm, folds, is_reduced):

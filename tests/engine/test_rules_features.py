@@ -7,6 +7,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate
 from tests.engine.exactness import Between, examine
+from tests.networks import Net
 
 
 def swiglu(h, up):
@@ -196,15 +197,13 @@ def test_a_product_switches_the_other_factor_off():
 def test_a_gate_on_the_product_of_a_gated_feed_forward_layer(product):
     """Both halves of the projection in front lose the rows of closed units."""
 
-    class FeedForward(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.gate, self.down = nn.Linear(6, 16), Gate(8), nn.Linear(8, 6)
-
-        def forward(self, x):
-            return x + self.down(self.gate(product(self.up(x))))
-
-    analysis = examine(FeedForward(), torch.randn(2, 3, 6, dtype=torch.float64))
+    network = Net(
+        lambda net, x: x + net.down(net.gate(product(net.up(x)))),
+        up=nn.Linear(6, 16),
+        gate=Gate(8),
+        down=nn.Linear(8, 6),
+    )
+    analysis = examine(network, torch.randn(2, 3, 6, dtype=torch.float64))
     kept = analysis.gates["gate"].kept_out
     assert len(kept) == 4
     assert analysis.kept["up.weight"][0].tolist() == [*kept.tolist(), *(kept + 8).tolist()]

@@ -7,6 +7,7 @@ from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.gate import name_gates
 from tests.engine.exactness import examine
+from tests.networks import Net
 
 
 def inputs(*shape):
@@ -33,18 +34,16 @@ def test_gates_on_the_outputs_fill_in_zeros():
     assert analysis.reasons["1"] == {0: "network output", 2: "network output"}
 
 
-class Residual(nn.Module):
-    def __init__(self, gate, branch, shape=lambda h: h):
-        super().__init__()
-        self.gate, self.branch, self.shape = gate, branch, shape
-
-    def forward(self, x):
-        h = self.gate(self.shape(self.branch(x)))
+def residual(gate, branch, shape=lambda h: h):
+    def forward(net, x):
+        h = net.gate(net.shape(net.branch(x)))
         return x + h.reshape(x.shape)
+
+    return Net(forward, gate=gate, branch=branch, shape=shape)
 
 
 def test_gates_at_the_end_of_a_branch_fill_in_zeros():
-    network = Residual(Gate(6), nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)))
+    network = residual(Gate(6), nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)))
     analysis = examine(network, inputs(2, 6))
     assert len(analysis.gates["gate"].kept_in) == 3
     assert len(analysis.gates["gate"].kept_out) == 6
@@ -55,17 +54,17 @@ def test_one_gate_on_a_whole_block():
     """The block keeps one unit of every dimension, since none may become empty; its sum keeps its size."""
     branch = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6))
     for shape, dim in ((lambda h: h.unsqueeze(1), 1), (lambda h: h[..., None], -1)):
-        analysis = examine(Residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([True])})
+        analysis = examine(residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([True])})
         assert [len(x) for x in analysis.kept["branch.0.weight"]] == [1, 6]
         assert len(analysis.kept["branch.2.weight"][1]) == 1
         assert analysis.multiply_adds() < analysis.multiply_adds(kept=False)
-        opened = examine(Residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([False])})
+        opened = examine(residual(Gate(1, dim), branch, shape), inputs(2, 6), {"gate": torch.tensor([False])})
         assert opened.multiply_adds() == opened.multiply_adds(kept=False) == 2 * 2 * 6 * 5
 
 
 def test_one_gate_on_a_block_of_maps():
     branch = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
-    analysis = examine(Residual(Gate(1, 1), branch, lambda h: h[:, None]), inputs(2, 4, 5, 5), fraction=1.0)
+    analysis = examine(residual(Gate(1, 1), branch, lambda h: h[:, None]), inputs(2, 4, 5, 5), fraction=1.0)
     assert [len(x) for x in analysis.kept["branch.0.weight"]] == [1, 4, 3, 3]
     assert [len(x) for x in analysis.kept["branch.3.weight"]][1:] == [1, 3, 3]
 
@@ -73,32 +72,25 @@ def test_one_gate_on_a_block_of_maps():
 def test_a_gate_that_is_drawn_for_ones():
     """A gate of ones is a number of the whole block, which closes it."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two, self.gate = nn.Linear(6, 5), nn.Linear(5, 6), Gate(1)
-
-        def forward(self, x):
-            return x + self.gate(x.new_ones(1, 1)) * self.two(torch.relu(self.one(x)))
-
-    analysis = examine(Net(), inputs(2, 6), {"gate": torch.tensor([True])})
+    network = Net(
+        lambda net, x: x + net.gate(x.new_ones(1, 1)) * net.two(torch.relu(net.one(x))),
+        one=nn.Linear(6, 5),
+        two=nn.Linear(5, 6),
+        gate=Gate(1),
+    )
+    analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True])})
     assert len(analysis.kept["one.weight"][0]) == 1
 
 
 def test_calls_of_one_gate_have_one_size():
     """One gate at two places: a unit is kept in front of both if one needs it."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two, self.gate = nn.Linear(6, 4), nn.Linear(6, 4), Gate(4)
-            self.out = nn.Linear(4, 2)
+    def forward(net, x):
+        plain = net.one(x)
+        return net.out(net.gate(plain)) + net.out(net.gate(net.two(x))) + plain.sum(-1, keepdim=True)
 
-        def forward(self, x):
-            plain = self.one(x)
-            return self.out(self.gate(plain)) + self.out(self.gate(self.two(x))) + plain.sum(-1, keepdim=True)
-
-    analysis = examine(Net(), inputs(2, 6), {"gate": torch.tensor([True, False, False, True])})
+    network = Net(forward, one=nn.Linear(6, 4), two=nn.Linear(6, 4), gate=Gate(4), out=nn.Linear(4, 2))
+    analysis = examine(network, inputs(2, 6), {"gate": torch.tensor([True, False, False, True])})
     assert analysis.gates["gate"].kept_in.tolist() == [0, 1, 2, 3]
     assert analysis.gates["gate"].kept_out.tolist() == [1, 2]
     assert len(analysis.kept["two.weight"][0]) == 4
@@ -121,7 +113,7 @@ def test_everything_closed_keeps_one_unit():
 def test_constants_that_stay_are_still_computed():
     """With all gates closed the output is constant; what stays since no dimension may be empty is still right."""
     branch = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
-    layers = [nn.Linear(6, 4), Gate(4), Residual(nn.Identity(), branch), nn.LayerNorm(4), nn.Linear(4, 3)]
+    layers = [nn.Linear(6, 4), Gate(4), residual(nn.Identity(), branch), nn.LayerNorm(4), nn.Linear(4, 3)]
     examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)
     layers = [nn.Linear(6, 4), Gate(4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
     analysis = examine(nn.Sequential(*layers), inputs(2, 6), fraction=1.0, folds=True)

@@ -10,6 +10,7 @@ from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.slots import VARIES
 from pyro_l0.nn.gate import name_gates
 from tests.engine.exactness import examine
+from tests.networks import Net
 
 
 class Between(nn.Module):
@@ -30,15 +31,12 @@ class Between(nn.Module):
         return self.out(self.middle(x)).mean((2, 3))
 
 
-class Squeeze(nn.Module):
-    """Squeeze and excitation."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = nn.Conv2d(8, 3, 1), nn.Conv2d(3, 8, 1)
-
-    def forward(self, x):
-        return x * self.up(self.down(x.mean((2, 3), keepdim=True)).relu()).sigmoid()
+def squeeze():
+    return Net(
+        lambda net, x: x * net.up(net.down(x.mean((2, 3), keepdim=True)).relu()).sigmoid(),
+        down=nn.Conv2d(8, 3, 1),
+        up=nn.Conv2d(3, 8, 1),
+    )
 
 
 def images(size=8):
@@ -67,7 +65,7 @@ LAYERS = {
     "instance norm, affine": (lambda: Between(nn.InstanceNorm2d(8, affine=True)), 0),
     "dropout": (lambda: Between(nn.Dropout2d(0.5)), 4),
     "prelu": (lambda: Between(nn.PReLU(8)), 4),
-    "squeeze and excite": (lambda: Between(Squeeze()), 4),
+    "squeeze and excite": (lambda: Between(squeeze()), 4),
     "channels last": (lambda: Between(operation=lambda h: h.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)), 4),
     "channels in front": (lambda: Between(operation=lambda h: F.pad(h, (0, 0, 0, 0, 2, 2))), 4),
     "zero pad": (lambda: Between(nn.ZeroPad2d(1)), 4),
@@ -153,15 +151,12 @@ def test_constants_without_padding_leave_into_the_bias():
 
 
 def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
-    class Shared(nn.Module):
-        def __init__(self, second):
-            super().__init__()
-            self.one, self.gate, self.out = nn.Conv2d(3, 8, 1), Gate(8, 1), nn.Conv2d(8, 2, 1)
-            self.second = second
+    def shared(second):
+        def forward(net, x):
+            h = net.gate(net.one(x))
+            return net.out(h + 1.0).mean((2, 3)) + net.out(net.second(h)).mean((2, 3))
 
-        def forward(self, x):
-            h = self.gate(self.one(x))
-            return self.out(h + 1.0).mean((2, 3)) + self.out(self.second(h)).mean((2, 3))
+        return Net(forward, one=nn.Conv2d(3, 8, 1), gate=Gate(8, 1), out=nn.Conv2d(8, 2, 1), second=second)
 
     for second, count in (
         (lambda h: 2 * h + 1, 4),
@@ -169,7 +164,7 @@ def test_a_shared_layer_takes_in_constants_that_are_the_same_at_all_calls():
         (lambda h: h, 0),
         (lambda h: h[:, :, 1:] + 1, 4),
     ):
-        analysis = examine(Shared(second), images(), folds=True)
+        analysis = examine(shared(second), images(), folds=True)
         assert len(analysis.removed["gate"]) == count
         assert len(analysis.folds) == bool(count)
 

@@ -8,6 +8,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout, insert_gates, suggest_gates
+from tests.networks import Net
 
 CLOSED = (torch.arange(6) % 2 == 0).double()
 
@@ -40,17 +41,15 @@ class Averaged(Gated):
         return self.leave(torch.tanh(h) * self.average)
 
 
-class Overwritten(nn.Module):
+def overwritten():
     """Changes in place what its gradients need, as code for inference may."""
 
-    def __init__(self):
-        super().__init__()
-        self.enter, self.inner, self.gate, self.leave = nn.Linear(4, 4), nn.Linear(4, 6), Gate(6), nn.Linear(6, 4)
-
-    def forward(self, x):
-        h = self.enter(x)
-        h.mul_(self.leave(self.gate(torch.relu(self.inner(h)))))
+    def forward(net, x):
+        h = net.enter(x)
+        h.mul_(net.leave(net.gate(torch.relu(net.inner(h)))))
         return h
+
+    return Net(forward, enter=nn.Linear(4, 4), inner=nn.Linear(4, 6), gate=Gate(6), leave=nn.Linear(6, 4))
 
 
 def test_state_that_changes_with_every_call():
@@ -68,7 +67,7 @@ def test_state_that_changes_with_every_call():
 def test_networks_without_gradients():
     """Where the network that was given has no gradients, outputs alone are certified."""
     torch.manual_seed(0)
-    network, x = Overwritten().double(), example(3, 4)
+    network, x = overwritten().double(), example(3, 4)
     result = compact(network, {"gate": CLOSED}, x)
     assert result.certificate.gradients is None
     assert result.certificate.outputs < 1e-12
@@ -98,7 +97,6 @@ class Auxiliary(Gated):
 
 
 def test_heads_for_training_alone():
-    """What only training calls is cut too."""
     torch.manual_seed(0)
     network, x = Auxiliary().double(), example(3, 4)
     result = compact(network, {"gate": CLOSED}, x)
@@ -111,21 +109,19 @@ def test_heads_for_training_alone():
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-class Branch(nn.Module):
+def branch():
     """A residual branch of 4 x 6 and 6 x 4 weights, units with gates inside and one gate on the whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Gate(6), nn.Linear(6, 4))
-        self.whole, self.leave = Gate(1), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.leave(x + self.whole(self.body(x)))
+    return Net(
+        lambda net, x: net.leave(x + net.whole(net.body(x))),
+        body=nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Gate(6), nn.Linear(6, 4)),
+        whole=Gate(1),
+        leave=nn.Linear(4, 2),
+    )
 
 
 def test_price_of_a_whole_branch():
     """It is charged with the weights that leave with it, and the report says that they do."""
-    cost = NetworkCost(Branch().double(), example(3, 4))
+    cost = NetworkCost(branch().double(), example(3, 4))
     assert cost.group_sizes == {"body.2": 4.0, "whole": 48.0}
     assert str(cost.report()) == "every unit leaves with its gate"
 
@@ -161,7 +157,6 @@ def test_parts_that_stay_whole_are_warned_of():
 
 
 def test_numbers_that_are_not_finite():
-    """They are named: parameters or the example."""
     torch.manual_seed(0)
     network, x = Branching(asks_units=False).double(), example(3, 4)
     with pytest.raises(CompactionError, match="which holds some itself"):
@@ -188,7 +183,6 @@ def test_lists_of_calls():
 
 @pytest.mark.parametrize("ask", [NetworkCost, suggest_gates])
 def test_examples_that_no_network_takes(ask):
-    """Each is refused in words."""
     network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     for wrong in (torch.ones(0, 4), [], (), (torch.ones(1, 4), 3), {"name": torch.ones(1, 4)}):
         with pytest.raises(ValueError, match="Expected an example"):
@@ -197,22 +191,20 @@ def test_examples_that_no_network_takes(ask):
         ask(None, torch.ones(1, 4))
 
 
-class Codebook(nn.Module):
+def codebook():
     """Replaces what it is given by the nearest of its vectors, whose distances it takes itself."""
 
-    def __init__(self):
-        super().__init__()
-        self.enter, self.book, self.leave = nn.Linear(4, 6), nn.Embedding(5, 6), nn.Linear(6, 2)
+    def forward(net, x):
+        h = torch.relu(net.enter(x))
+        near = net.book(torch.cdist(h.detach(), net.book.weight).argmin(1))
+        return net.leave(h + (near - h).detach())
 
-    def forward(self, x):
-        h = torch.relu(self.enter(x))
-        near = self.book(torch.cdist(h.detach(), self.book.weight).argmin(1))
-        return self.leave(h + (near - h).detach())
+    return Net(forward, enter=nn.Linear(4, 6), book=nn.Embedding(5, 6), leave=nn.Linear(6, 2))
 
 
 def test_no_suggestion_where_code_reads_the_weights():
     """A gate behind such a module would not act on what is read."""
     torch.manual_seed(0)
-    found = suggest_gates(Codebook().double(), example(3, 4))
+    found = suggest_gates(codebook().double(), example(3, 4))
     assert found.refused["book"] == "code outside of it reads its parameters"
     assert "book" not in found

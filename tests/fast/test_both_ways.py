@@ -135,7 +135,6 @@ def test_families(family):
 
 
 def test_spike_and_slab():
-    """Slabs beside gates, with particles."""
     torch.manual_seed(0)
 
     def model():

@@ -16,7 +16,6 @@ from pyro_l0.nn.gate import name_gates
 
 
 def factors(*shape, units=4, make=torch.rand, needs_gradient=True, dtype=None):
-    """Features and gates."""
     torch.manual_seed(0)
     x = make(*shape, dtype=dtype, requires_grad=needs_gradient)
     return x, torch.rand(units, dtype=dtype, requires_grad=True)
@@ -83,7 +82,6 @@ def test_a_deferred_product_is_the_product(dims, options, needs_gradient):
     ],
 )
 def test_every_other_use_sees_the_plain_product(use):
-    """One gate, and two in a row."""
     x, z = factors(2, 4, 5, 5)
     y = torch.rand(4, requires_grad=True)
     product, nested = defer_product(x, z, 1), defer_product(defer_product(x, z, 1), y, 1)
@@ -271,7 +269,6 @@ def test_weights_of_another_librarys_tensors_are_asked_what_to_do():
 
 
 def test_a_product_that_is_asked_for_its_memory():
-    """Its address, arrays and files hold values."""
     x, z = factors(5, 4)
     assert defer_product(x, z).data_ptr() != 0
     np.testing.assert_array_equal(defer_product(x, z).detach().numpy(), (x * z).detach().numpy())
@@ -296,7 +293,6 @@ def test_gradients_of_the_product_itself():
 
 
 def test_gates_do_not_defer_inside_transforms():
-    """Their tensors are no plain ones."""
     x, z = factors(6, 4)
     net = nn.Sequential(Gate(4), nn.Linear(4, 3))
     name_gates(net)

@@ -13,6 +13,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, fix_gates, gate_dropout, insert_gates
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names
+from tests.networks import Net
 
 # torch says so of the packed batches that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -84,7 +85,6 @@ def test_gates_in_fused_transformer_layers_act_in_eval(make, norm_first, padding
     ],
 )
 def test_gates_behind_what_is_not_called_or_returns_more_are_refused(make, path, message):
-    """By the path, with another place."""
     with pytest.raises(ValueError, match=message):
         insert_gates(make(), {path: Gate(8)})
 
@@ -92,17 +92,14 @@ def test_gates_behind_what_is_not_called_or_returns_more_are_refused(make, path,
 def test_attributes_of_a_module_with_a_gate_are_read():
     """Its sizes, and its weights: the operations say what follows from that."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            assert self.a.out_features == 4
-            return self.b(F.linear(x.to(self.a.weight.dtype), self.a.weight) + 0 * self.a(x))
-
     torch.manual_seed(0)
-    gated, x = insert_gates(Net().double(), {"a": Gate(4)}), torch.randn(2, 3).double()
+
+    def forward(net, x):
+        assert net.a.out_features == 4
+        return net.b(F.linear(x.to(net.a.weight.dtype), net.a.weight) + 0 * net.a(x))
+
+    network = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    gated, x = insert_gates(network.double(), {"a": Gate(4)}), torch.randn(2, 3).double()
     gates = {"a.1": torch.tensor([1.0, 0.0, 1.0, 0.0]).double()}
     found = compact(gated, gates, x)
     assert found.network.a.out_features == 4  # what is read past the gate stays
@@ -138,7 +135,6 @@ class Twice(nn.Module):
     ],
 )
 def test_a_gate_behind_a_module_that_is_called_on_other_units_or_never_is_refused(path, message):
-    """Naming every place."""
     with pytest.raises(ValueError, match=message):
         insert_gates(Twice(), {path: Gate(4)}, ({"x": torch.randn(2, 3)},))
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate, NetworkCost, square_norms
 from pyro_l0.nn.engine import analyse, record
+from tests.networks import Net
 
 
 class Attention(nn.Module):
@@ -317,15 +318,7 @@ def test_report_says_why_units_stay():
 def test_square_norms_of_all_layers():
     """Of transposed and grouped convolutions, of heads, and of weights that are parametrised or transposed."""
 
-    class Product(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.weight = Gate(3), nn.Parameter(torch.randn(3, 2))
-
-        def forward(self, x):
-            return self.gate(x) @ self.weight
-
-    product = Product()
+    product = Net(lambda net, x: net.gate(x) @ net.weight, gate=Gate(3), weight=nn.Parameter(torch.randn(3, 2)))
     torch.testing.assert_close(square_norms(product, torch.ones(1, 3))["gate"](), product.weight.square().sum(1))
     grouped = nn.Sequential(Gate(4, dim=1), nn.Conv1d(4, 6, 2, groups=2))
     weight = grouped[1].weight.square().sum(2)
@@ -347,15 +340,11 @@ def test_square_norms_of_all_layers():
 
 
 def test_square_norms_of_weights_that_are_computed_are_refused():
-    """By the gate and the module."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.linear, self.mask = Gate(3), nn.Linear(3, 2), nn.Parameter(torch.ones(2, 3))
-
-        def forward(self, x):
-            return F.linear(self.gate(x), self.linear.weight * self.mask)
-
+    network = Net(
+        lambda net, x: F.linear(net.gate(x), net.linear.weight * net.mask),
+        gate=Gate(3),
+        linear=nn.Linear(3, 2),
+        mask=nn.Parameter(torch.ones(2, 3)),
+    )
     with pytest.raises(ValueError, match=r"units of gate 'gate' that are read by parameters, .* 'the network'"):
-        square_norms(Net(), torch.ones(1, 3))
+        square_norms(network, torch.ones(1, 3))

@@ -8,20 +8,18 @@ from pyro_l0.infer.factor import factor
 from pyro_l0.nn import fix_gates, gate_heads
 from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.gate import gate_names
+from tests.networks import Net
 from tests.nn.training import trained_gates
 
 
-class Attention(nn.Module):
+def attention():
     """Attention of one's own: two heads of three features."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(6, 18)
-        self.out = nn.Linear(6, 4)
+    def forward(net, x):
+        q, k, v = net.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        return net.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
 
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
-        return self.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2))
+    return Net(forward, qkv=nn.Linear(6, 18), out=nn.Linear(6, 4))
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def randn(generator, *sizes):
 
 def test_a_gate_multiplies_its_heads_columns(generator):
     """The same as a projection whose columns were multiplied; the network itself stays as it was."""
-    net = Attention().double()
+    net = attention().double()
     gated = gate_heads(net, {"out": 2})
     assert {name: (gate.size, gate.dim) for name, gate in gate_names(gated).items()} == {"out.gate": (2, -2)}
     x = randn(generator, 2, 5, 6)
@@ -148,7 +146,7 @@ def test_gates_on_heads_train():
 
 
 def test_refused():
-    net = nn.ModuleDict({"a": Attention(), "conv": nn.Conv1d(6, 6, 1), "words": nn.Embedding(3, 4)})
+    net = nn.ModuleDict({"a": attention(), "conv": nn.Conv1d(6, 6, 1), "words": nn.Embedding(3, 4)})
     with pytest.raises(
         ValueError, match=r"paths of dense layers inside of the network, but got 'a\.o'; there are 'a\.out'"
     ):

@@ -14,6 +14,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout, insert_gates, suggest_gates
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names
+from tests.networks import Net
 
 
 class User(nn.Module):
@@ -65,19 +66,12 @@ def test_gates_behind_named_modules():
 def test_one_gate_at_several_places():
     """A gate on a residual stream is drawn once in a run, by a loss and by Pyro's own handlers."""
 
-    class Stream(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.enter, self.inner, self.leave = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-            self.gate = Gate(4)
-            self.seen = []
+    def forward(net, x):
+        h = net.gate(net.enter(x))
+        h = net.gate(h + net.inner(h))
+        return net.leave(h)
 
-        def forward(self, x):
-            h = self.gate(self.enter(x))
-            h = self.gate(h + self.inner(h))
-            return self.leave(h)
-
-    net = Stream()
+    net = Net(forward, enter=nn.Linear(3, 4), inner=nn.Linear(4, 4), leave=nn.Linear(4, 2), gate=Gate(4), seen=[])
 
     def model(x):
         logits = net(x)
@@ -105,7 +99,6 @@ def test_one_gate_at_several_places():
     ],
 )
 def test_dropout_that_is_no_gate(change, message):
-    """Refused by the layer's name."""
     net = User()
     change(net)
     with pytest.raises(ValueError, match=message):

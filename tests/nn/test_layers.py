@@ -12,20 +12,19 @@ from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate import gate_names, name_gates
+from tests.networks import Net
 
 
 def network():
     return nn.Sequential(Gate(4), nn.Linear(4, 3), nn.ReLU(), Gate(3), nn.Linear(3, 2))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x):
+def model_network():
+    def forward(net, x):
         with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=self.net(x)), obs=torch.zeros(len(x)))
+            pyro.sample("y", dist.Categorical(logits=net.net(x)), obs=torch.zeros(len(x)))
+
+    return Net(forward, net=network())
 
 
 def sites(model, *args):
@@ -51,7 +50,7 @@ def test_sites_are_named_after_module_paths():
     x = torch.ones(2, 4)
     net = network()
     assert sites(lambda x: net(x), x) == ["0", "3"]
-    model = Model()
+    model = model_network()
     guide = AutoGate(model)
     L0_ELBO()(model, guide)(x)
     assert list(guide.posterior()) == ["net.0", "net.3"]
@@ -74,7 +73,6 @@ def test_wrappers_do_not_show_in_names():
 
 
 def test_names_can_be_given():
-    """Before any call, with a prefix."""
     net = network()
     assert list(name_gates(net, prefix="classifier.")) == ["classifier.0", "classifier.3"]
     assert sites(net, torch.ones(2, 4)) == ["classifier.0", "classifier.3"]
@@ -82,7 +80,6 @@ def test_names_can_be_given():
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 3), -1), ((2, 3, 5, 5), 1), ((2, 5, 3), -1), ((2, 3, 5), -2)])
 def test_units_of_any_dimension(shape, dim):
-    """One sample multiplies the whole batch."""
     gate = Gate(3, dim=dim)
     trace = poutine.trace(gate).get_trace(torch.ones(shape))
     z = trace.nodes["gate"]["value"]
@@ -92,7 +89,6 @@ def test_units_of_any_dimension(shape, dim):
 
 
 def test_the_prior_moves_with_the_network():
-    """To another type, in the site too."""
     gate = Gate(3, prior=HardConcrete(torch.zeros(3), torch.full((3,), 0.5)))
     gate.double()
     assert (
@@ -101,7 +97,6 @@ def test_the_prior_moves_with_the_network():
 
 
 def test_default_prior_is_a_fair_one():
-    """Open with probability one half."""
     torch.testing.assert_close(Gate(2).prior.active_prob, torch.full((2,), 0.5))
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pyro_l0.nn import Gate, NetworkCost, square_norms
+from tests.networks import Net
 
 
 class Shaped(nn.Module):
@@ -49,20 +50,13 @@ def test_a_layer_that_reads_features_in_rows():
     )
 
 
-class Scale(nn.Module):
+def scale(size):
     """A gate on the inputs of a weight."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.gate = Gate(size)
-
-    def forward(self, weight):
-        return self.gate(weight)
+    return Net(lambda net, weight: net.gate(weight), gate=Gate(size))
 
 
-@pytest.mark.parametrize("parametrisation", [Gate, Scale])
+@pytest.mark.parametrize("parametrisation", [Gate, scale])
 def test_a_gate_in_a_weight_parametrisation_is_refused(parametrisation):
-    """By its name, in costs and norms."""
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     parametrize.register_parametrization(network[2], "weight", parametrisation(3))
     for count in (NetworkCost, square_norms):
@@ -73,7 +67,6 @@ def test_a_gate_in_a_weight_parametrisation_is_refused(parametrisation):
 
 
 def test_a_gate_that_is_never_called_is_refused():
-    """It would be free."""
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     network[0].gate = Gate(3)
     with pytest.raises(ValueError, match=r"gate '0.gate' \(module '0.gate'\) is never called"):
@@ -157,7 +150,6 @@ def test_tied_weights_that_a_gates_units_are_read_by_twice_count_once():
 
 @pytest.mark.parametrize("count", [NetworkCost, square_norms])
 def test_examples_of_integers_are_refused(count):
-    """By their type, with the remedy."""
     images = torch.randint(256, (2, 1, 4, 4), dtype=torch.uint8)
     network = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Gate(3, dim=1), nn.Flatten(), nn.Linear(12, 2))
     with pytest.raises(ValueError, match=r"got one of .* dtype torch.uint8, .* convert it by .to\(torch.float32\)"):

@@ -196,7 +196,6 @@ def test_reentrant_checkpoints_of_a_loss_are_refused(run):
 
 
 def test_a_block_that_makes_other_calls_when_it_runs_again():
-    """No value was kept: refused by name."""
     gate, calls = Gate(5), []
     gate.site_name = "gate"
 
@@ -210,7 +209,6 @@ def test_a_block_that_makes_other_calls_when_it_runs_again():
 
 
 def test_a_network_that_is_called_in_a_backward_pass_without_checkpoints():
-    """A hook may draw as usual."""
     gate, drawn = Gate(5), []
     x = torch.ones(2, 5, requires_grad=True)
     y = 2 * x

@@ -89,7 +89,6 @@ def test_integers_of_numpy_are_sizes_and_dimensions():
     ],
 )
 def test_bad_layers(make, error, message):
-    """Refused when the layer is made."""
     with pytest.raises(error, match=message):
         make()
 
@@ -137,7 +136,6 @@ GATES = {"0": torch.ones(4), "2": torch.ones(3)}
     ],
 )
 def test_names_and_values_that_do_not_fit(gates, error, message):
-    """What is missing and why."""
     with pytest.raises(error, match=message):
         fix_gates(network(), gates)
 
@@ -162,7 +160,6 @@ def test_bad_paths_and_gates(path, gate, error, message):
 
 
 def test_an_example_of_another_type():
-    """By what it is."""
     message = r"example that the network takes, .* got one of shape \(2, 4\) and dtype torch.uint8"
     with pytest.raises(ValueError, match=message):
         gate_dropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), torch.ones(2, 4, dtype=torch.uint8))

@@ -17,6 +17,7 @@ from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout
 from pyro_l0.nn.gate import name_gates
+from tests.networks import Net
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 GATES = {"2": torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0]), "5": torch.tensor([0.0, 1.0, 1.0])}
@@ -28,15 +29,13 @@ def network():
     )
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x, y=None):
-        logits = self.net(x)
+def model_network():
+    def forward(net, x, y=None):
+        logits = net.net(x)
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    return Net(forward, net=network())
 
 
 def test_a_network_in_eval_mode_without_a_posterior_warns_once():
@@ -78,7 +77,7 @@ def test_gates_with_a_posterior_do_not_warn(mode):
     """Under objectives, guides, Pyro's handlers and what reads networks, in both modes. Warnings are errors here."""
     torch.manual_seed(0)
     pyro.clear_param_store()
-    model = Model().train(mode)
+    model = model_network().train(mode)
     guide = AutoGate(model)
     loss = L0_ELBO("l0", lam=0.1)(model, guide)
     for _ in range(3):
@@ -138,7 +137,6 @@ def test_an_export_of_random_gates_is_refused(export, named):
 
 
 def test_fixed_gates_can_be_exported():
-    """To the programs of torch."""
     fixed = fix_gates(network(), GATES).eval()
     expected = fixed(X)
     torch.testing.assert_close(torch.export.export(fixed, (X,)).module()(X), expected)

@@ -44,7 +44,6 @@ class Run(NamedTuple):
 
 
 def run(design: Design, known: Posterior, method: str, seed: int) -> Run:
-    """Fit once and compare."""
     scales = {"rate": design.rate, "slab_scale": design.tau, "noise_scale": design.sigma}
     model = SpikeSlabRegressor(standardize=False, fit_intercept=False, method=method, random_state=seed, **scales)
     start = time.process_time()
@@ -78,7 +77,6 @@ def rows(method: str, options: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, action="append")
     parser.add_argument("--seeds", type=int, default=8)

@@ -94,7 +94,6 @@ LINES: dict[int, tuple[Part, ...]] = {
 
 
 def run(design: Design, known: Posterior, seed: int, options: argparse.Namespace) -> Run:
-    """Fit once and compare."""
     pyro.clear_param_store()
     kinds = {"family": BernoulliGate, "gates": options.gates, "slabs": options.slabs, "hyper": design.hyper}
     guide = AutoSpikeSlab(design.model, slab={"w": "z"}, **kinds)
@@ -207,7 +206,6 @@ def table_head(names: list[str]) -> None:
 
 
 def print_row(cells: list[str]) -> None:
-    """A line, at once."""
     print("| " + " | ".join(cells) + " |", flush=True)
 
 

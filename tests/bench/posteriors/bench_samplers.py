@@ -100,7 +100,6 @@ def report(name: str, design: Design, gate: Gate, samples: int, seed: int) -> bo
 
 
 def main() -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--samples", type=int, default=500, help="draws of each chain with Bernoulli gates")

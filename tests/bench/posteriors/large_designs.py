@@ -144,7 +144,6 @@ def line(name: str, probs: Tensor, reference: Tensor, design: Design, seconds: f
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one data set of each kind, shorter reference runs")
     options = parser.parse_args()

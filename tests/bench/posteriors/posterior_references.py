@@ -63,7 +63,6 @@ def _known_or_prior(design: Design, name: str) -> float | tuple[float, float] | 
 
 
 def problem(design: Design) -> Problem:
-    """A design without Pyro."""
     sigma = design.x.new_tensor(design.sigma)
     return Problem(design.x, lambda eta: design.likelihood(eta, sigma).log_prob(design.y), design.tau, design.rate)
 
@@ -101,7 +100,6 @@ def make(design: Design) -> dict[str, object]:
 
 
 def main() -> None:
-    """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--design", default="", help="part of a name")
     options = parser.parse_args()

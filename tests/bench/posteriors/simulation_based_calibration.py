@@ -60,7 +60,6 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """The four."""
     nothing = torch.zeros(0, P, dtype=torch.float64)
     known = Design("known", nothing, nothing[:, 0], sigma=1.0, tau=0.5, rate=0.25)
     one = torch.ones((), dtype=torch.float64)

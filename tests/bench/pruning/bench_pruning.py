@@ -117,7 +117,6 @@ def run(network: str, budgets: Sequence[float], options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--network", choices=list(DENSE_STEPS), nargs="+", default=list(DENSE_STEPS))

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from common.data import load_images
 from pyro_l0 import prune
 from pyro_l0.nn import Gate
+from tests.bench.pruning import bench_pruning
 
 TRAINING_IMAGES, TEST_IMAGES, BATCH = 20_000, 5_000, 32
 PRETRAINING_STEPS = 1_000
@@ -44,7 +45,6 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tokens, mixed."""
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return self.out(mixed.reshape(*x.shape[:2], self.heads * self.size))
@@ -75,7 +75,6 @@ class VisionTransformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
         tokens = self.embed(images.unflatten(-1, (1, 28, 28))).flatten(2).transpose(1, 2) + self.places
         return self.head(self.norm(self.blocks(tokens)).mean(1))
 
@@ -87,13 +86,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Three convolutions with BatchNorm."""
-    layers: list[nn.Module] = [nn.Unflatten(-1, (1, 28, 28))]
-    for before, after, size in ((1, 16, 5), (16, 32, 3), (32, 64, 3)):
-        layers += [nn.Conv2d(before, after, size, 2, size // 2), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
-    )
+    return nn.Sequential(nn.Unflatten(-1, (1, 28, 28)), *bench_pruning.cnn())
 
 
 NETWORKS = {"mlp": mlp, "cnn": cnn, "vit": VisionTransformer}

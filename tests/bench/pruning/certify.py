@@ -38,7 +38,6 @@ def certificates(folder: Path, images: Images) -> dict[torch.dtype, float]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--data-dir", type=Path, required=True)

@@ -101,7 +101,6 @@ class Generalized(Layer):
         return low * (0.9 * F.logsigmoid(self.logit) + 0.1 * F.logsigmoid(-self.logit)).sum()
 
     def pruned(self) -> tuple[Tensor, Tensor]:
-        """Rates rounded."""
         return self.linear.weight.detach(), self.logit.detach() > 0
 
 
@@ -135,7 +134,6 @@ class SparseVD(Layer):
         return noisy_product(self.linear, x, self.log_var)
 
     def penalty(self) -> Tensor:
-        """KL of all weights."""
         return self.strength * log_uniform_kl(self.log_alpha).sum()
 
     def pruned(self) -> tuple[Tensor, Tensor]:
@@ -235,7 +233,6 @@ class SBP(Layer):
         return self.linear(x * self.noise.rsample(x.shape))
 
     def penalty(self) -> Tensor:
-        """KL of all units."""
         return 8 * self.strength * self.noise.kl().sum()
 
     def pruned(self) -> tuple[Tensor, Tensor]:
@@ -331,7 +328,6 @@ class ADMM(Layer):
                 self.dual.add_(self.linear.weight - self.copy)
 
     def pruned(self) -> tuple[Tensor, Tensor]:
-        """What was pruned."""
         weight = self.linear.weight.detach()
         return weight, self._largest(weight) if self.mask is None else self.mask
 

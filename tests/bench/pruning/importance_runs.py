@@ -87,7 +87,6 @@ class Problem:
 
     @torch.no_grad()
     def error(self, network: nn.Module) -> float:
-        """Test error in percent."""
         network.eval()
         wrong = [network(x).argmax(1) != y for x, y in zip(self.test_x.split(500), self.test_y.split(500), strict=True)]
         return 100 * float(torch.cat(wrong).float().mean())

@@ -239,25 +239,6 @@ def test_renewed_statistics():
     assert network[0].momentum == 0.1
 
 
-def test_shuffled_passes():
-    """Whole batches of rows that belong together, each row once in a pass."""
-    batches = Shuffled(torch.arange(10.0), torch.arange(10), 3)
-    assert len(batches) == 3
-    passed = list(batches)
-    assert [len(x) for x, _ in passed] == [3, 3, 3]
-    assert all(torch.equal(x, y.float()) for x, y in passed)
-    assert len({int(y) for _, labels in passed for y in labels}) == 9
-    assert len(list(Shuffled(torch.arange(10.0), torch.arange(10), 3, 2))) == 2
-
-
-def test_error_counts_every_example():
-    """More examples than one batch of the evaluation holds."""
-    x = torch.eye(2).repeat(351, 1)
-    labels = torch.zeros(702, dtype=torch.long)
-    problem = Problem(nn.Identity, Shuffled(x, labels, 10), x, labels, 1, 1)
-    assert problem.error(nn.Identity()) == pytest.approx(50.0)
-
-
 def test_the_better_of_both_ways_of_l1():
     row = {"budget": 0.3, "seed": 1, "dense": 2.0, "cut": 5.0, "used": 0.99}
     rows = [row | {"method": "l1", "end": 4.0}, row | {"method": "l1_global", "end": 3.0}]

@@ -93,7 +93,6 @@ def ratios(step: Step, doors: tuple[str, ...], rounds: int, repeats: int) -> tup
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--objectives", nargs="+", choices=DOORS, default=list(DOORS))

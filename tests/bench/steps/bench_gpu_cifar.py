@@ -61,15 +61,12 @@ class DropoutRun(Run):
         return self.mean(total, len(batches))
 
     def measure(self) -> dict[str, Any]:
-        """Test error."""
         return {"test_error_percent": self.error(self.net), "macs_left": self.cost.total_macs}
 
     def trained(self) -> list[nn.Module]:
-        """The network."""
         return [self.net]
 
     def parts(self) -> dict[str, Any]:
-        """What has a ``state_dict``."""
         return {"net": self.net, "optimiser": self.optimiser, "schedule": self.schedule}
 
 

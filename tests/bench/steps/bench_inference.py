@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from common.networks import NetworkName, build
 from pyro_l0.compaction import load_compacted
-from pyro_l0.nn import fix_gates
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn import Gate
+from pyro_l0.nn.gate import name_gates
 
 BATCHES: dict[NetworkName, tuple[int, ...]] = {"mlp": (1, 1000), "lenet5": (1, 256)}
 
@@ -39,16 +39,7 @@ def time_both(networks: dict[str, nn.Module], x: torch.Tensor, rounds: int) -> d
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
-def dense(name: NetworkName) -> nn.Module:
-    """The network without its gates."""
-    network = build(name, 784)
-    name_gates(network, prefix="net.")
-    fixed = fix_gates(network, {site: torch.ones(gate.size) for site, gate in gate_names(network).items()})
-    return nn.Sequential(*(layer for layer in fixed if type(layer).__name__ != "FixedGate")).eval()
-
-
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in BATCHES:
         parser.add_argument(f"--{name}", type=Path)
@@ -61,11 +52,12 @@ def main() -> None:
         if folder is None:
             continue
         network = build(name, 784)
+        dense = nn.Sequential(*(layer for layer in network if not isinstance(layer, Gate))).eval()
         name_gates(network, prefix="net.")
         small = load_compacted(network, folder / "pruned").network
         weights = sum(p.numel() for p in small.parameters() if p.dim() > 1)
         for batch in batches:
-            seconds = time_both({"dense": dense(name), "small": small}, torch.rand(batch, 784), options.rounds)
+            seconds = time_both({"dense": dense, "small": small}, torch.rand(batch, 784), options.rounds)
             print(
                 f"{name:8s}{weights:8,d} weights, batch {batch:5d}: dense {1e3 * seconds['dense']:8.3f} ms, compacted "
                 f"{1e3 * seconds['small']:8.3f} ms, {seconds['dense'] / seconds['small']:6.2f} times faster"

@@ -29,6 +29,7 @@ from pyro_l0.nn import NetworkCost
 from pyro_l0.pruning.batches import BatchLoss
 from pyro_l0.pruning.phases import GatedPhase
 from pyro_l0.pruning.places import put_gates
+from tests.bench.pruning import bench_pruning
 from tests.bench.pruning.bench_target import VisionTransformer
 
 
@@ -41,13 +42,7 @@ class Block(nn.Module):
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The maps, changed."""
         return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
-
-
-def mlp() -> nn.Module:
-    """784-300-100-10."""
-    return nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
 def lenet() -> nn.Module:
@@ -71,7 +66,7 @@ def residual() -> nn.Module:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "mlp": (mlp, 100),
+    "mlp": (bench_pruning.mlp, 100),
     "lenet5": (lenet, 100),
     "residual": (residual, 100),
     "vit": (VisionTransformer, 100),
@@ -110,7 +105,6 @@ def measure(make: Callable[[], nn.Module], size: int, steps: int) -> tuple[float
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", nargs="+", type=int, default=[1000, 3000])
     parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))

@@ -125,11 +125,7 @@ def hand_step(objective: Objective, x: Tensor, y: Tensor) -> Step:
 
 
 def dense_step(x: Tensor, y: Tensor) -> Step:
-    """The network without gates."""
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in itertools.pairwise(SIZES):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    net = nn.Sequential(*layers[:-1])
+    net = DenseModel().net
     return _step(lambda: NUM_DATA * F.cross_entropy(net(x), y), net)
 
 
@@ -208,7 +204,6 @@ def _peak_kib() -> int:
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--svi", action="store_true", help="processor time of Pyro's SVI, and nothing else")

@@ -28,8 +28,7 @@ from common.averages import Average
 from common.data import Images, load_mnist
 from common.mnist_run import Options, Run
 from common.networks import build
-from pyro_l0.nn import fix_gates
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn import Gate
 
 ROUNDS, STEPS = 60, 10  # of the runs that do not shrink
 
@@ -39,10 +38,7 @@ class DenseRun:
 
     def __init__(self, images: Images, options: Options) -> None:
         torch.manual_seed(options.seed)
-        gated = build(options.network, 784)
-        name_gates(gated)
-        fixed = fix_gates(gated, {site: torch.ones(gate.size) for site, gate in gate_names(gated).items()})
-        self.net = nn.Sequential(*(layer for layer in fixed if type(layer).__name__ != "FixedGate"))
+        self.net = nn.Sequential(*(x for x in build(options.network, 784) if not isinstance(x, Gate)))
         self.images = images
         self.batch_size = options.batch_size
         self.optimiser = torch.optim.Adam(self.net.parameters(), options.learning_rate, fused=True)
@@ -61,7 +57,6 @@ class DenseRun:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--network", choices=["mlp", "lenet5"], default="mlp")

@@ -36,7 +36,6 @@ def without_gates(net: nn.Module) -> nn.Module:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--width", type=int, default=4)

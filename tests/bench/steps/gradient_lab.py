@@ -76,7 +76,6 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A short label."""
         if self.estimator is not None:
             return f"Bernoulli, {self.estimator.replace('_', ' ')}"
         return ", ".join([self.family.__name__, *(f"{key} {value:g}" for key, value in self.options.items())])
@@ -116,7 +115,6 @@ class Gated(nn.Module):
         self.read = read
 
     def forward(self, x: Tensor, y: Tensor) -> None:
-        """Score a batch."""
         prior = HardConcrete(torch.zeros(self.gates, dtype=x.dtype))
         z = pyro.sample("z", prior.to_event(1))
         features = self.features(x)

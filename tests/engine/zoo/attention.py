@@ -8,6 +8,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate, gate_heads
 from tests.engine.zoo.entry import Entry
+from tests.networks import Net
 
 
 class Attention(nn.Module):
@@ -39,15 +40,13 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], heads, self.head_size).transpose(1, 2)
 
 
-class FeedForward(nn.Module):
-    def __init__(self, size, hidden):
-        super().__init__()
-        self.inner = nn.Linear(size, hidden)
-        self.gate = Gate(hidden)
-        self.outer = nn.Linear(hidden, size)
-
-    def forward(self, x):
-        return self.outer(self.gate(F.gelu(self.inner(x))))
+def feed_forward(size, hidden):
+    return Net(
+        lambda net, x: net.outer(net.gate(F.gelu(net.inner(x)))),
+        inner=nn.Linear(size, hidden),
+        gate=Gate(hidden),
+        outer=nn.Linear(hidden, size),
+    )
 
 
 class Block(nn.Module):
@@ -57,7 +56,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.dense_norm = nn.LayerNorm(size), nn.LayerNorm(size)
         self.attention = Attention(size, heads, **options)
-        self.dense = FeedForward(size, 16)
+        self.dense = feed_forward(size, 16)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
@@ -99,15 +98,12 @@ class CausalAttention(nn.Module):
         return self.output(attended.transpose(1, 2).reshape(batch, time, -1))
 
 
-class RMSNorm(nn.Module):
+def rms_norm(size):
     """The norm as language models write it out."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return Net(
+        lambda net, x: net.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+        weight=nn.Parameter(torch.ones(size)),
+    )
 
 
 class GroupedAttention(nn.Module):
@@ -144,7 +140,7 @@ class Llama(nn.Module):
     def __init__(self, size=16, words=20):
         super().__init__()
         self.words = nn.Embedding(words, size)
-        self.attention_norm, self.dense_norm, self.norm = (RMSNorm(size) for _ in range(3))
+        self.attention_norm, self.dense_norm, self.norm = (rms_norm(size) for _ in range(3))
         self.attention = GroupedAttention(size)
         self.up, self.door = nn.Linear(size, 12, bias=False), nn.Linear(size, 12, bias=False)
         self.gate = Gate(12)
@@ -170,7 +166,7 @@ class CrossAttention(nn.Module):
         self.key, self.value = nn.Linear(memory_size, size), nn.Linear(memory_size, size)
         self.gate = Gate(heads, dim=1)
         self.output = nn.Linear(size, size)
-        self.dense = FeedForward(size, 10)
+        self.dense = feed_forward(size, 10)
 
     def forward(self, target, memory):
         query, key, value = (
@@ -202,18 +198,15 @@ def encoder_heads():
     return gate_heads(encoder, {f"layers.{k}.self_attn.out_proj": 4 for k in range(2)})
 
 
-class AttentionModule(nn.Module):
+def attention_module():
     """Torch's attention, which is kept whole, in front of gated units."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(12, 4, batch_first=True)
-        self.inner = nn.Linear(12, 16)
-        self.gate = Gate(16)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x):
-        return self.head(self.gate(F.relu(self.inner(self.attention(x, x, x, need_weights=False)[0]))))
+    return Net(
+        lambda net, x: net.head(net.gate(F.relu(net.inner(net.attention(x, x, x, need_weights=False)[0])))),
+        attention=nn.MultiheadAttention(12, 4, batch_first=True),
+        inner=nn.Linear(12, 16),
+        gate=Gate(16),
+        head=nn.Linear(16, 3),
+    )
 
 
 class VisionTransformer(nn.Module):
@@ -227,7 +220,7 @@ class VisionTransformer(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(size) for _ in range(4)])
         self.branches = nn.ModuleList()
         for _ in range(2):
-            self.branches += [Attention(size, heads, fused=True), FeedForward(size, 10)]
+            self.branches += [Attention(size, heads, fused=True), feed_forward(size, 10)]
         self.gates = nn.ModuleList([Gate(1) for _ in range(4)])
         self.head = nn.Linear(size, 4)
 
@@ -245,7 +238,7 @@ class Mixer(nn.Module):
     def __init__(self, size=8, tokens=6):
         super().__init__()
         self.token_norm, self.feature_norm = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.tokens, self.features = FeedForward(tokens, 10), FeedForward(size, 12)
+        self.tokens, self.features = feed_forward(tokens, 10), feed_forward(size, 12)
         self.head = nn.Linear(size, 3)
 
     def forward(self, x):
@@ -313,7 +306,7 @@ ENTRIES = {
         },
     ),
     "attention_module": Entry(
-        AttentionModule, sequence(12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
+        attention_module, sequence(12), shapes={"attention.in_proj_weight": (36, 12), "inner.weight": (8, 12)},
     ),
     "vision_transformer": Entry(
         VisionTransformer, lambda batch: torch.randn(batch, 3, 8, 8),

@@ -6,6 +6,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate
 from tests.engine.zoo.entry import Entry, second_half
+from tests.networks import Net
 
 
 def lenet():
@@ -79,16 +80,14 @@ class InvertedResidual(nn.Module):
         return x + h if self.is_residual else h
 
 
-class MobileNet(nn.Module):
-    def __init__(self, gate_first=True):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        sizes = [(8, 16, 8, 1), (8, 24, 12, 2), (12, 24, 12, 1)]
-        self.blocks = nn.Sequential(*(InvertedResidual(*size, gate_first) for size in sizes))
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x):
-        return self.head(self.blocks(self.stem(x)).mean([2, 3]))
+def mobile_net(gate_first=True):
+    sizes = [(8, 16, 8, 1), (8, 24, 12, 2), (12, 24, 12, 1)]
+    return Net(
+        lambda net, x: net.head(net.blocks(net.stem(x)).mean([2, 3])),
+        stem=nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        blocks=nn.Sequential(*(InvertedResidual(*size, gate_first) for size in sizes)),
+        head=nn.Linear(12, 5),
+    )
 
 
 class ShuffleUnit(nn.Module):
@@ -122,20 +121,17 @@ def grouped():
     )  # fmt: skip
 
 
-class Inception(nn.Module):
+def inception():
     """Branches of several kernels, one of which is pooled, side by side."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), Gate(4, dim=1))
-        self.three = nn.Sequential(
+    return Net(
+        lambda net, x: net.head(torch.cat([net.one(x), net.three(x), net.pooled(x)], dim=1)).amax((2, 3)),
+        one=nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), Gate(4, dim=1)),
+        three=nn.Sequential(
             nn.Conv2d(3, 4, 1), nn.ReLU(), Gate(4, dim=1), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), Gate(6, dim=1)
-        )
-        self.pooled = nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(3, 2, 1), nn.LeakyReLU(0.1), Gate(2, dim=1))
-        self.head = nn.Conv2d(12, 5, 3)
-
-    def forward(self, x):
-        return self.head(torch.cat([self.one(x), self.three(x), self.pooled(x)], dim=1)).amax((2, 3))
+        ),
+        pooled=nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(3, 2, 1), nn.LeakyReLU(0.1), Gate(2, dim=1)),
+        head=nn.Conv2d(12, 5, 3),
+    )
 
 
 class WaveBlock(nn.Module):
@@ -198,11 +194,11 @@ ENTRIES = {
     "padded_constants": Entry(padded_constants, images(), shapes={"0.weight": (3, 3, 3, 3)}),
     "densenet": Entry(Dense, images(), shapes={"stem.weight": (4, 3, 3, 3), "layers.2.6.weight": (3, 4, 3, 3)}),
     "mobilenet": Entry(
-        MobileNet, images(12),
+        mobile_net, images(12),
         shapes={"blocks.0.filter.0.weight": (8, 1, 3, 3), "blocks.0.squeeze.weight": (4, 8, 1, 1)},
     ),
     "mobilenet_gate_behind": Entry(
-        lambda: MobileNet(gate_first=False), images(12),
+        lambda: mobile_net(gate_first=False), images(12),
         shapes={"blocks.0.filter.0.weight": (16, 1, 3, 3), "blocks.0.project.0.weight": (8, 8, 1, 1)},
     ),
     "shufflenet": Entry(
@@ -212,7 +208,7 @@ ENTRIES = {
         grouped, images(), second_half,
         shapes={"0.weight": (4, 3, 1, 1), "3.weight": (4, 2, 3, 3), "6.weight": (5, 4, 1, 1)},
     ),
-    "inception": Entry(Inception, images(), shapes={"head.weight": (5, 6, 3, 3), "three.0.weight": (2, 3, 1, 1)}),
+    "inception": Entry(inception, images(), shapes={"head.weight": (5, 6, 3, 3), "three.0.weight": (2, 3, 1, 1)}),
     "wavenet": Entry(
         WaveNet, lambda batch: torch.randn(batch, 1, 16),
         shapes={"blocks.1.signal.weight": (3, 8, 2), "blocks.1.door.weight": (3, 8, 2), "head.weight": (5, 2, 1)},

@@ -55,7 +55,6 @@ class Entry:
         return network
 
     def example(self, batch: int = 3, seed: int = 1) -> Example:
-        """One call's arguments."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return torch.utils._pytree.tree_map_only(Tensor, _double, self.inputs(batch))

@@ -7,6 +7,7 @@ from torch import nn
 from pyro_l0.nn import Gate
 from tests.engine.zoo.convolutional import images
 from tests.engine.zoo.entry import Entry
+from tests.networks import Net
 
 
 def _stage(read, write):
@@ -88,20 +89,16 @@ class StyleNetwork(nn.Module):
         return self.head(self.gate(F.leaky_relu(self.norm(self.filters(h)) * scale, 0.2)))
 
 
-class Flow(nn.Module):
+def flow():
     """A coupling layer: half of the inputs move the other half by a gated network; returns the log determinant."""
 
-    def __init__(self):
-        super().__init__()
-        self.hidden = nn.Linear(3, 10)
-        self.gate = Gate(10)
-        self.moves = nn.Linear(10, 6)
-
-    def forward(self, x):
+    def forward(net, x):
         fixed, moved = x.split(3, -1)
-        scale, shift = self.moves(self.gate(F.relu(self.hidden(fixed)))).chunk(2, -1)
+        scale, shift = net.moves(net.gate(F.relu(net.hidden(fixed)))).chunk(2, -1)
         scale = torch.tanh(scale)
         return torch.cat([fixed, moved * scale.exp() + shift], -1), scale.sum(-1)
+
+    return Net(forward, hidden=nn.Linear(3, 10), gate=Gate(10), moves=nn.Linear(10, 6))
 
 
 ENTRIES = {
@@ -124,5 +121,5 @@ ENTRIES = {
         StyleNetwork, lambda batch: torch.randn(batch, 5),
         shapes={"scale.weight": (4, 3), "head.weight": (3, 4, 1, 1)},
     ),
-    "flow": Entry(Flow, lambda batch: torch.randn(batch, 6), shapes={"hidden.weight": (5, 3), "moves.weight": (6, 5)}),
+    "flow": Entry(flow, lambda batch: torch.randn(batch, 6), shapes={"hidden.weight": (5, 3), "moves.weight": (6, 5)}),
 }  # fmt: skip

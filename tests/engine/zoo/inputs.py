@@ -8,6 +8,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate
 from tests.engine.zoo.entry import Entry
+from tests.networks import Net
 
 
 class BilinearPair(nn.Module):
@@ -47,19 +48,16 @@ class TwoTowers(nn.Module):
         return self.shared_gate(self.encoder(x))
 
 
-class Siamese(nn.Module):
+def siamese():
     """One network for both images, compared by their difference."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = nn.Sequential(
+    return Net(
+        lambda net, one, other: net.head(net.gate((net.network(one) - net.network(other)).abs())),
+        network=nn.Sequential(
             nn.Conv2d(1, 6, 3), nn.ReLU(), Gate(6, dim=1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 10), nn.Tanh()
-        )
-        self.gate = Gate(10)
-        self.head = nn.Linear(10, 1)
-
-    def forward(self, one, other):
-        return self.head(self.gate((self.network(one) - self.network(other)).abs()))
+        ),
+        gate=Gate(10),
+        head=nn.Linear(10, 1),
+    )
 
 
 class WideAndDeep(nn.Module):
@@ -105,19 +103,15 @@ class ManyHeads(nn.Module):
         return answer if return_dict else answer.to_tuple()
 
 
-class Factorisation(nn.Module):
+def factorisation():
     """A factorisation machine: pairs of features interact through factors, some of which close."""
 
-    def __init__(self):
-        super().__init__()
-        self.factors = nn.Embedding(15, 8)
-        self.gate = Gate(8)
-        self.weights = nn.Embedding(15, 1)
-
-    def forward(self, features):
-        factors = self.gate(self.factors(features))
+    def forward(net, features):
+        factors = net.gate(net.factors(features))
         pairs = 0.5 * (factors.sum(1).square() - factors.square().sum(1)).sum(-1)
-        return pairs + self.weights(features).sum((1, 2))
+        return pairs + net.weights(features).sum((1, 2))
+
+    return Net(forward, factors=nn.Embedding(15, 8), gate=Gate(8), weights=nn.Embedding(15, 1))
 
 
 ENTRIES = {
@@ -131,7 +125,7 @@ ENTRIES = {
         shapes={"encoder.0.weight": (5, 6), "query.weight": (6, 4), "item.weight": (6, 4)},
     ),
     "siamese": Entry(
-        Siamese, lambda batch: (torch.randn(batch, 1, 8, 8), torch.randn(batch, 1, 8, 8)),
+        siamese, lambda batch: (torch.randn(batch, 1, 8, 8), torch.randn(batch, 1, 8, 8)),
         shapes={"network.5.weight": (5, 27)},
     ),
     "wide_and_deep": Entry(
@@ -143,6 +137,6 @@ ENTRIES = {
         ManyHeads, lambda batch: torch.randn(batch, 6), shapes={"trunk.0.weight": (6, 6), "boxes.weight": (4, 6)},
     ),
     "factorisation": Entry(
-        Factorisation, lambda batch: torch.randint(0, 15, (batch, 4)), shapes={"factors.weight": (15, 4)},
+        factorisation, lambda batch: torch.randint(0, 15, (batch, 4)), shapes={"factors.weight": (15, 4)},
     ),
 }  # fmt: skip

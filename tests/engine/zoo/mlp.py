@@ -6,6 +6,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate
 from tests.engine.zoo.entry import Entry
+from tests.networks import Net
 
 
 def mlp():
@@ -26,81 +27,63 @@ def batch_norm():
 
 
 def prelu():
-    """A slope per unit."""
     return nn.Sequential(
         nn.Linear(8, 10), nn.PReLU(10), Gate(10), nn.Linear(10, 6), nn.PReLU(), Gate(6), nn.Linear(6, 2)
     )
 
 
-class DropsUnits(nn.Module):
+def drops_units():
     """Drops units of whole examples, in training mode alone."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, x):
-        for layer in self.layers:
+    def forward(net, x):
+        for layer in net.layers:
             x = layer(x)
-            if self.training and isinstance(layer, Gate):
+            if net.training and isinstance(layer, Gate):
                 x = x * x.new_empty(len(x), 1).bernoulli_(0.9) / 0.9
         return x
 
+    return Net(forward, layers=mlp())
 
-class DataDependent(nn.Module):
-    """An ``if`` on a value."""
 
-    def __init__(self):
-        super().__init__()
-        self.hidden = nn.Linear(6, 10)
-        self.gate = Gate(10)
-        self.output = nn.Linear(10, 2)
-
-    def forward(self, x):
-        h = self.gate(F.relu(self.hidden(x)))
+def data_dependent():
+    def forward(net, x):
+        h = net.gate(F.relu(net.hidden(x)))
         if h.sum() > 0:
             h = h * 2
-        return self.output(h)
+        return net.output(h)
+
+    return Net(forward, hidden=nn.Linear(6, 10), gate=Gate(10), output=nn.Linear(10, 2))
 
 
-class SwiGLU(nn.Module):
+def swi_glu(size=8, hidden=12):
     """Two projections that multiply each other."""
-
-    def __init__(self, size=8, hidden=12):
-        super().__init__()
-        self.gated = nn.Linear(size, hidden, bias=False)
-        self.linear = nn.Linear(size, hidden, bias=False)
-        self.gate = Gate(hidden)
-        self.output = nn.Linear(hidden, size, bias=False)
-
-    def forward(self, x):
-        return self.output(self.gate(F.silu(self.gated(x)) * self.linear(x)))
+    return Net(
+        lambda net, x: net.output(net.gate(F.silu(net.gated(x)) * net.linear(x))),
+        gated=nn.Linear(size, hidden, bias=False),
+        linear=nn.Linear(size, hidden, bias=False),
+        gate=Gate(hidden),
+        output=nn.Linear(hidden, size, bias=False),
+    )
 
 
-class GLU(nn.Module):
+def glu():
     """The same by one projection, whose halves ``F.glu`` multiplies."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = nn.Linear(8, 20)
-        self.gate = Gate(10)
-        self.output = nn.Linear(10, 3)
-
-    def forward(self, x):
-        return self.output(self.gate(F.glu(self.hidden(x), -1)))
+    return Net(
+        lambda net, x: net.output(net.gate(F.glu(net.hidden(x), -1))),
+        hidden=nn.Linear(8, 20),
+        gate=Gate(10),
+        output=nn.Linear(10, 3),
+    )
 
 
-class Maxout(nn.Module):
+def maxout():
     """The largest of three pieces a unit: all pieces of a closed one leave."""
-
-    def __init__(self):
-        super().__init__()
-        self.pieces = nn.Linear(8, 30)
-        self.gate = Gate(10)
-        self.output = nn.Linear(10, 3)
-
-    def forward(self, x):
-        return self.output(self.gate(self.pieces(x).view(len(x), -1, 3).amax(-1)))
+    return Net(
+        lambda net, x: net.output(net.gate(net.pieces(x).view(len(x), -1, 3).amax(-1))),
+        pieces=nn.Linear(8, 30),
+        gate=Gate(10),
+        output=nn.Linear(10, 3),
+    )
 
 
 class SoftExperts(nn.Module):
@@ -120,17 +103,14 @@ class SoftExperts(nn.Module):
         return torch.einsum("be,beh,eho->bo", share, hidden, self.outer)
 
 
-class DeepSets(nn.Module):
+def deep_sets():
     """A function of the sum over a set's elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.element = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), Gate(10), nn.Linear(10, 8), nn.ReLU())
-        self.gate = Gate(8)
-        self.whole = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 2))
-
-    def forward(self, x):
-        return self.whole(self.gate(self.element(x).sum(1)))
+    return Net(
+        lambda net, x: net.whole(net.gate(net.element(x).sum(1))),
+        element=nn.Sequential(nn.Linear(4, 10), nn.ReLU(), Gate(10), nn.Linear(10, 8), nn.ReLU()),
+        gate=Gate(8),
+        whole=nn.Sequential(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 2)),
+    )
 
 
 class GraphConvolution(nn.Module):
@@ -164,15 +144,15 @@ ENTRIES = {
     "inputs_and_log_softmax": Entry(inputs_and_log_softmax, _rows(8), shapes={"1.weight": (3, 4), "4.weight": (4, 3)}),
     "batch_norm": Entry(batch_norm, _rows(8), shapes={"0.weight": (5, 8), "3.weight": (5,), "4.weight": (3, 5)}),
     "prelu": Entry(prelu, _rows(8), shapes={"1.weight": (5,), "4.weight": (1,)}),
-    "drops_units": Entry(DropsUnits, _rows(8), shapes={"layers.3.weight": (6, 8)}),
-    "data_dependent": Entry(DataDependent, _rows(6), shapes={"hidden.weight": (5, 6)}),
-    "swiglu": Entry(SwiGLU, _rows(8), shapes={"gated.weight": (6, 8), "linear.weight": (6, 8)}),
-    "glu": Entry(GLU, _rows(8), shapes={"hidden.weight": (10, 8), "output.weight": (3, 5)}),
-    "maxout": Entry(Maxout, _rows(8), shapes={"pieces.weight": (15, 8), "output.weight": (3, 5)}),
+    "drops_units": Entry(drops_units, _rows(8), shapes={"layers.3.weight": (6, 8)}),
+    "data_dependent": Entry(data_dependent, _rows(6), shapes={"hidden.weight": (5, 6)}),
+    "swiglu": Entry(swi_glu, _rows(8), shapes={"gated.weight": (6, 8), "linear.weight": (6, 8)}),
+    "glu": Entry(glu, _rows(8), shapes={"hidden.weight": (10, 8), "output.weight": (3, 5)}),
+    "maxout": Entry(maxout, _rows(8), shapes={"pieces.weight": (15, 8), "output.weight": (3, 5)}),
     "soft_experts": Entry(
         # The router's softmax is over all experts, so that its rows stay.
         SoftExperts, _rows(6), shapes={"inner": (2, 6, 4), "outer": (2, 4, 6), "router.weight": (4, 6)},
     ),
-    "deep_sets": Entry(DeepSets, _rows(5, 4), shapes={"element.3.weight": (4, 5), "whole.0.weight": (3, 4)}),
+    "deep_sets": Entry(deep_sets, _rows(5, 4), shapes={"element.3.weight": (4, 5), "whole.0.weight": (3, 4)}),
     "graph_convolution": Entry(GraphConvolution, _graph, shapes={"first.weight": (6, 5), "second.weight": (4, 6)}),
 }  # fmt: skip

@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import Gate
-from tests.engine.zoo.attention import FeedForward, RMSNorm
+from tests.engine.zoo.attention import feed_forward, rms_norm
 from tests.engine.zoo.convolutional import images
 from tests.engine.zoo.entry import Entry, second_half
+from tests.networks import Net
 
 
 class NormedStream(nn.Module):
@@ -21,7 +22,7 @@ class NormedStream(nn.Module):
         self.stem = nn.Linear(6, size)
         self.gate = Gate(size)
         self.norm, self.last_norm = norm(size), norm(size)
-        self.dense = FeedForward(size, 10)
+        self.dense = feed_forward(size, 10)
         self.head = nn.Linear(size, 3)
         self.behind = behind
 
@@ -41,7 +42,7 @@ class NextBlock(nn.Module):
         super().__init__()
         self.filter = nn.Conv2d(maps, maps, 7, padding=3, groups=maps)
         self.norm = nn.LayerNorm(maps, eps=1e-6)
-        self.dense = FeedForward(maps, 4 * maps)
+        self.dense = feed_forward(maps, 4 * maps)
         self.scale = nn.Parameter(torch.full((maps,), 0.1))
 
     def forward(self, x):
@@ -118,17 +119,14 @@ class Film(nn.Module):
         return self.head(self.gate(F.relu(scale * self.norm(self.filters(x)) + shift)).mean((2, 3)))
 
 
-class L2Normalised(nn.Module):
+def l2_normalised():
     """An embedding of length one, as for retrieval."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 12)
-        self.gate = Gate(12)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x):
-        return self.head(F.normalize(self.gate(F.relu(self.layer(x))), dim=-1))
+    return Net(
+        lambda net, x: net.head(F.normalize(net.gate(F.relu(net.layer(x))), dim=-1)),
+        layer=nn.Linear(6, 12),
+        gate=Gate(12),
+        head=nn.Linear(12, 4),
+    )
 
 
 def _rows(batch):
@@ -148,7 +146,7 @@ ENTRIES = {
         lambda: NormedStream(nn.RMSNorm, behind=False), _rows, shapes={"stem.weight": (6, 6), "norm.weight": (6,)},
     ),
     "handwritten_rms_norm": Entry(
-        lambda: NormedStream(RMSNorm, behind=True), _rows, shapes={"dense.inner.weight": (5, 12)},
+        lambda: NormedStream(rms_norm, behind=True), _rows, shapes={"dense.inner.weight": (5, 12)},
         stays={"gate": (6, "the mean of the squares is over all units, and its number of units is no operation")},
     ),
     "layer_norm_behind_gate": Entry(
@@ -169,5 +167,5 @@ ENTRIES = {
         Film, lambda batch: (torch.randn(batch, 3, 6, 6), torch.randn(batch, 5)),
         shapes={"scale.weight": (4, 5), "shift.weight": (4, 5), "filters.weight": (4, 3, 3, 3)},
     ),
-    "l2_normalised": Entry(L2Normalised, _rows, shapes={"layer.weight": (6, 6), "head.weight": (4, 6)}),
+    "l2_normalised": Entry(l2_normalised, _rows, shapes={"layer.weight": (6, 6), "head.weight": (4, 6)}),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from torch import nn
 from pyro_l0.nn import Gate
 from tests.engine.zoo.convolutional import images
 from tests.engine.zoo.entry import Entry, second_half
+from tests.networks import Net
 
 
 class Bottleneck(nn.Module):
@@ -89,19 +90,13 @@ def gated_branches():
 
 def gated_blocks():
     """A gate on each whole branch: a closed block computes nothing."""
-    blocks = [Residual(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 8), WholeGate()) for _ in range(3)]
+    blocks = [Residual(nn.Linear(8, 6), nn.ReLU(), Gate(6), nn.Linear(6, 8), whole_gate()) for _ in range(3)]
     return nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 3))
 
 
-class WholeGate(nn.Module):
+def whole_gate():
     """One gate for a whole tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = Gate(1)
-
-    def forward(self, x):
-        return self.gate(x.unsqueeze(-1)).squeeze(-1)
+    return Net(lambda net, x: net.gate(x.unsqueeze(-1)).squeeze(-1), gate=Gate(1))
 
 
 class Highway(nn.Module):

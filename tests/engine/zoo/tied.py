@@ -7,35 +7,29 @@ from torch import nn
 from pyro_l0.nn import Gate
 from tests.engine.zoo.attention import Block, tokens
 from tests.engine.zoo.entry import Entry
+from tests.networks import Net
 
 
-class TiedAutoencoder(nn.Module):
+def tied_autoencoder():
     """The decoder is the encoder's transpose."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(10, 8)
-        self.gate = Gate(8)
-        self.bias = nn.Parameter(torch.zeros(10))
-
-    def forward(self, x):
-        return F.linear(self.gate(torch.sigmoid(self.encoder(x))), self.encoder.weight.t(), self.bias)
+    return Net(
+        lambda net, x: F.linear(net.gate(torch.sigmoid(net.encoder(x))), net.encoder.weight.t(), net.bias),
+        encoder=nn.Linear(10, 8),
+        gate=Gate(8),
+        bias=nn.Parameter(torch.zeros(10)),
+    )
 
 
-class RepeatedBlock(nn.Module):
+def repeated_block():
     """ALBERT: one block, called three times with the same gates."""
 
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(20, 12)
-        self.block = Block(12, 4, fused=True)
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x):
-        x = self.words(x)
+    def forward(net, x):
+        x = net.words(x)
         for _ in range(3):
-            x = self.block(x)
-        return self.head(x.mean(1))
+            x = net.block(x)
+        return net.head(x.mean(1))
+
+    return Net(forward, words=nn.Embedding(20, 12), block=Block(12, 4, fused=True), head=nn.Linear(12, 3))
 
 
 class SharedLayer(nn.Module):
@@ -51,22 +45,17 @@ class SharedLayer(nn.Module):
         return self.shared(self.one_gate(self.one(x))) + self.shared(self.other_gate(self.other(x)).relu())
 
 
-class Equilibrium(nn.Module):
+def equilibrium(size=10):
     """A layer iterated on its own output, with the input fed in anew each time."""
 
-    def __init__(self, size=10):
-        super().__init__()
-        self.read = nn.Linear(5, size)
-        self.layer = nn.Linear(size, size)
-        self.gate = Gate(size)
-        self.head = nn.Linear(size, 2)
-
-    def forward(self, x):
-        fed = self.read(x)
+    def forward(net, x):
+        fed = net.read(x)
         state = torch.zeros_like(fed)
         for _ in range(4):
-            state = self.gate(torch.tanh(self.layer(state) + fed))
-        return self.head(state)
+            state = net.gate(torch.tanh(net.layer(state) + fed))
+        return net.head(state)
+
+    return Net(forward, read=nn.Linear(5, size), layer=nn.Linear(size, size), gate=Gate(size), head=nn.Linear(size, 2))
 
 
 def _rows(size):
@@ -74,10 +63,10 @@ def _rows(size):
 
 
 ENTRIES = {
-    "tied_autoencoder": Entry(TiedAutoencoder, _rows(10), shapes={"encoder.weight": (4, 10), "bias": (10,)}),
+    "tied_autoencoder": Entry(tied_autoencoder, _rows(10), shapes={"encoder.weight": (4, 10), "bias": (10,)}),
     "repeated_block": Entry(
-        RepeatedBlock, tokens, shapes={"block.attention.qkv.weight": (18, 12), "block.dense.outer.weight": (12, 8)},
+        repeated_block, tokens, shapes={"block.attention.qkv.weight": (18, 12), "block.dense.outer.weight": (12, 8)},
     ),
     "shared_layer": Entry(SharedLayer, _rows(5), shapes={"one.weight": (4, 5), "shared.weight": (3, 4)}),
-    "equilibrium": Entry(Equilibrium, _rows(5), shapes={"read.weight": (5, 5), "layer.weight": (5, 5)}),
+    "equilibrium": Entry(equilibrium, _rows(5), shapes={"read.weight": (5, 5), "layer.weight": (5, 5)}),
 }  # fmt: skip

@@ -191,8 +191,6 @@ def test_other_latents_are_those_of_pyro(family):
 
 
 def test_gates_beside_other_latents():
-    """AutoGate and AutoNormal in one list."""
-
     def model():
         z = plated(HardConcrete(torch.tensor(-1.0)))
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))

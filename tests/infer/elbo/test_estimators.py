@@ -34,7 +34,6 @@ class Linear(torch.nn.Module):
         self.weight = torch.nn.Parameter(WEIGHT.clone())
 
     def forward(self):
-        """Score the data."""
         z = pyro.sample("z", PRIOR.to_event(1))
         with pyro.plate("data", len(X)):
             pyro.sample("y", dist.Normal(X @ (self.weight * z), 1.0), obs=Y)
@@ -186,7 +185,6 @@ def test_pathwise_gates_beside_them():
 
 
 def test_refusals():
-    """Named, with what to do."""
     model = Linear()
     guide = guide_at(model)
     with pytest.raises(ValueError, match=r"site 'z', a BernoulliGate, has no pathwise draws; choose an estimator"):

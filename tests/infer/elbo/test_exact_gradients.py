@@ -49,7 +49,6 @@ def gate_kl(a, b):
 
 
 def value(parameters, objective, noises):
-    """The loss, in numpy."""
     a, (b,) = parameters["log_alpha"], parameters["temperature"]
     loc, scale = parameters["loc"], np.exp(parameters["log_scale"])
     nll = 0.0

@@ -93,7 +93,6 @@ def regression(net, steps, elbo, guide, target=None):
 
 
 def open_units(net, guide, x):
-    """Hidden units that compaction leaves."""
     return compact(net, guide.test_gates(), x[:1]).network.get_submodule("0").out_features
 
 

@@ -15,6 +15,7 @@ from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, RectifyReparam, factor
 from pyro_l0.infer.reparam import complete_samples
 from pyro_l0.nn import Gate, NetworkCost
+from tests.networks import Net
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -66,15 +67,10 @@ def test_a_loss_that_is_computed_and_dropped(model):
 def test_a_cost_that_was_read_before_the_guide():
     """Gates without a name go by their path in the network alone; after the guide's call they have the model's."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 1))
+    def forward(net, x):
+        factor("y", -net.net(x).square().sum())
 
-        def forward(self, x):
-            factor("y", -self.net(x).square().sum())
-
-    model = Model()
+    model = Net(forward, net=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 1)))
     before, guide = NetworkCost(model.net, X).group_sizes, AutoGate(model)
     guide(X)
     with pytest.raises(ValueError, match=r"\['net\.2'\], but got '2'; call the guide before NetworkCost"):
@@ -83,7 +79,6 @@ def test_a_cost_that_was_read_before_the_guide():
 
 
 def test_a_prior_from_a_tensor_around_it():
-    """A model of draws alone stays one."""
     rates = torch.full((3,), 0.3)
 
     def model():

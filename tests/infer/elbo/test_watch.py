@@ -16,6 +16,7 @@ from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
 from pyro_l0.infer.elbo import watch
 from pyro_l0.nn import Gate
+from tests.networks import Net
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = X[:, 0].clone()
@@ -54,7 +55,6 @@ OBJECTIVES = {
 
 
 def started(objective):
-    """SVI after two steps."""
     elbo, program, guide = objective
     svi = SVI(program, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
     for _ in range(2):
@@ -201,23 +201,19 @@ def test_an_empty_minibatch(kind):
 @pytest.mark.parametrize("option", ["lam", "group_size", "weight_decay"])
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (2,)])
 def test_a_coefficient_of_a_wrong_shape(option, shape):
-    """Named, with its shape and the gates'."""
     options = {"lam": 1.0, option: torch.ones(shape), "square_norm": {"z": lambda: torch.ones(3)}}
     message = rf"Expected {option} to broadcast against gate site 'z' of shape \(3,\), but got shape"
     with pytest.raises(ValueError, match=message):
         L0_ELBO("l0", **options).differentiable_loss(model_of_gates, AutoGate(model_of_gates))
 
 
-class Net(nn.Module):
+def network(returns):
     """A classifier as torch users write it."""
-
-    def __init__(self, returns):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 1))
-        self.returns = returns
-
-    def forward(self, x, y):
-        return self.returns(F.mse_loss(self.net(x)[:, 0], y))
+    return Net(
+        lambda net, x, y: net.returns(F.mse_loss(net.net(x)[:, 0], y)),
+        net=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Gate(4), nn.Linear(4, 1)),
+        returns=returns,
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +223,7 @@ class Net(nn.Module):
 )
 def test_a_model_that_returns_its_loss(returns):
     """It has no likelihood, and only the price of its gates would be trained."""
-    net = Net(returns)
+    net = network(returns)
     for call in (L0_ELBO("l0", lam=0.1).differentiable_loss, L0_ELBO("l0", lam=0.1).loss_and_grads, L0_ELBO("l0").loss):
         with pytest.raises(ValueError, match=r"no observed site and no factor.*pyro_l0.infer.factor"):
             call(net, AutoGate(net), X, Y)
@@ -254,8 +250,6 @@ def test_a_function_that_returns_its_loss(has_loss):
 
 
 def test_nothing_is_read_on_meta():
-    """A step on a device without values."""
-
     def program(x):
         z = pyro.sample("z", HardConcrete(torch.zeros(3, device="meta"), validate_args=False).to_event(1))
         factor("y", -(x @ z).sum())

@@ -86,7 +86,6 @@ def problem(build, family=HardConcrete):
 
 
 def classify(net, x):
-    """The model."""
     pyro.sample("y", dist.Categorical(logits=net(x)).to_event(1), obs=torch.arange(len(x)) % 2)
 
 
@@ -307,7 +306,6 @@ def test_a_graph_that_is_dropped_is_freed():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 def test_norms_under_a_compiler():
-    """It traces the plain way."""
     net, _, x, _ = problem(mlp)
     norms = square_norms(net, x)
     compiled = torch.compile(lambda: norms.together(["0", "3"]).sum(), fullgraph=True, backend="eager")

@@ -247,7 +247,6 @@ def test_several_costs_at_once():
 
 
 def test_budgets_by_site():
-    """Sites without a budget keep their gates."""
     guide = make()
     target = SparsityTarget(guide, {"b": 0.5}, steps=100)
     target.project()
@@ -256,7 +255,6 @@ def test_budgets_by_site():
 
 
 def test_a_run_that_is_resumed():
-    """From a state, bit for bit."""
     states = io.BytesIO()
 
     def start():
@@ -307,7 +305,6 @@ def test_units_that_leave_during_a_run():
 
 
 def test_a_report():
-    """In numbers and as text."""
     guide = make()
     target = SparsityTarget(guide, 0.5, count, steps=100)
     with torch.no_grad():
@@ -340,13 +337,11 @@ def test_a_report():
     ],
 )
 def test_bad_targets(arguments, options, message):
-    """Named, with what arrived."""
     with pytest.raises(ValueError, match=message):
         SparsityTarget(make(), *arguments, **{"steps": 100, **options})
 
 
 def test_a_loss_without_gates():
-    """Says so."""
     target = SparsityTarget(make(), 0.5, count, steps=100)
     target.step = target.start
     with pytest.raises(ValueError, match=r"none has one; call add_gradient after loss.backward\(\)"):
@@ -354,6 +349,5 @@ def test_a_loss_without_gates():
 
 
 def test_closing_an_unknown_site():
-    """By name."""
     with pytest.raises(ValueError, match="Expected a gate site"):
         make().close("c", torch.tensor([0]))
