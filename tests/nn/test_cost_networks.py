@@ -7,6 +7,7 @@ from torch import nn
 
 from pyro_l0.nn import Gate, NetworkCost, square_norms
 from pyro_l0.nn.engine import analyse, record
+from tests.engine.zoo import ZOO
 from tests.networks import Net
 
 
@@ -30,34 +31,6 @@ class Attention(nn.Module):
         return self.last(x[:, 0])
 
 
-class SwiGLU(nn.Module):
-    """A gated linear unit in a residual stream behind an RMSNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.gate = nn.RMSNorm(5), Gate(7)
-        self.a, self.b, self.out = nn.Linear(5, 7, bias=False), nn.Linear(5, 7, bias=False), nn.Linear(7, 5)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return x + self.out(F.silu(self.gate(self.a(y))) * self.b(y))
-
-
-class UNet(nn.Module):
-    """A path down and up again with a concatenation, and a transposed convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.down = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
-        self.up, self.right = nn.ConvTranspose2d(4, 3, 2, 2), nn.Conv2d(6, 2, 1)
-        self.norm, self.gates = nn.BatchNorm2d(4), nn.ModuleList([Gate(3, dim=1), Gate(4, dim=1), Gate(3, dim=1)])
-
-    def forward(self, x):
-        left = self.gates[0](F.relu(self.left(x)))
-        below = self.gates[1](F.relu(self.norm(self.down(F.max_pool2d(left, 2)))))
-        return self.right(torch.cat([left, self.gates[2](F.relu(self.up(below)))], 1))
-
-
 class Stream(nn.Module):
     """A residual stream with a gate on what enters and on every branch."""
 
@@ -71,21 +44,6 @@ class Stream(nn.Module):
         x = self.start(F.relu(self.enter(x)))
         for layer, gate in zip(self.layers, self.gates, strict=True):
             x = x + gate(F.relu(layer(x)))
-        return self.last(x)
-
-
-class Repeated(nn.Module):
-    """One gate that acts several times on a residual stream."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter, self.layers = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.gate, self.last = Gate(6), nn.Linear(6, 2)
-
-    def forward(self, x):
-        x = self.gate(F.relu(self.enter(x)))
-        for layer in self.layers:
-            x = self.gate(x + torch.tanh(layer(x)))
         return self.last(x)
 
 
@@ -103,78 +61,22 @@ class WholeBlock(nn.Module):
         return self.last(x + self.block(branch.unsqueeze(-1)).squeeze(-1))
 
 
-class Depthwise(nn.Module):
-    """Gates around a depthwise and in front of a grouped convolution, and squeezing and exciting."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter, self.depth = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 3, groups=4)
-        self.group = nn.Conv2d(4, 6, 1, groups=2)
-        self.squeeze, self.excite, self.last = nn.Linear(4, 3), nn.Linear(3, 4), nn.Linear(6, 2)
-        self.gates = nn.ModuleList([Gate(4, dim=1), Gate(4, dim=1), Gate(3), Gate(6, dim=1)])
-
-    def forward(self, x):
-        x = self.gates[1](F.relu(self.depth(self.gates[0](F.relu(self.enter(x))))))
-        scale = torch.sigmoid(self.excite(self.gates[2](F.relu(self.squeeze(x.mean((2, 3)))))))
-        x = self.gates[3](F.relu(self.group(x * scale[:, :, None, None])))
-        return self.last(x.mean((2, 3)))
-
-
-class Maps(nn.Module):
-    """LeNet's pattern: gates on maps, and on their flattened features, with a constant behind BatchNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)
-        self.gates = nn.ModuleList([Gate(3, dim=1), Gate(4, dim=1), Gate(16), Gate(5)])
-        self.c, self.d = nn.Linear(16, 5), nn.Linear(5, 2)
-
-    def forward(self, x):
-        x = F.relu(self.norm(self.gates[0](F.relu(self.a(x)))))
-        x = self.gates[2](self.gates[1](F.relu(self.b(x))).flatten(1))
-        return self.d(self.gates[3](F.relu(self.c(x))))
-
-
-def mlp():
-    """A network of dense layers, gates on its inputs too."""
-    first = [Gate(7), nn.Linear(7, 6), nn.ReLU(), Gate(6), nn.Linear(6, 5), nn.Sigmoid()]
-    return nn.Sequential(*first, nn.Linear(5, 4), Gate(4), nn.Linear(4, 3))
-
-
-def grouped_norm():
-    """Whole groups of channels, and channels by themselves."""
-    first = [nn.Conv2d(2, 6, 3), nn.GroupNorm(3, 6), nn.ReLU(), Gate(6, dim=1)]
-    return nn.Sequential(*first, nn.Conv2d(6, 4, 3), Gate(4, dim=1), nn.Flatten())
-
-
-def shuffled():
-    """Channels shuffled among groups, and maps that become pixels."""
-    first = [nn.Conv2d(2, 12, 3, padding=1), nn.ReLU(), Gate(12, 1), nn.ChannelShuffle(3)]
-    return nn.Sequential(*first, nn.Conv2d(12, 8, 1), nn.ReLU(), Gate(8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 3, 1))
-
-
-IMAGE, VECTOR = torch.randn(2, 2, 6, 6, dtype=torch.float64), torch.randn(3, 4).double()
 TOKENS = torch.tensor([[1, 5, 2]])
+OF_THE_ZOO = (
+    *("mlp", "swiglu", "soft_experts", "equilibrium", "linear_attention", "gated_blocks", "gated_stream"),
+    *("lenet", "mobilenet", "shufflenet", "unet", "super_resolution", "diffusion_block"),
+)
 NETWORKS = {
-    "mlp": (mlp, torch.randn(3, 7, dtype=torch.float64)),
-    "attention": (Attention, TOKENS),
-    "fused attention": (lambda: Attention(is_fused=True), TOKENS),
-    "SwiGLU": (SwiGLU, torch.randn(2, 3, 5, dtype=torch.float64)),
-    "U-Net": (UNet, IMAGE),
-    "stream": (Stream, VECTOR),
-    "repeated": (Repeated, VECTOR),
-    "whole block": (WholeBlock, VECTOR),
-    "depthwise": (Depthwise, IMAGE),
-    "maps": (Maps, IMAGE),
-    "group norm": (grouped_norm, IMAGE),
-    "shuffled": (shuffled, IMAGE),
+    "attention": lambda: (Attention().double(), TOKENS),
+    "fused attention": lambda: (Attention(is_fused=True).double(), TOKENS),
+    "stream": lambda: (Stream().double(), torch.randn(3, 4).double()),
+    **{name: lambda entry=ZOO[name]: (entry.network(), entry.example(2)) for name in OF_THE_ZOO},
 }
 
 
 def made(name):
     torch.manual_seed(11)
-    make, example = NETWORKS[name]
-    return make().double(), example
+    return NETWORKS[name]()
 
 
 def drawn(cost, probs):
@@ -188,7 +90,8 @@ def count(analysis, example):
         int(x) for product in products for axis in product.axes for x in solution.reasons[solution.units[axis.block]]
     }
     is_empty = any(x >= 0 and solution.texts[x] == "the last of its dimension" for x in reasons)
-    return (analysis.multiply_adds() + analysis.attention_multiply_adds()) / len(example), is_empty
+    rows = len(example[0] if isinstance(example, tuple) else example)
+    return (analysis.multiply_adds() + analysis.attention_multiply_adds()) / rows, is_empty
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -330,11 +233,9 @@ def test_square_norms_of_all_layers():
     attention = Attention()
     expected = attention.out.weight.square().sum(0).view(4, 2).sum(1)
     torch.testing.assert_close(square_norms(attention, torch.tensor([[1, 2]]))["heads"](), expected)
-    maps = Maps()
-    expected = maps.c.weight.square().sum(0)
-    norms = square_norms(maps, NETWORKS["maps"][1].float())
-    torch.testing.assert_close(norms["gates.2"](), expected)
-    torch.testing.assert_close(norms["gates.1"](), expected.view(4, 4).sum(1))
+    maps, image = made("lenet")
+    expected = maps[8].weight.square().sum(0).view(6, 4).sum(1)
+    torch.testing.assert_close(square_norms(maps, image)["6"](), expected)
     normed = nn.Sequential(Gate(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
     torch.testing.assert_close(square_norms(normed, torch.ones(1, 3))["0"](), normed[1].weight.square().sum(0))
 
