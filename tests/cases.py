@@ -33,7 +33,7 @@ from tests.reference import (
     RectifiedNormalReference,
 )
 
-__all__ = ["ATOMIC", "FAMILIES", "GATES", "Case", "Family", "build", "columns", "first_by_default", "stack"]
+__all__ = ["ATOMIC", "FAMILIES", "GATES", "Case", "Family", "build", "columns", "double", "first_by_default", "stack"]
 
 Parameters = dict[str, float]
 
@@ -71,6 +71,11 @@ class Case:
     def __repr__(self):
         values = ",".join(f"{value:.3g}" for value in self.parameters.values())
         return f"{self.family.gate.__name__}({values})"
+
+
+def double(value, requires_grad=False):
+    """A float64 scalar."""
+    return torch.tensor(value, dtype=torch.float64, requires_grad=requires_grad)
 
 
 def first_by_default(values):

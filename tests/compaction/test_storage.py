@@ -5,7 +5,6 @@ import json
 import os
 import random
 import stat
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn import Gate
 from tests.networks import Net
+from tests.processes import python
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -92,14 +92,7 @@ print("whole")
 @pytest.mark.slow
 def test_a_killed_save_leaves_the_old_file_or_the_new_one(tmp_path):
     """Kill -9 at random moments of a process that saves two networks by turns."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), "12"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.stdout == "whole\n", run.stderr
+    assert python(KILLED, str(tmp_path), "12") == "whole\n"
 
 
 def test_no_flipped_byte_loads_with_other_outputs(saved):

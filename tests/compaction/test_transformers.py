@@ -1,12 +1,8 @@
 """Transformers: compacted, saved, loaded in a fresh process, exported and run elsewhere."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.gate import gate_names
 from tests.compaction.test_in_place import Transformer
+from tests.processes import python
 
 GATES = {"attention.gate": torch.tensor([1.0, 0.0, 0.7, 0.0]), "gate": (torch.arange(16) % 4 > 1) * 0.9}
 
@@ -54,16 +51,9 @@ def test_a_file_is_read_by_a_fresh_process(tmp_path):
     pytest.importorskip("safetensors")
     result = compact(network(), GATES, torch.randn(2, 8))
     result.save(tmp_path / "small")
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path / "small")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
+    printed = python(LOAD, str(tmp_path / "small"))
     expected = result.network(torch.linspace(-1, 1, 24).reshape(3, 8))
-    assert torch.equal(torch.tensor(json.loads(run.stdout)), expected.detach())
+    assert torch.equal(torch.tensor(json.loads(printed)), expected.detach())
 
 
 def test_files_are_as_large_as_what_is_left(tmp_path):

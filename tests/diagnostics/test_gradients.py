@@ -17,10 +17,7 @@ from pyro_l0 import (
 from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient, pathwise_noise
 from pyro_l0.diagnostics.plots import plot_gradients
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
-
-
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
+from tests.cases import double
 
 
 @pytest.mark.parametrize(

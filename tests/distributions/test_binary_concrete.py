@@ -15,12 +15,9 @@ from pyro_l0.distributions import BernoulliGate, HardConcrete
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate
+from tests.cases import double
 
 CASES = [(0.0, 2 / 3), (-2.0, 2 / 3), (3.0, 0.1), (0.7, 1.6), (-8.0, 0.3), (12.0, 2.0)]
-
-
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("log_alpha", "temperature"), CASES)

@@ -8,7 +8,7 @@ import torch
 from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import HardConcrete, HardKumaraswamy, Rectified, RectifiedNormal
-from tests.cases import FAMILIES, build, stack
+from tests.cases import FAMILIES, build, double, stack
 from tests.reference import RectifiedNormalReference, kl
 
 PAIRS = tuple(product(FAMILIES, FAMILIES))
@@ -17,10 +17,6 @@ PAIRS = tuple(product(FAMILIES, FAMILIES))
 @pytest.fixture(params=PAIRS, ids=lambda pair: "-".join(family.gate.__name__ for family in pair))
 def pair(request):
     return request.param
-
-
-def double(value, requires_grad=False):
-    return torch.tensor(value, dtype=torch.float64, requires_grad=requires_grad)
 
 
 # --- values -------------------------------------------------------------------------------------

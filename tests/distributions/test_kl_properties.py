@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from torch.distributions import kl_divergence
 
 from pyro_l0.distributions import HardConcrete, RectifiedNormal
-from tests.cases import FAMILIES, build
+from tests.cases import FAMILIES, build, double
 from tests.reference import HardConcreteReference, kl
-
-
-def double(value, requires_grad=False):
-    return torch.tensor(value, dtype=torch.float64, requires_grad=requires_grad)
-
 
 # --- properties ---------------------------------------------------------------------------------
 

@@ -1,8 +1,5 @@
 """torch.func, second derivatives and whole-graph compilation, through everything that a gate computes."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.autograd.functional import hessian
@@ -18,6 +15,7 @@ from pyro_l0.distributions import (
     RectifiedNormal,
 )
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
+from tests.processes import python
 
 # torch's forward mode loads decompositions by its own deprecated torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -299,9 +297,8 @@ print(round(torch.compile(value, fullgraph=True, backend="eager")(x).item(), 4))
 @pytest.mark.slow
 def test_a_fresh_process_compiles_at_once():
     """Before any KL was looked up; after a further registration torch says what it cannot trace until one has been."""
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", FRESH], capture_output=True, text=True, check=True)
     value = round(kl_divergence(HardConcrete(torch.zeros(3)), HardConcrete(-1.0)).sum().item(), 4)
-    first, message, last = found.stdout.splitlines()
+    first, message, last = python(FRESH).splitlines()
     assert float(first) == float(last) == value
     assert "Failed to trace builtin operator" in message
 

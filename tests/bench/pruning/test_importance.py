@@ -1,6 +1,5 @@
 """Importance scores against values by hand, and the rows of gates and scores."""
 
-import itertools
 import math
 
 import pytest
@@ -205,29 +204,6 @@ def test_rows_of_gates_and_scores():
     shared = insert_gates(network, importance_runs.places(network, x[:1]))
     streams = {path: hook.gate for path, hook in hooks_of(shared)}
     assert streams["stem.2"] is streams["blocks.0.relu2"]
-
-
-def test_budgets_and_steps_of_the_schedule(monkeypatch):
-    """Cubic from 2 % to 75 % of the steps in 30 rounds; Adam's rate falls over the last quarter."""
-    budgets, steps = [], itertools.count()
-    monkeypatch.setattr(Units, "close", lambda self, scores, budget, least: budgets.append((taken[-1], budget)))
-    taken = [0]
-    real = torch.optim.Adam.step
-
-    def step(self, *args):
-        taken.append(next(steps) + 1)
-        rates.append(self.param_groups[0]["lr"])
-        return real(self, *args)
-
-    rates = []
-    monkeypatch.setattr(torch.optim.Adam, "step", step)
-    batches = [(torch.rand(5, 3), torch.rand(5, 2))]
-    prune_by_importance(small(), "l1", 0.1, batches, 400, F.mse_loss, torch.ones(1, 3), lambda network: 0.0)
-    assert [at for at, _ in budgets] == [int(8 + 292 * k / 30) for k in range(1, 31)]
-    assert [budget for _, budget in budgets] == pytest.approx([0.1 + 0.9 * (1 - k / 30) ** 3 for k in range(1, 31)])
-    assert rates[:300] == [1e-3] * 300
-    assert rates[350] == pytest.approx(5e-4)
-    assert 0 < rates[399] < 1e-6
 
 
 def test_renewed_statistics():
