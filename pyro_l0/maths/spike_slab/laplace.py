@@ -60,11 +60,6 @@ class _Objective(NamedTuple):
     unit: Tensor  # their scales; 0 at a padding
     elements: int  # how many there are in all
 
-    @staticmethod
-    def of(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor) -> _Objective:
-        index, valid = open_positions(z.bool())
-        return _Objective(log_likelihood, index, scale.gather(1, index) * valid, z.shape[1])
-
     def coefficients(self, x: Tensor) -> Tensor:
         return x.new_zeros(len(x), self.elements).scatter_add(1, self.open, x * self.unit)
 
@@ -95,7 +90,8 @@ class _Objective(NamedTuple):
 
 
 def _laplace(log_likelihood: LogLikelihood, z: Tensor, scale: Tensor, start: Tensor) -> Laplace:
-    objective = _Objective.of(log_likelihood, z, scale)
+    index, valid = open_positions(z.bool())
+    objective = _Objective(log_likelihood, index, scale.gather(1, index) * valid, z.shape[1])
     x = torch.where(objective.unit > 0, start.gather(1, objective.open) / objective.unit, 0.0)
     if not bool(torch.isfinite(objective.value((x,))).all()):
         raise ValueError("Expected a log likelihood that is finite where the search for the mode starts; set start.")

@@ -54,7 +54,8 @@ def expanded(problem: Problem, eta: Tensor) -> Expansion:
     """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``."""
     x, outputs = problem.x, problem.outputs
     slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
-    root = _root(curvature)
+    values, vectors = torch.linalg.eigh(curvature)
+    root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # F
     residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
     design = torch.einsum("nki,nj->nijk", root, x).reshape(len(x) * outputs, -1)
     linear = (x.T @ residual).flatten()
@@ -79,10 +80,3 @@ def gate_of(problem: Problem) -> Tensor | None:
     if problem.outputs == 1:
         return problem.gate_of
     return problem.switched(torch.arange(problem.gates)).repeat_interleave(problem.outputs)
-
-
-def _root(curvature: Tensor) -> Tensor:
-    """F with F F' = a symmetric semidefinite matrix, shape ``(n, K, K)``."""
-    values, vectors = torch.linalg.eigh(curvature)
-    root: Tensor = vectors * values.clamp(min=0).sqrt()[:, None, :]
-    return root

@@ -76,17 +76,14 @@ class _Training:
         ]
         self._optimiser = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
-    def _fit_of(self, x: Tensor, y: Tensor) -> Tensor:
-        """Negative log likelihood of the networks at a draw of the gates; their price does not affect the weights."""
-        with torch.no_grad():
-            gated = x * self._guide.gates().rsample(y.shape)
-        return -self._model.distribution(gated).log_prob(y.flatten()).mean()
-
     def step(self, price: float, x: Tensor, y: Tensor, folds: Sequence[Fold], *, move_gates: bool = True) -> None:
         """One step of everything, with a price of an open gate in nats."""
         self._elbo.lam = price / self._size  # the gates of every observation pay
         rows = random_rows([fold.train for fold in folds], BATCH)
-        gradients = torch.autograd.grad(self._fit_of(x[rows], y[rows]), self._weights)
+        with torch.no_grad():  # the price of the gates does not affect the weights
+            gated = x[rows] * self._guide.gates().rsample(rows.shape)
+        nll = -self._model.distribution(gated).log_prob(y[rows].flatten()).mean()
+        gradients = torch.autograd.grad(nll, self._weights)
         rows = random_rows([fold.held_out for fold in folds], _JUDGES)
         held_out = self._loss(x[rows], y[rows])
         gradients += torch.autograd.grad(held_out, self._judged)

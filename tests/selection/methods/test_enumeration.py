@@ -10,7 +10,6 @@ from scipy import stats
 
 from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
 from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
-from pyro_l0.selection.design import make_design
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
 from pyro_l0.selection.problem import Prior, Problem
@@ -227,4 +226,3 @@ def test_seeds():
     assert (one.draws.coefficients != two.draws.coefficients).nnz == 0
     np.testing.assert_array_equal(one.draws.intercept, two.draws.intercept)
     assert not np.array_equal(one.draws.intercept, other.draws.intercept)
-    assert make_design(x, y).problem.x.dtype == torch.float64
