@@ -151,41 +151,31 @@ def _shrink_gate(gate: Gate, units: tuple[int, ...]) -> None:
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again
 
 
-_index_select, _index_copy = find_rule("aten::index_select"), find_rule("aten::index_copy")
+_OWN = {name: find_rule(name) for name in ("aten::index_select", "aten::index_copy")}  # the engine's
 
 
-@rule("aten::index_select")
-def select_units(maps: Maps, operation: Operation) -> None:
-    """Before and after a selection a unit is the same; the engine's own rule is for every other ``index_select``."""
+@rule("aten::index_select", "aten::index_copy")
+def move_units(maps: Maps, operation: Operation) -> None:
+    """Before and after a selection or an expansion a unit is the same; elsewhere the engine's own rule holds."""
     module = maps.module()
-    if not isinstance(module, Select):
-        assert _index_select is not None
-        _index_select(maps, operation)
-        return
-    x, output = operation.value("self"), operation.output
-    unit_dim = module.dim % x.rank
-    maps.passes_rest(x, output, unit_dim)
-    maps.part(x, unit_dim, output, unit_dim, module.index.cpu().numpy(), np.arange(len(module.index)))
-    maps.tie(maps.axes[operation.value("index")][0], maps.axes[output][unit_dim])
-
-
-@rule("aten::index_copy")
-def expand_units(maps: Maps, operation: Operation) -> None:
-    """Before and after an expansion a unit is the same; the engine's own rule is for every other ``index_copy``."""
-    module = maps.module()
-    if not isinstance(module, Expand):
-        assert _index_copy is not None
-        _index_copy(maps, operation)
-        return
-    zeros, x, output = operation.value("self"), operation.value("source"), operation.output
+    if not isinstance(module, _Indexed):
+        own = _OWN[operation.name.removesuffix("_")]
+        assert own is not None
+        return own(maps, operation)
+    is_select = isinstance(module, Select)
+    before, output = operation.value("self"), operation.output
+    x = before if is_select else operation.value("source")
     unit_dim = module.dim % x.rank
     for dim in range(x.rank):
-        maps.same(zeros, dim, output, dim)
+        if not is_select:
+            maps.same(before, dim, output, dim)
         if dim != unit_dim:
             maps.passes(x, dim, output, dim)
-    maps.set_states(output, unit_dim, np.full(module.size, ZERO, dtype=np.uint8))
-    maps.part(x, unit_dim, output, unit_dim, np.arange(x.shape[unit_dim]), module.index.cpu().numpy())
-    maps.tie(maps.axes[operation.value("index")][0], maps.axes[x][unit_dim])
+    index, each = module.index.cpu().numpy(), np.arange(len(module.index))
+    if not is_select:
+        maps.set_states(output, unit_dim, np.full(module.size, ZERO, dtype=np.uint8))
+    maps.part(x, unit_dim, output, unit_dim, *((index, each) if is_select else (each, index)))
+    maps.tie(maps.axes[operation.value("index")][0], maps.axes[output if is_select else x][unit_dim])
 
 
 def new_indices(network: nn.Module, analysis: Analysis) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
