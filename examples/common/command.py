@@ -112,7 +112,7 @@ def check(options: Any) -> None:
     if getattr(options, "device", "cpu") != "cpu":
         _check_device(options.device)
     data_dir = getattr(options, "data_dir", None)
-    if data_dir is not None and options.data == "digits":
+    if data_dir is not None and getattr(options, "data", None) == "digits":
         raise ValueError("Expected data_dir with data='mnist' only; the digits are embedded.")
     if data_dir is not None and not data_dir.is_dir():
         raise FileNotFoundError(f"{data_dir}: expected the data's folder, found no such folder.")

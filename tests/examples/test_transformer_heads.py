@@ -11,7 +11,7 @@ WEIGHTS = 32 * 4 + 32 + 16 * 32 + 3 * (4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 3
 @pytest.mark.slow
 def test_quick_run(capsys):
     """A row without λ, and one in which a price that nothing is worth closes all heads; each line is printed."""
-    rows = transformer_heads.main(Options(epochs=2, lams=(1000.0,)))
+    rows = transformer_heads.main(Options(epochs=8, lams=(1000.0,)))
     assert [row.lam for row in rows] == [None, 1000.0]
     assert rows[0].heads == (0, 24)
     assert rows[0].units == (0, 192)

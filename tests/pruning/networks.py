@@ -117,6 +117,20 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.layers(x)).mean(1))
 
 
+class StoppedError(Exception):
+    """What a callback stops a run with."""
+
+
+def stopping(epoch):
+    """A callback that ends a run before the end of an epoch is reached."""
+
+    def callback(entry):
+        if entry["epoch"] == epoch:
+            raise StoppedError
+
+    return callback
+
+
 def same(first, second):
     """Whether two networks have the same tensors under the same names, bit for bit."""
     one, other = first.state_dict(), second.state_dict()

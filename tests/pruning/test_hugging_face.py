@@ -72,19 +72,7 @@ def loss(outputs, targets):
     return F.cross_entropy(outputs.logits.flatten(0, -2), targets.flatten())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        bert,
-        distilbert,
-        albert,
-        vit,
-        gpt2,
-        llama,
-        mistral,
-        t5,
-    ],
-)
+@pytest.mark.parametrize("make", [bert, distilbert, albert, vit, gpt2, llama, mistral, t5])
 def test_to_40_per_cent(make):
     """It computes what the gates said, and still generates."""
     torch.manual_seed(0)

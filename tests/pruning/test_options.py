@@ -31,8 +31,8 @@ def counted_macs(network):
     return sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear))
 
 
-def test_half_precision_where_it_is_autocast():
-    """Outputs are computed in bfloat16 and weights stay in float32, in both phases."""
+def test_precisions():
+    """Autocast outputs are bfloat16 and weights stay in float32, in both phases; a double network stays one."""
     kinds = []
 
     def loss(outputs, targets):
@@ -43,9 +43,6 @@ def test_half_precision_where_it_is_autocast():
     assert set(kinds) == {torch.bfloat16}
     assert {p.dtype for p in result.network.parameters()} == {torch.float32}
     assert result.history[-1]["loss"] < result.history[0]["loss"]
-
-
-def test_double_precision():
     result = pruned(Mlp().double(), DataLoader(TensorDataset(X.double(), Y), 40), example=X[:2].double())
     assert {p.dtype for p in result.network.parameters()} == {torch.float64}
     assert result.certificate < 1e-10
@@ -86,17 +83,19 @@ def test_the_rate_after_the_cut():
     assert tuning.optimiser.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("optimiser", "schedule"),
-    [
-        (lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), None),
-        (lambda ps: torch.optim.AdamW(ps, 3e-3, weight_decay=0.05), None),
-        (
-            lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
-            lambda made, steps: torch.optim.lr_scheduler.OneCycleLR(made, 0.1, total_steps=steps),
-        ),
-    ],
-)
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 3e-3, weight_decay=0.05)
+
+
+def one_cycle(optimiser, steps):
+    return torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=steps)
+
+
+@pytest.mark.parametrize(("optimiser", "schedule"), [(sgd, None), (adamw, None), (sgd, one_cycle)])
 def test_a_user_s_optimiser_and_schedule(optimiser, schedule):
     """They are asked for once for each phase, with its steps, and the loss falls."""
     made, lengths = [], []
@@ -149,17 +148,13 @@ def test_a_cost_of_one_s_own():
     result = pruned(budget=0.25, cost=units, gates=gates)
     assert result.network.first.out_features == 8
     assert result.network.second.out_features == 24
+    assert type(result.network.first) is nn.Linear
+    alone = pruned(budget=0.7, gates={"second": Gate(24)}, network=Mlp(8, 24))  # the other layer keeps its units
+    assert alone.network.first.out_features == 8
+    assert alone.network.second.out_features < 24
     both = pruned(budget={"units": 0.5, "weights": 0.4}, cost={"units": units}, gates=gates)
     assert both.network.first.out_features <= 16
     assert counted_macs(both.network) <= 0.4 * counted_macs(Mlp())
-
-
-def test_gates_by_path():
-    """Only there; the other layer keeps its units."""
-    result = pruned(budget=0.7, gates={"second": Gate(24)}, network=Mlp(8, 24))
-    assert result.network.first.out_features == 8
-    assert result.network.second.out_features < 24
-    assert type(result.network.second) is nn.Linear
 
 
 def test_a_network_that_has_gates():
@@ -190,9 +185,11 @@ def test_frozen_parameters_stay_as_they_are():
 class TestBatches:
     """What a loader may give."""
 
-    def test_a_list_of_pairs(self):
+    def test_a_list_of_pairs_and_an_uneven_last_batch(self):
         batches = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
         assert pruned(data=batches).report.target.of_budget <= 1
+        loader = DataLoader(TensorDataset(X, Y), 50, shuffle=True)  # 7 batches, of 20 at last
+        assert pruned(data=loader).report.target.steps == 21
 
     @pytest.mark.parametrize(
         "data", [list(X.flatten(1).split(40)), DataLoader(TensorDataset(X.flatten(1)), 40)], ids=["tensors", "tuples"]
@@ -202,11 +199,6 @@ class TestBatches:
         network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
         result = pruned(network, data, F.mse_loss, example=torch.zeros(2, 64))
         assert 0.9 <= result.report.target.of_budget <= 1
-
-    def test_an_uneven_last_batch(self):
-        loader = DataLoader(TensorDataset(X, Y), 50, shuffle=True)  # 7 batches, of 20 at last
-        result = pruned(data=loader)
-        assert result.report.target.steps == 21
 
     @pytest.mark.parametrize("nested", [False, True])
     def test_several_inputs(self, nested):
@@ -299,15 +291,8 @@ def test_nothing_is_said_of_a_healthy_run():
     loader = DataLoader(TensorDataset(x[:800], y[:800]), 50, shuffle=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = prune(
-            network,
-            F.mse_loss,
-            loader,
-            x[:2],
-            0.5,
-            epochs=25,
-            evaluate=lambda n: float(F.mse_loss(n(x[800:]), y[800:])),
-        )
+        error = lambda net: float(F.mse_loss(net(x[800:]), y[800:]))  # noqa: E731
+        result = prune(network, F.mse_loss, loader, x[:2], 0.5, epochs=25, evaluate=error)
     assert result.report.notes == ()
     assert result.network[0].out_features == 32
 

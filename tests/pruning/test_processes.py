@@ -50,9 +50,8 @@ def work(rank, port, folder):
         found["of_budget"] = result.report.target.of_budget
         found["random"] = len(torch.load(path, weights_only=True)["random"])
         found["loss"] = result.history[-1]["loss"] < result.history[0]["loss"]
-        found["moved"] = bool(
-            any((b != 0).any() for name, b in result.network.named_buffers() if "running_mean" in name)
-        )
+        means = [b for name, b in result.network.named_buffers() if "running_mean" in name]
+        found["moved"] = any(bool((b != 0).any()) for b in means)
     except Exception:  # the other process is told by a file as well
         found["error"] = traceback.format_exc()
     with open(os.path.join(folder, f"{rank}.json"), "w") as file:
@@ -63,7 +62,7 @@ def work(rank, port, folder):
 def in_two(folder):
     context = multiprocessing.get_context("spawn")
     port = free_port()
-    both = [context.Process(budget=work, args=(rank, port, str(folder))) for rank in range(2)]
+    both = [context.Process(target=work, args=(rank, port, str(folder))) for rank in range(2)]
     for process in both:
         process.start()
     for process in both:

@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pyro_l0 import prune
+from pyro_l0.infer.target.report import TargetReport
 from pyro_l0.nn import Gate
+from pyro_l0.pruning.notes import notes_on
 from tests.pruning.networks import Mlp, digits
 
 X, Y = digits(320)
@@ -18,6 +20,9 @@ BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 def pruned(network=None, loss=F.cross_entropy, data=BATCHES, example=X[:2], budget=0.4, epochs=3, **options):
     return prune(Mlp() if network is None else network, loss, data, example, budget, epochs=epochs, **options)
+
+
+few_steps = pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
 
 
 class Stream(IterableDataset):
@@ -113,24 +118,17 @@ def test_refusals(name):
         pruned(**options)
 
 
-def test_an_optimiser_of_the_network_that_was_given():
-    """Its parameters are not those that are trained."""
+def test_networks_and_optimisers_of_another_kind():
+    """A wrapped or a frozen network, no gradients, and an optimiser of other parameters than those that are trained."""
     network = Mlp()
     with pytest.raises(ValueError, match=r"optimiser of the parameters that it is given.*copy of the network"):
         pruned(network, make_optimiser=lambda _: torch.optim.SGD(network.parameters(), 0.1))
-
-
-def test_wrapped_networks_and_no_gradients():
-    """The network itself is asked for."""
     with pytest.raises(TypeError, match=r"got a OptimizedModule around it; give network\._orig_mod"):
         pruned(torch.compile(Mlp()))
     with pytest.raises(TypeError, match=r"got a DataParallel around it; give network\.module"):
         pruned(nn.DataParallel(Mlp()))
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"inside of torch\.no_grad"):
         pruned()
-
-
-def test_all_frozen():
     with pytest.raises(ValueError, match="none requires gradients"):
         pruned(Mlp().requires_grad_(False))
 
@@ -197,12 +195,15 @@ def test_few_steps_are_told():
     assert "24 steps are few" in str(result.report)
 
 
-@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+@few_steps
 def test_a_network_that_looks_untrained():
     """Unless it is said to be; a trained one does not look so."""
     with pytest.warns(UserWarning, match="looks untrained.*pretrained=False"):
         pruned()
-    assert not any("untrained" in note for note in pruned(pretrained=False).report.notes)
+    result = pruned(pretrained=False)
+    assert not any("untrained" in note for note in result.report.notes)
+    assert result.report.skipped["last"] == "it makes the network's output"
+    assert not result.plan.gates.keys() & result.report.skipped.keys()
     assert not any("untrained" in note for note in pruned(trained(Mlp())).report.notes)
 
 
@@ -215,11 +216,8 @@ def test_coarse_units():
     assert result.network[1].out_features == 2
 
 
-def test_undecided_gates_and_floors():
-    """From what a target says of itself; a floor is noted and not warned of."""
-    from pyro_l0.infer.target.report import TargetReport
-    from pyro_l0.pruning.notes import notes_on
-
+def test_undecided_gates_and_minima():
+    """From what a target says of itself; gates at their minimum are noted and not warned of."""
     reached = TargetReport(
         step=400,
         steps=400,
@@ -231,23 +229,20 @@ def test_undecided_gates_and_floors():
         open={"first.1": (3, 32)},
     )
     notes = notes_on(reached, 0.07, 400, False, (0.02, 0.5), {"stem": "its size is written into code"})
-    texts = {note.text: note.is_warning for note in notes}
-    found = {
-        word: [is_warning for text, is_warning in texts.items() if word in text]
-        for word in (
-            "6.0% of the gates are neither",
-            "largest unit takes 7.0%",
-            "first.1",
-            "was 0.02 and is 0.5",
-            "'stem'",
-        )
+    expected = {
+        "6.0% of the gates are neither": True,
+        "largest unit takes 7.0%": False,
+        "first.1": False,
+        "was 0.02 and is 0.5": True,
+        "'stem'": True,
     }
-    assert list(found.values()) == [[True], [False], [False], [True], [True]]
+    for words, is_warning in expected.items():
+        assert [note.is_warning for note in notes if words in note.text] == [is_warning]
     healthy = notes_on(reached, 0.01, 400, False, (-0.98, -0.97), {})
     assert len(healthy) == 2  # an error below 0 has no multiple to compare with
 
 
-@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+@few_steps
 def test_an_error_far_above_that_of_the_given_network():
     """A tenth of the units in 24 steps lose most of what the network knew."""
     with pytest.warns(UserWarning, match=r"error was [\d.]+ and is [\d.]+ as cut; more epochs"):
@@ -255,7 +250,7 @@ def test_an_error_far_above_that_of_the_given_network():
     assert result.report.cut > 3 * result.report.dense
 
 
-@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
+@few_steps
 def test_sizes_that_are_written_into_code():
     """Their layers keep all units, which is told by name, and the others are pruned."""
     with pytest.warns(UserWarning, match="no gate behind 'first'"):
@@ -278,17 +273,9 @@ class Recurrent(nn.Module):
 
 def test_a_budget_that_the_places_of_gates_do_not_allow():
     """The message says where there is none, and why."""
-    with pytest.raises(
-        ValueError, match=r"one open gate per site meets.*no gate behind recurrent: it does not return a"
-    ):
+    message = r"one open gate per site meets.*no gate behind recurrent: it does not return a"
+    with pytest.raises(ValueError, match=message):
         pruned(Recurrent(), budget=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:24 steps are few", "ignore:.*of the gates are neither")
-def test_what_has_no_gate_is_in_the_report_with_the_reason():
-    result = pruned(pretrained=False)
-    assert result.report.skipped["last"] == "it makes the network's output"
-    assert not result.plan.gates.keys() & result.report.skipped.keys()
 
 
 class _Picky(nn.Module):
@@ -306,18 +293,9 @@ def test_a_network_that_cannot_be_cut_comes_back_whole(tmp_path):
     x = torch.randn(256, 3)
     data = DataLoader(TensorDataset(x, x[:, :1].sin()), 32)
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), _Picky(), nn.Linear(8, 1))
+    options = dict(gates={"2": Gate(8)}, epochs=40, pretrained=False, checkpoint=tmp_path / "run.pt")
     with pytest.warns(UserWarning, match=r"whole, with fixed gates.*module '2' \(_Picky\)"):
-        result = prune(
-            network,
-            nn.functional.mse_loss,
-            data,
-            x[:2],
-            0.65,
-            gates={"2": Gate(8)},
-            epochs=40,
-            pretrained=False,
-            checkpoint=tmp_path / "run.pt",
-        )
+        result = prune(network, F.mse_loss, data, x[:2], 0.65, **options)
     assert result.network[0].out_features == 8
     assert result.report.left["macs"][0] == result.report.left["macs"][1]
     assert (tmp_path / "run.pt").exists()

@@ -13,14 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_l0
 from pyro_l0 import prune
-from tests.pruning.networks import Mlp, ResidualCnn, digit_batches, digits, same
+from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digit_batches, digits, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
-
-
-class KilledError(Exception):
-    """What a callback stops a run with."""
 
 
 def run(kind=Mlp, budget=0.4, seed=3, stop=None, path=None, resume=False, generator=False, **options):
@@ -29,12 +25,7 @@ def run(kind=Mlp, budget=0.4, seed=3, stop=None, path=None, resume=False, genera
     network = kind()
     own = {"generator": torch.Generator().manual_seed(5)} if generator else {}
     loader = DataLoader(TensorDataset(X, Y), 40, shuffle=True, **own)
-
-    def callback(entry):
-        if entry["epoch"] == stop:
-            raise KilledError
-
-    settings = {"epochs": 6, "finetune": 0.34, "checkpoint": path, "resume": resume, "callbacks": [callback]}
+    settings = {"epochs": 6, "finetune": 0.34, "checkpoint": path, "resume": resume, "callbacks": [stopping(stop)]}
     if resume:
         torch.rand(17)  # what came before in the resumed process is of no account
     return prune(network, F.cross_entropy, loader, X[:2], budget, **{**settings, **options})
@@ -43,7 +34,7 @@ def run(kind=Mlp, budget=0.4, seed=3, stop=None, path=None, resume=False, genera
 def check_resumed(tmp_path, stop, **options):
     whole = run(**options)
     path = tmp_path / "run.pt"
-    with pytest.raises(KilledError):
+    with pytest.raises(StoppedError):
         run(stop=stop, path=path, **options)
     resumed = run(path=path, resume=True, **options)
     assert same(resumed.network, whole.network)
@@ -57,28 +48,30 @@ def check_resumed(tmp_path, stop, **options):
     return whole
 
 
-@pytest.mark.parametrize("stop", [2, 4, 6])
-def test_in_each_phase(tmp_path, stop):
-    """Gates move in the first four epochs; the fifth and the sixth train what was cut."""
-    check_resumed(tmp_path, stop)
-
-
-@pytest.mark.parametrize("stop", [3, 8])
-def test_with_several_targets(tmp_path, stop):
-    """Networks that wait for their training are in the file, too."""
-    whole = check_resumed(tmp_path, stop, budget=[0.6, 0.3])
-    assert [pruned.report.target.budget["cost"] for pruned in (*whole.on_the_way, whole)] == pytest.approx([0.6, 0.3])
-    assert whole.on_the_way[0].report.target.of_budget <= 1
-
-
-@pytest.mark.parametrize("stop", [2, 6])
-def test_with_random_numbers_of_the_loader_and_of_dropout(tmp_path, stop):
-    check_resumed(tmp_path, stop, kind=lambda: Mlp(dropout=0.2), generator=True)
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [
+        (2, {}),  # gates move in the first four epochs; the fifth and the sixth train what was cut
+        (4, {}),
+        (6, {}),
+        (3, {"budget": [0.6, 0.3]}),
+        (8, {"budget": [0.6, 0.3]}),  # networks that wait for their training are in the file, too
+        (4, {"budget": [0.5, 0.25], "finetune": 0}),
+        (2, {"kind": lambda: Mlp(dropout=0.2), "generator": True}),  # random numbers of the loader and of dropout
+        (6, {"kind": lambda: Mlp(dropout=0.2), "generator": True}),
+    ],
+)
+def test_in_each_phase(tmp_path, stop, options):
+    """With one budget and with several, each of which a network meets."""
+    whole = check_resumed(tmp_path, stop, **options)
+    budgets = options.get("budget", 0.4)
+    found = [one.report.target.budget["cost"] for one in (*whole.on_the_way, whole)]
+    assert found == pytest.approx(budgets if isinstance(budgets, list) else [budgets])
+    assert all(one.report.target.of_budget <= 1 for one in whole.on_the_way)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [6])
-def test_with_batch_norm_and_a_user_s_optimiser(tmp_path, stop):
+def test_with_batch_norm_and_a_user_s_optimiser(tmp_path):
     """And a function for the error that draws random numbers of its own."""
     error_loader = DataLoader(TensorDataset(X, Y), 100)  # even this one draws from torch's generator
 
@@ -88,17 +81,13 @@ def test_with_batch_norm_and_a_user_s_optimiser(tmp_path, stop):
 
     check_resumed(
         tmp_path,
-        stop,
+        6,
         kind=lambda: ResidualCnn(4),
         budget=0.5,
         evaluate=error,
         make_optimiser=lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
         schedule=lambda optimiser, steps: torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.05, total_steps=steps),
     )
-
-
-def test_without_training_after_the_cut(tmp_path):
-    check_resumed(tmp_path, 4, budget=[0.5, 0.25], finetune=0)
 
 
 def test_a_finished_run_hands_out_its_network_again(tmp_path):
@@ -110,21 +99,10 @@ def test_a_finished_run_hands_out_its_network_again(tmp_path):
 SCRIPT = """
 import os, signal, sys
 import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-from pyro_l0 import prune
-from tests.pruning.networks import Mlp, digits
-
-def die(entry):
-    if entry["epoch"] == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
+from tests.pruning.test_resume import run
 
 torch.set_num_threads(1)
-torch.manual_seed(3)
-network = Mlp()
-x, y = digits(320)
-loader = DataLoader(TensorDataset(x, y), 40, shuffle=True)
-prune(network, F.cross_entropy, loader, x[:2], 0.4, epochs=6, finetune=0.34, checkpoint=sys.argv[1], callbacks=[die])
+run(path=sys.argv[1], callbacks=[lambda entry: entry["epoch"] == 3 and os.kill(os.getpid(), signal.SIGKILL)])
 """
 
 
@@ -134,14 +112,8 @@ def test_a_killed_process(tmp_path):
     root = Path(pyro_l0.__file__).parents[1]
     path = tmp_path / "run.pt"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(root)}
-    killed = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(path)],
-        cwd=root,
-        env=environment,
-        stderr=subprocess.PIPE,
-        check=False,
-        timeout=120,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(path)]
+    killed = subprocess.run(command, cwd=root, env=environment, stderr=subprocess.PIPE, check=False, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     whole, resumed = run(), run(path=path, resume=True)
     assert same(resumed.network, whole.network)
@@ -152,7 +124,7 @@ def test_a_killed_process(tmp_path):
 def test_a_file_of_another_run_is_refused(tmp_path):
     """By the name of what differs."""
     path = tmp_path / "run.pt"
-    with pytest.raises(KilledError):
+    with pytest.raises(StoppedError):
         run(path=path, stop=3)
     content = path.read_bytes()
     for other, name in (

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pyro_l0 import prune
 from pyro_l0.training.stream import Stream
-from tests.pruning.networks import Mlp, ResidualCnn, digits, same
+from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digits, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -42,17 +42,9 @@ LOADERS = {
 }
 
 
-class KilledError(Exception):
-    """What a callback stops a run with."""
-
-
 def run(loader, stop=None, path=None, resume=False, kind=Mlp, **options):
-    def callback(entry):
-        if entry["epoch"] == stop:
-            raise KilledError
-
     torch.manual_seed(3)
-    settings = {"epochs": 6, "steps_per_epoch": 8, "finetune": 0.34, "callbacks": [callback], **options}
+    settings = {"epochs": 6, "steps_per_epoch": 8, "finetune": 0.34, "callbacks": [stopping(stop)], **options}
     network = kind()
     if resume:
         torch.rand(17)  # what came before in the resumed process is of no account
@@ -65,7 +57,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(name, stop, tmp_path):
     """Bit for bit; epochs of 8 steps are no whole passes."""
     whole = run(LOADERS[name]())
     assert [entry["step"] for entry in whole.history] == [8, 16, 24, 32, 40, 48]
-    with pytest.raises(KilledError):
+    with pytest.raises(StoppedError):
         run(LOADERS[name](), stop, tmp_path / "run.pt")
     resumed = run(LOADERS[name](), path=tmp_path / "run.pt", resume=True)
     assert same(resumed.network, whole.network)
@@ -77,7 +69,7 @@ def test_with_statistics_and_several_batches_for_a_step(tmp_path):
     """Of an iterator, BatchNorm's statistics are of the batches that were there before."""
     options = {"kind": lambda: ResidualCnn(4), "accumulate": 2}
     whole = run(generator(), **options)
-    with pytest.raises(KilledError):
+    with pytest.raises(StoppedError):
         run(generator(), 6, tmp_path / "run.pt", **options)
     resumed = run(generator(), path=tmp_path / "run.pt", resume=True, **options)
     assert same(resumed.network, whole.network)

@@ -19,29 +19,20 @@ from pyro_l0.compaction.files import hold
 from pyro_l0.pruning.described import told
 from pyro_l0.training import Checkpoint
 from pyro_l0.training.checkpoint import checksum
-from tests.pruning.networks import same
+from tests.pruning.networks import StoppedError, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 ROOT = Path(pyro_l0.__file__).parents[1]
 
 
-class StoppedError(Exception):
-    """What a callback stops a run with."""
-
-
-def run(path, stop=None, resume=False, loss=F.mse_loss, **options):
+def run(path, stop=None, resume=False, loss=F.mse_loss, kind=torch.float32, **options):
     """Prune a small network from a seed; ``stop`` is the epoch whose end is not reached."""
     torch.manual_seed(3)
-    x = torch.randn(60, 4)
+    x = torch.randn(60, 4, dtype=kind)
     loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 20, shuffle=True)
-    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-
-    def callback(entry):
-        if entry["epoch"] == stop:
-            raise StoppedError
-
-    settings = {"epochs": 6, "finetune": 0.34, "pretrained": False, "callbacks": [callback]}
-    return prune(network, loss, loader, x[:2], 0.5, checkpoint=path, resume=resume, **{**settings, **options})
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(kind)
+    settings = {"epochs": 6, "finetune": 0.34, "pretrained": False, "callbacks": [stopping(stop)], **options}
+    return prune(network, loss, loader, x[:2], 0.5, checkpoint=path, resume=resume, **settings)
 
 
 @pytest.fixture
@@ -103,19 +94,15 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edited_files_are_refused(stopped, edit):
-    """With the checksum that they had, and as a file of an earlier version, without one."""
+    """With the checksum that they had, without one, and as a file of an earlier version."""
     content = torch.load(stopped, weights_only=True)
     EDITS[edit](content)
-    torch.save(content, stopped)
-    with pytest.raises(ValueError, match=r"run\.pt'.*SHA-256 is another one than it was when saved"):
-        run(stopped, resume=True)
-    del content["sha256"]
-    torch.save(content, stopped)
-    with pytest.raises(ValueError, match=r"run\.pt'.*SHA-256"):
-        run(stopped, resume=True)
-    torch.save({**content, "format": 1}, stopped)
-    with pytest.raises(ValueError, match=r"run\.pt'"):
-        run(stopped, resume=True)
+    unsigned = {key: value for key, value in content.items() if key != "sha256"}
+    another = "SHA-256 is another one than it was when saved"
+    for written, message in ((content, another), (unsigned, "SHA-256"), ({**unsigned, "format": 1}, "")):
+        torch.save(written, stopped)
+        with pytest.raises(ValueError, match=rf"run\.pt'.*{message}"):
+            run(stopped, resume=True)
 
 
 def test_a_file_of_an_earlier_version_goes_on(stopped):
@@ -214,9 +201,8 @@ def test_a_file_that_another_process_holds_is_refused_by_the_name_of_its_holder(
     code = f"{LOCK}print('process 7 on mars', file=file, flush=True); print(flush=True); input()"
     other = subprocess.Popen([sys.executable, "-c", code, lock], stdin=-1, stdout=-1)
     other.stdout.readline()
-    with pytest.raises(
-        ValueError, match=r"run\.pt' to be a file that no other run writes, but process 7 on mars holds"
-    ):
+    held = r"run\.pt' to be a file that no other run writes, but process 7 on mars holds"
+    with pytest.raises(ValueError, match=held):
         run(path)
     other.kill()
     other.communicate()
@@ -277,10 +263,6 @@ def test_two_processes_on_one_file(tmp_path):
 def test_under_a_default_of_double_precision(kind):
     """With a network of either type; the fixture of all tests gives float32 back."""
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
-    x = torch.randn(60, 4, dtype=kind)
-    loader = DataLoader(TensorDataset(x, x[:, :1] * x[:, 1:2]), 20, shuffle=True)
-    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(kind)
-    small = prune(network, F.mse_loss, loader, x[:2], 0.5, epochs=6, pretrained=False).network
+    small = run(None, kind=kind).network
     assert small[0].out_features == 3
     assert small[0].weight.dtype == kind
