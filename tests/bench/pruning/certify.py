@@ -26,7 +26,8 @@ def certificates(folder: Path, images: Images) -> dict[torch.dtype, float]:
     options = json.loads((folder / "metrics.json").read_text())["options"]
     if options["data"] != "mnist" or options["objective"] != "l0" or options["family"] != "hard_concrete":
         raise ValueError(f"Expected a run of the l0 objective on mnist with hard concrete gates, but got {options}.")
-    run = Run(images, Options(**{**options, "lam": tuple(options["lam"])}))
+    known = {name: value for name, value in options.items() if name in Options.__dataclass_fields__}
+    run = Run(images, Options(**{**known, "lam": tuple(options["lam"])}))
     run.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True)["state"])
     net = run.averaged[0]
     before = () if run.shrinker is None else run.shrinker.plans
