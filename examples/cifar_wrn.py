@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.cifar import load_cifar
+from common.cifar import NUM_CLASSES, Name, load_cifar
 from common.data import Images
 from common.gated_run import GatedRun, train
 from common.networks import Classifier, init_active_prob
@@ -54,6 +54,7 @@ class Options:
     """Command line of this example.
 
     Attributes:
+        data: which of the two sets.
         data_dir: folder with the batches; downloaded with a hash check if not given.
         depth: layers of the network.
         width: factor on its maps.
@@ -71,6 +72,7 @@ class Options:
         resume: continue from the checkpoint.
     """
 
+    data: Name = "cifar10"
     data_dir: Path | None = None
     depth: int = 28
     width: int = 10
@@ -100,7 +102,7 @@ class Run(GatedRun):
         self.padded = F.pad(self.train_x, (4, 4, 4, 4))
         self.pixel_mean, self.std = (255 * torch.tensor(x, device=self.device).view(3, 1, 1) for x in (MEAN, STD))
         prior = HardConcrete.from_active_prob(0.5)
-        self.net = net = wide_resnet(options.depth, options.width, prior).to(self.device)
+        self.net = net = wide_resnet(options.depth, options.width, prior, NUM_CLASSES[options.data]).to(self.device)
         example = torch.zeros(1, 3, 32, 32, device=self.device)
         self.model = Classifier(net, len(self.train_x))
         sites = list(name_gates(self.model))
@@ -192,10 +194,10 @@ def main(options: Options) -> dict[str, Any]:
     if options.resume:
         command.require_checkpoint(path)
     with command.folder(options.out), process_group(options.device) as first:
-        run = Run(load_cifar(options.data_dir), options)
+        run = Run(load_cifar(options.data_dir, options.data), options)
         left_out = ("data_dir", "out", "resume")
         described = {name: value for name, value in asdict(options).items() if name not in left_out}
-        described |= {"data": "cifar10", "family": "hard_concrete", "device": run.device.type}
+        described |= {"family": "hard_concrete", "device": run.device.type}
         train(run, path, described, options.resume, first)
         small = run.compacted()
         metrics = {

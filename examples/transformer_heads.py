@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from common.data import Images, load_digits
 from common.networks import Classifier
@@ -119,12 +120,10 @@ def _prune(network: nn.Module, lam: float, images: Images, options: Options) -> 
     guide = AutoGate(model, init_active_prob=0.95)
     sizes = {f"net.{site}": size for site, size in _group_sizes(network).items()}
     prices = {site: lam * (DENSE_SHARE if ".dense." in site else 1.0) for site in sizes}
-    elbo = L0_ELBO("l0", lam=prices, group_size=sizes)
-    loss = elbo(model, guide)
+    loss = L0_ELBO("l0", lam=prices, group_size=sizes)(model, guide)
     loss(images.train_x[:2], images.train_y[:2])  # makes the guide's parameters
-    groups = [{"params": network.parameters(), "lr": LEARNING_RATE}]
-    groups += [{"params": guide.parameters(), "lr": GATE_LEARNING_RATE}]
-    optimiser = torch.optim.Adam(groups, fused=True)
+    rates = {network: LEARNING_RATE, guide: GATE_LEARNING_RATE}
+    optimiser = torch.optim.Adam([{"params": x.parameters(), "lr": rate} for x, rate in rates.items()], fused=True)
     schedule = _schedule(optimiser, images, options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All gates of site")  # whole blocks may close here
@@ -136,25 +135,19 @@ def _prune(network: nn.Module, lam: float, images: Images, options: Options) -> 
     return {site.removeprefix("net."): gate for site, gate in guide.test_gates().items()}
 
 
-def _schedule(
-    optimiser: torch.optim.Optimizer, images: Images, options: Options
-) -> torch.optim.lr_scheduler.LRScheduler:
+def _schedule(optimiser: torch.optim.Optimizer, images: Images, options: Options) -> OneCycleLR:
     """Steps that grow for three tenths of the epochs, to those of the optimiser, and then fall to nothing."""
     steps = options.epochs * math.ceil(len(images.train_x) / options.batch_size)
     largest = [float(group["lr"]) for group in optimiser.param_groups]
-    return torch.optim.lr_scheduler.OneCycleLR(optimiser, largest, total_steps=steps, cycle_momentum=False)
+    return OneCycleLR(optimiser, largest, total_steps=steps, cycle_momentum=False)
 
 
 def _group_sizes(network: nn.Module) -> dict[str, int]:
     """The weights that one gate of each site switches."""
     head, unit = 4 * WIDTH * (WIDTH // HEADS), 2 * WIDTH
-    sizes = {}
-    for k in range(BLOCKS):
-        sizes[f"attention.{k}.inner.output.gate"] = head
-        sizes[f"attention.{k}.gate"] = HEADS * head
-        sizes[f"dense.{k}.inner.2"] = unit
-        sizes[f"dense.{k}.gate"] = HIDDEN * unit
-    return sizes
+    sizes = {"attention.{}.inner.output.gate": head, "attention.{}.gate": HEADS * head}
+    sizes |= {"dense.{}.inner.2": unit, "dense.{}.gate": HIDDEN * unit}
+    return {site.format(k): size for k in range(BLOCKS) for site, size in sizes.items()}
 
 
 def _row(lam: float | None, network: nn.Module, gates: dict[str, Tensor], images: Images, options: Options) -> Row:
@@ -172,9 +165,8 @@ def _row(lam: float | None, network: nn.Module, gates: dict[str, Tensor], images
     closed = [(int((gate == 0).sum()), len(gate)) for gate in sites]
     weights = sum(weight.numel() for weight in small.parameters())
     row = Row(lam, *closed, weights, accuracy, _accuracy(small, images))
-    name = "" if lam is None else f"{lam:g}"
     heads, units, whole = (f"{count} of {total}" for count, total in closed)
-    counted = f"{name:>5s}   {heads:>12s}   {units:>12s}   {whole:>15s}   {weights:>12,}"
+    counted = f"{'' if lam is None else lam:>5}   {heads:>12s}   {units:>12s}   {whole:>15s}   {weights:>12,}"
     print(f"{counted}   {accuracy:7.2f} %   {row.trained_on:8.2f} %", flush=True)
     return row
 
@@ -229,11 +221,6 @@ class Branch(nn.Module):
         return x + self.dropout(branch.squeeze(-1))
 
 
-def dense_layers() -> nn.Sequential:
-    """Two dense layers with gated hidden units."""
-    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), Gate(HIDDEN), nn.Linear(HIDDEN, WIDTH))
-
-
 class VisionTransformer(nn.Module):
     """Patches of an image as tokens, gated attention and dense layers, and the mean over the tokens."""
 
@@ -245,7 +232,8 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(channels, WIDTH, patch, stride=patch)
         self.places = nn.Parameter(0.02 * torch.randn((height // patch) * (width // patch), WIDTH))
         self.attention = nn.ModuleList([Branch(Attention()) for _ in range(BLOCKS)])
-        self.dense = nn.ModuleList([Branch(dense_layers()) for _ in range(BLOCKS)])
+        dense = [(nn.Linear(WIDTH, HIDDEN), nn.GELU(), Gate(HIDDEN), nn.Linear(HIDDEN, WIDTH)) for _ in range(BLOCKS)]
+        self.dense = nn.ModuleList([Branch(nn.Sequential(*layers)) for layers in dense])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 10)
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 from its pickled batches, read without running what a pickle may hold."""
+"""CIFAR-10 and CIFAR-100 from their pickled batches, read without running what a pickle may hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import pickletools
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pooch
@@ -16,16 +16,21 @@ import torch
 
 from common.data import Images
 
-__all__ = ["load_cifar", "read_batch"]
+__all__ = ["NUM_CLASSES", "Name", "load_cifar", "read_batch"]
 
-FOLDER = "cifar-10-batches-py"
-FILES = [f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]
+Name = Literal["cifar10", "cifar100"]
+NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
+FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+FILES = {"cifar10": ([f"data_batch_{k}" for k in range(1, 6)], ["test_batch"]), "cifar100": (["train"], ["test"])}
 URL = "https://www.cs.toronto.edu/~kriz/"
-ARCHIVE, ARCHIVE_MD5 = "cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"
-LARGEST_BATCH = 200_000_000  # bytes; the batches are 31 million
+ARCHIVES = {
+    "cifar10": ("cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"),
+    "cifar100": ("cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
+}
+LARGEST_BATCH = 200_000_000  # bytes; CIFAR-100's training images are 155 million
 
 
-def read_batch(content: bytes, where: str) -> tuple[torch.Tensor, torch.Tensor]:
+def read_batch(content: bytes, where: str, labels: bytes = b"labels") -> tuple[torch.Tensor, torch.Tensor]:
     """Images and classes of one pickled batch; ``where`` names it in messages.
 
     Raises:
@@ -34,7 +39,7 @@ def read_batch(content: bytes, where: str) -> tuple[torch.Tensor, torch.Tensor]:
     try:
         _check_opcodes(content)
         batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
-        images, classes = _values(batch[b"data"]), _values(batch[b"labels"])
+        images, classes = _values(batch[b"data"]), _values(batch[labels])
     except Exception as error:  # damage can break the reader in every way
         found = str(error) or type(error)
         raise ValueError(f"{where}: expected a pickled batch of CIFAR, of arrays and lists, but {found}") from error
@@ -124,12 +129,13 @@ def _check_opcodes(content: bytes) -> None:
             raise pickle.UnpicklingError(f"it numbers an object {argument}")
 
 
-def load_cifar(data_dir: Path | None = None) -> Images:
+def load_cifar(data_dir: Path | None = None, name: Name = "cifar10") -> Images:
     """The training and the test batches, as bytes of shape ``(N, 3, 32, 32)``.
 
     Args:
         data_dir: the folder with the batches, or the folder around it. None downloads the archive, once, checks its MD5
             and unpacks it.
+        name: which of the two; the fine classes of CIFAR-100.
 
     Raises:
         FileNotFoundError: there are no such files.
@@ -137,23 +143,25 @@ def load_cifar(data_dir: Path | None = None) -> Images:
     """
     if data_dir is None:
         data_dir = Path(pooch.os_cache("pyro_l0")) / "cifar"
-        pooch.retrieve(URL + ARCHIVE, ARCHIVE_MD5, ARCHIVE, data_dir, processor=pooch.Untar(extract_dir="."))
-    parts = []
-    for files in FILES:
-        batches = [read_batch(_read(data_dir, file), f"{data_dir}/{file}") for file in files]
+        file, md5 = ARCHIVES[name]
+        pooch.retrieve(URL + file, md5, file, data_dir, processor=pooch.Untar(extract_dir="."))
+    parts, labels, most = [], b"labels" if name == "cifar10" else b"fine_labels", NUM_CLASSES[name] - 1
+    for files in FILES[name]:
+        batches = [read_batch(_read(data_dir, file, name), f"{data_dir}/{file}", labels) for file in files]
         for file, (_, y) in zip(files, batches, strict=True):
-            if y.min() < 0 or y.max() > 9:
-                raise ValueError(f"{data_dir}/{file}: expected classes from 0 to 9, but got {y.min()} to {y.max()}")
+            if y.min() < 0 or y.max() > most:
+                raise ValueError(f"{data_dir}/{file}: expected classes from 0 to {most}, got {y.min()} to {y.max()}")
         parts += [torch.cat(part) for part in zip(*batches, strict=True)]
     return Images(*parts, image_shape=(3, 32, 32))
 
 
-def _read(data_dir: Path, file: str) -> bytes:
+def _read(data_dir: Path, file: str, name: Name) -> bytes:
     """The bytes of a batch in a folder, or in the one below it that the archive makes."""
-    for path in (data_dir / file, data_dir / FOLDER / file):
+    for path in (data_dir / file, data_dir / FOLDERS[name] / file):
         if path.is_file():
             size = path.stat().st_size
             if size > LARGEST_BATCH:
                 raise ValueError(f"{path}: expected a batch of at most {LARGEST_BATCH} bytes, but got {size}")
             return path.read_bytes()
-    raise FileNotFoundError(f"{data_dir}: expected {FOLDER}/{file}, found no such file; unpack {ARCHIVE} there.")
+    where = f"{FOLDERS[name]}/{file}"
+    raise FileNotFoundError(f"{data_dir}: expected {where}, found no such file; unpack {ARCHIVES[name][0]} there.")

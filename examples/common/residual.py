@@ -33,7 +33,7 @@ class WideBlock(nn.Module):
         return self.conv2(hidden) + (x if self.shortcut is None else self.shortcut(active))
 
 
-def wide_resnet(depth: int, width: int, prior: GateDistribution | None = None) -> nn.Sequential:
+def wide_resnet(depth: int, width: int, prior: GateDistribution | None = None, classes: int = 10) -> nn.Sequential:
     """A wide residual network for images of 3 x 32 x 32 (Zagoruyko and Komodakis, 2016, arXiv:1605.07146).
 
     The number of layers, ``depth``, is 4 more than a multiple of 6; ``width`` is a factor on the 16, 32 and 64 maps of
@@ -47,7 +47,7 @@ def wide_resnet(depth: int, width: int, prior: GateDistribution | None = None) -
         for block in range((depth - 4) // 6):
             layers.append(WideBlock(maps, size, 2 if group and not block else 1, prior))
             maps = size
-    layers += [nn.BatchNorm2d(maps), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(maps, 10)]
+    layers += [nn.BatchNorm2d(maps), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(maps, classes)]
     net = nn.Sequential(*layers)
     for module in net.modules():
         if isinstance(module, nn.Conv2d):

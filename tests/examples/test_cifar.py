@@ -46,6 +46,17 @@ def test_reader(folder):
     assert torch.equal(load_cifar(folder / "cifar-10-batches-py").train_x, images.train_x)
 
 
+def test_fine_classes_of_cifar_100(tmp_path):
+    """Asked for by name; one that is none is refused."""
+    batch = {b"data": np.zeros((2, 3072), np.uint8), b"coarse_labels": [0, 1], b"fine_labels": [99, 3]}
+    for name in ("train", "test"):
+        write(tmp_path / "cifar-100-python", name, batch)
+    assert load_cifar(tmp_path, "cifar100").test_y.tolist() == [99, 3]
+    write(tmp_path / "cifar-100-python", "test", {**batch, b"fine_labels": [100, 3]})
+    with pytest.raises(ValueError, match="test: expected classes from 0 to 99, got 3 to 100"):
+        load_cifar(tmp_path, "cifar100")
+
+
 class Evil:
     def __reduce__(self):
         return os.system, ("touch evil",)

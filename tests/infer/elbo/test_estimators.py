@@ -94,6 +94,27 @@ def test_unbiased(name):
     assert of_loss < STANDARD_ERRORS
 
 
+def test_the_baseline_of_the_score_function_is_kept_for_a_resumed_run():
+    """An objective with the state of another has its loss, gradients and baseline to the last bit."""
+
+    def two_steps(elbo, model, guide):
+        for _ in range(2):
+            loss = elbo.differentiable_loss(model, guide)
+        return torch.autograd.grad(loss, guide.sites["z"]["logits"])[0], elbo.state_dict()
+
+    model = Linear()
+    guide, first, second = guide_at(model), L0_ELBO(estimator="score_function"), L0_ELBO(estimator="score_function")
+    two_steps(first, model, guide)
+    second.load_state_dict(first.state_dict())
+    found = []
+    for elbo in (first, second):
+        pyro.set_rng_seed(86)
+        found.append(two_steps(elbo, model, guide))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert found[0][1]["baseline"] is not None
+
+
 def test_straight_through_is_biased():
     """Its gradient for the gates is off by far more than its error; that of the weights is exact."""
     torch.manual_seed(83)
