@@ -68,7 +68,7 @@ def to_arviz(
             data, or ``slab`` names sites that the draws lack.
 
     Example:
-        >>> import pyro
+        >>> import pyro, torch
         >>> import pyro.distributions as dist
         >>> from pyro_l0 import BernoulliGate
         >>> from pyro_l0.infer import AutoSpikeSlab, fit
