@@ -145,12 +145,13 @@ def load_cifar(data_dir: Path | None = None, name: Name = "cifar10") -> Images:
         data_dir = Path(pooch.os_cache("pyro_l0")) / "cifar"
         file, md5 = ARCHIVES[name]
         pooch.retrieve(URL + file, md5, file, data_dir, processor=pooch.Untar(extract_dir="."))
-    parts, labels, most = [], b"labels" if name == "cifar10" else b"fine_labels", NUM_CLASSES[name] - 1
+    parts, labels, last = [], b"labels" if name == "cifar10" else b"fine_labels", NUM_CLASSES[name] - 1
     for files in FILES[name]:
         batches = [read_batch(_read(data_dir, file, name), f"{data_dir}/{file}", labels) for file in files]
         for file, (_, y) in zip(files, batches, strict=True):
-            if y.min() < 0 or y.max() > most:
-                raise ValueError(f"{data_dir}/{file}: expected classes from 0 to {most}, got {y.min()} to {y.max()}")
+            least, most = y.aminmax()
+            if least < 0 or most > last:
+                raise ValueError(f"{data_dir}/{file}: expected classes from 0 to {last}, but got {least} to {most}")
         parts += [torch.cat(part) for part in zip(*batches, strict=True)]
     return Images(*parts, image_shape=(3, 32, 32))
 

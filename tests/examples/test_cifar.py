@@ -53,7 +53,7 @@ def test_fine_classes_of_cifar_100(tmp_path):
         write(tmp_path / "cifar-100-python", name, batch)
     assert load_cifar(tmp_path, "cifar100").test_y.tolist() == [99, 3]
     write(tmp_path / "cifar-100-python", "test", {**batch, b"fine_labels": [100, 3]})
-    with pytest.raises(ValueError, match="test: expected classes from 0 to 99, got 3 to 100"):
+    with pytest.raises(ValueError, match="test: expected classes from 0 to 99, but got 3 to 100"):
         load_cifar(tmp_path, "cifar100")
 
 
