@@ -72,6 +72,7 @@ def test_against_a_sum_over_all_groups():
     assert (model.noise_scale_, model.slab_scale_, model.rate_, model.intercept_) == (noise, slab, rate, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_sampled_and_enumerated(kind):
     """Everything is learned; probabilities to .02, means to a tenth of a deviation."""

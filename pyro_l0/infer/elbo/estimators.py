@@ -67,6 +67,8 @@ class Estimators:
         """
         if self.name == "score_function":
             return self._score_function(evaluate, gates, draws)
+        if self.name not in _ESTIMATORS:
+            raise ValueError(f"Expected an estimator of single particles, but got {self.name!r}. Use it by L0_ELBO.")
         found = [_ESTIMATORS[self.name](evaluate, gates) for _ in range(draws)]
         evaluations = [evaluation for each, _ in found for evaluation in each]
         return evaluations, reduce(operator.add, [surrogate / draws for _, surrogate in found])

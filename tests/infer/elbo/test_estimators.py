@@ -13,6 +13,7 @@ from torch.distributions import kl_divergence
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer.elbo.estimators import Estimators
 from tests.cases import first_by_default
 
 STANDARD_ERRORS = 4
@@ -113,6 +114,11 @@ def test_the_baseline_of_the_score_function_is_kept_for_a_resumed_run():
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert found[0][1]["baseline"] is not None
+
+
+def test_leave_one_out_needs_whole_particles():
+    with pytest.raises(ValueError, match=r"single particles, but got 'leave_one_out'\. Use it by L0_ELBO"):
+        Estimators("leave_one_out")(lambda values: None, {}, 2)
 
 
 def test_straight_through_is_biased():

@@ -211,6 +211,7 @@ def test_fit_and_check_on_near_duplicates(exact):
     torch.testing.assert_close(check.active_probs["z"], probs, rtol=0, atol=0.06)
 
 
+@pytest.mark.slow
 def test_gates_of_groups():
     """A gate for each row of a (G, K) slab, both as an event and in plates, against the enumeration by groups."""
     groups = torch.arange(4).repeat_interleave(2)

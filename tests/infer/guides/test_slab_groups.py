@@ -41,6 +41,7 @@ def exact():
     return enumerated(X, Y, GROUP, RATE, WIDTH)
 
 
+@pytest.mark.slow
 def test_a_fit_is_right():
     """Within .02 of the enumeration, from the guide, the check and a refined posterior; in the weights' shape."""
     probs, evidence = exact()
