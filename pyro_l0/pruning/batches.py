@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 
+from pyro_l0.pruning.distillation import Distillation
 from pyro_l0.training.processes import average_buffers
 from pyro_l0.training.stream import some_batches
 
@@ -38,8 +39,10 @@ class BatchLoss:
 
     A tuple or a list is inputs and, last, targets; of anything else all is input, and the targets are the batch itself,
     as is the one entry of a tuple that has no more. Inputs are a tensor, several in a tuple or a list, or keywords in a
-    dict, as in an example of the network's.
+    dict, as in an example of the network's. With a ``distillation`` a part of it compares the outputs with a teacher's.
     """
+
+    distillation: Distillation | None = None
 
     def __init__(self, function: LossFunction, device: torch.device, autocast: torch.dtype | None) -> None:
         self.function, self.device, self._autocast = function, device, autocast
@@ -49,6 +52,10 @@ class BatchLoss:
         inputs, targets = self.split(batch)
         outputs = self.outputs(network, inputs)
         loss = self.of_outputs(outputs, targets)
+        if self.distillation is not None:
+            taught = self._taught(self.distillation, inputs)
+            other = self._one(self.distillation.divergence, "distil's function", outputs, taught, targets)
+            loss = torch.lerp(loss, other.to(loss), self.distillation.weight)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
                 "Expected a loss that depends on the network's outputs, but no gradient passes; return it from loss_fn "
@@ -58,15 +65,12 @@ class BatchLoss:
 
     def of_outputs(self, outputs: object, targets: object) -> Tensor:
         """The loss of what a network returned."""
-        with self._context():
-            loss = self.function(outputs, targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise TypeError(
-                f"Expected loss_fn(outputs, targets) to return a tensor of one number, but got {got}; take the mean "
-                "over the batch."
-            )
-        return loss.reshape(())
+        return self._one(self.function, "loss_fn(outputs, targets)", outputs, targets)
+
+    def teach(self, distillation: Distillation, batch: object) -> None:
+        """Learn from a teacher, too; a batch shows whether its outputs can be learned from."""
+        distillation.check(self._taught(distillation, self.split(batch)[0]))
+        self.distillation = distillation
 
     def outputs(self, network: nn.Module, inputs: object) -> object:
         """What the network returns."""
@@ -86,6 +90,21 @@ class BatchLoss:
             return batch[0], batch[0]
         *inputs, targets = batch
         return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+
+    @torch.no_grad()
+    def _taught(self, distillation: Distillation, inputs: object) -> object:
+        return self.outputs(distillation.teacher, inputs)
+
+    def _one(self, function: Callable[..., Tensor], name: str, *given: object) -> Tensor:
+        """The number that a function returns, shape ``()``."""
+        with self._context():
+            loss = function(*given)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(
+                f"Expected {name} to return a tensor of one number, but got {got}; take the mean over the batch."
+            )
+        return loss.reshape(())
 
     def _context(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)

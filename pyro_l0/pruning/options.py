@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
@@ -16,7 +17,7 @@ from pyro_l0.pruning.batches import Loader
 from pyro_l0.training.processes import same_everywhere
 from pyro_l0.training.stream import Stream
 
-__all__ = ["check_budget", "check_callables", "check_network", "count_steps", "with_length"]
+__all__ = ["check_budget", "check_callables", "check_distil", "check_network", "count_steps", "with_length"]
 
 _LEAST_STEPS = 10  # with gates
 _AFTER, _LEAST_AFTER = 0.35, 0.25  # of all steps, the part after the cut: the second where few would have gates
@@ -74,6 +75,21 @@ def check_budget(budget: object) -> None:
         )
     if several and any(b >= a for a, b in itertools.pairwise(values)):
         raise ValueError(f"Expected budgets that fall from one to the next, but got {budget!r}.")
+
+
+def check_distil(distil: object) -> None:
+    """Check the weight and the temperature of distillation."""
+    if not isinstance(distil, (tuple, list)) or len(distil) != 2:
+        raise TypeError(
+            f"Expected distil to be (weight, temperature), or (weight, function) where outputs are no class logits, "
+            f"but got {distil!r}."
+        )
+    weight, by = distil
+    for name, value, most in (("weight", weight, 1.0), *([] if callable(by) else [("temperature", by, math.inf)])):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"Expected a number for distil's {name}, but got {value!r}.")
+        if not 0 < float(value) <= most or value == math.inf:
+            raise ValueError(f"Expected a {name} for distil above 0{' and up to 1' * (most == 1)}, but got {value}.")
 
 
 def check_callables(callbacks: object, autocast: object, loss_fn: object, **others: object) -> None:

@@ -23,8 +23,9 @@ from pyro_l0.nn.engine import Example
 from pyro_l0.nn.gate import gate_names
 from pyro_l0.pruning.batches import BatchLoss, LossFunction
 from pyro_l0.pruning.described import numbers, told
+from pyro_l0.pruning.distillation import Distil, Distillation
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
-from pyro_l0.pruning.options import check_budget, check_callables, check_network, count_steps, with_length
+from pyro_l0.pruning.options import check_budget, check_callables, check_distil, check_network, count_steps, with_length
 from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import put_gates
 from pyro_l0.pruning.result import Pruned, PruningReport
@@ -56,6 +57,7 @@ def prune(
     pretrained: bool = True,
     finetune: float | None = None,
     gates: Mapping[str, Gate] | None = None,
+    distil: Distil | None = None,
     evaluate: Evaluate | None = None,
     make_optimiser: MakeOptimiser | None = None,
     schedule: MakeSchedule | None = None,
@@ -96,6 +98,10 @@ def prune(
             down to a quarter, where fewer than 300 steps would have gates.
         gates: by module path, the gates to put behind modules, instead of the locations above; see
             :func:`~pyro_l0.nn.suggest_gates`. One gate at several paths acts alike there, as on a residual stream.
+        distil: weight and temperature of distillation from the network as it was given, such as ``(0.5, 2.0)``, with
+            gates and after the cut; ``loss_fn`` should then be a mean. Where outputs are no class logits, or targets
+            no integers, give a function of the network's and the given one's outputs in place of the temperature; see
+            :class:`~pyro_l0.pruning.distillation.Distillation`.
         evaluate: takes a network in evaluation mode and returns its error, of which smaller is better; for the report.
         make_optimiser: makes the optimiser of some parameters; Adam with a rate of 1e-3 if not given. Gates have
             their own.
@@ -146,6 +152,8 @@ def prune(
     expect(bool, "True or False", pretrained=pretrained, resume=resume, progress=progress)
     check_budget(budget)
     check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, make_optimiser=make_optimiser, schedule=schedule)
+    if distil is not None:
+        check_distil(distil)
     if resume and checkpoint is None:
         raise ValueError("Expected a checkpoint to resume from, but got none; give checkpoint=, the file of that run.")
     loader = with_length(loader, steps_per_epoch, accumulate)
@@ -179,11 +187,13 @@ def prune(
 
     with Checkpoint.held(checkpoint, resume), pyro.get_param_store().scope():
         batch = next(some_batches(loader))
+        dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
+        if distil is not None:
+            loss.teach(Distillation(dense.eval(), *distil), batch)
         try:
             run.start(batch, make_target)
         except BudgetTooSmallError as error:
             raise ValueError(f"{error}{placed.reasons}") from error
-        dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
         run.looks_untrained = pretrained and looks_untrained(dense, loss, batch)
         run.dense_error = run.error(dense)
         file = None
@@ -243,7 +253,7 @@ def _described(
     network: nn.Module, budget: object, cost: object, pretrained: bool, autocast: torch.dtype | None, run: Run
 ) -> dict[str, Any]:
     """What a run and the one that resumes its checkpoint must agree in, under the names of earlier versions."""
-    groups = run.phase.optimiser.param_groups
+    groups, taught = run.phase.optimiser.param_groups, run.loss.distillation
     of_epoch = [len(run.loader)] if isinstance(run.loader, Stream) else []
     return {
         "network": checksum(network.state_dict()),
@@ -256,6 +266,7 @@ def _described(
         "schedule": type(run.phase.schedule).__name__,
         "gates": run.counts.sizes,
         "loss": told(run.loss.function),
+        "distil": taught and [taught.weight, told(taught.by) if callable(taught.by) else taught.by],
         "optimiser's numbers": numbers([{key: x for key, x in group.items() if key != "params"} for group in groups]),
     }
 

@@ -11,7 +11,8 @@ The data are MNIST's four files, in ``--mnist`` or the folder that MNIST_DIR nam
 ``--cifar`` or CIFAR_DIR. A run takes some seconds for the MLP, half a minute for the CNN and one to two minutes for the
 other two; what is in OUT is not run again, so that a long comparison may be interrupted, or shared out by
 ``--network``, ``--budget``, ``--method`` and ``--seeds``. ``--table`` prints what is there and runs nothing. With
-``--finetune`` gates leave another part of the steps to the network as cut, for which OUT should be another folder.
+``--finetune`` gates leave another part of the steps to the network as cut, and with ``--distil WEIGHT TEMPERATURE``
+every method distils from the trained network, for each of which OUT should be another folder.
 """
 
 from __future__ import annotations
@@ -98,10 +99,13 @@ def run(network: str, budgets: Sequence[float], options: argparse.Namespace) -> 
         described = {"network": network, "steps": STEPS}
         if options.finetune is not None:
             described["finetune"] = options.finetune
+        if options.distil is not None:
+            described["distil"] = options.distil
         if not path.exists():
             if options.table:
                 continue
-            data = data or replace(problem(network, options.mnist, options.cifar), finetune=options.finetune)
+            own = {"finetune": options.finetune, "distil": options.distil and tuple(options.distil)}
+            data = data or replace(problem(network, options.mnist, options.cifar), **own)
             dense = pretrain(data, seed, options.out / f"{network}-dense-{seed}.pt")
             start = time.perf_counter()
             row = prune(data, dense, method, budget, seed)
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, nargs="+", default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--finetune", type=float)
+    parser.add_argument("--distil", type=float, nargs=2, metavar=("WEIGHT", "TEMPERATURE"))
     parser.add_argument("--mnist", type=Path, default=os.environ.get("MNIST_DIR"))
     parser.add_argument("--cifar", type=Path, default=os.environ.get("CIFAR_DIR"))
     parser.add_argument("--table", action="store_true")

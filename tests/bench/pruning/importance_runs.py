@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import pyro_l0
 from pyro_l0.nn import Gate, insert_gates, suggest_gates
+from pyro_l0.pruning.distillation import Distillation
 from pyro_l0.training import Checkpoint
 from tests.bench.pruning.importance import prune_by_importance, train
 
@@ -58,6 +59,20 @@ class Shuffled:
             yield self.x[chosen], self.y[chosen]
 
 
+class Taught(Shuffled):
+    """The same batches, whose targets are the classes and what a network in evaluation mode says of the inputs."""
+
+    def __init__(self, batches: Shuffled, teacher: nn.Module) -> None:
+        super().__init__(batches.x, batches.y, batches.batch_size, batches.count)
+        self.teacher = teacher.eval()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        for x, y in super().__iter__():
+            with torch.no_grad():
+                taught = self.teacher(x)
+            yield x, (y, taught)
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """What is trained, and pruned.
@@ -70,6 +85,7 @@ class Problem:
         dense_epochs: passes over the training data before the pruning.
         epochs: passes while it is pruned.
         finetune: the part of them that gates leave to the network as cut; of :func:`pyro_l0.prune`'s choice if None.
+        distil: weight and temperature of distillation from the trained network, for every method.
     """
 
     make: Callable[[], nn.Module]
@@ -79,6 +95,7 @@ class Problem:
     dense_epochs: int
     epochs: int
     finetune: float | None = None
+    distil: tuple[float, float] | None = None
 
     @property
     def example(self) -> Tensor:
@@ -137,18 +154,30 @@ def prune(problem: Problem, network: nn.Module, method: MethodName, budget: floa
     row: Row = {"method": method, "budget": budget, "seed": seed, "dense": problem.error(network)}
     if method != "gates":
         steps = problem.epochs * len(problem.batches)
-        found = prune_by_importance(
-            gated, method, budget, problem.batches, steps, F.cross_entropy, problem.example, problem.error
-        )
+        batches, loss = problem.batches, F.cross_entropy
+        if problem.distil is not None:
+            batches, loss = Taught(batches, network), taught_loss(*problem.distil)
+        found = prune_by_importance(gated, method, budget, batches, steps, loss, problem.example, problem.error)
         units = {site: int(gate.sum()) for site, gate in found.gates.items()}
         return {**row, "cut": found.cut, "end": found.end, "used": found.fraction / budget, "units": units}
-    example, epochs, share, error = problem.example, problem.epochs, problem.finetune, problem.error
+    options = {"epochs": problem.epochs, "finetune": problem.finetune, "distil": problem.distil}
     pruned = pyro_l0.prune(
-        gated, F.cross_entropy, problem.batches, example, budget, epochs=epochs, finetune=share, evaluate=error
+        gated, F.cross_entropy, problem.batches, problem.example, budget, evaluate=problem.error, **options
     )
     left, full = pruned.report.left["macs"]
     units = {site: sum(value > 0 for value in gate) for site, gate in pruned.plan.gates.items()}
     return {**row, "cut": pruned.report.cut, "end": pruned.report.end, "used": left / full / budget, "units": units}
+
+
+def taught_loss(weight: float, temperature: float) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]:
+    """The loss of :class:`Distillation` on outputs, and on targets that hold the teacher's outputs."""
+    distillation = Distillation(nn.Identity(), weight, temperature)
+
+    def loss(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        y, taught = targets
+        return torch.lerp(F.cross_entropy(outputs, y), distillation.divergence(outputs, taught, y), weight)
+
+    return loss
 
 
 def summaries(rows: Sequence[Row]) -> dict[float, dict[MethodName, list[Row]]]:
