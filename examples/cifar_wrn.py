@@ -59,6 +59,7 @@ class Options:
         depth: layers of the network.
         width: factor on its maps.
         lam: price of one open weight in nats; the paper's are 0.001 and 0.002.
+        prior_active_prob: P(z != 0) under the gates' prior, whose KL joins the price (Eq. 21); none if not given.
         epochs: passes over the training images.
         batch_size: images per step, over all processes.
         learning_rate: SGD's step for the weights, on the mean loss.
@@ -68,6 +69,7 @@ class Options:
         amp: bfloat16 where autocast takes it.
         shrink: take maps whose gates are closed for good out of the network after each epoch.
         max_steps: stop an epoch early, to try things out.
+        hold_out: set so many training images aside and report on them instead of the test images.
         out: folder for what this run writes.
         resume: continue from the checkpoint.
     """
@@ -77,6 +79,7 @@ class Options:
     depth: int = 28
     width: int = 10
     lam: float = 0.001
+    prior_active_prob: float | None = None
     epochs: int = 200
     batch_size: int = 128
     learning_rate: float = 0.1
@@ -86,6 +89,7 @@ class Options:
     amp: bool = False
     shrink: bool = False
     max_steps: int | None = None
+    hold_out: int = 0
     out: Path = field(default=Path("runs/cifar"))
     resume: bool = False
 
@@ -101,7 +105,7 @@ class Run(GatedRun):
         # One copy padded once; every epoch cuts its crops out of it.
         self.padded = F.pad(self.train_x, (4, 4, 4, 4))
         self.pixel_mean, self.std = (255 * torch.tensor(x, device=self.device).view(3, 1, 1) for x in (MEAN, STD))
-        prior = HardConcrete.from_active_prob(0.5)
+        prior = HardConcrete.from_active_prob(options.prior_active_prob or 0.5)
         self.net = net = wide_resnet(options.depth, options.width, prior, NUM_CLASSES[options.data]).to(self.device)
         example = torch.zeros(1, 3, 32, 32, device=self.device)
         self.model = Classifier(net, len(self.train_x))
@@ -109,7 +113,7 @@ class Run(GatedRun):
         self.cost = NetworkCost(net, example)
         self.group_sizes = dict(self.cost.filter_sizes)
         self.elbo = L0_ELBO(
-            "l0",
+            "l0" if options.prior_active_prob is None else "free_energy",
             lam=dict.fromkeys(sites, options.lam),
             group_size=self.group_sizes,
             # Eq. 15: the gated weights' decay is expected, and divided by 0.7; the others' is the optimiser's.
@@ -131,8 +135,7 @@ class Run(GatedRun):
             momentum=0.9,
             nesterov=True,
         )
-        milestones = [round(share * options.epochs) for share in STEPS]
-        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, milestones, gamma=0.2)
+        self.schedule = falling(self.optimiser, options.epochs)
         if options.shrink:
             self.shrinker = Shrinker(net, self.guide, example, self.optimiser, self.elbo)
         if processes() > 1:
@@ -164,11 +167,15 @@ class Run(GatedRun):
                 loss = self.loss(*batch) / len(self.train_x)
             loss.backward()
             average_gradients(self.loss.parameters())
-            self.optimiser.step()
+            self.update()
             total += loss.detach()
         self.schedule.step()
         self.steps += len(batches)
         return self.mean(total, len(batches))
+
+    def update(self) -> None:
+        """Move weights and gates along their gradients."""
+        self.optimiser.step()
 
     def compacted(self) -> Compacted:
         """The network under its test gates as a smaller plain network."""
@@ -187,6 +194,12 @@ class Run(GatedRun):
         }
 
 
+def falling(optimiser: torch.optim.Optimizer, epochs: int) -> torch.optim.lr_scheduler.MultiStepLR:
+    """The papers' steps of the learning rates, for so many epochs."""
+    milestones = [round(share * epochs) for share in STEPS]
+    return torch.optim.lr_scheduler.MultiStepLR(optimiser, milestones, gamma=0.2)
+
+
 def main(options: Options) -> dict[str, Any]:
     """Train, write the files, print a table; returns the metrics."""
     command.check(options)
@@ -194,7 +207,8 @@ def main(options: Options) -> dict[str, Any]:
     if options.resume:
         command.require_checkpoint(path)
     with command.folder(options.out), process_group(options.device) as first:
-        run = Run(load_cifar(options.data_dir, options.data), options)
+        images = load_cifar(options.data_dir, options.data)
+        run = Run(images.hold_out(options.hold_out) if options.hold_out else images, options)
         left_out = ("data_dir", "out", "resume")
         described = {name: value for name, value in asdict(options).items() if name not in left_out}
         described |= {"family": "hard_concrete", "device": run.device.type}

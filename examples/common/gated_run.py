@@ -205,8 +205,9 @@ def check_shares(num_data: int, batch_size: int, number: int) -> None:
 
 
 def train(run: GatedRun, path: Path, described: dict[str, Any], resume: bool, first: bool) -> None:
-    """Train a run to its end behind the ``first`` process's progress bar, with a checkpoint after every epoch.
+    """Train a run to its end, with a checkpoint after every epoch.
 
+    The ``first`` process shows a progress bar on a terminal, and prints a line per epoch with the time left elsewhere.
     ``described`` is what the checkpoint and the run that resumes it must agree in.
     """
     checkpoint = Checkpoint(path, described)
@@ -222,4 +223,8 @@ def train(run: GatedRun, path: Path, described: dict[str, Any], resume: bool, fi
     bar = tqdm(epochs(run, checkpoint), initial=len(run.history), total=total, unit="epoch", disable=hidden)
     for entry in bar:
         share = 100 * entry["expected_macs"] / run.cost.total_macs
-        bar.set_postfix_str(f"error {entry['test_error_percent']:.2f} %, expected MACs {share:.1f} %")
+        progress = f"error {entry['test_error_percent']:.2f} %, expected MACs {share:.1f} %"
+        bar.set_postfix_str(progress)
+        if first and bar.disable:
+            left = bar.format_interval((total - entry["epoch"]) * entry["seconds"])
+            print(f"epoch {entry['epoch']} of {total}: {progress}, {left} left", flush=True)

@@ -17,6 +17,7 @@ from common.residual import wide_resnet
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.gate import gate_names, name_gates
+from tests.bench.wrn import wrn_table
 from tests.examples.killing import run_and_kill, without_seconds
 
 
@@ -143,6 +144,40 @@ def test_training_and_resuming(folder, shrink, monkeypatch):
     net = wide_resnet(10, 1)
     name_gates(net, prefix="net.")
     load_compacted(net, folder / "straight" / "pruned")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["dense", "budget", "prior"])
+def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
+    """A row of the benchmark at once and in two pieces gives the same line, which the table shows."""
+
+    def run(out):
+        options = ["--data-dir", str(folder), "--out", str(out), "--lines", str(out / "lines"), "--epochs", "6"]
+        out.mkdir(exist_ok=True)
+        monkeypatch.setattr("sys.argv", ["wrn_table.py", row, "--table", *options])
+        wrn_table.main()
+        return {k: v for k, v in json.loads((out / "lines").read_text()).items() if k != "processor_seconds"}
+
+    straight = run(folder / "straight")
+    printed = capsys.readouterr().out
+    assert f"| cifar10 | {wrn_table.ROWS[row][0]} | 1 | " in printed
+    assert "epoch 6 of 6: error " in printed
+    assert ", 00:00 left" in printed
+    train_epoch = cifar_wrn.Run.train_epoch
+
+    def stopping(run):
+        if len(run.history) == 4:
+            raise KeyboardInterrupt
+        return train_epoch(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cifar_wrn.Run, "train_epoch", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder / "resumed")
+    assert run(folder / "resumed") == straight
+    if row == "budget":
+        assert straight["macs_left"][-1] <= 0.5 * straight["macs"]
+        assert straight["certificate"] < 1e-4
 
 
 @pytest.mark.slow

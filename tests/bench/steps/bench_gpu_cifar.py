@@ -10,64 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from cifar_wrn import STEPS, Options, Run
+from cifar_wrn import Options, Run
 from common.cifar import load_cifar
 from common.data import Images
-from common.residual import wide_resnet
-from pyro_l0.nn import Gate
 from pyro_l0.training import Checkpoint
+from tests.bench.wrn.runs import DropoutRun
 
 __all__ = ["cifar_units"]
 
 RUNS: dict[str, float | None] = {"λ = 0.001": 0.001, "λ = 0.002": 0.002, "dropout 0.3": None}
-
-
-class DropoutRun(Run):
-    """The network with dropout in the place of its gates; data, schedule and weight decay as with gates."""
-
-    entries = ("loss", "test_error_percent", "macs_left")
-
-    def __init__(self, images: Images, options: Options) -> None:
-        super().__init__(images, options)
-        torch.manual_seed(options.seed)
-        self.net = wide_resnet(options.depth, options.width).to(options.device)
-        for module in list(self.net.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, Gate):
-                    setattr(module, name, nn.Dropout(0.3))
-        self.optimiser = torch.optim.SGD(
-            self.net.parameters(), options.learning_rate, momentum=0.9, nesterov=True, weight_decay=5e-4
-        )
-        milestones = [round(share * options.epochs) for share in STEPS]
-        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimiser, milestones, gamma=0.2)
-
-    def train_epoch(self) -> float:
-        """One pass over the training images; the mean loss."""
-        self.net.train()
-        total = torch.zeros((), device=self.device)
-        batches = self.shuffled()[: self.options.max_steps]
-        for index in batches:
-            self.optimiser.zero_grad()
-            x, y = self.batch(index)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.amp):
-                loss = F.cross_entropy(self.net(x), y)
-            loss.backward()
-            self.optimiser.step()
-            total += loss.detach()
-        self.schedule.step()
-        return self.mean(total, len(batches))
-
-    def measure(self) -> dict[str, Any]:
-        return {"test_error_percent": self.error(self.net), "macs_left": self.cost.total_macs}
-
-    def trained(self) -> list[nn.Module]:
-        return [self.net]
-
-    def parts(self) -> dict[str, Any]:
-        return {"net": self.net, "optimiser": self.optimiser, "schedule": self.schedule}
 
 
 def cifar_units(
