@@ -49,8 +49,10 @@ def looks_untrained(network: nn.Module, loss: BatchLoss, batch: object) -> bool:
 
 
 @torch.no_grad()
-def largest_unit(budgets: Mapping[str, float], costs: Mapping[str, Cost], gates: Mapping[str, Tensor]) -> float:
-    """The largest share of a budget, by the name of its cost, that an open unit takes."""
+def largest_unit(
+    budgets: Mapping[str, float], costs: Mapping[str, Cost], gates: Mapping[str, Tensor], in_step: Mapping[str, int]
+) -> float:
+    """The largest share of a budget, by the name of its cost, that an open unit takes, or those that leave with it."""
     is_open = {site: (gate != 0).float() for site, gate in gates.items()}
     largest = 0.0
     full = {site: torch.ones_like(gate) for site, gate in gates.items()}
@@ -59,7 +61,7 @@ def largest_unit(budgets: Mapping[str, float], costs: Mapping[str, Cost], gates:
         for site, gate in is_open.items():
             if bool(gate.any()):
                 without = gate.clone()
-                without[int(gate.argmax())] = 0.0
+                without[gate.topk(min(in_step.get(site, 1), len(gate))).indices] = 0.0
                 largest = max(largest, (whole - float(cost({**is_open, site: without}))) / limit)
     return largest
 

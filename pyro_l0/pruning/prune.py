@@ -24,6 +24,7 @@ from pyro_l0.nn.gate import gate_names
 from pyro_l0.pruning.batches import BatchLoss, LossFunction
 from pyro_l0.pruning.described import numbers, told
 from pyro_l0.pruning.distillation import Distil, Distillation
+from pyro_l0.pruning.limits import check_limits, gates_at_least, gates_in_step
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
 from pyro_l0.pruning.options import check_budget, check_callables, check_distil, check_network, count_steps, with_length
 from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
@@ -57,6 +58,8 @@ def prune(
     pretrained: bool = True,
     finetune: float | None = None,
     gates: Mapping[str, Gate] | None = None,
+    at_least: Mapping[str, float] | None = None,
+    multiple_of: int | None = None,
     distil: Distil | None = None,
     evaluate: Evaluate | None = None,
     make_optimiser: MakeOptimiser | None = None,
@@ -98,6 +101,10 @@ def prune(
             down to a quarter, where fewer than 300 steps would have gates.
         gates: by module path, the gates to put behind modules, instead of the locations above; see
             :func:`~pyro_l0.nn.suggest_gates`. One gate at several paths acts alike there, as on a residual stream.
+        at_least: by the path of a module, how many units stay at each gate behind it or inside: a whole number, or a
+            fraction up to 1.0, with which all of them stay. The path ``""`` is the whole network.
+        multiple_of: what the number of units that stay is a multiple of, such as 8 or 64 for hardware, unless all stay;
+            heads of attention count by their features.
         distil: weight and temperature of distillation from the network as it was given, such as ``(0.5, 2.0)``, with
             gates and after the cut; ``loss_fn`` should then be a mean. Where outputs are no class logits, or targets
             no integers, give a function of the network's and the given one's outputs in place of the temperature; see
@@ -152,6 +159,7 @@ def prune(
     expect(bool, "True or False", pretrained=pretrained, resume=resume, progress=progress)
     check_budget(budget)
     check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, make_optimiser=make_optimiser, schedule=schedule)
+    check_limits(at_least, multiple_of)
     if distil is not None:
         check_distil(distil)
     if resume and checkpoint is None:
@@ -179,11 +187,22 @@ def prune(
         make_optimiser,
         schedule,
         evaluate,
+        gates_in_step(placed.network, example, multiple_of) if multiple_of is not None else {},
     )
+    least = gates_at_least(placed.network, at_least or {})
     costs = run.costs if isinstance(budget, Mapping) else run.costs["cost"]
 
     def make_target(guide: AutoGate) -> SparsityTarget:
-        return SparsityTarget(guide, budget, costs, steps=gated_steps, pretrained=pretrained, on_budget=run.on_budget)
+        return SparsityTarget(
+            guide,
+            budget,
+            costs,
+            steps=gated_steps,
+            pretrained=pretrained,
+            at_least=least,
+            multiple_of=run.in_step,
+            on_budget=run.on_budget,
+        )
 
     with Checkpoint.held(checkpoint, resume), pyro.get_param_store().scope():
         batch = next(some_batches(loader))
@@ -198,7 +217,9 @@ def prune(
         run.dense_error = run.error(dense)
         file = None
         if checkpoint is not None:
-            file = Checkpoint(checkpoint, _described(given, budget, cost, pretrained, autocast, run), loader)
+            limits = {"at_least": at_least and dict(at_least), "multiple_of": multiple_of}
+            described = _described(given, budget, cost, pretrained, autocast, run) | limits
+            file = Checkpoint(checkpoint, described, loader)
             file.load(run.load_state_dict, device)
         for entry in train_epochs(run, file):
             if progress and rank() == 0:
@@ -279,7 +300,7 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     full = {site: torch.ones_like(gate) for site, gate in cut.gates.items()}
     is_open = full if cut.refusal is not None else {site: (gate != 0).float() for site, gate in cut.gates.items()}
     counts = {"macs": run.counts.macs, "weights": run.counts.weights, "parameters": run.counts.parameters}
-    largest = largest_unit(cut.report.budget, run.costs, cut.gates)
+    largest = largest_unit(cut.report.budget, run.costs, cut.gates, run.in_step)
     steps, errors = run.gated_steps + run.further_steps, (run.dense_error, cut.error)
     notes = notes_on(cut.report, largest, steps, run.looks_untrained, errors, run.placed.in_the_way)
     notes += [Note(finding, True) for finding in run.findings]

@@ -24,7 +24,8 @@ class PruningReport:
         dense: what ``evaluate`` said of the network as it was given; None without it.
         cut: of the compacted network, before it was trained further.
         end: of the network that is returned.
-        largest_unit: the largest share of a budget that a single unit takes.
+        largest_unit: the largest share of a budget that a single unit takes, or as many as leave together by
+            ``multiple_of``.
         skipped: by module path, why there is no gate.
         notes: what may have gone better, and what to do.
     """

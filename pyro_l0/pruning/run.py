@@ -65,6 +65,7 @@ class Run:
     make_optimiser: MakeOptimiser | None  # of weights
     make_schedule: MakeSchedule | None  # of their optimiser, in each of the two phases
     evaluate: Evaluate | None  # the error of a network
+    in_step: Mapping[str, int]  # by site, how many units leave together, if not each alone
     cuts: list[Cut] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.expect import expect, expect_count
 
 __all__ = ["Budget", "BudgetTooSmallError", "Choice", "Cost", "read_budgets"]
 
@@ -18,6 +19,7 @@ _MINIMUM = 0.75  # of the units that an equal rate of open units at every site w
 _ROUNDING = 1e-6
 _SURELY = 0.5  # of what a gate costs by its price; one that would not fit even so is not tried
 _HALVINGS = 25
+_BEFORE = 1e-3  # between positions
 _FIRST = 1e6  # added to the position of a gate that closes after all others
 
 
@@ -57,12 +59,22 @@ class Budget:
     """Costs as fractions of the full network's, with their final limits.
 
     A cost of None counts the open gates of the site of its name. ``minimums`` says how many gates of each site stay
-    open before others close, at least one of several.
+    open before others close, and ``least`` how many never close: those of ``at_least``, and one of several. Of the
+    sites in ``multiple_of`` as many gates are open as a multiple of the number there, or all.
     """
 
     def __init__(
-        self, costs: Mapping[str, Cost | None], limits: Mapping[str, float], like: Mapping[str, Tensor]
+        self,
+        costs: Mapping[str, Cost | None],
+        limits: Mapping[str, float],
+        like: Mapping[str, Tensor],
+        at_least: Mapping[str, int] | None = None,
+        multiple_of: Mapping[str, int] | None = None,
     ) -> None:
+        self.sizes = {site: gate.numel() for site, gate in like.items()}
+        kept = _by_site("at_least", at_least, 0, self.sizes)
+        self.steps = dict.fromkeys(like, 1) | _by_site("multiple_of", multiple_of, 1, self.sizes)
+        self.least = {site: self._whole(site, max(kept.get(site, 0), int(n > 1))) for site, n in self.sizes.items()}
         self.names = list(costs)
         self._costs = [partial(_open_gates, name) if cost is None else cost for name, cost in costs.items()]
         self.sites = [name if cost is None else None for name, cost in costs.items()]
@@ -74,6 +86,10 @@ class Budget:
             if not total > 0:
                 raise ValueError(f"Expected a cost above 0 with all gates open, but {name!r} is {total}.")
         self.minimums = self._minimums(like)
+
+    def _whole(self, site: str, number: int) -> int:
+        """The next number of open gates that a site may have."""
+        return min(self.sizes[site], -(-number // self.steps[site]) * self.steps[site])
 
     def to(self, device: torch.device) -> None:
         """Follow the gates to another device."""
@@ -95,20 +111,22 @@ class Budget:
 
     def _minimums(self, like: Mapping[str, Tensor]) -> dict[str, int]:
         """How many gates of each site are kept before others."""
-        sizes = {site: gate.numel() for site, gate in like.items()}
+        sizes = self.sizes
 
         def cost(rate: float) -> Tensor:
             # A single gate switches a whole branch, which may go.
-            numbers = {site: max(int(n > 1), round(rate * n)) for site, n in sizes.items()}
+            numbers = {site: max(self.least[site], round(rate * n)) for site, n in sizes.items()}
             return self.fraction({site: _first(like[site], n) for site, n in numbers.items()})
 
         smallest = cost(0.0)
         if bool((smallest > self.final * (1 + _ROUNDING)).any()):
             needed = {name: round(x, 4) for name, x in zip(self.names, smallest.tolist(), strict=True)}
             given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
+            is_plain = max(self.least.values()) <= 1
+            least = "one open gate per site meets" if is_plain else "what at_least and multiple_of keep open meets"
             raise BudgetTooSmallError(
-                f"Expected a budget that one open gate per site meets, which costs {needed} of the full network, but "
-                f"got {given}; give a larger budget, or gates for more of the network."
+                f"Expected a budget that {least}, which costs {needed} of the full network, but got {given}; give a "
+                "larger budget, or gates for more of the network."
             )
         found = dict.fromkeys(sizes, 0.0)
         for k, site in enumerate(self.sites):
@@ -118,13 +136,16 @@ class Budget:
                 low, high = (middle, high) if bool(cost(middle)[k] <= self.final[k]) else (low, middle)
             for name in sizes if site is None else [site]:
                 found[name] = min(low, found[name]) if found[name] else low
-        return {site: int(n > 1) and max(1, round(_MINIMUM * found[site] * n)) for site, n in sizes.items()}
+        wanted = {site: round(_MINIMUM * found[site] * n) if n > 1 else 0 for site, n in sizes.items()}
+        return {site: max(self.least[site], n // self.steps[site] * self.steps[site]) for site, n in wanted.items()}
 
 
 class Choice:
     """The gates that should be open: the lowest close until the limits hold, then the highest that fit open.
 
-    A site keeps as many of its highest gates as its minimum before others close, and its last one of several.
+    A site keeps as many of its highest gates as its minimum before others close, and those that never close. Where it
+    has multiples of a number of gates, so many that follow each other are one block: it closes and opens as a whole, by
+    the mean of its positions.
 
     Args:
         budget: the costs.
@@ -151,22 +172,42 @@ class Choice:
         self.open = is_open.to(positions)
         self._sites = [site for site, shape in shapes.items() for _ in range(shape.numel())]
         self._last = set[int]()
-        lifted, start = positions.clone(), 0
+        self._blocks: dict[int, list[int]] = {}  # by its first gate, the gates of a block; others are on their own
+        lifted, start, followers = positions.clone(), 0, set[int]()
         for site, shape in shapes.items():
             end = start + shape.numel()
             minimum = min(budget.minimums[site], end - start)
+            best = start + positions[start:end].topk(minimum).indices
+            if budget.steps[site] > 1:
+                blocks, left = self._split(site, start, positions[start:end], lifted)
+                followers.update(left, *(block[1:] for block in blocks))
+                self._blocks.update({block[0]: block for block in blocks})
+                best = best.new_tensor([j for block in blocks for j in block][:minimum])
             if minimum:
-                best = start + positions[start:end].topk(minimum).indices
-                self._last.add(int(best[0]))
+                self._last.update(best[: budget.least[site]].tolist())
                 self.open[best] = 1.0
                 lifted[best] += _FIRST
             start = end
-        self._order: list[int] = lifted.argsort().tolist()
+        self._order: list[int] = [j for j in lifted.argsort().tolist() if j not in followers]
         self._fractions = self._fraction(self.open)
         self._saved = prices * self._fractions.unsqueeze(1)  # about what each open gate saves and each closed one costs
+        for first, block in self._blocks.items():
+            self._saved[:, first] = self._saved[:, block].sum(1)
         for k in range(len(limits)):
             self._close(k)
         self._reopen()
+
+    def _split(self, site: str, start: int, own: Tensor, lifted: Tensor) -> tuple[list[list[int]], list[int]]:
+        """The blocks of a site's gates from above, and gates that are in none, as gates of the site have left."""
+        step = self._budget.steps[site]
+        blocks = [block.tolist() for block in (start + own.argsort(descending=True, stable=True)).split(step)]
+        left = blocks.pop() if len(own) % step and len(own) < self._budget.sizes[site] else []
+        self.open[left] = 0.0
+        for block in blocks:
+            self.open[block] = self.open[block].max()
+            # Of blocks at one position an incomplete one closes first.
+            lifted[block] = own[[j - start for j in block]].mean() - (_BEFORE if len(block) < step else 0.0)
+        return blocks, left
 
     def _close(self, k: int) -> None:
         """Close gates from below, as few as it takes for a limit."""
@@ -217,7 +258,7 @@ class Choice:
     def _changed(self, indices: list[int], value: float) -> Tensor:
         """The open gates, with some of them set."""
         new = self.open.clone()
-        new[indices] = value
+        new[[gate for j in indices for gate in self._blocks.get(j, (j,))]] = value
         return new
 
 
@@ -238,6 +279,17 @@ def first_that(holds: Callable[[int], bool], length: int, guess: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
+
+
+def _by_site(name: str, given: Mapping[str, int] | None, smallest: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Numbers by gate site, checked."""
+    given = {} if given is None else given
+    expect(Mapping, "a dict of numbers by gate site", **{name: given})
+    for site, number in given.items():
+        if site not in sizes:
+            raise ValueError(f"Expected {name} by gate site, of {sorted(sizes)}, but got {site!r}.")
+        expect_count(smallest, **{f"{name}[{site!r}]": number})
+    return dict(given)
 
 
 def _first(like: Tensor, number: int) -> Tensor:

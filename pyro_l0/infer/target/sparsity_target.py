@@ -71,6 +71,8 @@ class SparsityTarget:
         steps: steps of the optimiser in which there are gates, at least 10; some hundreds are needed for a network
             that is as good as it can be. Further steps leave the gates as they are.
         pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
+        at_least: by gate site, how many of its gates never close; all, if there are no more.
+        multiple_of: by gate site, a number of which a multiple of its gates is open, or all of them.
         on_budget: is called with a budget and the deterministic gates by site, when this budget is met: the last
             one at the last step, intermediate ones at once after the gates have changed.
 
@@ -87,8 +89,8 @@ class SparsityTarget:
 
     Raises:
         TypeError: the guide lacks a method.
-        ValueError: a budget is outside (0, 1) or below the cost of one open gate per site, does not go with the costs,
-            or names an unknown site; budgets do not fall; there are fewer than ten steps.
+        ValueError: a budget is outside (0, 1) or below the cost of what can't close, does not go with the costs; a
+            site is unknown; budgets do not fall; there are fewer than ten steps.
 
     Example:
         >>> import pyro
@@ -126,6 +128,8 @@ class SparsityTarget:
         *,
         steps: int,
         pretrained: bool = False,
+        at_least: Mapping[str, int] | None = None,
+        multiple_of: Mapping[str, int] | None = None,
         on_budget: OnBudget | None = None,
     ) -> None:
         check_guide(guide, "a SparsityTarget", "posterior", "test_gates", "locations")
@@ -135,7 +139,7 @@ class SparsityTarget:
         budgets, costs, self._intermediate = read_budgets(budget, cost, gates)
         self._schedule = BudgetSchedule(steps, pretrained)
         self.steps, self.start, self.settled = steps, self._schedule.start, self._schedule.settled
-        self._budget = Budget(costs, budgets, gates)
+        self._budget = Budget(costs, budgets, gates, at_least, multiple_of)
         self._positions = GatePositions(guide)
         self._on_budget = on_budget
         number = sum(gate.numel() for gate in gates.values())

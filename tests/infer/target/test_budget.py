@@ -99,3 +99,43 @@ def test_minimums():
     gates = {"a": torch.ones(100), "b": torch.ones(10), "one": torch.ones(1)}
     budget = Budget({"cost": lambda z: (z["a"].sum() + 1) * z["b"].sum() + z["one"].sum()}, {"cost": 0.25}, gates)
     assert budget.minimums == {"a": 37, "b": 4, "one": 0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_multiples_and_gates_that_never_close(seed):
+    """Within the limit; of each site a multiple or all is open, the best of them, and no further block fits."""
+    torch.manual_seed(seed)
+    sizes, steps = {"a": 21, "b": 8, "c": 5}, {"a": 4, "b": 1, "c": 8}
+    gates = {site: torch.ones(n) for site, n in sizes.items()}
+    cost = {"cost": lambda z: (z["a"].sum() + 3) * z["b"].sum() + 0.1 * z["c"].sum()}
+    budget = Budget(cost, {"cost": 0.5}, gates, {"a": 5, "b": 3}, {"a": 4, "c": 8})
+    assert budget.least == {"a": 8, "b": 3, "c": 5}
+    assert budget.minimums["a"] % 4 == 0
+    prices = budget.prices({site: torch.rand_like(gate) for site, gate in gates.items()})
+    positions = torch.randn(34)
+    positions[seed % 21] = positions[(seed + 5) % 21]  # a tie
+    positions[:6] = positions[:6].clamp(max=-1.0)  # and more, at the lower end
+    shapes = {site: gate.shape for site, gate in gates.items()}
+    limit = torch.tensor([0.3 + 0.03 * seed])
+    kept = Choice(budget, limit, positions, positions > 0, prices, shapes).open.split(list(sizes.values()))
+    found = dict(zip(sizes, kept, strict=True))
+    assert float(budget.fraction(found)) <= float(limit) * (1 + 1e-5)
+    numbers = {site: int(gate.sum()) for site, gate in found.items()}
+    for site, number in numbers.items():
+        assert number >= budget.least[site]
+        assert number == sizes[site] or number % steps[site] == 0
+        own = positions.split(list(sizes.values()))["abc".index(site)]
+        if number < sizes[site]:
+            assert own[found[site] > 0].min() >= own[found[site] == 0].max()
+            more = (torch.arange(sizes[site]) < number + steps[site]).float()
+            assert float(budget.fraction({**found, site: more})) > float(limit)
+
+
+def test_multiples_after_gates_have_left():
+    """What is left of a site need not be a multiple, and all of it may then not be open."""
+    gates = {"a": torch.ones(12)}
+    budget = Budget({"cost": lambda z: z["a"].sum()}, {"cost": 0.9}, gates, None, {"a": 4})
+    prices = torch.ones(1, 11) / 12
+    positions = torch.arange(11.0)
+    found = Choice(budget, torch.tensor([0.95]), positions, positions >= 0, prices, {"a": torch.Size([11])}).open
+    assert found.tolist() == [0] * 3 + [1] * 8

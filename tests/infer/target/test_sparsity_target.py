@@ -254,6 +254,17 @@ def test_budgets_by_site():
     assert target.report().fraction == {"b": pytest.approx(0.5)}
 
 
+def test_gates_that_never_close_and_multiples():
+    """Whatever the loss says of them, and at the end of training."""
+    guide, loss, target = started({"z": 0.75}, steps=60, at_least={"z": 3}, multiple_of={"z": 4})
+    assert target.report().at_minimum == ()
+    train(guide, loss, target, 60)
+    assert target.report().open == {"z": (4, 10)}
+    guide, loss, target = started({"z": 0.75}, steps=60)
+    train(guide, loss, target, 60)
+    assert target.report().open == {"z": (7, 10)}
+
+
 def test_a_run_that_is_resumed():
     states = io.BytesIO()
 
@@ -333,6 +344,13 @@ def test_a_report():
         ((0.5, count), {"steps": 9}, "an integer of at least 10, but got 9"),
         ((0.5, count), {"steps": 10.5}, "an integer of at least 10, but got 10.5"),
         ((0.01, count), {}, r"one open gate per site meets, which costs {'cost': 0.2273} .* got {'cost': 0.01}"),
+        ((0.5, count), {"at_least": {"c": 3}}, r"at_least by gate site, of \['a', 'b'\], but got 'c'"),
+        ((0.5, count), {"multiple_of": {"a": 0}}, r"multiple_of\['a'\] of at least 1, but got 0"),
+        (
+            (0.5, count),
+            {"at_least": {"a": 3}},
+            "what at_least and multiple_of keep open meets, which costs {'cost': 0.59",
+        ),
         ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
     ],
 )
