@@ -24,8 +24,9 @@ from pyro_l0.compaction.storage import Compacted
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.findings import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
-from pyro_l0.nn import NetworkCost, square_norms
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn import NetworkCost
+from pyro_l0.nn.costs.square_norms import square_norms
+from pyro_l0.nn.gate_layer import gate_names, name_gates
 from pyro_l0.training.processes import average_gradients, processes, rank
 
 __all__ = ["Options", "Run", "check", "describe"]

@@ -17,7 +17,7 @@ from pyro_l0.compaction.plan import LayerFold, Plan
 from pyro_l0.compaction.sizes import set_attributes
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import fix_gates
-from pyro_l0.nn.gate import Gate, check_given
+from pyro_l0.nn.gate_layer import GateLayer, check_given
 from pyro_l0.nn.hooks import new_name, old_names
 from pyro_l0.retired import renamed_arguments
 
@@ -156,7 +156,7 @@ def _check(network: nn.Module, plan: Plan) -> None:
             raise ValueError(f"Expected a plan of this network, but it has no module {path!r}.")
     for path, change in plan.changes.items():
         gate = modules[path]
-        if not isinstance(gate, Gate) or max(change.units, default=0) >= gate.size:
+        if not isinstance(gate, GateLayer) or max(change.units, default=0) >= gate.size:
             raise ValueError(f"Expected a plan of this network, but it has no Gate at {path!r} of the plan's size.")
 
 

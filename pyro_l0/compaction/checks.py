@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyro_l0.compaction.calls import run, tensors
 from pyro_l0.nn.engine import Example, Recording, calls_of
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.gate_layer import GateLayer, gate_names
 
 __all__ = ["check_network", "check_seen", "path_raised", "warn_unseen", "where_raised"]
 
@@ -26,8 +26,8 @@ def check_network(network: nn.Module, example: Example) -> None:
     """Refuse what can't be recorded, copied or compared; nothing is changed."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected network to be a torch module, but got {type(network).__name__}.")
-    if isinstance(network, Gate):
-        raise ValueError("Expected a network with gates in it, but got a Gate; put it into nn.Sequential.")
+    if isinstance(network, GateLayer):
+        raise ValueError("Expected a network with gates in it, but got a gate alone; put it into nn.Sequential.")
     calls = calls_of(example)
     inputs = [x for call in calls for x in tensors(call)]
     if not inputs:

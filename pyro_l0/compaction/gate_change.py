@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine import Analysis, Maps, Operation, find_rule, rule
 from pyro_l0.nn.engine.slots import ZERO
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate import Gate, keep_being_called
+from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate_layer import GateLayer, keep_being_called
 from pyro_l0.nn.hooks import replace_gate
 
 __all__ = ["Expand", "GateChange", "RoutedGate", "Select", "change_gate", "new_indices"]
@@ -40,7 +41,7 @@ class Select(_Indexed):
         self.reads_input = reads_input
         self.is_done = False  # the caller has selected the units
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The selected units."""
         if self.is_done:
             return x
@@ -55,11 +56,19 @@ class Select(_Indexed):
 class Expand(_Indexed):
     """Units of a tensor, put at ``units`` of ``size``, and zeros between them."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
         """All units."""
         shape = list(x.shape)
         shape[self.dim] = self.size
         return x.new_zeros(shape).index_copy(self.dim, self.index, x)
+
+
+class NoGate(nn.Identity):
+    """What is left of an L0Gate whose values are 1 or went into weights, for code that calls it with a dimension."""
+
+    def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """The units."""
+        return x
 
 
 class RoutedGate(nn.Module):
@@ -69,7 +78,7 @@ class RoutedGate(nn.Module):
         super().__init__()
         self.before, self.gate, self.after = before, gate, after
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The gated units among zeros."""
         out: Tensor = self.after(self.gate(self.before(x)))
         return out
@@ -110,16 +119,17 @@ class GateChange:
 def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:
     """Change a gate in a network, in place; ``like`` is a parameter of the network, for device and type."""
     gate = network.get_submodule(path)
-    assert isinstance(gate, Gate)
+    assert isinstance(gate, GateLayer)
     before: nn.Module = nn.Identity()
     after: nn.Module = nn.Identity()
-    new: nn.Module = nn.Identity()
+    new: nn.Module = nn.Identity() if isinstance(gate, Gate) else NoGate()
     if change.read != tuple(range(change.size)):
         before = Select(change.read, gate.dim, change.size, change.reads_input).to(like.device)
     if change.put != tuple(range(change.out)):
         after = Expand(change.put, gate.dim, change.out).to(like.device)
     if change.random and change.units:
-        _shrink_gate(gate, change.units)
+        if len(change.units) < gate.size:
+            gate.narrow(torch.tensor(change.units, dtype=torch.long))
         gate.site_name = change.site
         new = gate
     else:
@@ -135,17 +145,6 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     if not (isinstance(before, nn.Identity) and isinstance(after, nn.Identity)):
         new = RoutedGate(before, new, after)
     replace_gate(network, gate, new.train(gate.training), change.size)
-
-
-def _shrink_gate(gate: Gate, units: tuple[int, ...]) -> None:
-    """Keep some units of a gate, in place; its site's name stays."""
-    if len(units) == gate.size:
-        return
-    index, size = torch.tensor(units, dtype=torch.long), gate.size
-    gate.prior = gate.prior.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == (size,) else x)
-    gate.prior = gate.prior.expand((len(units),))
-    gate.size = len(units)
-    gate._site = gate.prior.to_event(1)  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------ selections and expansions in a network that shrinks again

@@ -15,7 +15,7 @@ from pyro_l0.compaction.gate_change import GateChange, new_indices
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm
 from pyro_l0.compaction.sizes import Attributes, Size, torch_sizes
 from pyro_l0.nn.engine import Analysis, GateMap, Recording
-from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.gate_layer import GateLayer, gate_names
 from pyro_l0.nn.hooks import new_name
 
 __all__ = ["LayerFold", "Plan", "constant_units", "make_plan"]
@@ -155,7 +155,7 @@ def make_plan(
     folded: set[str] = set()
     if not keep_gates:
         factors, folded = _factors(network, recording, analysis, gates)
-    paths = {gate: path for path, gate in network.named_modules() if isinstance(gate, Gate)}
+    paths = {gate: path for path, gate in network.named_modules() if isinstance(gate, GateLayer)}
     changes = {
         paths[gate]: change
         for site, gate in gate_names(network).items()
@@ -187,7 +187,13 @@ def _kept(network: nn.Module, analysis: Analysis) -> _Kept:
 
 
 def _change(
-    recording: Recording, site: str, gate: Gate, value: Tensor, found: GateMap | None, keep_gates: bool, is_folded: bool
+    recording: Recording,
+    site: str,
+    gate: GateLayer,
+    value: Tensor,
+    found: GateMap | None,
+    keep_gates: bool,
+    is_folded: bool,
 ) -> GateChange | None:
     """What a gate becomes; None if it stays as it is."""
     every = torch.arange(gate.size)

@@ -19,10 +19,10 @@ from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.search import search
 from pyro_l0.expect import expect, expect_count
+from pyro_l0.nn.costs.square_norms import square_norms
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import fix_gates
-from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.square_norms import square_norms
+from pyro_l0.nn.gate_layer import gate_names
 from pyro_l0.retired import renamed_arguments
 
 __all__ = ["GateObjective", "GatePosterior", "Replica", "Shrinker", "ShrinkerState"]

@@ -8,13 +8,14 @@ import traceback
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution, constraints, transform_to
 from torch.types import _size
 
 from pyro_l0.maths import host
@@ -107,6 +108,18 @@ class GateDistribution(TorchDistribution):
     @abstractmethod
     def from_active_prob(cls, active_prob: Number) -> Self:
         """The gate of this family with P(z != 0) = ``active_prob``; further parameters have defaults."""
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, **options: Any) -> Self:
+        """The gate of this family whose P(z != 0) has the given logits, shape ``batch_shape``.
+
+        Logits beyond ±15 are taken as ±15, but for hard concretes.
+
+        Args:
+            logits: on the real line, such as the output of a network.
+            **options: keywords of :meth:`from_active_prob`.
+        """
+        return cls.from_active_prob(torch.sigmoid(logits.clamp(-15, 15)), **options)
 
     @abstractmethod
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
@@ -238,6 +251,18 @@ class GateDistribution(TorchDistribution):
         new._batch_shape = next(iter(values.values())).shape
         return new
 
+    def on_real_line(self) -> dict[str, Tensor]:
+        """The learned parameters, each carried from its constraint to the real line."""
+        return {key: transform_to(constraint).inv(getattr(self, key)) for key, constraint in self.learned.items()}
+
+    def from_real_line(self, values: Mapping[str, Tensor]) -> Self:
+        """This gate with learned parameters that are given on the real line, as :meth:`on_real_line` has them."""
+        learned = {
+            key: values[key] if constraint is constraints.real else transform_to(constraint)(values[key])
+            for key, constraint in self.learned.items()
+        }
+        return self.with_learned(**learned)
+
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
         """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
@@ -304,6 +329,20 @@ def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
     if kinds[0] is None or any(kind != kinds[0] for kind in kinds):
         return None
     return first.with_learned(**{name: cat_flat([getattr(gate, name) for gate in gates]) for name in first.learned})
+
+
+def sum_open(active_prob: Tensor, prices: Sequence[Number], sizes: Sequence[int]) -> Tensor:
+    """Sum of P(z != 0), of gates side by side, times the price of their site; shape ``()``."""
+    # The compiler warns of a cache, and needs none.
+    make = side_by_side.__wrapped__ if torch.compiler.is_compiling() else side_by_side
+    each = make(tuple(map(float, prices)), tuple(sizes), active_prob.dtype, active_prob.device)
+    return torch.dot(each, active_prob)
+
+
+@lru_cache(maxsize=16)
+def side_by_side(values: tuple[float, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Each value as often as its size says, in one vector."""
+    return torch.cat([torch.full((n,), x, dtype=dtype, device=device) for x, n in zip(values, sizes, strict=True)])
 
 
 def _kind(gate: GateDistribution) -> tuple[object, ...] | None:

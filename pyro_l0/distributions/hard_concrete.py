@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +113,13 @@ class HardConcrete(StretchedGate):
             temperature = (torch.logit(rate) - torch.logit(rate * one_given_active)) / (stretch.t1 - stretch.t0)
         log_alpha = torch.logit(rate) + temperature * stretch.t0
         return cls(log_alpha, temperature, gamma, zeta, validate_args=validate_args)
+
+    @classmethod
+    def from_logits(cls, logits: Tensor, **options: Any) -> Self:
+        """The hard concrete whose P(z != 0) has the given logits (eq. 12), shape ``batch_shape``."""
+        (logits,), _ = as_parameters({}, logits=logits)
+        middle = cls.from_active_prob(torch.tensor(0.5), **options)
+        return middle.with_learned(log_alpha=logits + middle.log_alpha)
 
     @property
     def log_prob_zero(self) -> Tensor:

@@ -32,7 +32,7 @@ def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
         f"Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got {where}, "
         "which is exactly 0 or 1 with positive probability. Sample it with pyro_l0.infer.sample_posterior; or "
         "reparameterise each gate but a BernoulliGate, as in pyro.poutine.reparam(model, {'z': "
-        "pyro_l0.infer.RectifyReparam()}), or use pyro_l0.infer.AutoGate with L0_ELBO."
+        "pyro_l0.infer.reparam.RectifyReparam()}), or use pyro_l0.infer.AutoGate with L0_ELBO."
     )
 
 

@@ -7,7 +7,6 @@ from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.check_fit import check_fit
 from pyro_l0.infer.posterior.fit import fit
 from pyro_l0.infer.posterior.mcmc import sample_posterior
-from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.infer.target.sparsity_target import SparsityTarget
 from pyro_l0.retired import retired_names
 
@@ -15,7 +14,6 @@ __all__ = [
     "L0_ELBO",
     "AutoGate",
     "AutoSpikeSlab",
-    "RectifyReparam",
     "SparsityTarget",
     "check_fit",
     "factor",
@@ -38,6 +36,7 @@ __getattr__ = retired_names(
         "PosteriorSamples": "pyro_l0.infer.posterior.mcmc.PosteriorSamples",
         "RefinedPosterior": "pyro_l0.infer.posterior.refine.RefinedPosterior",
         "Summary": "pyro_l0.infer.posterior.summaries.Summary",
+        "RectifyReparam": "pyro_l0.infer.reparam.RectifyReparam",
         "complete_samples": "pyro_l0.infer.reparam.complete_samples",
         "TargetReport": "pyro_l0.infer.target.report.TargetReport",
     },

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pyro_l0.expect import expect
 from pyro_l0.fast.deferred import multiply_along
-from pyro_l0.nn.gate import Gate, check_given, check_units, gate_names, keep_being_called
+from pyro_l0.nn.gate_layer import GateLayer, check_given, check_units, gate_names, keep_being_called
 
 __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 
@@ -42,8 +42,8 @@ class FixedGate(nn.Module):
         self.register_forward_pre_hook(keep_being_called)
         self.register_buffer("value", value.detach().clone())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply dimension ``dim`` of ``x`` by the gates."""
+    def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """Multiply dimension ``dim`` of ``x`` by the gates; ``dim``, which an L0Gate may be called with, is ignored."""
         if torch._C._get_tracing_state() is None:  # the sizes in a trace are no numbers
             check_units(x, len(self.value), self.dim, self)
         return multiply_along(x, self.value, self.dim)
@@ -78,7 +78,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
         return copy.deepcopy(network, memo)
 
 
-def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, Gate]:
+def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, GateLayer]:
     """Check values of gates as :func:`fix_gates` does, and return the network's gates by site."""
     check_given(network, gates, "gates by site name, such as guide.test_gates()")
     layers = gate_names(network)
@@ -108,7 +108,7 @@ def check_value(name: str, size: int, value: object, slack: float | None = 0.0) 
         raise ValueError(f"Expected gates[{name!r}] in [0, 1], but got {value}.")
 
 
-def _why(network: nn.Module, layers: Mapping[str, Gate], gates: Mapping[str, Tensor]) -> str:
+def _why(network: nn.Module, layers: Mapping[str, GateLayer], gates: Mapping[str, Tensor]) -> str:
     """The likely cause of values under other names."""
     if any(isinstance(module, FixedGate) for module in network.modules()):
         return " (gates of this network have been fixed before)"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from types import FrameType, MappingProxyType
+from collections.abc import Callable
+from types import FrameType
 
 import numpy as np
 import pyro
@@ -14,27 +14,18 @@ from pyro.infer.elbo import ELBOModule
 from pyro.poutine import runtime
 from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.fast.deferred import defer_product, may_be_in_block, may_defer, multiply_along
+from pyro_l0.fast.deferred import may_be_in_block
 from pyro_l0.fast.record import sample
+from pyro_l0.nn.gate_layer import GateLayer, check_units, keep_being_called, site_path
 from pyro_l0.nn.recompute import draw_in_block, keep_with, refuse_reentrant
 
-__all__ = [
-    "Gate",
-    "GateHolder",
-    "check_given",
-    "check_units",
-    "gate_names",
-    "keep_being_called",
-    "name_gates",
-]
+__all__ = ["Gate"]
 
 
-class Gate(nn.Module):
+class Gate(GateLayer):
     r"""Multiply every unit by a gate that is sampled once per minibatch.
 
     A gate belongs behind the nonlinearity, where a closed one makes its unit a true zero. The sample site is named
@@ -67,6 +58,7 @@ class Gate(nn.Module):
 
     Example:
         >>> import torch
+        >>> from pyro_l0.nn.gate_layer import gate_names
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), Gate(3))
         >>> net(torch.ones(2, 4)).shape
         torch.Size([2, 3])
@@ -94,9 +86,8 @@ class Gate(nn.Module):
         self.size = int(size)
         self.dim = int(dim)
         self.prior = prior.expand((self.size,))
-        self.site_name: str | None = None
+        self.site_name = None
         self.place = "gate"  # its name where it is called outside of every module
-        self.is_reported = False  # whether a draw from the prior was warned of
         self.prior_gradients = 0  # gradients through such draws
         self.register_forward_pre_hook(keep_being_called)
         self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
@@ -120,16 +111,20 @@ class Gate(nn.Module):
             refuse_reentrant(name)
         if z.dim() > 1:
             _warn_inside_data(name)
-        is_last = self.dim in (-1, x.dim() - 1)
-        if self.size > 1 and not in_block and x.dim() > 1 and (is_last or self.dim == 1) and may_defer(x, z):
-            out = defer_product(x, z, -1 if is_last else 1)
-        else:
-            out = multiply_along(x, z, self.dim)
+        out = self.multiply(x, z, self.dim, in_block)
         if kept is not None:
             keep_with(out, kept)
         if is_alone and in_block == (kept is not None) and not self.is_reported:
             _tell_without_posterior(self, name, out)
         return out
+
+    def narrow(self, index: Tensor) -> None:
+        """Keep the gates at some indices, in place; the site's name stays."""
+        size = self.size
+        prior = self.prior.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == (size,) else x)
+        self.size = len(index)
+        self.prior = prior.expand((self.size,))
+        self._site = self.prior.to_event(1)  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> Gate:  # what torch.jit.script asks for
         raise _no_export(self)
@@ -146,77 +141,6 @@ class Gate(nn.Module):
         return f"{self.size}, dim={self.dim}"
 
 
-class GateHolder(nn.Module):
-    """Registers gates that act by hooks; when it is called, it does nothing.
-
-    ``levels`` is how many modules below the network it is, as a container can't hold it; ``old`` has, by module path in
-    earlier versions, which wrapped gated modules, the path now.
-    """
-
-    def __init__(self, levels: int, old: Mapping[str, str]) -> None:
-        super().__init__()
-        self.levels, self.old = levels, dict(old)
-        self.handle: RemovableHandle | None = None  # of the network's hook for files of earlier versions
-
-    def forward(self, x: object) -> object:
-        """The input."""
-        return x
-
-
-def name_gates(network: nn.Module, prefix: str = "") -> dict[str, Gate]:
-    """Name the gates of a network after their module paths, and return them by name.
-
-    A gate without a name takes it at its first forward pass, from the outermost module that is being called and
-    contains it (wrappers for losses and for data parallelism do not count). Naming gates beforehand makes their names
-    independent of who calls the network first.
-
-    Args:
-        network: the module whose paths are used.
-        prefix: put before every path.
-
-    Example:
-        >>> list(name_gates(nn.Sequential(Gate(4), nn.Linear(4, 2), Gate(2)), prefix="net."))
-        ['net.0', 'net.2']
-    """
-    check_given(network)
-    if not isinstance(prefix, str):
-        raise TypeError(f"Expected prefix to be a string, but got {prefix!r}.")
-    paths = {path: gate for path, gate in network.named_modules() if isinstance(gate, Gate)}
-    gates = {prefix + (_site_path(network, path) or "gate"): gate for path, gate in paths.items()}
-    for name, gate in gates.items():
-        gate.site_name = name
-    return gates
-
-
-def gate_names(network: nn.Module) -> dict[str, Gate]:
-    """The gates of a network by site name, which is their path in this network if they have none yet.
-
-    Raises:
-        ValueError: two gates have one name.
-        TypeError: ``network`` is not a module.
-    """
-    check_given(network)
-    gates: dict[str, Gate] = {}
-    for path, module in network.named_modules():
-        if isinstance(module, Gate):
-            name = module.site_name or _site_path(network, path) or "gate"
-            if name in gates:
-                raise ValueError(
-                    f"Expected gates of different names, but two are called {name!r}; name them by name_gates, which "
-                    "takes their paths in the whole network."
-                )
-            gates[name] = module
-    return gates
-
-
-def check_given(network: object, entries: object = MappingProxyType({}), what: str = "") -> None:
-    """Refuse all but a network and a mapping from strings, which a message describes by ``what``."""
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"Expected a network, an nn.Module, but got a {type(network).__name__}.")
-    if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
-        raise TypeError(f"Expected {what}, but got a {type(entries).__name__}.")
-
-
 def _warn_inside_data(name: str) -> None:
     """Warn of a subsampled plate around the network, which gives every example its own gates."""
     for handler in runtime._PYRO_STACK:
@@ -226,31 +150,6 @@ def _warn_inside_data(name: str) -> None:
                 "its own gates, and none can be pruned; call the network before the plate.",
                 stacklevel=3,
             )
-
-
-def check_units(x: object, size: int, dim: int, name: object) -> None:
-    """Refuse an input unless dimension ``dim`` holds ``size`` units, any number if that is 1."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
-            "nn.MultiheadAttention returns, pass on the entry to be gated."
-        )
-    if not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(
-            f"Expected units of a floating type at gate {name}, but got {x.dtype}, which would round gates to 0; "
-            "convert them, by images.float() / 255 for example."
-        )
-    if type(x) is Tensor and x.is_nested:
-        for example in x.unbind():
-            check_units(example, size, dim - 1 if dim > 0 else dim, name)
-    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or size not in (1, x.shape[dim]):
-        raise ValueError(
-            f"Expected {size} units in dimension {dim} at gate {name}, but got an input of shape {tuple(x.shape)}."
-        )
-
-
-def keep_being_called(module: nn.Module, inputs: object) -> None:
-    """A hook that does nothing, without which torch's fused transformer layers bypass a module."""
 
 
 def _tell_without_posterior(gate: Gate, name: str, out: Tensor) -> None:
@@ -311,7 +210,7 @@ def _path_on_stack(gate: Gate) -> str:
     """Path of a gate in the outermost module that is being called and contains it."""
     root = _root_on_stack(gate)
     path = next(path for path, module in root.named_modules() if module is gate)
-    return _site_path(root, path, with_wrappers=False) or gate.place
+    return site_path(root, path, with_wrappers=False) or gate.place
 
 
 def _root_on_stack(gate: Gate) -> nn.Module:
@@ -326,17 +225,3 @@ def _root_on_stack(gate: Gate) -> nn.Module:
             root = owner
         frame = frame.f_back
     return root
-
-
-def _site_path(root: nn.Module, path: str, with_wrappers: bool = True) -> str:
-    """A gate's module path without holders of gates, and without the wrappers of torch unless those are asked for."""
-    names = list[str]()
-    module = root
-    for name in path.split(".") if path else []:
-        is_wrapper = isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_export_root")
-        module = getattr(module, name)
-        if isinstance(module, GateHolder):
-            names = names[: len(names) - module.levels]
-        elif with_wrappers or not is_wrapper:
-            names.append(name)
-    return ".".join(names)

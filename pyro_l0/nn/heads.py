@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from pyro_l0.nn.attention import PlainAttention
-from pyro_l0.nn.gate import Gate, check_given
+from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate_layer import check_given
 from pyro_l0.nn.hooks import GateHook, arrange, has_hook, module_at
 
 __all__ = ["gate_heads", "is_dense"]

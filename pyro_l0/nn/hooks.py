@@ -9,7 +9,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pyro_l0.nn.gate import Gate, GateHolder
+from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate_layer import GateHolder, GateLayer
 
 __all__ = ["GateHook", "arrange", "has_hook", "hooks_of", "module_at", "new_name", "old_names", "replace_gate"]
 
@@ -89,7 +90,7 @@ def arrange(network: nn.Module) -> None:
         _take_out(network, own)
     found = [(path, hook) for path, hook in hooks_of(network) if hook.gate not in elsewhere]
     marks = _marks(found)
-    taken = {path for path, module in network.named_modules() if isinstance(module, Gate)}
+    taken = {path for path, module in network.named_modules() if isinstance(module, GateLayer)}
     sites: dict[nn.Module, str] = {}
     for path, hook in found:
         before = marks[path][: marks[path].index(hook.inner)]

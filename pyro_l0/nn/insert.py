@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from pyro_l0.nn.calls import ModuleCall, follow_calls
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.tape import Value
-from pyro_l0.nn.gate import Gate, check_given
+from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate_layer import GateLayer, check_given
 from pyro_l0.nn.hooks import GateHook, arrange, has_hook, module_at
 
 __all__ = ["gate_dropout", "has_gate_behind", "insert_gates"]
@@ -20,7 +21,7 @@ _MAPS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
 
 
-def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None = None) -> nn.Module:
+def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Example | None = None) -> nn.Module:
     """A copy of a network with gates behind named modules.
 
     The gates act by forward hooks: every module, parameter and attribute keeps its path, and ``l0_gates``, which has
@@ -40,7 +41,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
         TypeError: ``network`` is not a module, ``gates`` not a mapping, or a value not a gate.
 
     Example:
-        >>> from pyro_l0.nn.gate import gate_names
+        >>> from pyro_l0.nn.gate_layer import gate_names
         >>> gate_names(insert_gates(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {"1": Gate(3)}))
         {'1.1': Gate(3, dim=-1)}
     """
@@ -53,13 +54,13 @@ def insert_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example
     return new
 
 
-def _check_gates(network: nn.Module, gates: Mapping[str, Gate], example: Example | None) -> None:
+def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Example | None) -> None:
     """Refuse all but gates, and paths of modules behind which one can act."""
     modules = dict(network.named_modules(remove_duplicate=False))
     followed = None if example is None else follow_calls(network, example)
     for path, gate in gates.items():
         module_at(network, path, "modules")
-        if not isinstance(gate, Gate):
+        if not isinstance(gate, GateLayer):
             raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
         calls = None if followed is None else followed.of_one(modules[path])
         _check_place(modules, path, calls, [other for other in gates if modules.get(other) is modules[path]])
@@ -79,7 +80,7 @@ class _OutputHook(GateHook):
 
     inner, outer = "0", "1"
 
-    def __init__(self, module: nn.Module, gate: Gate) -> None:
+    def __init__(self, module: nn.Module, gate: GateLayer) -> None:
         super().__init__(gate)
         self.handles.append(module.register_forward_hook(self))
 
@@ -94,7 +95,7 @@ def has_gate_behind(module: nn.Module) -> bool:
     return has_hook(module, _OutputHook)
 
 
-def _check_size(path: str, gate: Gate, output: Value | None) -> None:
+def _check_size(path: str, gate: GateLayer, output: Value | None) -> None:
     """Refuse a gate that has not as many units as the module's output."""
     if output is None:
         raise ValueError(
@@ -182,7 +183,7 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
             )
         made.setdefault(id(module), Gate(*found[0]))
     new = copy.deepcopy(network, dict(made))
-    gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, Gate)}
+    gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, GateLayer)}
     return new, {path: 1 - paths[path].p for path in gates if path in paths}
 
 

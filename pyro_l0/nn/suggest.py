@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.calls import Calls, follow_calls
-from pyro_l0.nn.cost import NetworkCost
+from pyro_l0.nn.costs.cost import NetworkCost
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Axis, Link, Read, Reshape
 from pyro_l0.nn.engine.tape import Operation, Recording, Value
-from pyro_l0.nn.gate import Gate, gate_names
+from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate_layer import GateLayer, gate_names
 from pyro_l0.nn.heads import is_dense
 from pyro_l0.nn.insert import has_gate_behind, insert_gates
 
@@ -142,7 +143,7 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
     users, read = _users(calls.maps.recording), _read_outside(calls.maps.recording)
     for path, module in network.named_modules():
         own = calls.of_one(module)
-        is_gate = isinstance(module, Gate) or has_gate_behind(module)
+        is_gate = isinstance(module, GateLayer) or has_gate_behind(module)
         if not path or is_gate or not own or "parametrizations" in path.split("."):
             continue  # the last compute weights
         values = [call.output for call in own if call.output is not None]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.fixed import check_gates
-from pyro_l0.nn.gate import Gate, check_given
+from pyro_l0.nn.gate import Gate
+from pyro_l0.nn.gate_layer import GateLayer, check_given
 from pyro_l0.nn.hooks import GateHook, arrange, has_hook, hooks_of, module_at, replace_gate
 
 __all__ = ["fix_weights", "gate_weights", "pack_zeros", "unpack_zeros"]
@@ -41,7 +42,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
         TypeError: a module has no weight of two dimensions or more.
 
     Example:
-        >>> from pyro_l0.nn.gate import gate_names
+        >>> from pyro_l0.nn.gate_layer import gate_names
         >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), "0")
         >>> gate_names(net)
         {'0.gate': Gate(6, dim=-1)}
@@ -80,7 +81,7 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     with torch.no_grad():
         new = copy.deepcopy(network)
         for (path, before), (_, hook) in zip(list(hooks_of(network)), list(hooks_of(new)), strict=True):
-            if isinstance(hook, _WeightsHook) and isinstance(before.gate, Gate):
+            if isinstance(hook, _WeightsHook) and isinstance(before.gate, GateLayer):
                 weight = _weight(new.get_submodule(path))
                 weight *= values[before.gate].to(weight).view_as(weight)
                 replace_gate(new, hook.gate, nn.Identity(), weight.numel())

@@ -13,7 +13,7 @@ from pyro_l0.expect import expect, expect_count
 from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import Example, analyse, record
 from pyro_l0.nn.engine.readers import find_readers, find_writers
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate_layer import gate_names
 from pyro_l0.nn.hooks import hooks_of
 
 __all__ = ["check_limits", "gates_at_least", "gates_in_step"]

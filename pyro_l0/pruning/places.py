@@ -14,7 +14,7 @@ from pyro_l0.compaction.search import CompactionError, search
 from pyro_l0.expect import expect
 from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.gate_layer import gate_names, name_gates
 from pyro_l0.nn.hooks import hooks_of
 from pyro_l0.nn.suggest import Suggestions
 

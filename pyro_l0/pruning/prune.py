@@ -20,7 +20,7 @@ from pyro_l0.infer import AutoGate, SparsityTarget
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import Example
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate_layer import gate_names
 from pyro_l0.pruning.batches import BatchLoss, LossFunction
 from pyro_l0.pruning.described import numbers, told
 from pyro_l0.pruning.distillation import Distil, Distillation

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
-from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn import Gate, L0Gate, NetworkCost
 
 # By module, what is called.
 MODULES = {
@@ -53,12 +53,15 @@ MODULES = {
     "infer": "AutoGate AutoSpikeSlab L0_ELBO SparsityTarget check_fit factor fit sample_posterior",
     "infer.elbo.estimators": "Estimators",
     "infer.reparam": "complete_samples",
-    "nn.cost": "NetworkCost",
+    "nn.costs.cost": "NetworkCost",
     "nn.fixed": "FixedGate fix_gates",
-    "nn.gate": "Gate gate_names name_gates",
+    "nn.gate": "Gate",
+    "nn.gate_layer": "gate_names name_gates",
     "nn.heads": "gate_heads",
     "nn.insert": "gate_dropout insert_gates",
-    "nn.square_norms": "square_norms",
+    "nn.costs.square_norms": "square_norms",
+    "nn.l0_gate": "L0Gate",
+    "nn.network_gates": "NetworkGates penalty",
     "nn.suggest": "suggest_gates",
     "nn.weights": "fix_weights gate_weights pack_zeros unpack_zeros",
     "pruning": "prune",
@@ -193,6 +196,9 @@ GOOD = {
     "sample_posterior": lambda: dict(model=model, slab={"w": "z"}, num_samples=8, warmup_steps=8, num_chains=2),
     "FixedGate": lambda: dict(value=torch.ones(3)),
     "Gate": lambda: dict(size=3),
+    "L0Gate": lambda: dict(dim=-1),
+    "NetworkGates": lambda: dict(network=nn.Sequential(L0Gate(3))),
+    "penalty": lambda: dict(network=nn.Sequential(L0Gate(3)), cost=0.1),
     "NetworkCost": lambda: dict(network=network(), example=ONE),
     "fix_gates": lambda: dict(network=network(), gates=OPEN),
     "fix_weights": lambda: dict(network=network(), gates=OPEN),

@@ -13,7 +13,7 @@ from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, fix_gates
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate_layer import gate_names
 from tests import networks
 
 VECTORS, SEQUENCES, IMAGES = (
@@ -235,7 +235,7 @@ def test_networks_that_are_not_ready_are_named():
     kept = Net(lambda net, x: net.b(net.gate(net.a(x))))
     kept.last = kept.a(VECTORS)  # a result with a graph
     refused(kept, VECTORS, "copy.deepcopy can copy, but it can't copy Net")
-    refused(Gate(6), VECTORS, "but got a Gate; put it into nn.Sequential")
+    refused(Gate(6), VECTORS, "but got a gate alone; put it into nn.Sequential")
 
 
 def test_shrinking_refuses_them_too():

@@ -7,7 +7,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_dropout, insert_gates, suggest_gates
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
+from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 
 CLOSED = (torch.arange(6) % 2 == 0).double()

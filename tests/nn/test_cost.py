@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyro_l0.nn import Gate, NetworkCost, square_norms
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn.costs.square_norms import square_norms
+from pyro_l0.nn.gate_layer import gate_names, name_gates
 
 
 def mlp(sizes, gated=True):

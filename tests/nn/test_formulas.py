@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from pyro_l0.nn.costs.expectation import Expectations
 from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
-from pyro_l0.nn.expectation import Expectations
 
 
 def random_statement(formulas, rng, depth):

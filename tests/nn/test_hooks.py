@@ -18,7 +18,7 @@ from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import Gate, fix_gates, gate_heads, gate_weights, insert_gates
-from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.gate_layer import gate_names, name_gates
 from pyro_l0.nn.weights import fix_weights
 
 

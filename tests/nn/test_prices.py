@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pyro_l0.nn import Gate, NetworkCost, square_norms
+from pyro_l0.nn import Gate, NetworkCost
+from pyro_l0.nn.costs.square_norms import square_norms
 from tests.networks import Net
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from pyro_l0 import prune
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate_layer import gate_names
 
 
 class Residual(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate
+from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, side_by_side, sum_open
 from pyro_l0.distributions.wrappers import active_prob, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.coefficients import Options, check_names
@@ -101,8 +101,10 @@ class Block:
         if norms is not None and len(set(weights)) == 1:
             return torch.dot(weights[0] * norms.to(active.dtype), active)
         sizes = tuple(shape.numel() for shape in self.shapes)
-        each = _side_by_side(tuple(map(float, weights)), sizes, active.dtype, active.device)
-        return torch.dot(each if norms is None else norms.to(active.dtype) * each, active)
+        if norms is None:
+            return sum_open(active, weights, sizes)
+        each = side_by_side(tuple(map(float, weights)), sizes, active.dtype, active.device)
+        return torch.dot(norms.to(active.dtype) * each, active)
 
     def total(self, value: Tensor) -> Tensor:
         """Sum of a number per entry of the batch under scale and mask; those of a joint draw are 1 and None."""
@@ -142,11 +144,3 @@ def blocks_of(run: Run, options: Options) -> Iterator[Block]:
     for names in groups.values():
         joint = joint_draws.get(names[0])
         yield Block("gates", names, run, joint if isinstance(joint, JointDraw) else None)
-
-
-@lru_cache(maxsize=16)
-def _side_by_side(
-    values: tuple[float, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Each value as often as its size says, in one vector."""
-    return torch.cat([torch.full((n,), x, dtype=dtype, device=device) for x, n in zip(values, sizes, strict=True)])

@@ -96,7 +96,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             :math:`\sum P(z \neq 0) \tfrac12 \|\theta_g\|^2`; a number or a dict by site. For a weight decay w on the
             mean loss it is :math:`N w`.
         square_norm: for ``weight_decay``, a function per gate site that returns :math:`\|\theta_g\|^2` of every
-            gate's weights; see :func:`pyro_l0.nn.square_norms`.
+            gate's weights; see :func:`pyro_l0.nn.costs.square_norms.square_norms`.
         estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
             ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
             :class:`~pyro_l0.infer.elbo.estimators.Estimators`. The gates' KL and price stay analytic, but for the KL
@@ -254,7 +254,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             found = self._pathwise
         norms: Any = (
             self.square_norm
-        )  # those of pyro_l0.nn.square_norms can be computed during the network's forward pass
+        )  # those of pyro_l0.nn.costs.square_norms.square_norms can be computed during the network's forward pass
         decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
         with norms.during(decayed) if hasattr(norms, "during") else nullcontext():
             parts = found(model, guide, args, kwargs, runs)

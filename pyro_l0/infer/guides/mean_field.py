@@ -11,7 +11,6 @@ import pyro
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor, nn
-from torch.distributions import constraints, transform_to
 
 from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.fast.record import Record, Site
@@ -53,11 +52,7 @@ class GatesPosterior(SitePosterior):
 
     def distribution(self, parameters: Mapping[str, Tensor]) -> GateDistribution:
         """The distribution that these parameters give."""
-        values = {
-            key: parameters[key] if constraint is constraints.real else transform_to(constraint)(parameters[key])
-            for key, constraint in self.template.learned.items()
-        }
-        return self.template.with_learned(**values)
+        return self.template.from_real_line(parameters)
 
     def cut(self, index: Tensor) -> GatesPosterior:
         """With a template of some of the gates, if it has parameters of each; the learned ones stay."""
@@ -68,7 +63,7 @@ class GatesPosterior(SitePosterior):
     def close(self, places: Tensor) -> None:
         """Close the gates at some positions of the flattened site."""
         closed = self.template.closed(**self.template.fixed_options)
-        for key, value in _unconstrained(closed).items():
+        for key, value in closed.on_real_line().items():
             parameter = self.parameters[key]
             here = places.to(parameter.device)
             parameter.view(-1)[here] = value.to(parameter).expand_as(parameter).reshape(-1)[here]
@@ -155,17 +150,12 @@ def first_gates(
             f"Expected the parameters that {family.__name__} does not learn to broadcast to the shape "
             f"{tuple(shape)} of gate site {site['name']!r}, but got {tuple(template.batch_shape)}; set family_options."
         )
-    learned = {key: value.expand(shape).clone() for key, value in _unconstrained(template).items()}
+    learned = {key: value.expand(shape).clone() for key, value in template.on_real_line().items()}
     if jitter > 0:
         location = next(iter(learned.values()))
         location += jitter * torch.randn_like(location)
     parameters = {key: nn.Parameter(value) for key, value in learned.items()}
     return GatesPosterior(site["fn"].event_dim, plates, parameters, template)
-
-
-def _unconstrained(gate: GateDistribution) -> dict[str, Tensor]:
-    """The learned parameters of a gate on the real line."""
-    return {key: transform_to(constraint).inv(getattr(gate, key)) for key, constraint in gate.learned.items()}
 
 
 def take_over(modules: nn.ModuleDict, made: Mapping[str, SitePosterior]) -> dict[str, SitePosterior]:

@@ -18,7 +18,7 @@ from pyro_l0.nn.engine.shared_sizes import keep_parts_even, pin_shared_sizes
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Mask
 from pyro_l0.nn.engine.solve import Solution
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate_layer import gate_names
 
 __all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
 

@@ -27,7 +27,7 @@ from pyro_l0.nn.engine.needs import Needs
 from pyro_l0.nn.engine.presence import Presence
 from pyro_l0.nn.engine.slots import Axis, Index, Read
 from pyro_l0.nn.engine.tape import Recording
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate_layer import gate_names
 
 __all__ = ["Dependencies", "find_dependencies"]
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_l0.nn.engine.held import follow_integers, given_sizes
 from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, SizeUse, Value
-from pyro_l0.nn.gate import Gate, check_units, gate_names
+from pyro_l0.nn.gate_layer import GateLayer, check_units, gate_names
 
 __all__ = ["Example", "calls_of", "keep_buffers", "record"]
 
@@ -231,8 +231,22 @@ class _Recorder(TorchDispatchMode):
                 if forward is not None:
                     gate.__dict__["forward"] = forward
 
-    def _gate_forward(self, site: str, gate: Gate) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
+    def _gate_forward(self, site: str, gate: GateLayer) -> Callable[..., Tensor]:
+        dims: set[int] = set()
+
+        def forward(x: Tensor | None = None, dim: int | None = None) -> Tensor:
+            if x is None:
+                raise ValueError(
+                    f"Expected gate {site!r} to multiply units, gate(x, dim), but the network takes its values by "
+                    "gate(), whose use can't be followed. Write a cost of its active_probs of your own."
+                )
+            dims.add(gate.dim if dim is None else dim)
+            if len(dims) > 1:
+                raise ValueError(
+                    f"Expected gate {site!r} to multiply the same dimension at every call, but got {sorted(dims)}. "
+                    "Make a gate for each."
+                )
+            (gate.dim,) = dims
             check_units(x, gate.size, gate.dim, site)
             if x.shape[gate.dim] == gate.size:
                 return self._write_gate(x, site, gate.dim)

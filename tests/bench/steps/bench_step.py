@@ -4,6 +4,7 @@ MLP 784-300-100, batch 100, fused Adam, one thread. All steps run in turn within
 the medians over ``--rounds`` rounds. Baselines: the same loss written by hand on plain tensors (with this library's
 KL function, so that only what lies around it is compared), and the dense network without gates. The likelihood is
 the same call of ``cross_entropy`` in all of them; "l0, plate" states it by a subsampled plate and a ``Categorical``.
+``--torch`` instead times a plain loop with ``L0Gate`` and ``penalty``, at batches of 100 and 500 and compiled.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.maths import hard_concrete_kl, quadrature
-from pyro_l0.nn import Gate
-from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn import Gate, L0Gate, penalty
+from pyro_l0.nn.gate_layer import name_gates
 
 NUM_DATA, BATCH, LAM, SIZES = 60_000, 100, 0.1, (784, 300, 100, 10)
 GROUP_SIZES = {"net.0": 300.0, "net.3": 100.0, "net.6": 10.0}
@@ -129,6 +130,35 @@ def dense_step(x: Tensor, y: Tensor) -> Step:
     return _step(lambda: NUM_DATA * F.cross_entropy(net(x), y), net)
 
 
+def torch_step(x: Tensor, y: Tensor, is_gated: bool, is_compiled: bool = False) -> Step:
+    """One step of a plain loop, with L0Gates or dense."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(SIZES):
+        layers += [L0Gate(fan_in)] * is_gated + [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    net = nn.Sequential(*layers[:-1])
+    prices = {site.removeprefix("net."): LAM * size for site, size in GROUP_SIZES.items()}
+
+    def loss() -> Tensor:
+        task = NUM_DATA * F.cross_entropy(net(x), y)
+        return task + penalty(net, prices) if is_gated else task
+
+    return _step(torch.compile(loss, fullgraph=True) if is_compiled else loss, net)
+
+
+def time_torch(rounds: int) -> None:
+    """Plain loops, each beside the dense network's."""
+    for batch in (100, 500):
+        x, y = torch.rand(batch, SIZES[0]), torch.randint(0, 10, (batch,))
+        kinds = {"": False, ", compiled": True}
+        steps = {f"dense{kind}": torch_step(x, y, False, compiled) for kind, compiled in kinds.items()}
+        steps |= {f"L0Gate{kind}": torch_step(x, y, True, compiled) for kind, compiled in kinds.items()}
+        seconds = time_steps(steps, rounds)
+        for kind in kinds:
+            dense, gated = seconds[f"dense{kind}"], seconds[f"L0Gate{kind}"]
+            figures = f"dense {1e3 * dense:.3f} ms, L0Gate {1e3 * gated:.3f} ms, ratio {gated / dense:.3f}"
+            print(f"batch {batch}{kind}: {figures}")
+
+
 def svi_step(objective: Objective | None, x: Tensor, y: Tensor) -> Step:
     """One step of Pyro's SVI: with gates, or of the dense network if there is no objective."""
     model = Model() if objective is not None else DenseModel()
@@ -207,10 +237,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--svi", action="store_true", help="processor time of Pyro's SVI, and nothing else")
+    parser.add_argument("--torch", action="store_true", help="plain loops with L0Gate, and nothing else")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.rand(BATCH, SIZES[0]), torch.randint(0, 10, (BATCH,))
+    if options.torch:
+        time_torch(options.rounds)
+        return
     if options.svi:
         steps = {"dense": dense_step(x, y), "dense, SVI": svi_step(None, x, y)}
         for name in ("l0", "free_energy"):

@@ -12,8 +12,8 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import nn
 
 from pyro_l0 import HardConcrete
-from pyro_l0.infer import L0_ELBO, AutoGate, RectifyReparam, factor
-from pyro_l0.infer.reparam import complete_samples
+from pyro_l0.infer import L0_ELBO, AutoGate, factor
+from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 from pyro_l0.nn import Gate, NetworkCost
 from tests.networks import Net
 

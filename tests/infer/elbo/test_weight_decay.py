@@ -17,9 +17,9 @@ from pyro_l0.fast.deferred import defer_product
 from pyro_l0.fast.gated_linear import record_norms, recorded_norms
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.maths import hard_concrete
-from pyro_l0.nn import Gate, square_norms
-from pyro_l0.nn.gate import name_gates
-from pyro_l0.nn.square_norms import _SquaredColumns
+from pyro_l0.nn import Gate
+from pyro_l0.nn.costs.square_norms import _SquaredColumns, square_norms
+from pyro_l0.nn.gate_layer import name_gates
 
 
 def columns(layer):

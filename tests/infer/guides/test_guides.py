@@ -14,7 +14,8 @@ from torch.distributions import kl_divergence
 from torch.optim.swa_utils import AveragedModel
 
 from pyro_l0 import HardConcrete, RectifiedNormal
-from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, RectifyReparam
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.maths import quadrature
 from tests.cases import first_by_default
 from tests.infer.regressions import regression, train

@@ -15,8 +15,7 @@ from pyro.infer.mcmc.rwkernel import RandomWalkKernel
 
 from pyro_l0 import BernoulliGate, HardConcrete, RectifiedNormal
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
-from pyro_l0.infer import RectifyReparam
-from pyro_l0.infer.reparam import complete_samples
+from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 
 Y = torch.tensor(0.9)
 

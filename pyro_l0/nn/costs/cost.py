@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.calls import record_called
+from pyro_l0.nn.costs.expectation import Expectations
+from pyro_l0.nn.costs.report import Report, report
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
 from pyro_l0.nn.engine.formulas import TRUE, Clause
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
 from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Axis
-from pyro_l0.nn.expectation import Expectations
 from pyro_l0.nn.fixed import check_value
-from pyro_l0.nn.gate import gate_names
-from pyro_l0.nn.report import Report, report
+from pyro_l0.nn.gate_layer import gate_names
 
 __all__ = ["NetworkCost"]
 
@@ -74,7 +74,8 @@ class NetworkCost:
         self._weights = _Count(self._dependencies, [maps.axes[weight] for weight in weights], 1)
         batch = self._recording.calls[0].inputs[0].shape[:1] if self._recording.calls[0].inputs else ()
         self._macs = _Count(self._dependencies, [product.axes for product in maps.products], math.prod(batch))
-        named = dict(network.named_parameters())
+        of_gates = {p for gate in gate_names(network).values() for p in gate.parameters()}
+        named = {name: p for name, p in network.named_parameters() if p not in of_gates}
         used = dict.fromkeys(maps.recording.named[name] for name in named if name in maps.recording.named)
         unused = sum(p.numel() for name, p in named.items() if name not in maps.recording.named)
         self._parameters = _Count(self._dependencies, [maps.axes[value] for value in used], 1, unused)

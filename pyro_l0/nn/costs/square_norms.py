@@ -17,7 +17,7 @@ from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.readers import Use, find_readers
 from pyro_l0.nn.engine.record import Example
-from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.gate_layer import gate_names
 from pyro_l0.nn.per_device import PerDevice
 
 __all__ = ["SquareNorms", "square_norms"]

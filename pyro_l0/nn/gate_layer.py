@@ -1,0 +1,160 @@
+"""What every gate in a network is, whoever draws its values: its units, its site's name, and the product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from pyro_l0.fast.deferred import defer_product, may_defer, multiply_along
+
+__all__ = [
+    "GateHolder",
+    "GateLayer",
+    "check_given",
+    "check_units",
+    "gate_names",
+    "keep_being_called",
+    "name_gates",
+    "site_path",
+]
+
+
+class GateLayer(nn.Module):
+    """A gate per unit in a network; :class:`Gate` and :class:`L0Gate` are its kinds.
+
+    Attributes:
+        size: number of units; one gate alone multiplies an input of any size.
+        dim: dimension of the input that holds the units.
+        site_name: the name under which guides, costs and plans have the gates; None until they are named.
+    """
+
+    size: int
+    dim: int
+    site_name: str | None
+    is_reported: bool = False  # whether a draw that nothing trains was warned of
+
+    def narrow(self, index: Tensor) -> None:
+        """Keep the gates at some indices, shape ``(n,)``, in place."""
+        raise NotImplementedError(f"Expected {type(self).__name__} to write narrow, which keeps some of its gates.")
+
+    def multiply(self, x: Tensor, z: Tensor, dim: int, in_block: bool) -> Tensor:
+        """The units times their gates, by the weights behind where that is cheaper and no checkpointed block runs."""
+        is_last = dim in (-1, x.dim() - 1)
+        if self.size > 1 and not in_block and x.dim() > 1 and (is_last or dim == 1) and may_defer(x, z):
+            return defer_product(x, z, -1 if is_last else 1)
+        return multiply_along(x, z, dim)
+
+
+class GateHolder(nn.Module):
+    """Registers gates that act by hooks; when it is called, it does nothing.
+
+    ``levels`` is how many modules below the network it is, as a container can't hold it; ``old`` has, by module path in
+    earlier versions, which wrapped gated modules, the path now.
+    """
+
+    def __init__(self, levels: int, old: Mapping[str, str]) -> None:
+        super().__init__()
+        self.levels, self.old = levels, dict(old)
+        self.handle: RemovableHandle | None = None  # of the network's hook for files of earlier versions
+
+    def forward(self, x: object) -> object:
+        """The input."""
+        return x
+
+
+def name_gates(network: nn.Module, prefix: str = "") -> dict[str, GateLayer]:
+    """Name the gates of a network after their module paths, and return them by name.
+
+    A gate without a name takes it at its first forward pass, from the outermost module that is being called and
+    contains it (wrappers for losses and for data parallelism do not count). Naming gates beforehand makes their names
+    independent of who calls the network first.
+
+    Args:
+        network: the module whose paths are used.
+        prefix: put before every path.
+
+    Example:
+        >>> from pyro_l0.nn import Gate
+        >>> list(name_gates(nn.Sequential(Gate(4), nn.Linear(4, 2), Gate(2)), prefix="net."))
+        ['net.0', 'net.2']
+    """
+    check_given(network)
+    if not isinstance(prefix, str):
+        raise TypeError(f"Expected prefix to be a string, but got {prefix!r}.")
+    paths = {path: gate for path, gate in network.named_modules() if isinstance(gate, GateLayer)}
+    gates = {prefix + (site_path(network, path) or "gate"): gate for path, gate in paths.items()}
+    for name, gate in gates.items():
+        gate.site_name = name
+    return gates
+
+
+def gate_names(network: nn.Module) -> dict[str, GateLayer]:
+    """The gates of a network by site name, which is their path in this network if they have none yet.
+
+    Raises:
+        ValueError: two gates have one name.
+        TypeError: ``network`` is not a module.
+    """
+    check_given(network)
+    gates: dict[str, GateLayer] = {}
+    for path, module in network.named_modules():
+        if isinstance(module, GateLayer):
+            name = module.site_name or site_path(network, path) or "gate"
+            if name in gates:
+                raise ValueError(
+                    f"Expected gates of different names, but two are called {name!r}; name them by name_gates, which "
+                    "takes their paths in the whole network."
+                )
+            gates[name] = module
+    return gates
+
+
+def check_given(network: object, entries: object = MappingProxyType({}), what: str = "") -> None:
+    """Refuse all but a network and a mapping from strings, which a message describes by ``what``."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected a network, an nn.Module, but got a {type(network).__name__}.")
+    if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
+        raise TypeError(f"Expected {what}, but got a {type(entries).__name__}.")
+
+
+def check_units(x: object, size: int, dim: int, name: object) -> None:
+    """Refuse an input unless dimension ``dim`` holds ``size`` units, any number if that is 1."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
+            "nn.MultiheadAttention returns, pass on the entry to be gated."
+        )
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(
+            f"Expected units of a floating type at gate {name}, but got {x.dtype}, which would round gates to 0; "
+            "convert them, by images.float() / 255 for example."
+        )
+    if type(x) is Tensor and x.is_nested:
+        for example in x.unbind():
+            check_units(example, size, dim - 1 if dim > 0 else dim, name)
+    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or size not in (1, x.shape[dim]):
+        raise ValueError(
+            f"Expected {size} units in dimension {dim} at gate {name}, but got an input of shape {tuple(x.shape)}."
+        )
+
+
+def keep_being_called(module: nn.Module, inputs: object) -> None:
+    """A hook that does nothing, without which torch's fused transformer layers bypass a module."""
+
+
+def site_path(root: nn.Module, path: str, with_wrappers: bool = True) -> str:
+    """A gate's module path without holders of gates, and without the wrappers of torch unless those are asked for."""
+    names: list[str] = []
+    module = root
+    for name in path.split(".") if path else []:
+        is_wrapper = isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_export_root")
+        module = getattr(module, name)
+        if isinstance(module, GateHolder):
+            names = names[: len(names) - module.levels]
+        elif with_wrappers or not is_wrapper:
+            names.append(name)
+    return ".".join(names)

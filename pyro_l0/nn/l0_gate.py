@@ -1,0 +1,255 @@
+"""A gate that is a plain module: its parameters are its own, and nothing of Pyro is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Self
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributions import kl_divergence
+
+from pyro_l0.distributions import (
+    ExponentialGate,
+    ExponentialUniformGate,
+    HardConcrete,
+    HardKumaraswamy,
+    PowerLawGate,
+    RectifiedNormal,
+)
+from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.expect import expect, expect_count
+from pyro_l0.fast.deferred import may_be_in_block
+from pyro_l0.nn.gate_layer import GateLayer, check_units, keep_being_called
+
+__all__ = ["FAMILIES", "L0Gate"]
+
+#: The families by name. Gates of two values have no pathwise draws, which a plain loss needs.
+FAMILIES: dict[str, type[GateDistribution]] = {
+    "hard_concrete": HardConcrete,
+    "hard_kumaraswamy": HardKumaraswamy,
+    "rectified_normal": RectifiedNormal,
+    "exponential": ExponentialGate,
+    "exponential_uniform": ExponentialUniformGate,
+    "power_law": PowerLawGate,
+}
+Family = str | type[GateDistribution]
+
+
+class L0Gate(GateLayer):
+    r"""Gates with parameters of their own, which any loop of torch trains.
+
+    ``gate()`` is a value of each gate, random in training mode and deterministic (the test gate, Eq. 13) in
+    evaluation mode; ``gate(x)`` multiplies. The L0 objective (Eq. 22) is the task's loss plus a price of open gates,
+    :func:`penalty`; the free energy (Eq. 21) is the task's loss plus :meth:`kl`. For budgets, costs and compaction
+    see :class:`NetworkGates`.
+
+    Args:
+        *shape: of the gates, such as ``L0Gate(300)`` for 300 units.
+        dim: dimension of the input that holds the units; -1 for features, 1 for feature maps.
+        family: a name of :data:`~pyro_l0.nn.l0_gate.FAMILIES`, or a class with pathwise draws.
+        init_active_prob: P(z != 0) at the start.
+        init_jitter: standard deviation of the normal noise on the location at the start (0.01 in the L0 paper).
+        family_options: keywords of ``family.from_active_prob``, such as ``{"temperature": 0.5}``.
+        sync_draws: whether all processes of a distributed training draw the same gates, those of the first. Without,
+            each draws its own from its generator.
+
+    Shape:
+        ``gate()`` has the gates' shape. ``gate(x)`` has the shape of ``x``, whose dimension ``dim`` goes with the last
+        of the gates, and those before it with the ones before. One gate alone, ``L0Gate(1)``, takes an input of any
+        size.
+
+    Note:
+        Values are computed in float32 at least, under autocast and in half precision too; products have the type of
+        ``x``. Blocks of ``torch.utils.checkpoint`` draw the same gates again, as torch restores their random state.
+        Under FSDP pass the gates as ``ignored_params`` and average their gradients, as they are few.
+
+    Raises:
+        ValueError: a size or rate is out of range, the family is unknown, or the input has another number of units.
+        TypeError: an argument is of another kind.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> gate = L0Gate(3, init_active_prob=0.5)
+        >>> gate().shape, gate(torch.ones(2, 3)).shape
+        (torch.Size([3]), torch.Size([2, 3]))
+        >>> round(float(gate.expected_l0().detach()), 2)
+        1.5
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; Eq. 10-13, 21, 22.
+    """
+
+    def __init__(
+        self,
+        *shape: int,
+        dim: int = -1,
+        family: Family = "hard_concrete",
+        init_active_prob: float = 0.9,
+        init_jitter: float = 0.01,
+        family_options: Mapping[str, Any] | None = None,
+        sync_draws: bool = True,
+    ) -> None:
+        if not shape:
+            raise ValueError("Expected a shape, such as L0Gate(300), but got none.")
+        for size in shape:
+            expect_count(1, size=size)
+        expect(Real, "a number", init_active_prob=init_active_prob, init_jitter=init_jitter)
+        if not 0 <= init_jitter < math.inf:
+            raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
+        kind = _family(family)
+        check_rate("init_active_prob", init_active_prob, kind.__name__)
+        template = kind.from_active_prob(torch.tensor(float(init_active_prob)), **dict(family_options or {}))
+        self._set_up(template, torch.Size(shape), dim, sync_draws)
+        for place, (name, value) in enumerate(template.on_real_line().items()):
+            start = value.expand(shape).clone()
+            if place == 0:
+                start += init_jitter * torch.randn(shape)
+            self.register_parameter(name, nn.Parameter(start))
+
+    @classmethod
+    def from_logits(
+        cls,
+        logits: Tensor,
+        dim: int = -1,
+        family: Family = "hard_concrete",
+        *,
+        family_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Gates that a network computes, such as one for each input of each example (DiffMask, arXiv:2004.14992).
+
+        They have no parameters, and each process draws its own. Make them anew at every step, in the mode of the
+        module that computes them: ``L0Gate.from_logits(logits).train(self.training)``.
+
+        Args:
+            logits: of P(z != 0), the gates' shape; logits beyond ±15 are taken as ±15, but for hard concretes.
+            dim: as for the class.
+            family: as for the class.
+            family_options: as for the class.
+
+        Example:
+            >>> gate = L0Gate.from_logits(torch.tensor([[0.0, 2.0]]))
+            >>> gate.active_prob
+            tensor([[0.5000, 0.8808]])
+        """
+        expect(Tensor, "a tensor", logits=logits)
+        gate = cls.__new__(cls)
+        made = _family(family).from_logits(logits, **dict(family_options or {}))
+        gate._set_up(made, logits.shape, dim, sync_draws=False)
+        return gate
+
+    def _set_up(self, template: GateDistribution, shape: torch.Size, dim: int, sync_draws: bool) -> None:
+        expect(int, "a whole number", dim=dim)
+        expect(bool, "True or False", sync_draws=sync_draws)
+        nn.Module.__init__(self)
+        self.shape, self.dim, self.sync_draws = shape, dim, sync_draws
+        self.size = shape[-1] if shape else 1
+        self.site_name = None
+        self._template = template
+        self.register_forward_pre_hook(keep_being_called)
+
+    @property
+    def distribution(self) -> GateDistribution:
+        """The gates' distribution, of their shape and differentiable for their parameters."""
+        values = {name: _at_least_float32(x) for name, x in self._parameters.items() if x is not None}
+        return self._template.from_real_line(values) if values else self._template
+
+    @property
+    def active_prob(self) -> Tensor:
+        """P(z != 0) of each gate (Eq. 12), the gates' shape."""
+        return self.distribution.active_prob
+
+    @property
+    def test_gate(self) -> Tensor:
+        """The deterministic gates that prune (Eq. 13), the gates' shape."""
+        return self.distribution.test_gate
+
+    @property
+    def location(self) -> nn.Parameter:
+        """The parameter that places the gates, the gates' shape."""
+        location: nn.Parameter = getattr(self, next(iter(self._template.learned)))
+        return location
+
+    def expected_l0(self) -> Tensor:
+        """The expected number of open gates, shape ``()``."""
+        return self.active_prob.sum()
+
+    def kl(self, prior: GateDistribution) -> Tensor:
+        """KL of the gates to a prior of the same atoms, summed over the gates, in nats (Eq. 21); shape ``()``.
+
+        Args:
+            prior: of one gate or of each, such as ``HardConcrete.from_active_prob(0.1)``.
+        """
+        expect(GateDistribution, "a gate distribution", prior=prior)
+        return kl_divergence(self.distribution, prior.expand(self.shape)).sum()
+
+    def forward(self, x: Tensor | None = None, dim: int | None = None) -> Tensor:
+        """The gates' values, or the units of ``x`` times them; ``dim`` replaces the one of the class."""
+        z = self._draw() if self.training else self.test_gate
+        if x is None:
+            return z
+        name, dim = self.site_name or self, self.dim if dim is None else dim
+        check_units(x, self.size, dim, name)
+        out = self.multiply(x, z, dim, may_be_in_block())
+        if out.shape != x.shape:
+            raise ValueError(
+                f"Expected an input that gates of shape {tuple(self.shape)} at {name} multiply without enlarging it, "
+                f"but got one of shape {tuple(x.shape)}."
+            )
+        return out
+
+    def _draw(self) -> Tensor:
+        gates = self.distribution
+        if not (self.sync_draws and _processes() > 1):
+            return gates.rsample()
+        # The first process says from where all draw; its own number comes from the generator that a checkpointed block
+        # restores.
+        device = gates._like.device
+        seed = torch.randint(2**62, (1,), device=device)
+        distributed.broadcast(seed, 0)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int(seed))
+            return gates.rsample()
+
+    def narrow(self, index: Tensor) -> None:
+        """Keep the gates at some indices, in place: their parameters are new."""
+        size = self.shape
+        self._template = self._template.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == size else x)
+        for name, old in list(self._parameters.items()):
+            assert old is not None
+            setattr(self, name, nn.Parameter(old.detach()[index.to(old.device)].clone(), old.requires_grad))
+        self.size, self.shape = len(index), torch.Size([len(index)])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._parameters:  # options that are tensors move with the parameters
+            self._template = self._template.apply_to_tensors(fn)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shape, dimension and family."""
+        return f"{', '.join(map(str, self.shape))}, dim={self.dim}, {type(self._template).__name__}"
+
+
+def _family(family: Family) -> type[GateDistribution]:
+    """The class of a family, by its name."""
+    kind = FAMILIES.get(family) if isinstance(family, str) else family
+    if not (isinstance(kind, type) and issubclass(kind, GateDistribution) and kind.has_rsample and kind.learned):
+        raise ValueError(
+            f"Expected family to be one of {sorted(FAMILIES)}, or a class of gates with pathwise draws and learned "
+            f"parameters, but got {family!r}."
+        )
+    return kind
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _processes() -> int:
+    """How many processes train."""
+    is_one = torch.compiler.is_compiling() or not (distributed.is_available() and distributed.is_initialized())
+    return 1 if is_one else distributed.get_world_size()
