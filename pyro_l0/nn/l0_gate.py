@@ -100,9 +100,9 @@ class L0Gate(GateLayer):
         expect(Real, "a number", init_active_prob=init_active_prob, init_jitter=init_jitter)
         if not 0 <= init_jitter < math.inf:
             raise ValueError(f"Expected init_jitter to be finite and not negative, but got {init_jitter}.")
-        kind = _family(family)
+        kind, options = _family(family, family_options)
         check_rate("init_active_prob", init_active_prob, kind.__name__)
-        template = kind.from_active_prob(torch.tensor(float(init_active_prob)), **dict(family_options or {}))
+        template = kind.from_active_prob(torch.tensor(float(init_active_prob)), **options)
         self._set_up(template, torch.Size(shape), dim, sync_draws)
         for place, (name, value) in enumerate(template.on_real_line().items()):
             start = value.expand(shape).clone()
@@ -137,7 +137,8 @@ class L0Gate(GateLayer):
         """
         expect(Tensor, "a tensor", logits=logits)
         gate = cls.__new__(cls)
-        made = _family(family).from_logits(logits, **dict(family_options or {}))
+        kind, options = _family(family, family_options)
+        made = kind.from_logits(logits, **options)
         gate._set_up(made, logits.shape, dim, sync_draws=False)
         return gate
 
@@ -234,15 +235,18 @@ class L0Gate(GateLayer):
         return f"{', '.join(map(str, self.shape))}, dim={self.dim}, {type(self._template).__name__}"
 
 
-def _family(family: Family) -> type[GateDistribution]:
-    """The class of a family, by its name."""
+def _family(
+    family: Family, family_options: Mapping[str, Any] | None
+) -> tuple[type[GateDistribution], Mapping[str, Any]]:
+    """The class of a family, which may be given by name, and its options."""
+    expect(Mapping | None, "a dict of arguments of the family", family_options=family_options)
     kind = FAMILIES.get(family) if isinstance(family, str) else family
     if not (isinstance(kind, type) and issubclass(kind, GateDistribution) and kind.has_rsample and kind.learned):
         raise ValueError(
             f"Expected family to be one of {sorted(FAMILIES)}, or a class of gates with pathwise draws and learned "
             f"parameters, but got {family!r}."
         )
-    return kind
+    return kind, family_options or {}
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

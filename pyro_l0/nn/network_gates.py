@@ -42,8 +42,7 @@ class NetworkGates:
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
-        if not _l0_gates(network):
-            raise ValueError("Expected a network with L0Gates, but it has none. Put some in, by insert_gates say.")
+        _some_l0_gates(network)
         self._follow()
 
     def _follow(self) -> None:
@@ -112,7 +111,7 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
         >>> round(float(penalty(network, 0.1).detach()), 4)
         0.2
     """
-    gates = _l0_gates(network)
+    gates = _some_l0_gates(network)
     if callable(cost):
         return cost({site: gate.active_prob for site, gate in gates.items()})
     prices = dict.fromkeys(gates, float(cost)) if isinstance(cost, Real) else cost
@@ -130,3 +129,10 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
 
 def _l0_gates(network: nn.Module) -> dict[str, L0Gate]:
     return {site: gate for site, gate in gate_names(network).items() if isinstance(gate, L0Gate)}
+
+
+def _some_l0_gates(network: nn.Module) -> dict[str, L0Gate]:
+    gates = _l0_gates(network)
+    if not gates:
+        raise ValueError("Expected a network with L0Gates, but it has none. Put some in, by insert_gates say.")
+    return gates

@@ -12,7 +12,7 @@ from torch import nn
 
 from pyro_l0.compaction.search import CompactionError, search
 from pyro_l0.expect import expect
-from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import Gate, L0Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.gate_layer import gate_names, name_gates
 from pyro_l0.nn.hooks import hooks_of
@@ -58,6 +58,12 @@ def put_gates(
     the network. ``gates``, by module path, go in place of all these. A network that has gates already keeps them.
     """
     expect(Mapping | None, "a dict of gates by module path", gates=gates)
+    own = [site for site, gate in gate_names(network).items() if isinstance(gate, L0Gate)]
+    if own:
+        raise ValueError(
+            f"Expected a network whose gates prune trains, but got the L0Gate {own[0]!r}, which has parameters of its "
+            "own. Train it in a loop with a SparsityTarget and compact it, or write Gate layers."
+        )
     for path, gate in (gates or {}).items():
         expect(Gate, "a Gate", **{f"gates[{path!r}]": gate})
     if gates is not None and not gates and not gate_names(network):

@@ -20,6 +20,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -60,7 +61,6 @@ MODULES = {
     "nn.heads": "gate_heads",
     "nn.insert": "gate_dropout insert_gates",
     "nn.costs.square_norms": "square_norms",
-    "nn.l0_gate": "L0Gate",
     "nn.network_gates": "NetworkGates penalty",
     "nn.suggest": "suggest_gates",
     "nn.weights": "fix_weights gate_weights pack_zeros unpack_zeros",
@@ -196,7 +196,6 @@ GOOD = {
     "sample_posterior": lambda: dict(model=model, slab={"w": "z"}, num_samples=8, warmup_steps=8, num_chains=2),
     "FixedGate": lambda: dict(value=torch.ones(3)),
     "Gate": lambda: dict(size=3),
-    "L0Gate": lambda: dict(dim=-1),
     "NetworkGates": lambda: dict(network=nn.Sequential(L0Gate(3))),
     "penalty": lambda: dict(network=nn.Sequential(L0Gate(3)), cost=0.1),
     "NetworkCost": lambda: dict(network=network(), example=ONE),
@@ -228,6 +227,8 @@ METHODS = {
         lambda: guide(AutoGate).load_state_dict,
         lambda: dict(state_dict=guide(AutoGate).state_dict()),
     ),
+    "L0Gate": (lambda: partial(L0Gate, 3), lambda: dict(dim=-1, family="hard_concrete", family_options={"zeta": 1.1})),
+    "L0Gate.from_logits": (lambda: L0Gate.from_logits, lambda: dict(logits=torch.zeros(2))),
     "AutoGate.close": (lambda: guide(AutoGate).close, lambda: dict(name="z", places=torch.tensor([0]))),
     "AutoGate.keep": (lambda: of_network()[1].keep, lambda: dict(units={"2": torch.tensor([0])})),
     "Gate.forward": (lambda: Gate(3), lambda: dict(x=torch.ones(2, 3))),
