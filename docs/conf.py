@@ -1,6 +1,13 @@
 """Sphinx settings: Markdown pages that run their code, furo, warnings as errors in CI."""
 
 import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from inventories import write_inventories
 
 from pyro_l0 import __version__
 
@@ -13,8 +20,12 @@ version = release
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "jupyter_execute", "tables"]
 html_theme = "furo"
@@ -23,6 +34,22 @@ html_title = f"pyro_l0 {release}"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 napoleon_numpy_docstring = False
+
+# Every name in a signature or a text is a link, but for these: names of types that a docstring describes where it takes
+# one, and what only people who extend the engine meet.
+nitpicky = True
+_TYPES = """Coefficient Cost Error EstimatorName Example Family GateObjective GatePosterior Kind Location Loss Net
+Number Objective OnBudget Run SiteSummary Switch _size CONSTANT JointDraw"""
+nitpick_ignore_regex = [
+    ("py:.*", "|".join(_TYPES.split())),
+    ("py:class", r"pyro_l0\.(nn\.engine|maths)\..*"),
+    (
+        "py:class",
+        r"pyro_l0\..*(State|GateChange|LayerFold|GatePosterior|JointDraws?|Collapsed|Alignment|Stay)",
+    ),
+    ("py:class", r"numpy\._typing\..*"),
+]
+intersphinx_mapping = write_inventories(Path(tempfile.mkdtemp()))
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

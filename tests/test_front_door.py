@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +100,16 @@ def test_an_old_name_warns_and_works():
         assert find("old") == 3.141592653589793
     with pytest.raises(AttributeError, match="module 'somewhere' has no attribute 'other'"):
         find("other")
+
+
+def test_every_name_has_an_entry_in_the_docs():
+    """Of the front door and of the homes of names that have left it."""
+    entries = set()
+    for page in (Path(pyro_l0.__file__).parents[1] / "docs" / "api").glob("*.md"):
+        entries |= set(re.findall(r"auto(?:class|function|data):: ([\w.]+)", page.read_text()))
+    names = {f"pyro_l0.{room}.{name}" for room in ROOMS for name in ROOMS[room]} - {"pyro_l0.pruning.prune"}
+    for room in ROOMS:
+        module = importlib.import_module(f"pyro_l0.{room}")
+        if hasattr(module, "__getattr__"):
+            names |= set(inspect.getclosurevars(module.__getattr__).nonlocals["names"].values())
+    assert sorted(names - entries) == []

@@ -78,7 +78,7 @@ class Compacted:
 
 
 def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
-    """Read what :meth:`Compacted.save` wrote, and check it.
+    """Read what :meth:`Compacted.save <pyro_l0.compaction.storage.Compacted.save>` wrote, and check it.
 
     The SHA-256 in the file finds damage and changes; whoever changes a file on purpose can compute it anew, and then
     it holds wrong numbers, but no code.

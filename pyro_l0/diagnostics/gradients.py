@@ -72,7 +72,7 @@ class GradientReport:
 
     @property
     def variance_seconds(self) -> Tensor:
-        """Scaled variance times seconds: the variance of a mean over one second of draws."""
+        """Scaled variance times seconds, which is the variance of a mean over one second of draws."""
         return self.scaled_variance * self.seconds
 
 

@@ -265,7 +265,7 @@ class GateDistribution(TorchDistribution):
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
-        """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
+        """One pathwise draw of each of several gates that ``concatenate`` accepts."""
         joint = concatenate(gates)
         assert joint is not None
         pieces = joint.rsample().split([gate.batch_shape.numel() for gate in gates])

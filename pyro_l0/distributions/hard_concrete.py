@@ -146,7 +146,7 @@ class HardConcrete(StretchedGate):
 
     @property
     def test_gate(self) -> Tensor:
-        """The gate without noise and without temperature (eq. 13): neither the median nor the mean."""
+        """The gate without noise and without temperature (eq. 13), neither the median nor the mean."""
         return hard_concrete.transform(torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch)
 
     @property
@@ -187,7 +187,7 @@ class HardConcrete(StretchedGate):
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
-        """One pathwise draw of each of several gates that :func:`concatenate` accepts."""
+        """One pathwise draw of each of several gates that ``concatenate`` accepts."""
         first = gates[0]
         assert not isinstance(first._temperature, Tensor)  # as concatenate has checked
         log_alphas = [gate.log_alpha for gate in gates]

@@ -16,14 +16,14 @@ __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 
 
 class FixedGate(nn.Module):
-    """Multiply dimension ``dim`` by given values; what :func:`fix_gates` puts in place of a Gate.
+    """Multiply dimension ``dim`` by given values; what :func:`~pyro_l0.nn.fix_gates` puts in place of a Gate.
 
     Args:
         value: the gates, shape ``(size,)``; a buffer of the module.
         dim: dimension of the input that holds the units.
 
     Raises:
-        ValueError: a shape does not fit, as for :class:`Gate`.
+        ValueError: a shape does not fit, as for :class:`~pyro_l0.nn.Gate`.
         TypeError: the input is not a tensor of a floating or complex type.
     """
 
@@ -57,7 +57,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     """A copy of a network whose gates have given values, for deterministic evaluation.
 
     Args:
-        network: a network with :class:`Gate` layers; it is not changed.
+        network: a network with :class:`~pyro_l0.nn.Gate` layers; it is not changed.
         gates: values in [0, 1] by site name, each of shape ``(size,)``, such as ``guide.test_gates()``.
 
     Raises:
@@ -79,7 +79,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
 
 
 def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, GateLayer]:
-    """Check values of gates as :func:`fix_gates` does, and return the network's gates by site."""
+    """Check values of gates as :func:`~pyro_l0.nn.fix_gates` does, and return the network's gates by site."""
     check_given(network, gates, "gates by site name, such as guide.test_gates()")
     layers = gate_names(network)
     differences = [

@@ -29,7 +29,7 @@ class Gate(GateLayer):
     r"""Multiply every unit by a gate that is sampled once per minibatch.
 
     A gate belongs behind the nonlinearity, where a closed one makes its unit a true zero. The sample site is named
-    after the layer's module path, such as ``"net.3"``; see :func:`name_gates`.
+    after the layer's module path, such as ``"net.3"``; see :func:`~pyro_l0.nn.gate_layer.name_gates`.
 
     Args:
         size: number of units. One gate alone multiplies an input of any size, such as the output of a whole branch.

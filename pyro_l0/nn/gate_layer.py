@@ -24,7 +24,7 @@ __all__ = [
 
 
 class GateLayer(nn.Module):
-    """A gate per unit in a network; :class:`Gate` and :class:`L0Gate` are its kinds.
+    """A gate per unit in a network; :class:`~pyro_l0.nn.Gate` and :class:`~pyro_l0.nn.L0Gate` are its kinds.
 
     Attributes:
         size: number of units; one gate alone multiplies an input of any size.

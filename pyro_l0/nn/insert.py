@@ -147,7 +147,7 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
         example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it, for the number of units.
 
     Returns:
-        The network, and by gate site the probability 1 - p with which a unit stayed: ``init_active_prob`` of
+        The network, and by gate site the probability 1 - p with which a unit stayed, for ``init_active_prob`` of
         :class:`~pyro_l0.infer.AutoGate`. Sites are named by their path in the network; in a model that holds the
         network under an attribute, the attribute's name comes first.
 

@@ -18,7 +18,7 @@ Cost = float | Mapping[str, float] | Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class NetworkGates:
-    """The :class:`L0Gate` modules of a network, by site, with the methods of a guide over gates.
+    """The :class:`~pyro_l0.nn.L0Gate` modules of a network, by site, with the methods of a guide over gates.
 
     :class:`~pyro_l0.infer.SparsityTarget`, :class:`~pyro_l0.compaction.Shrinker` and
     :func:`~pyro_l0.diagnostics.diagnose` take it in the place of a guide. A site is named after the gate's module path.

@@ -40,7 +40,7 @@ class Location:
 
 
 class Suggestions(Mapping[str, Gate]):
-    """Answer of :func:`suggest_gates`: gates by module path, as :func:`~pyro_l0.nn.insert_gates` takes them.
+    """Answer of :func:`~pyro_l0.nn.suggest_gates`: gates by module path, for :func:`~pyro_l0.nn.insert_gates`.
 
     It prints as a table.
 

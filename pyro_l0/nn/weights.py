@@ -28,9 +28,9 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
     :math:`\lambda \sum P(z \neq 0)` without ``group_size``, and the expected number of weights left is the sum of
     ``guide.posterior()[site].active_prob``.
 
-    Closed weights shrink nothing: :func:`fix_weights` writes them as zeros into the dense weight, and
-    :func:`pack_zeros` stores such weights without their zeros. Where units have gates too, give
-    :func:`~pyro_l0.compaction.compact` the result of :func:`fix_weights`, with the values of the other gates.
+    Closed weights shrink nothing: :func:`~pyro_l0.nn.weights.fix_weights` writes them as zeros into the dense weight,
+    and :func:`~pyro_l0.nn.weights.pack_zeros` stores such weights without their zeros. Where units have gates too, give
+    :func:`~pyro_l0.compaction.compact` the result of ``fix_weights``, with the values of the other gates.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
@@ -64,7 +64,7 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     Gates on units stay as they are.
 
     Args:
-        network: what :func:`gate_weights` returned, or a network around it.
+        network: what :func:`~pyro_l0.nn.gate_weights` returned, or a network around it.
         gates: values in [0, 1] of all gates of the network by site, such as ``guide.test_gates()``.
 
     Raises:
@@ -119,7 +119,7 @@ def pack_zeros(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict that :func:`pack_zeros` was given.
+    """The state dict that :func:`~pyro_l0.nn.weights.pack_zeros` was given.
 
     Args:
         packed: what it returned, loaded again from a file perhaps.

@@ -174,8 +174,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
             n: number of draws.
 
         Returns:
-            By name: ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly 0;
-            ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
+            Arrays by name, ``coef``, shape ``(n, *coef_.shape)``, in which the coefficients of closed gates are exactly
+            0; ``gates``, bool, shape ``(n, *pip_.shape)``; ``intercept``, shape ``(n, *intercept_.shape)``;
             ``slab_scale``, ``rate`` and, where the family has noise, ``noise_scale``, shape ``(n,)`` each.
 
         Raises:

@@ -40,7 +40,7 @@ class Problem:
 
     z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2); features may share a gate, and a feature of a categorical
     regression has one gate and a coefficient for each class. A Gaussian regression has no intercept: its
-    observations and features have been made orthogonal to a constant (:mod:`pyro_l0.selection.design`), which
+    observations and features have been made orthogonal to a constant (``pyro_l0.selection.design``), which
     integrates a flat intercept out.
 
     Attributes:

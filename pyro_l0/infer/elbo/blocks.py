@@ -70,7 +70,7 @@ class Block:
 
     @cached_property
     def active_prob(self) -> Tensor:
-        """P(z != 0), 0 where masked: of one site in its shape, of several sites side by side."""
+        """P(z != 0), which is 0 where masked; of one site in its shape, of several sites side by side."""
         return active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
 
     @cached_property

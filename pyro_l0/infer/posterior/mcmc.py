@@ -121,8 +121,8 @@ def sample_posterior(
     Bernoulli gates are summed out exactly, all values of all of them in one run of the model under ``torch.vmap``, so
     that the sampler sees a smooth density of the other latent variables; then they are drawn given those. (Pyro's own
     enumeration gives all gates of a plate one value where what they multiply lies outside of the plate.) Gates with a
-    density between their atoms are reparameterised by :class:`RectifyReparam`. Chains run one after the other, from
-    starts far apart.
+    density between their atoms are reparameterised by :class:`~pyro_l0.infer.reparam.RectifyReparam`. Chains run one
+    after the other, from starts far apart.
 
     Args:
         model: a Pyro model whose latent variables are continuous or gates.

@@ -50,7 +50,7 @@ def exact_posterior(
         X: features, shape ``(n, p)``, p at most 20.
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
         family: "gaussian", "bernoulli", "categorical" or "poisson".
-        rate: see :func:`~pyro_l0.selection.design.make_design`, as for the next five.
+        rate: see ``pyro_l0.selection.design.make_design``, as for the next five.
         expected_size: as above.
         slab_scale: as above.
         noise_scale: as above.
