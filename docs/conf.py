@@ -33,13 +33,14 @@ html_title = f"pyro_l0 {release}"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_mock_imports = ["lightning", "transformers"]  # extras, which need not be installed where the docs are built
 napoleon_numpy_docstring = False
 
 # Every name in a signature or a text is a link, but for these: names of types that a docstring describes where it takes
 # one, and what only people who extend the engine meet.
 nitpicky = True
 _TYPES = """Coefficient Cost Error EstimatorName Example Family GateObjective GatePosterior Kind Location Loss Net
-Number Objective OnBudget Run SiteSummary Switch _size CONSTANT JointDraw"""
+Number Objective OnBudget Run SiteSummary Switch Trainer _size CONSTANT JointDraw"""
 nitpick_ignore_regex = [
     ("py:.*", "|".join(_TYPES.split())),
     ("py:class", r"pyro_l0\.(nn\.engine|maths)\..*"),

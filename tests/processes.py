@@ -1,9 +1,17 @@
-"""Programs in a fresh process."""
+"""Programs in a fresh process, and functions in two processes of a group."""
 
+import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
 
 
 def python(code, *arguments, quiet=True):
@@ -18,3 +26,36 @@ def python(code, *arguments, quiet=True):
     )
     assert run.returncode == 0, run.stderr or run.stdout
     return run.stdout
+
+
+def in_two(work, folder):
+    """What a function of the rank and a folder found, a dict, in each of two processes of a group."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    both = [context.Process(target=_work, args=(work, rank, port, folder)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(200)
+        if process.is_alive():
+            process.kill()
+            pytest.fail("a process hangs")
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    for each in found:
+        assert "error" not in each, each["error"]
+    return found
+
+
+def _work(work, rank, port, folder):
+    """What each process does; what it found goes into a file of its own."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        found = work(rank, folder)
+    except Exception:  # the other process is told by a file as well
+        found = {"error": traceback.format_exc()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # a group that failed would wait for the other process

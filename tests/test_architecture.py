@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "training": {"compaction"},
     "pruning": {"infer", "nn", "compaction", "diagnostics", "training"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},
+    "callbacks": {"infer", "nn", "compaction", "training"},
 }
 # Folders of selection, and which of its other parts they may import.
 SELECTION_MAY_IMPORT = {

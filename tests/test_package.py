@@ -81,7 +81,8 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = listed(project["dependencies"])
     extras = {name: listed(texts) for name, texts in project["optional-dependencies"].items()}
-    assert core <= imported("pyro_l0") <= core | extras["selection"] | {"safetensors"}
+    tools = extras["hugging-face"] | extras["lightning"]
+    assert core <= imported("pyro_l0") <= core | extras["selection"] | tools | {"safetensors"}
     # The examples save networks, and the drawings of diagnostics are theirs to show.
     assert extras["examples"] - {"safetensors"} <= imported("examples") <= core | extras["examples"]
     assert imported("tests") <= core.union(

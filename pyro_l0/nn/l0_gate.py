@@ -172,6 +172,11 @@ class L0Gate(GateLayer):
     def location(self) -> nn.Parameter:
         """The parameter that places the gates, the gates' shape."""
         location: nn.Parameter = getattr(self, next(iter(self._template.learned)))
+        if location.shape != self.shape or hasattr(location, "to_local"):
+            raise ValueError(
+                f"Expected {self.site_name or self!r} to be whole in every process, but FSDP sharded its parameters; "
+                "give it list(NetworkGates(network).parameters()) as ignored parameters."
+            )
         return location
 
     def expected_l0(self) -> Tensor:

@@ -1,0 +1,175 @@
+"""What the callbacks share: a budget over a network's L0Gates, from the first step to the compacted network."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from pyro_l0.compaction.compact import compact_or_fix
+from pyro_l0.compaction.storage import Compacted
+from pyro_l0.infer import SparsityTarget
+from pyro_l0.infer.target.budget import Cost
+from pyro_l0.nn import NetworkCost, NetworkGates
+from pyro_l0.nn.engine import Example
+from pyro_l0.training.processes import average_gradients
+
+__all__ = ["NetworkBudget"]
+
+_COSTS = ("macs", "weights", "parameters")
+
+
+class NetworkBudget:
+    """A budget that a network's L0Gates keep to while the loop of another library trains it.
+
+    The gates have an optimiser of their own: between the backward pass and the optimiser of the loop it takes their
+    step and removes their gradients, so the loop's optimiser, weight decay and schedule leave them alone.
+
+    Args:
+        network: the network with L0Gates, part of what the loop trains.
+        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
+        budget: largest fraction of the full network's cost, in (0, 1).
+        cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site.
+        pretrained: as for :class:`~pyro_l0.infer.SparsityTarget`, and the others, too.
+        at_least: by gate site, how many of its gates never close.
+        multiple_of: by gate site, a number of which a multiple of its gates is open.
+
+    Attributes:
+        target: the budget's :class:`~pyro_l0.infer.SparsityTarget`, once the training has begun.
+        compacted: the small network, once the training has ended.
+
+    Raises:
+        ValueError: the network has no L0Gate, does not take the example, or uses gates in a way that has no cost; the
+            cost is unknown.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        example: Example,
+        budget: float,
+        cost: Literal["macs", "weights", "parameters"] | Cost = "macs",
+        *,
+        pretrained: bool = False,
+        at_least: Mapping[str, int] | None = None,
+        multiple_of: Mapping[str, int] | None = None,
+    ) -> None:
+        self._gates = NetworkGates(network)
+        counts = NetworkCost(network, example)
+        if not callable(cost) and cost not in _COSTS:
+            raise ValueError(f"Expected cost to be one of {', '.join(_COSTS)}, or a function, but got {cost!r}.")
+        self._cost: Cost = cost if callable(cost) else getattr(counts, cost)
+        self._network, self._example, self._budget = network, example, budget
+        self._options: dict[str, Any] = {"pretrained": pretrained, "at_least": at_least, "multiple_of": multiple_of}
+        self._saved: Mapping[str, Any] | None = None
+        self.target: SparsityTarget | None = None
+        self.compacted: Compacted | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the training has begun and not ended."""
+        return self.target is not None and self.compacted is None
+
+    def start(self, steps: float, done: int, trained: Iterable[nn.Parameter]) -> None:
+        """Open the gates, or go on from a loaded state; once the network is where it trains.
+
+        Args:
+            steps: of the loop's optimiser, in all.
+            done: how many of them were taken before.
+            trained: the parameters whose gradients are true, not scaled, when :meth:`step` is called.
+
+        Raises:
+            ValueError: the number of steps is unknown, below ten or another than before; the state of the steps before
+                is missing; a gate is not trained.
+        """
+        if self.compacted is not None:
+            return
+        if not 0 < steps < math.inf:
+            raise ValueError(f"Expected a known number of steps, but the trainer has {steps}. Give it max_steps.")
+        known = set(trained)
+        lost = [site for site, gate in self._gates.sites.items() if gate.location not in known]
+        if lost:
+            raise ValueError(
+                f"Expected gates that are trained with their network, but gate {lost[0]!r} is not. Train a module that "
+                "holds the network given here; for precision 16-mixed its optimiser takes all parameters, not fused."
+            )
+        was, taken = (self._saved["steps"], self._saved["target"]["step"]) if self._saved else (int(steps), 0)
+        if (was, taken) != (steps, done):
+            raise ValueError(
+                f"Expected to go on after {taken} of {was} steps, where the callback's state is from, but the trainer "
+                f"is at {done} of {steps}. Resume a training with this callback and with as many steps, or begin anew."
+            )
+        locations = self._gates.locations()
+        before = [location.detach().clone() for location in locations]
+        self.target = SparsityTarget(self._gates, self._budget, self._cost, steps=int(steps), **self._options)
+        self._optimiser = torch.optim.Adam([{"params": locations, **self.target.optimiser_options}])
+        if self._saved:
+            with torch.no_grad():
+                for location, place in zip(locations, before, strict=True):
+                    location.copy_(place)
+            self.target.load_state_dict(self._saved["target"])
+            self._optimiser.load_state_dict(self._saved["optimiser"])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the gates, after the backward pass and before the step of the loop's optimiser."""
+        if self.target is None or self.compacted is not None:
+            return
+        locations = self._gates.locations()
+        average_gradients(locations)  # gates that DDP or FSDP ignores; means of means are these
+        for location in locations:
+            if location.grad is not None:  # of a float16 overflow, where the scaler leaves out the weights' step
+                location.grad.nan_to_num_(0.0, 0.0, 0.0)
+        self.target.add_gradient()
+        self._optimiser.step()
+        for parameter in self._gates.parameters():
+            parameter.grad = None
+        self.target.ascend()
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged: the fraction of the cost, the multiplier in nats per unit of cost, and open gates."""
+        assert self.target is not None
+        report = self.target.report()
+        return {
+            "l0/fraction": report.fraction["cost"],
+            "l0/multiplier": report.multiplier["cost"],
+            "l0/open_gates": float(sum(number for number, _ in report.open.values())),
+        }
+
+    def finish(self) -> nn.Module:
+        """Compact the network, after the last step; what could not be cut stays whole, with fixed gates and a warning.
+
+        A training that ended early is put onto the budget first, with a warning.
+        """
+        assert self.target is not None
+        if self.target.step < self.target.steps:
+            self.target.project()
+            warnings.warn(
+                f"Expected {self.target.steps} steps, but the training ended after {self.target.step}, so its last "
+                "gates closed at once. Train to the end for a better network.",
+                stacklevel=2,
+            )
+        device = self._gates.locations()[0].device
+        example = tree_map_only(Tensor, lambda x: x.to(device), self._example)
+        self.compacted, refusal = compact_or_fix(self._network, self._gates.test_gates(), example)
+        if refusal is not None:
+            warnings.warn(
+                f"The network came back whole, with fixed gates, as it could not be cut: {refusal}", stacklevel=2
+            )
+        return self.compacted.network
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training needs beside the network's parameters; nothing before the start."""
+        if self.target is None:
+            return {}
+        target = self.target.state_dict()
+        return {"steps": self.target.steps, "target": target, "optimiser": self._optimiser.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` at the next :meth:`start`."""
+        self._saved = state_dict
