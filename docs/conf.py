@@ -18,17 +18,20 @@ release = __version__
 version = release
 
 extensions = [
+    "mathml",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "jupyter_execute", "tables"]
 html_theme = "furo"
+html_math_renderer = "mathml"
+html_static_path = ["static"]
+html_css_files = ["style.css"]
 html_title = f"pyro_l0 {release}"
 
 autodoc_member_order = "bysource"
