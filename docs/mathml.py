@@ -9,7 +9,6 @@ from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
-
 # A name of a function, which stands apart from an argument without parentheses.
 _FUNCTION = re.compile(r"(<m([io])>(?:log|ln|exp|logit|clamp|max|min)</m\2>)(?!<mo[^>]*>(?:&#x00028;|\())")
 
