@@ -12,13 +12,14 @@ from pyro_l0.infer.target.budget import Cost
 from pyro_l0.infer.target.report import TargetReport
 from pyro_l0.pruning.batches import BatchLoss
 
-__all__ = ["Note", "largest_unit", "looks_untrained", "notes_on"]
+__all__ = ["Note", "largest_unit", "looks_untrained", "notes_on", "notes_on_latency"]
 
 FEW_STEPS = 300
 _LARGE = 0.05  # of a budget, for a unit
 _USED = 0.95  # of a budget
 _UNDECIDED = 0.05
 _FAR = 3.0  # times the error of the network as it was given
+_SLOW = 1.1  # of a budget of latency, as it was measured
 _UNTRAINED = 0.95  # of the loss with shuffled targets
 
 
@@ -112,3 +113,13 @@ def notes_on(
     if dense is not None and cut is not None and cut > _FAR * dense >= 0:
         tell(f"The error was {dense:.4g} and is {cut:.4g} as cut; more epochs, or a larger budget, keep more of it.")
     return notes
+
+
+def notes_on_latency(times: tuple[float, float], budgets: Mapping[str, float]) -> list[Note]:
+    """A note where the pruned network takes longer than its budget; the times are its own and the whole network's."""
+    reached = times[0] / times[1]
+    budget = budgets.get("latency", budgets.get("cost", 1.0))
+    if reached <= _SLOW * budget:
+        return []
+    text = f"The latency was measured to be {reached:.1%} of the whole network's, and the budget is {budget:.1%}. "
+    return [Note(text + "Measure where nothing else runs, with a larger example, or give a smaller budget.", True)]

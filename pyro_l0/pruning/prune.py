@@ -24,15 +24,16 @@ from pyro_l0.nn.gate_layer import gate_names
 from pyro_l0.pruning.batches import BatchLoss, LossFunction
 from pyro_l0.pruning.described import numbers, told
 from pyro_l0.pruning.distillation import Distil, Distillation
+from pyro_l0.pruning.latency import measure_latency
 from pyro_l0.pruning.limits import check_limits, gates_at_least, gates_in_step
-from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on
+from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on, notes_on_latency
 from pyro_l0.pruning.options import check_budget, check_callables, check_distil, check_network, count_steps, with_length
 from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import put_gates
 from pyro_l0.pruning.result import Pruned, PruningReport
 from pyro_l0.pruning.run import Cut, Evaluate, Run
 from pyro_l0.retired import renamed_arguments
-from pyro_l0.training.checkpoint import Checkpoint, checksum
+from pyro_l0.training.checkpoint import Checkpoint, checksum, saved_entry
 from pyro_l0.training.epochs import epochs as train_epochs
 from pyro_l0.training.processes import rank, share
 from pyro_l0.training.stream import Stream, some_batches
@@ -41,7 +42,7 @@ __all__ = ["prune"]
 
 _ROOM = 0.5  # of a budget, which the least network may take
 Budgets = float | Sequence[float] | Mapping[str, float]
-Counted = Literal["macs", "weights", "parameters"]
+Counted = Literal["macs", "weights", "parameters", "latency"]
 
 
 @renamed_arguments(target="budget", of="cost", optimiser="make_optimiser")
@@ -91,7 +92,9 @@ def prune(
         budget: largest fraction of the cost that may be left, in (0, 1). Several falling ones give a network each,
             from one run with gates; a dict gives one by name of several costs, all of which hold.
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable cost of your own, of gates by
-            site, or several by name.
+            site, or several by name. ``"latency"`` is the time of a call with the example on the device, as
+            :class:`~pyro_l0.pruning.latency.Latency` measures it before the training; the report has that of the
+            pruned network.
         epochs: passes over the loader; the last one with gates may be cut short. Several budgets take the last part,
             without gates, once for each.
         steps_per_epoch: of a loader without a length, such as a stream. Each epoch goes on where the last one ended,
@@ -173,11 +176,15 @@ def prune(
     placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), budget, cost))
     loss = BatchLoss(loss_fn, device, autocast)
     counts = NetworkCost(placed.network, example)
+    latency = None
+    if _is_timed(budget, cost):
+        measured = saved_entry(checkpoint, "latency") if resume and checkpoint is not None else None
+        latency = measure_latency(placed.network, example, measured)
     run = Run(
         placed,
         example,
         counts,
-        _costs(counts, budget, cost),
+        _costs(counts, budget, cost, latency),
         loader,
         loss,
         gated_steps,
@@ -188,6 +195,7 @@ def prune(
         schedule,
         evaluate,
         gates_in_step(placed.network, example, multiple_of) if multiple_of is not None else {},
+        latency,
     )
     least = gates_at_least(placed.network, at_least or {})
     costs = run.costs if isinstance(budget, Mapping) else run.costs["cost"]
@@ -245,16 +253,25 @@ def _suffices(counts: NetworkCost, budget: Budgets, cost: str | Cost | Mapping[s
         return True
     smallest = min(budget) if isinstance(budget, Sequence) else budget
     budgets = smallest if isinstance(smallest, Mapping) else {"cost": smallest}
-    costs = _costs(counts, budget, cost)
+    costs = _costs(counts, budget, cost, counts.macs)  # which tell as much of what a network can lose of its latency
     least = {site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}
     full = {site: torch.ones(size) for site, size in counts.sizes.items()}
     return all(float(costs[name](least)) <= _ROOM * part * float(costs[name](full)) for name, part in budgets.items())
 
 
-def _costs(counts: NetworkCost, budget: Budgets, cost: str | Cost | Mapping[str, Cost]) -> dict[str, Cost]:
+def _is_timed(budget: Budgets, cost: object) -> bool:
+    """Whether the latency is a cost, and none of the user's own."""
+    if isinstance(budget, Mapping):
+        return "latency" in budget and not (isinstance(cost, Mapping) and "latency" in cost)
+    return isinstance(cost, str) and cost == "latency"
+
+
+def _costs(
+    counts: NetworkCost, budget: Budgets, cost: str | Cost | Mapping[str, Cost], latency: Cost | None
+) -> dict[str, Cost]:
     """The costs by the names of the budgets."""
-    own = dict(cost) if isinstance(cost, Mapping) else {}
-    known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters, **own}
+    known: dict[str, Cost] = {"macs": counts.macs, "weights": counts.weights, "parameters": counts.parameters}
+    known |= ({} if latency is None else {"latency": latency}) | (dict(cost) if isinstance(cost, Mapping) else {})
     if isinstance(budget, Mapping):
         unknown = [name for name in budget if name not in known]
         if unknown or not budget:
@@ -300,15 +317,20 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     full = {site: torch.ones_like(gate) for site, gate in cut.gates.items()}
     is_open = full if cut.refusal is not None else {site: (gate != 0).float() for site, gate in cut.gates.items()}
     counts = {"macs": run.counts.macs, "weights": run.counts.weights, "parameters": run.counts.parameters}
+    left = {name: (float(count(is_open)), float(count(full))) for name, count in counts.items()}
+    if run.latency is not None:
+        left["latency"] = run.latency.compare(network)
     largest = largest_unit(cut.report.budget, run.costs, cut.gates, run.in_step)
     steps, errors = run.gated_steps + run.further_steps, (run.dense_error, cut.error)
     notes = notes_on(cut.report, largest, steps, run.looks_untrained, errors, run.placed.in_the_way)
     notes += [Note(finding, True) for finding in run.findings]
+    if run.latency is not None:
+        notes += notes_on_latency(left["latency"], cut.report.budget)
     if cut.refusal is not None:
         notes.append(Note(f"The network is whole, with fixed gates, as it could not be cut: {cut.refusal}", True))
     report = PruningReport(
         target=cut.report,
-        left={name: (float(count(is_open)), float(count(full))) for name, count in counts.items()},
+        left=left,
         dense=run.dense_error,
         cut=cut.error,
         end=run.error(network),

@@ -20,6 +20,7 @@ from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.pruning.batches import BatchLoss, Loader, groups, renew_statistics
+from pyro_l0.pruning.latency import Latency
 from pyro_l0.pruning.notes import FEW_STEPS
 from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import GatedNetwork
@@ -66,6 +67,7 @@ class Run:
     make_schedule: MakeSchedule | None  # of their optimiser, in each of the two phases
     evaluate: Evaluate | None  # the error of a network
     in_step: Mapping[str, int]  # by site, how many units leave together, if not each alone
+    latency: Latency | None  # where that is a cost
     cuts: list[Cut] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
@@ -197,6 +199,7 @@ class Run:
             "phase": self.phase.state_dict(),
             "tuning": None if self.tuning is None else self.tuning.state_dict(),
             "cuts": cuts,
+            "latency": None if self.latency is None else self.latency.measured,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -147,6 +147,11 @@ class Checkpoint:
         return "delete it to begin anew"
 
 
+def saved_entry(path: str | Path, name: str) -> Any:
+    """An entry of the state in a file, before there is a run that takes it up; None without a whole file."""
+    return _read(Path(path))["state"].get(name) if _is_whole(Path(path)) else None
+
+
 def _enter(stack: ExitStack, path: Path, resume: bool) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"Expected a folder for the checkpoint at {str(path)!r}, but there is none.")

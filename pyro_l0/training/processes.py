@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,7 +18,10 @@ __all__ = [
     "rank",
     "same_everywhere",
     "share",
+    "share_value",
 ]
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -89,6 +93,15 @@ def share(network: nn.Module) -> None:
     if processes() > 1:
         for value in network.state_dict().values():
             distributed.broadcast(value, 0)
+
+
+def share_value(value: _T) -> _T:
+    """What the first process has, in all of them; any value that can be pickled."""
+    if processes() == 1:
+        return value
+    found = [value]
+    distributed.broadcast_object_list(found, 0)
+    return found[0]
 
 
 def _average(values: list[Tensor]) -> None:
