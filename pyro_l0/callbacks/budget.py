@@ -121,7 +121,8 @@ class NetworkBudget:
         if self.target is None or self.compacted is not None:
             return
         locations = self._gates.locations()
-        average_gradients(locations)  # gates that DDP or FSDP ignores; means of means are these
+        if any(location.grad is not None for location in locations):  # without any, add_gradient raises
+            average_gradients(locations)  # of gates that DDP or FSDP ignores; those of DDP are equal and stay
         for location in locations:
             if location.grad is not None:  # of a float16 overflow, where the scaler leaves out the weights' step
                 location.grad.nan_to_num_(0.0, 0.0, 0.0)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from pyro_l0.callbacks.budget import NetworkBudget
 from pyro_l0.compaction import compact
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn import L0Gate, NetworkCost, NetworkGates
@@ -109,6 +110,12 @@ def work(rank, folder):
     own = L0Gate(50, sync_draws=False)
     torch.manual_seed(10 + rank)
     found["own draws"] = same(own())
+    network, x = Classifier(), data(rank)[0]
+    budget = NetworkBudget(network, x, 0.4, pretrained=True)
+    budget.start(10, 0, network.parameters())
+    budget.step()  # the first step, before the gates move
+    with pytest.raises(ValueError, match="Expected gradients of the gates' locations, but none has one"):
+        budget.step()
     sharded = Classifier()
     wrapped(sharded, "fully_shard", [])
     with pytest.raises(ValueError, match="whole in every process, but FSDP sharded its parameters"):
