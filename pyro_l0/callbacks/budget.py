@@ -35,7 +35,7 @@ class NetworkBudget:
         example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
         budget: largest fraction of the full network's cost, in (0, 1).
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site.
-        pretrained: as for :class:`~pyro_l0.infer.SparsityTarget`, and the others, too.
+        pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
         at_least: by gate site, how many of its gates never close.
         multiple_of: by gate site, a number of which a multiple of its gates is open.
 
@@ -114,6 +114,7 @@ class NetworkBudget:
                     location.copy_(place)
             self.target.load_state_dict(self._saved["target"])
             self._optimiser.load_state_dict(self._saved["optimiser"])
+            self._saved = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -122,9 +123,9 @@ class NetworkBudget:
             return
         locations = self._gates.locations()
         if any(location.grad is not None for location in locations):  # without any, add_gradient raises
-            average_gradients(locations)  # of gates that DDP or FSDP ignores; those of DDP are equal and stay
+            average_gradients(locations)  # for gates that DDP or FSDP ignores; DDP's own averages stay as they are
         for location in locations:
-            if location.grad is not None:  # of a float16 overflow, where the scaler leaves out the weights' step
+            if location.grad is not None:  # may overflow in float16; the scaler then skips the step of the weights
                 location.grad.nan_to_num_(0.0, 0.0, 0.0)
         self.target.add_gradient()
         self._optimiser.step()

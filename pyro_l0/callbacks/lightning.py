@@ -23,11 +23,13 @@ class BudgetCallback(NetworkBudget, Callback):
     Args:
         network: the network with L0Gates, an attribute of the module or part of one. If it is the module itself, the
             result is in ``compacted`` alone.
-        example: as for :class:`~pyro_l0.callbacks.budget.NetworkBudget`, and the others, too.
+        example, budget, cost, pretrained, at_least, multiple_of: as for
+            :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
 
     Raises:
-        ValueError: when the training starts, manual or several optimisers, an unknown number of steps, a checkpoint
-            without this callback or for another number of steps, or gates that are not trained.
+        ValueError: at the start of ``fit``: the module has several optimisers or steps by itself, the number of steps
+            is unknown, a checkpoint is of a training without this callback or of another length, or the gates are not
+            trained.
 
     Example:
         ``Trainer(max_epochs=20, callbacks=[BudgetCallback(module.net, x[:2], 0.3)]).fit(module, loader)``

@@ -29,12 +29,13 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
     Args:
         trainer: the Trainer of a model with L0Gates.
         example: what the model is called with, such as a dict of ``input_ids`` and ``attention_mask``.
-        budget: as for :class:`~pyro_l0.callbacks.budget.NetworkBudget`, and the others, too.
-        **options: of NetworkBudget.
+        budget: largest fraction of the full model's cost, in (0, 1).
+        *args: the cost, as for :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
+        **options: of NetworkBudget, such as ``pretrained=True``.
 
     Raises:
-        ValueError: the Trainer would load another model at the end or make this callback anew; when the training
-            starts, a checkpoint without this callback or for another number of steps.
+        ValueError: the Trainer would load another model at the end, or make callbacks anew from a checkpoint; at the
+            start of ``train``: a checkpoint is of a training without this callback or of another length.
 
     Example:
         ``trainer.add_callback(BudgetCallback(trainer, {"input_ids": tokens[:2]}, 0.3, pretrained=True))``
