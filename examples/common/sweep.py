@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from common import command
 from pyro_l0.compaction.files import replace_file
 
-__all__ = ["read_result", "results", "write_json"]
+__all__ = ["read_result", "results", "spread", "write_json"]
 
 Task = TypeVar("Task")
 Result = dict[str, Any]
@@ -55,3 +56,9 @@ def read_result(path: Path, options: Result, entries: Sequence[str]) -> Result:
     if differences:
         raise ValueError(f"{path} is of another run: {'; '.join(differences)}")
     return result
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation over the seeds, for a table."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
