@@ -48,9 +48,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("lam", "lams", "retrain_noise", "weight_decay"), NOT_NEGATIVE),
     "depth": whole(10, 1000),
     "draws": whole(2),
+    "nodes": whole(3, 100),
     "width": whole(1, 100),
 }
-SWEPT = ("budgets", "families", "lams", "methods", "seeds", "strength")  # each value is a run
+SWEPT = ("budgets", "families", "kinds", "lams", "methods", "nodes", "seeds", "strength")  # each value is a run
 
 
 def answer_signals() -> None:

@@ -1,0 +1,111 @@
+"""examples/causal_graph.py and its rival: likelihoods, cycles, distances, and small graphs that are found."""
+
+import pytest
+import torch
+
+import causal_graph
+from causal_graph import Linear, Options, Perceptrons, acyclic, find_graph, random_data, structural_distance
+from tests.bench.rivals.notears import notears_linear, notears_mlp
+
+CHAIN = torch.tensor([[0, 1, 0], [0, 0, 1], [0, 0, 0]]).bool()
+
+
+def chain(function):
+    """Data of 0 → 1 → 2."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 3, generator=generator)
+    x[:, 1] += function(x[:, 0])
+    x[:, 2] += function(x[:, 1])
+    return x
+
+
+def test_quick_run(tmp_path, capsys, monkeypatch):
+    """A printed row and a picture; the rival's distance is that of its graph."""
+    monkeypatch.setattr(causal_graph, "notears_linear", lambda x: torch.zeros(3, 3).bool())
+    rows = causal_graph.main(Options(kinds=("linear",), nodes=(3,), steps=5, seeds=(0, 1), out=tmp_path))
+    assert list(rows) == [("linear", 3)]
+    edges, _, distance = rows["linear", 3].T
+    assert torch.equal(edges, distance)
+    assert "linear            3" in capsys.readouterr().out
+    assert (tmp_path / "linear-3.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("kind", ["linear", "perceptrons"])
+def test_data_follow_the_graph(kind):
+    """No cycles; a node without parents is standard normal noise around a constant."""
+    torch.manual_seed(0)
+    x, graph = random_data(kind, 8)
+    assert torch.equal(graph, acyclic(graph.float(), torch.rand(8, 8)))
+    roots = ~graph.any(0)
+    assert ((x[:, roots].std(0) - 1).abs() < 0.2).all()
+
+
+def test_likelihood_of_linear_models():
+    """-log p(x) = n d / 2 log (squares) - n log |det(I - W)|, for each copy."""
+    torch.manual_seed(0)
+    x, gate = torch.randn(40, 3), torch.rand(2, 3, 3)
+    model = Linear(x, 2)
+    torch.nn.init.normal_(model.weight)
+    for k in range(2):
+        weight = (gate * model.weight)[k]
+        squared = (x - x @ weight).square().sum() / 40
+        expected = 40 * (1.5 * squared.log() - torch.det(torch.eye(3) - weight).abs().log())
+        torch.testing.assert_close(model(gate)[k], expected)
+
+
+def test_likelihood_of_perceptrons():
+    """The volume is that of autograd's Jacobian."""
+    torch.manual_seed(0)
+    x, gate = torch.randn(20, 3), torch.rand(2, 3, 3)
+    model = Perceptrons(x, 2).eval()
+    torch.nn.init.normal_(model.second)
+    torch.nn.init.normal_(model.bias)
+
+    def residual(row, k):
+        first = gate[k, :, :, None] * model.first[k]
+        units = torch.tanh(torch.einsum("i,ijh->jh", row, first) + model.bias[k, 0])
+        return row - (units * model.second[k, 0]).sum(-1)
+
+    for k in range(2):
+        each = torch.stack([residual(row, k) for row in x])
+        squared = (each - each.mean(0)).square().mean()
+        jacobians = torch.stack(
+            [torch.autograd.functional.jacobian(lambda row, k=k: residual(row, k), row) for row in x]
+        )
+        volume = torch.linalg.slogdet(jacobians).logabsdet.mean()
+        decay = 1e-2 * (model.first[k].square().sum() + model.second[k].square().sum())
+        torch.testing.assert_close(model(gate)[k], 20 * (1.5 * squared.log() - volume) + decay)
+
+
+def test_cycles_lose_their_least_probable_edge():
+    gate = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.4], [1.0, 0.0, 0.0]])
+    probability = torch.tensor([[0.1, 0.9, 0.2], [0.1, 0.1, 0.8], [0.7, 0.3, 0.1]])
+    assert torch.equal(acyclic(gate, probability), CHAIN)
+
+
+def test_distance_counts_a_turned_edge_once():
+    assert structural_distance(CHAIN, CHAIN) == 0
+    assert structural_distance(CHAIN.T, CHAIN) == 2
+    assert structural_distance(torch.zeros(3, 3).bool(), CHAIN) == 2
+
+
+@pytest.mark.slow
+def test_a_linear_chain_is_found():
+    x = chain(lambda cause: 1.5 * cause)
+    torch.manual_seed(0)
+    assert torch.equal(find_graph("linear", x, 2000), CHAIN)
+    assert torch.equal(notears_linear(x), CHAIN)
+
+
+@pytest.mark.slow
+def test_a_curved_chain_is_found():
+    x = chain(lambda cause: 2 * torch.sin(2 * cause))
+    torch.manual_seed(0)
+    assert torch.equal(find_graph("perceptrons", x, 2000), CHAIN)
+    assert torch.equal(notears_mlp(x), CHAIN)
+
+
+def test_refused(tmp_path):
+    for options, message in (({"nodes": (2,)}, "nodes of at least 3"), ({"steps": 0}, "steps")):
+        with pytest.raises(ValueError, match=message):
+            causal_graph.main(Options(out=tmp_path, **options))
