@@ -104,14 +104,13 @@ def activations(steps: int) -> Data:
     moves = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
     parts = [part.view(-1, 8, 8) for part in (images.train_x, images.test_x)]
     x, test_x = (torch.cat([part.roll(move, (1, 2)).flatten(1) for move in moves]) for part in parts)
-    labels = images.train_y.repeat(len(moves))
     hidden = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
     network = nn.Sequential(hidden, nn.Linear(64, 10))
     optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE)
     for _ in range(steps):
-        chosen = torch.randint(len(labels), (BATCH,))
+        chosen = torch.randint(len(x), (BATCH,))
         optimiser.zero_grad()
-        F.cross_entropy(network(x[chosen]), labels[chosen]).backward()
+        F.cross_entropy(network(x[chosen]), images.train_y[chosen % len(images.train_y)]).backward()
         optimiser.step()
     return scaled(hidden(x).detach(), hidden(test_x).detach(), 8, 128, torch.zeros(64, 0))
 
