@@ -30,6 +30,7 @@ _PLACES = 4  # between which further sizes are looked for
 _FAR = 0.02  # of the whole time, by which a table may be off between its sizes
 _WHOLE = (1, 2, 4, 16)  # of the units of each site one in so many is left in networks that are timed as a whole
 _WAIT, _LEAST_WAIT, _LESS, _SECONDS = 20, 3, 0.01, 1.0  # calls without a shorter one, how much shorter, and a limit
+_PATIENCE = 6  # so many times as long is waited where whole networks are timed, which set the scale
 _SIZES = ("groups", "normalized_shape")  # arguments that follow the size of a tensor
 Units = tuple[tuple[int, int], ...]  # statements on which entries stay, and how many entries have each
 Run = Callable[[], object]
@@ -50,10 +51,10 @@ class Latency:
     Args:
         network: a network with gates, on the device where it is timed.
         example: what it is called with; the times are those of this batch.
-        measured: the times of an earlier object, which are taken as they are.
+        measured: the times of an earlier object, by what was timed, which are taken as they are.
 
-    Attributes:
-        measured: by group of operations and numbers of units, and by part of the whole network, microseconds.
+    Raises:
+        ValueError: no operation that depends on the gates can be timed.
     """
 
     def __init__(self, network: nn.Module, example: Example, measured: Mapping[str, float] | None = None) -> None:
@@ -73,6 +74,11 @@ class Latency:
             work = _Work(operation, dependencies)
             if 0 < len(work.units) <= 2 and work.can_shrink():
                 groups.setdefault(work.units, []).append(work)
+        if not groups:
+            raise ValueError(
+                "Expected a network that takes less time with fewer units, but no operation that depends on its gates "
+                "can be timed; take another cost, such as macs."
+            )
         self._expectations = Expectations(dependencies.formulas, dependencies.sizes)
         self._tables = [self._table(f"group {i}", *group) for i, group in enumerate(groups.items())]
         self._rest, self._scale = 0.0, 1.0
@@ -83,17 +89,13 @@ class Latency:
     def __call__(self, active: Mapping[str, Tensor]) -> Tensor:
         """Microseconds, shape ``()``; by site, ``active`` is P(z != 0) of each gate, or 0 and 1."""
         sums = self._expectations(active)
-        total = next(iter(active.values())).new_full((), self._rest)
-        for table in self._tables:
-            total = total + self._scale * table(sums)
-        return total
+        return torch.stack([table(sums) for table in self._tables]).sum() * self._scale + self._rest
 
     def compare(self, pruned: nn.Module) -> tuple[float, float]:
         """Microseconds of a pruned network and of the one with all gates open, as they are measured now."""
         sizes = {site: gate.size for site, gate in gate_names(self._network).items()}
         whole = compact(self._network, _first(sizes, 1, self._device), self._example).network
-        runs = [call_of(network, self._example) for network in (pruned, whole)]
-        ours, theirs = microseconds(runs, self._device)
+        ours, theirs = microseconds([call_of(x, self._example) for x in (pruned, whole)], self._device)
         return ours, theirs
 
     def _table(self, name: str, units: tuple[Units, ...], works: Sequence[_Work]) -> _Table:
@@ -107,7 +109,7 @@ class Latency:
             key = f"{name}, {numbers}"
             if key not in self.measured:
                 run = _in_turn([work.prepare(dict(zip(units, numbers, strict=True))) for work in works])
-                (self.measured[key],) = microseconds([run], self._device, self._before)
+                (self.measured[key],) = microseconds([run], self._device, self._before, 1)
             return self.measured[key]
 
         knots = []
@@ -124,11 +126,7 @@ class Latency:
 
 
 class _Work:
-    """An operation that can be run with fewer units.
-
-    Attributes:
-        units: the kinds of units that its tensors have.
-    """
+    """An operation that can be run with fewer of the ``units`` whose kinds its tensors have."""
 
     def __init__(self, operation: Operation, dependencies: Dependencies) -> None:
         self._operation = operation
@@ -176,35 +174,29 @@ class _Table:
 
     def __init__(self, values: Tensor, knots: Sequence[Sequence[int]], sums: Sequence[int]) -> None:
         self._sums = sums
-        ends = [[min(1, len(x) - 2), len(x) - 1] for x in knots]
         for dim in range(values.dim()):
             # What disturbs a measurement makes it longer, so that with fewer units it takes no longer than with more.
             values = values.flip(dim).cummin(dim).values.flip(dim)
-        corners = values[torch.meshgrid(*map(torch.tensor, ends), indexing="ij")]
-        edges = [[x[i] for i in own] for x, own in zip(knots, ends, strict=True)]
-        self._steps, self._line = _Interpolation(values, knots), _Interpolation(corners, edges)
+        ends = [torch.tensor([min(1, len(x) - 2), len(x) - 1]) for x in knots]
+        places = [torch.tensor(x, dtype=torch.float32) for x in knots]
+        corners = values[torch.meshgrid(*ends, indexing="ij")]
+        self._steps = [PerDevice(x) for x in (values, *places)]
+        self._line = [PerDevice(x) for x in (corners, *(x[own] for x, own in zip(places, ends, strict=True)))]
 
     def __call__(self, sums: Sequence[Tensor]) -> Tensor:
         at = [sums[number] for number in self._sums]
-        line = self._line(at)
-        return line + (self._steps(at) - line).detach()
+        line = _interpolate(self._line, at)
+        return line + (_interpolate(self._steps, at) - line).detach()
 
 
-class _Interpolation:
-    """Linear in each dimension between knots, and beyond them."""
-
-    def __init__(self, values: Tensor, knots: Sequence[Sequence[int]]) -> None:
-        self._values, self._knots = PerDevice(values), [PerDevice(torch.tensor(x, dtype=torch.float32)) for x in knots]
-
-    def __call__(self, at: Sequence[Tensor]) -> Tensor:
-        values = self._values.on(at[0].device)
-        for knots, x in zip(self._knots, at, strict=True):
-            places = knots.on(x.device)
-            above = torch.searchsorted(places, x.detach().float().view(1)).clamp(1, len(places) - 1)
-            low, high = places.index_select(0, above - 1), places.index_select(0, above)
-            lower, upper = values.index_select(0, above - 1)[0], values.index_select(0, above)[0]
-            values = lower + (upper - lower) * ((x - low) / (high - low))
-        return values.reshape(())
+def _interpolate(table: Sequence[PerDevice], at: Sequence[Tensor]) -> Tensor:
+    """Linear in each dimension between knots, and beyond them; shape ``()``."""
+    values, *knots = (x.on(at[0].device) for x in table)
+    for places, x in zip(knots, at, strict=True):
+        above = torch.searchsorted(places, x.detach().float().view(1)).clamp(1, len(places) - 1)
+        (low, high), (lower, upper) = ([y.index_select(0, i)[0] for i in (above - 1, above)] for y in (places, values))
+        values = lower + (upper - lower) * ((x - low) / (high - low))
+    return values
 
 
 def _between(line: Callable[[int], float], low: int, high: int, far: float) -> list[int]:
@@ -238,15 +230,17 @@ def call_of(network: nn.Module, example: Example) -> Run:
 
 
 @torch.no_grad()
-def microseconds(runs: Sequence[Run], device: torch.device, before: Run | None = None) -> list[float]:
+def microseconds(
+    runs: Sequence[Run], device: torch.device, before: Run | None = None, patience: int = _PATIENCE
+) -> list[float]:
     """The shortest time of each of some functions, which are called in turn until none gets shorter.
 
     Each call comes after one of ``before``, or another one of itself. On the CPU with one thread it is that thread's
     processor time, as if no other process ran.
     """
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    least, begun, waited = [math.inf] * len(runs), time.perf_counter(), 0
-    while waited < _WAIT and (waited < _LEAST_WAIT or time.perf_counter() - begun < _SECONDS * len(runs)):
+    least, begun, waited, limit = [math.inf] * len(runs), time.perf_counter(), 0, patience * _SECONDS * len(runs)
+    while waited < patience * _WAIT and (waited < _LEAST_WAIT or time.perf_counter() - begun < limit):
         waited += 1
         for i, run in enumerate(runs):
             (before or run)()

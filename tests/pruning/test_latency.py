@@ -10,8 +10,9 @@ from pyro_l0 import prune
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate
 from pyro_l0.pruning import latency
-from pyro_l0.pruning.latency import Latency, microseconds
+from pyro_l0.pruning.latency import Latency, measure_latency, microseconds
 from pyro_l0.pruning.notes import notes_on_latency
+from tests.processes import in_two
 from tests.pruning.networks import Mlp, StoppedError, VisionTransformer, digits, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
@@ -19,7 +20,7 @@ X, Y = digits(320)
 BATCHES = [(X[i : i + 40], Y[i : i + 40]) for i in range(0, 320, 40)]
 
 
-def flops(runs, device, before=None):
+def flops(runs, device, *_):
     """The floating-point operations of each, and ten for whatever runs."""
     found = []
     for run in runs:
@@ -67,7 +68,7 @@ def test_it_is_that_of_the_compacted_network():
 def test_steps_are_found(counted, monkeypatch):
     """Times that jump between two sizes are met on both sides, by few measurements; derivatives are those of a line."""
 
-    def steps(runs, device, before=None):
+    def steps(runs, device, *_):
         return [100.0 * (1 + (count > 10 + 10 * 97)) for count in flops(runs, device)]
 
     monkeypatch.setattr(latency, "microseconds", steps)
@@ -126,6 +127,26 @@ def test_times_of_a_clock():
     large, small = (torch.randn(n, n) for n in (256, 16))
     first, second = microseconds([lambda: large @ large, lambda: small @ small], torch.device("cpu"))
     assert first > 2 * second > 0
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_network_without_such_operations():
+    network = nn.Sequential(Gate(3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"less time with fewer units.*take another cost"):
+        Latency(network, torch.ones(2, 3))
+
+
+def measured(rank, folder):
+    """What each of two processes takes for the times."""
+    network = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), Gate(20), nn.Linear(20, 2))
+    return measure_latency(network, torch.ones(1, 3), None).measured
+
+
+@pytest.mark.slow  # starts two processes
+def test_two_processes_have_one_table(tmp_path):
+    first, second = in_two(measured, tmp_path)
+    assert first == second
+    assert len(first) > 5
 
 
 def test_a_network_that_takes_too_long_is_told_of():
