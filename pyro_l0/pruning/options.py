@@ -77,8 +77,10 @@ def check_budget(budget: object) -> None:
         raise ValueError(f"Expected budgets that fall from one to the next, but got {budget!r}.")
 
 
-def check_distil(distil: object) -> None:
+def check_distil(distil: object, pretrained: bool) -> None:
     """Check the weight and the temperature of distillation."""
+    if not pretrained:
+        raise ValueError("Expected a network that was trained before to distil from, but pretrained is False.")
     if not isinstance(distil, (tuple, list)) or len(distil) != 2:
         raise TypeError(
             f"Expected distil to be (weight, temperature), or (weight, function) where outputs are no class logits, "

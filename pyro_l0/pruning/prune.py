@@ -164,7 +164,7 @@ def prune(
     check_callables(callbacks, autocast, loss_fn, evaluate=evaluate, make_optimiser=make_optimiser, schedule=schedule)
     check_limits(at_least, multiple_of)
     if distil is not None:
-        check_distil(distil)
+        check_distil(distil, pretrained)
     if resume and checkpoint is None:
         raise ValueError("Expected a checkpoint to resume from, but got none; give checkpoint=, the file of that run.")
     loader = with_length(loader, steps_per_epoch, accumulate)

@@ -186,3 +186,8 @@ def test_resumed_runs(tmp_path):
 def test_refusals(distil, error, message):
     with pytest.raises(error, match=message):
         run(distil=distil)
+
+
+def test_an_untrained_teacher():
+    with pytest.raises(ValueError, match="trained before to distil from, but pretrained is False"):
+        run(distil=(0.5, 2.0), pretrained=False)
