@@ -48,10 +48,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("lam", "lams", "retrain_noise", "weight_decay"), NOT_NEGATIVE),
     "depth": whole(10, 1000),
     "draws": whole(2),
+    "edges": whole(1),
     "nodes": whole(3, 100),
     "width": whole(1, 100),
 }
-SWEPT = ("budgets", "families", "kinds", "lams", "methods", "nodes", "seeds", "strength")  # each value is a run
+# Each value is a run:
+SWEPT = ("budgets", "edges", "families", "kinds", "lams", "methods", "nodes", "seeds", "strength")
 
 
 def answer_signals() -> None:

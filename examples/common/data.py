@@ -1,4 +1,4 @@
-"""The image data of the examples: scikit-learn's digits and MNIST."""
+"""The data of the examples: scikit-learn's digits, MNIST, and texts that are generated."""
 
 import gzip
 import math
@@ -17,7 +17,7 @@ import torch
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
-__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_images", "load_mnist"]
+__all__ = ["MNIST_SHA256", "MNIST_URLS", "Images", "load_digits", "load_images", "load_mnist", "repeated_texts"]
 
 MNIST_URLS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -180,3 +180,13 @@ def _download(name: str, base_urls: Sequence[str], folder: Path) -> None:
         f"expected {name} with SHA-256 {MNIST_SHA256[name]}, and no mirror delivered it; "
         "download the four files by hand and name their folder with --data-dir\n" + "\n".join(failures)
     )
+
+
+def repeated_texts(number: int, vocabulary: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Texts that repeat a random sequence of different tokens, the tokens that follow, and where they repeat.
+
+    The sequences have between a third and two thirds of the length; everything has shape ``(number, length)``.
+    """
+    period = torch.randint(length // 3, 2 * length // 3 + 1, (number, 1))
+    text = torch.rand(number, vocabulary).argsort(1).gather(1, torch.arange(length + 1) % period)
+    return text[:, :-1], text[:, 1:], torch.arange(length) >= period
