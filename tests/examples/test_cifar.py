@@ -152,7 +152,16 @@ def test_table_of_wide_residual_networks(folder, row, monkeypatch, capsys):
     """A row of the benchmark at once and in two pieces gives the same line, which the table shows."""
 
     def run(out):
-        options = ["--data-dir", str(folder), "--out", str(out), "--lines", str(out / "lines"), "--epochs", "6"]
+        options = [
+            "--data-dir",
+            str(folder),
+            "--out",
+            str(out),
+            "--lines",
+            str(out / "lines"),
+            "--options",
+            '{"epochs": 6}',
+        ]
         out.mkdir(exist_ok=True)
         monkeypatch.setattr("sys.argv", ["wrn_table.py", row, "--table", *options])
         wrn_table.main()

@@ -2,7 +2,8 @@
 
 Trains a row of the table for 40 epochs on one core, in bfloat16 where autocast takes it, with a checkpoint after every
 epoch in a folder of its own under ``--out``; the same command goes on from there, and adds a line to ``--lines`` at the
-end. ``--table`` prints all lines as a table in Markdown, and ``--figure FILE`` draws error and expected multiply-adds
+end. ``--options '{"depth": 10, "hold_out": 5000}'`` is for runs apart, with ``--out`` and ``--lines`` of their own.
+``--table`` prints all lines as a table in Markdown, and ``--figure FILE`` draws error and expected multiply-adds
 over the epochs as Figure 4 of the L0 paper.
 """
 
@@ -46,15 +47,18 @@ ROWS: dict[str, tuple[str, Callable[..., Run], dict[str, Any]]] = {
 def finished(given: argparse.Namespace) -> Line:
     """Train a row to its end, from its checkpoint if there is one; what it ended with."""
     _, make, settings = ROWS[given.row]
-    options = Options(depth=16, width=1, epochs=given.epochs, amp=True, data=given.data, seed=given.seed, **settings)
-    run = make(load_cifar(given.data_dir, given.data), options)
+    settings = settings | given.options
+    named = {"row": given.row, "data": given.data, "seed": given.seed}
+    common = {"depth": 16, "width": 1, "epochs": 40, "amp": True, "data": given.data, "seed": given.seed}
+    options = Options(**(common | settings))
+    images = load_cifar(given.data_dir, given.data)
+    run = make(images.hold_out(options.hold_out) if options.hold_out else images, options)
     run.advance = _timed(run.advance)
     path = given.out / f"{given.data}-{given.row}-{given.seed}" / "checkpoint.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    named = {"row": given.row, "data": given.data, "seed": given.seed}
     train(run, path, {**named, "settings": settings}, path.exists(), True)
     last, over = run.history[-1], ("test_error_percent", "expected_macs", "macs_left", "processor_seconds")
-    line = {**named, "epochs": given.epochs, "macs": run.cost.total_macs, "weights": run.cost.total_weights}
+    line = {**named, "epochs": options.epochs, "macs": run.cost.total_macs, "weights": run.cost.total_weights}
     line |= {name: [round(entry[name], 2) for entry in run.history] for name in over}
     if not isinstance(run, DropoutRun):
         line |= {name: last[name] for name in ("architecture", "weights_left")}
@@ -120,7 +124,7 @@ def main() -> None:
     parser.add_argument("row", nargs="?", choices=ROWS)
     parser.add_argument("--data", default="cifar10", choices=["cifar10", "cifar100"])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--options", type=json.loads, default={}, help="further options of the example, as JSON")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/wrn"))
     parser.add_argument("--lines", type=Path, default=LINES)
