@@ -3,8 +3,9 @@
 A gate per hidden feature map of every residual block; SGD with Nesterov momentum, 200 epochs, steps at 60, 120 and 160,
 crops and flips, batches of 128, weight decay 5e-4, divided by 0.7 on the convolutions that read gated maps.
 
-Gates have a learning rate of their own: at the weights' rate of 0.1 they hardly move, at 50 they close a third of the
-maps before the network has learned.
+Gates have a learning rate of their own: at the weights' rate of 0.1 they hardly move. The defaults are for the paper's
+WRN-28-10. In narrow networks a map has fewer weights to pay for and more noise at its gate: for a width of 1 take
+``--lam 0.3 --gate-learning-rate 1``; at 30 noise closes half of the maps in the first epoch (docs/results.md).
 
 Writes to ``--out``: ``metrics.json``, ``training.png`` (error, open maps and expected multiply-adds over the epochs,
 Figure 4 of the paper), the compacted network and ``checkpoint.pt``, from which ``--resume`` continues.
@@ -47,6 +48,8 @@ __all__ = ["Options", "Run", "main"]
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 STEPS = (0.3, 0.6, 0.8)  # of the epochs: 60, 120 and 160 of 200
+# P(z != 0) up to which a map leaves. The slope of a price falls with it, and with SGD closed gates stay above 0.01.
+THRESHOLD = 0.05
 KEEP_RATE = 0.7  # of the hidden maps at the start: log alpha = logit(0.7), P(z != 0) = 0.917 for the hard concrete
 
 
@@ -138,7 +141,7 @@ class Run(GatedRun):
         )
         self.schedule = falling(self.optimiser, options.epochs)
         if options.shrink:
-            self.shrinker = Shrinker(net, self.guide, example, self.optimiser, self.elbo)
+            self.shrinker = Shrinker(net, self.guide, example, self.optimiser, self.elbo, threshold=THRESHOLD)
         if processes() > 1:
             torch.manual_seed(options.seed + rank())
 
