@@ -115,7 +115,7 @@ def draw(lines: list[Line], path: Path) -> None:
         style = {"color": colours[line["row"]], "label": ROWS[line["row"]][0] if line is first else None}
         error.plot(epochs, line["test_error_percent"], **style)
         macs.plot(epochs, [value / 1e6 for value in line["expected_macs"]], **style)
-    error.set(title="Test error", ylabel="%", xlabel="epoch", yscale="log")
+    error.set(title="Test error", ylabel="%", xlabel="epoch")
     macs.set(title="Expected multiply-adds per image, millions", xlabel="epoch", ylim=(0, None))
     macs.legend()
     figure.savefig(path, dpi=110)
