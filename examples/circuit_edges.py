@@ -7,9 +7,9 @@ first; the first → k of the second, tokens → its q and v; and its way to the
 edge costs more where it alone is closed. A closed edge passes the mean of its node's output over texts and positions.
 
 The transformer is frozen. Gates on all 137 edges keep a number of them at the least KL from it to the circuit (as in
-Edge Pruning, Bhaskar et al., 2024, arXiv:2406.16778). The rivals keep the largest gradients: "patching" those of the
-answer's logit (attribution patching, Syed et al., 2023, arXiv:2310.10348), "integrated" those of the KL, summed on the
-way there from all edges closed (after Hanna et al., 2024, arXiv:2403.17806).
+Edge Pruning, Bhaskar et al., 2024, arXiv:2406.16778). The rivals keep the largest gradients: "patching" of the answer's
+logit (Syed et al., 2023, arXiv:2310.10348), "integrated" of the KL, summed on the way from all edges closed (after
+Hanna et al., 2024, arXiv:2403.17806). A minute and a half on one core; seed 1: 8/8 known edges, KL 0.074 with 16 edges.
 """
 
 from common import command

@@ -61,7 +61,7 @@ def test_refused(tmp_path):
 @pytest.mark.slow
 def test_known_edges_are_kept(tmp_path):
     """At twice their number, with less KL than by attribution patching."""
-    results = circuit_edges.main(Options(edges=(16,), out=tmp_path))
+    results = circuit_edges.main(Options(out=tmp_path))
     ((kl, known),) = results["gates"][16]
     assert known in ("7/7", "8/8")
     assert kl < results["patching"][16][0][0]
