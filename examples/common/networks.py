@@ -12,19 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0 import (
-    BernoulliGate,
-    ExponentialGate,
-    ExponentialUniformGate,
-    HardConcrete,
-    HardKumaraswamy,
-    PowerLawGate,
-    RectifiedNormal,
-)
+from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.mixture import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
 from pyro_l0.nn import Gate
+from pyro_l0.nn.l0_gate import FAMILIES as PATHWISE
 
 __all__ = [
     "FAMILIES",
@@ -52,15 +45,7 @@ FamilyName = Literal[
     "power_law",
     "bernoulli",
 ]
-FAMILIES: dict[FamilyName, type[GateDistribution]] = {
-    "hard_concrete": HardConcrete,
-    "rectified_normal": RectifiedNormal,
-    "hard_kumaraswamy": HardKumaraswamy,
-    "exponential": ExponentialGate,
-    "exponential_uniform": ExponentialUniformGate,
-    "power_law": PowerLawGate,
-    "bernoulli": BernoulliGate,
-}
+FAMILIES: dict[str, type[GateDistribution]] = {**PATHWISE, "bernoulli": BernoulliGate}
 # What both papers keep of each gate site's units at the start: the L0 paper drops 0.2 of the MLP's inputs and half of
 # all other units (log alpha = logit(0.8), 0), and the mixtures' paper starts from these as weights.
 KEEP_RATES: dict[NetworkName, tuple[float, ...]] = {"mlp": (0.8, 0.5, 0.5), "lenet5": (0.5, 0.5, 0.5, 0.5)}

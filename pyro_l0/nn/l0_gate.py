@@ -27,11 +27,11 @@ from pyro_l0.nn.gate_layer import GateLayer, check_units, keep_being_called
 
 __all__ = ["FAMILIES", "L0Gate"]
 
-#: The families by name. Gates of two values have no pathwise draws, which a plain loss needs.
+#: The families by name. Binary gates have no pathwise draws, which a plain loss needs.
 FAMILIES: dict[str, type[GateDistribution]] = {
     "hard_concrete": HardConcrete,
-    "hard_kumaraswamy": HardKumaraswamy,
     "rectified_normal": RectifiedNormal,
+    "hard_kumaraswamy": HardKumaraswamy,
     "exponential": ExponentialGate,
     "exponential_uniform": ExponentialUniformGate,
     "power_law": PowerLawGate,
