@@ -207,7 +207,7 @@ def check_shares(num_data: int, batch_size: int, number: int) -> None:
 def train(run: GatedRun, path: Path, described: dict[str, Any], resume: bool, first: bool) -> None:
     """Train a run to its end, with a checkpoint after every epoch.
 
-    The ``first`` process shows a progress bar on a terminal, and prints a line per epoch with the time left elsewhere.
+    The ``first`` process shows a progress bar on a terminal, and elsewhere prints some twenty lines with the time left.
     ``described`` is what the checkpoint and the run that resumes it must agree in.
     """
     checkpoint = Checkpoint(path, described)
@@ -225,6 +225,6 @@ def train(run: GatedRun, path: Path, described: dict[str, Any], resume: bool, fi
         share = 100 * entry["expected_macs"] / run.cost.total_macs
         progress = f"error {entry['test_error_percent']:.2f} %, expected MACs {share:.1f} %"
         bar.set_postfix_str(progress)
-        if first and bar.disable:
+        if first and bar.disable and entry["epoch"] % max(1, total // 20) == 0:
             left = bar.format_interval((total - entry["epoch"]) * entry["seconds"])
             print(f"epoch {entry['epoch']} of {total}: {progress}, {left} left", flush=True)
