@@ -365,6 +365,15 @@ def about_to_shrink():
     return net, guide, optimiser, shrinker, x
 
 
+@pytest.fixture
+def interrupts():
+    """Interrupts raise, as in a program of the foreground; a shell's jobs in the background ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_finds_the_change_made_whole(monkeypatch):
     """One that comes between two tensors of a network waits until all of them, and the guide's, are cut."""
     net, guide, _, shrinker, x = about_to_shrink()
