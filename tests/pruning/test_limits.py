@@ -77,10 +77,10 @@ def test_heads_count_by_their_features():
         ({"at_least": {"second": float("nan")}}, ValueError, "a fraction to 1.0, but got nan"),
         ({"at_least": {"second": True}}, TypeError, r"at_least\['second'\] to be a number of units.*got True"),
         ({"at_least": 0.5}, TypeError, "at_least to be a dict of numbers of units"),
-        ({"at_least": {"": 0.9}}, ValueError, "what at_least and multiple_of keep open meets, which costs"),
+        ({"at_least": {"": 0.9}}, ValueError, "the gates that at_least and multiple_of keep open meet, which costs"),
         ({"multiple_of": 0}, ValueError, "multiple_of of at least 1, but got 0"),
         ({"multiple_of": 8.0}, TypeError, "multiple_of to be a whole number"),
-        ({"multiple_of": 64}, ValueError, "what at_least and multiple_of keep open meets, which costs"),
+        ({"multiple_of": 64}, ValueError, "the gates that at_least and multiple_of keep open meet, which costs"),
     ],
 )
 def test_refusals(options, error, message):

@@ -349,7 +349,7 @@ def test_a_report():
         (
             (0.5, count),
             {"at_least": {"a": 3}},
-            "what at_least and multiple_of keep open meets, which costs {'cost': 0.59",
+            "the gates that at_least and multiple_of keep open meet, which costs {'cost': 0.59",
         ),
         ((0.5, lambda gates: 0 * count(gates)), {}, "a cost above 0 with all gates open, but 'cost' is 0.0"),
     ],
