@@ -123,7 +123,8 @@ class Budget:
             needed = {name: round(x, 4) for name, x in zip(self.names, smallest.tolist(), strict=True)}
             given = {name: round(x, 4) for name, x in zip(self.names, self.final.tolist(), strict=True)}
             is_plain = max(self.least.values()) <= 1
-            least = "one open gate per site meets" if is_plain else "the gates that at_least and multiple_of keep open meet"
+            kept = "the gates that at_least and multiple_of keep open meet"
+            least = "one open gate per site meets" if is_plain else kept
             raise BudgetTooSmallError(
                 f"Expected a budget that {least}, which costs {needed} of the full network, but got {given}; give a "
                 "larger budget, or gates for more of the network."
