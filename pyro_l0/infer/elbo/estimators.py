@@ -2,6 +2,8 @@
 
 Each draws the gates, evaluates the cost at its draws and returns a surrogate: a tensor whose value is 0 and whose
 gradient, for the gates' log odds, estimates that of the expected cost. The gates' own KL is exact and not part of it.
+A cost has shape ``()``, or one of batches for gates of each example: the leading dimensions of every gate. Then an
+example's gates answer for its own cost alone.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Evaluation(NamedTuple):
     """The objective at given gates."""
 
     parts: dict[str, Tensor]  # by name, shape ()
-    cost: Tensor  # the sum of the parts that depend on the gates' values
+    cost: Tensor  # the sum of the parts that depend on the gates' values; its shape is also the surrogate's
     analytic: Sequence[Tensor] = ()  # the other parts as they enter the loss
 
 
@@ -63,7 +65,7 @@ class Estimators:
     def __call__(self, evaluate: _Evaluate, gates: _Gates, draws: int) -> Estimate:
         """Evaluations at exact draws (pairs of draws for ``"arm"``), whose mean is the loss, and a surrogate.
 
-        The surrogate is 0 with the gradient for the gates' log odds, shape ``()``.
+        The surrogate is 0 with the gradient for the gates' log odds, shape that of the cost.
         """
         if self.name == "score_function":
             return self._score_function(evaluate, gates, draws)
@@ -78,7 +80,7 @@ class Estimators:
         evaluations = [evaluate(values) for values in drawn]
         costs = torch.stack([evaluation.cost.detach() for evaluation in evaluations])
         baseline = costs.new_zeros(()) if self.baseline is None else self.baseline.to(costs)
-        scores = [x * _score(gates, values) for x, values in zip(costs - baseline, drawn, strict=True)]
+        scores = [x * _score(gates, values, x) for x, values in zip(costs - baseline, drawn, strict=True)]
         # Only now: a baseline that knew these draws would bias the gradient.
         mean = costs.mean()
         self.baseline = mean if self.baseline is None else _DECAY * baseline + (1 - _DECAY) * mean
@@ -89,8 +91,9 @@ def _arm(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     noise = {name: torch.rand_like(gate.logits) for name, gate in gates.items()}
     first = evaluate({name: (noise[name] > torch.sigmoid(-g.logits)).to(g.logits) for name, g in gates.items()})
     second = evaluate({name: (noise[name] < torch.sigmoid(g.logits)).to(g.logits) for name, g in gates.items()})
-    slope = [((noise[name] - 0.5) * _change(gate.logits)).sum() for name, gate in gates.items()]
-    return [first, second], (first.cost - second.cost).detach() * torch.stack(slope).sum()
+    difference = (first.cost - second.cost).detach()
+    slope = [_over((noise[name] - 0.5) * _change(gate.logits), difference) for name, gate in gates.items()]
+    return [first, second], difference * torch.stack(slope).sum(0)
 
 
 def _straight_through(evaluate: _Evaluate, gates: _Gates) -> Estimate:
@@ -104,10 +107,10 @@ def _rebar(evaluate: _Evaluate, gates: _Gates) -> Estimate:
     found = evaluate(hard)
     _, free_slope = _cost_and_slope(evaluate, free)
     tied_cost, tied_slope = _cost_and_slope(evaluate, tied)
-    surrogate = (found.cost.detach() - tied_cost) * _score(gates, hard)
+    surrogate = (found.cost.detach() - tied_cost) * _score(gates, hard, tied_cost)
     for name in gates:
-        surrogate = surrogate + (free_slope[name] * _change(free[name])).sum()
-        surrogate = surrogate - (tied_slope[name] * _change(tied[name])).sum()
+        surrogate = surrogate + _over(free_slope[name] * _change(free[name]), tied_cost)
+        surrogate = surrogate - _over(tied_slope[name] * _change(tied[name]), tied_cost)
     return [found], surrogate
 
 
@@ -123,10 +126,15 @@ def _draw(gates: _Gates) -> _Values:
     return {name: gate.sample() for name, gate in gates.items()}
 
 
-def _score(gates: _Gates, values: _Values) -> Tensor:
-    """0 with the gradient of the draws' log probability."""
-    scores = [_change((values[name].detach() * g.logits + F.logsigmoid(-g.logits)).sum()) for name, g in gates.items()]
-    return torch.stack(scores).sum()
+def _over(x: Tensor, cost: Tensor) -> Tensor:
+    """The sum of x, which has a gate's shape, in the shape of the cost."""
+    return x.sum(tuple(range(cost.dim(), x.dim()))) if x.dim() > cost.dim() else x
+
+
+def _score(gates: _Gates, values: _Values, cost: Tensor) -> Tensor:
+    """0 with the gradient of the draws' log probability, in the shape of the cost."""
+    scores = [values[name].detach() * gate.logits + F.logsigmoid(-gate.logits) for name, gate in gates.items()]
+    return torch.stack([_change(_over(score, cost)) for score in scores]).sum(0)
 
 
 def _relaxations(gates: _Gates) -> tuple[_Values, _Values, _Values]:
@@ -151,7 +159,7 @@ def _cost_and_slope(evaluate: _Evaluate, values: _Values) -> tuple[Tensor, _Valu
     """The cost at relaxed gates and its gradient for them alone, without the weights."""
     leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
     cost = evaluate(leaves).cost
-    slopes = torch.autograd.grad(cost, list(leaves.values()), materialize_grads=True)
+    slopes = torch.autograd.grad(cost.sum(), list(leaves.values()), materialize_grads=True)
     return cost.detach(), dict(zip(leaves, slopes, strict=True))
 
 
@@ -193,13 +201,13 @@ def leave_one_out(loss: Tensor, log_q: Tensor, temper: float) -> Tensor:
     :math:`\sum_s (c_s - \bar c) \nabla \log q(z_s) / (S - 1)` with the cost
     :math:`c = \kappa (loss - \log q) + \log q`: each draw's baseline is the mean of the others. Where
     :math:`\log q` is a part of the loss and the posterior is exact, all costs are the same and the estimate has no
-    variance; taking the gates' KL out would leave one. Losses and log probabilities have shape ``(S,)``, and
-    ``temper`` is :math:`\kappa` in (0, 1].
+    variance; taking the gates' KL out would leave one. Losses and log probabilities have shape ``(S,)``, or
+    ``(S, batch)`` for gates of each example, and ``temper`` is :math:`\kappa` in (0, 1].
 
     References:
         Kool, van Hoof, Welling (2019), Buy 4 REINFORCE samples, get a baseline for free; Richter et al. (2020),
         VarGrad, arXiv:2010.10436.
     """
     cost = (temper * (loss - log_q) + log_q).detach() if temper != 1 else loss.detach()
-    centred = (cost - cost.mean()) / (len(cost) - 1)
+    centred = (cost - cost.mean(0)) / (len(cost) - 1)
     return (centred * (log_q - log_q.detach())).sum()  # they may be of different dtypes

@@ -13,7 +13,7 @@ from torch.distributions import kl_divergence
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.infer.elbo.estimators import Estimators
+from pyro_l0.infer.elbo.estimators import Estimators, Evaluation, leave_one_out
 from tests.cases import first_by_default
 
 STANDARD_ERRORS = 4
@@ -223,3 +223,33 @@ def test_refusals():
 
     with pytest.raises(ValueError, match="BernoulliGate in the guide for estimator='arm', but found none"):
         L0_ELBO("l0", estimator="arm").differentiable_loss(concrete, concrete)
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_gates_of_an_example_answer_for_its_own_cost(name):
+    torch.manual_seed(88)
+    number, gates, draws = 3, 2, 20_000
+    weight = torch.randn(number, gates, dtype=torch.float64)
+    # A cost that no gate changes, but by which all would move if costs were summed.
+    constant = torch.tensor([0.0, 0.0, 100.0], dtype=torch.float64)
+    logits = torch.tensor([[-1.0, 0.5], [0.3, -0.2], [0.8, 1.0]], dtype=torch.float64, requires_grad=True)
+
+    def cost(z):
+        return (1 + (weight * z).sum(-1)).square() + constant
+
+    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=gates)), dtype=torch.float64)[:, None]
+    probs = torch.distributions.Bernoulli(logits=logits).log_prob(states).sum(-1).exp()
+    expected = torch.autograd.grad((probs * cost(states)).sum(), logits)[0][:2]
+    many = logits.expand(draws, number, gates)
+    q = BernoulliGate(many)
+    if name == "leave_one_out":
+        z = q.sample((2,))
+        surrogate = leave_one_out(cost(z), q.log_prob(z).sum(-1), 1.0)
+    else:
+        estimator = Estimators(name)
+        estimator.baseline = torch.tensor(1.0, dtype=torch.float64)
+        found, surrogate = estimator(lambda values: Evaluation({}, cost(values["z"])), {"z": q}, 1)
+        assert found[0].cost.shape == surrogate.shape == (draws, number)
+    (slopes,) = torch.autograd.grad(surrogate.sum(), many)
+    slopes = slopes[:, :2]
+    assert (slopes.mean(0) - expected).abs().le(STANDARD_ERRORS * slopes.std(0) / math.sqrt(draws)).all()
