@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.bench.pruning.comparator_noise import LogNormals, TruncatedLogNormal
 
 __all__ = ["METHODS", "Layer", "MethodName"]
 
@@ -19,9 +20,13 @@ MethodName = Literal[
     "vibnet",
     "sbp",
     "bc_gnj",
+    "bc_ghs",
     "group_lasso",
     "admm",
 ]
+
+
+GLOBAL_SCALE = 1e-5  # of the half-Cauchy prior of a layer's common scale in BC-GHS
 
 
 class Layer(nn.Module):
@@ -164,64 +169,6 @@ class VIB(Layer):
         return self.linear.weight.detach() * self.mu.detach(), keep
 
 
-class TruncatedLogNormal(nn.Module):
-    """Multipliers whose log is normal within (-20, 0), under a log-uniform prior there (Neklyudov et al. 2017).
-
-    Args:
-        size: how many.
-    """
-
-    low, high = -20.0, 0.0
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.mu = nn.Parameter(torch.zeros(size))
-        self.log_sigma = nn.Parameter(torch.full((size,), -5.0))
-
-    def _ends(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Location, scale and the standardised ends, in double for their tails."""
-        mu, sigma = self.mu.double(), self.log_sigma.double().exp()
-        return mu, sigma, (self.low - mu) / sigma, (self.high - mu) / sigma
-
-    def _log_mass(self, a: Tensor, b: Tensor) -> Tensor:
-        """Log of the normal mass between two ends, from the nearer tail."""
-        upper = a > 0
-        low, high = torch.where(upper, -b, a), torch.where(upper, -a, b)
-        near = torch.special.log_ndtr(high)
-        return near + torch.log1p(-torch.exp((torch.special.log_ndtr(low) - near).clamp(max=-1e-12)))
-
-    def rsample(self, shape: torch.Size) -> Tensor:
-        """Draws, shape ``shape``, whose last dimension is the multipliers'."""
-        mu, sigma, a, b = self._ends()
-        upper = a > 0
-        low, high = torch.special.ndtr(torch.where(upper, -b, a)), torch.special.ndtr(torch.where(upper, -a, b))
-        p = torch.lerp(low.expand(shape), high.expand(shape), torch.rand(shape, dtype=torch.float64))
-        e = torch.special.ndtri(p.clamp(1e-300, 1 - 1e-16))
-        return torch.exp((mu + sigma * torch.where(upper, -e, e)).clamp(self.low, self.high)).float()
-
-    def kl(self) -> Tensor:
-        """KL to the log-uniform prior, one per multiplier."""
-        _, sigma, a, b = self._ends()
-        log_mass = self._log_mass(a, b)
-        # The density at both ends over the mass, whose exponentials alone would be 0 / 0 far out.
-        lower = a * torch.exp(-0.5 * a * a - log_mass)
-        upper = b * torch.exp(-0.5 * b * b - log_mass)
-        slope = (lower - upper) / (2 * math.sqrt(2 * math.pi))
-        entropy = torch.log(sigma) + 0.5 * math.log(2 * math.pi * math.e) + log_mass + slope
-        return (math.log(self.high - self.low) - entropy).float()
-
-    def mean_and_snr(self) -> tuple[Tensor, Tensor]:
-        """The mean, and the mean over the standard deviation."""
-        mu, sigma, a, b = self._ends()
-        log_mass = self._log_mass(a, b)
-        first, second = (
-            torch.exp(k * mu + 0.5 * (k * sigma) ** 2 + self._log_mass(a - k * sigma, b - k * sigma) - log_mass)
-            for k in (1, 2)
-        )
-        deviation = (second - first**2).clamp(min=1e-30).sqrt()
-        return first.float(), (first / deviation).float()
-
-
 class SBP(Layer):
     """Structured Bayesian pruning: truncated log-normal noise per unit."""
 
@@ -269,6 +216,37 @@ class BCGNJ(Layer):
     def pruned(self) -> tuple[Tensor, Tensor]:
         """A unit leaves when log alpha of its group is above 3, or its group is next to 0."""
         return self.linear.weight.detach() * self.mu.detach(), self.log_alpha.detach() < 3
+
+
+class BCGHS(Layer):
+    """Group noise under half-Cauchy priors, of each group and of all, with Gaussian weights (Louizos et al. 2017)."""
+
+    def __init__(self, fan_in: int, fan_out: int, strength: float) -> None:
+        super().__init__(fan_in, fan_out, strength)
+        self.groups, self.all = LogNormals(fan_in, 1.0), LogNormals(1, GLOBAL_SCALE)
+        with torch.no_grad():
+            self.all.loc[1] = -self.all.loc[0]  # so that the scales start at 1
+        self.weight_log_var = nn.Parameter(torch.full((fan_out, fan_in), -9.0))
+
+    def log_moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the logarithm of each group's scale."""
+        (mean, var), (of_all, var_of_all) = self.groups.log_moments(), self.all.log_moments()
+        return mean + of_all, var + var_of_all
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, var = self.log_moments()
+        return noisy_product(self.linear, x * torch.exp(mean + var.sqrt() * torch.randn_like(x)), self.weight_log_var)
+
+    def penalty(self) -> Tensor:
+        """KL of the scales, and of the weights to a standard normal."""
+        log_var = self.weight_log_var
+        weights = 0.5 * (log_var.exp() + self.linear.weight.square() - 1 - log_var).sum()
+        return self.strength * (self.groups.kl().sum() + self.all.kl().sum() + weights)
+
+    def pruned(self) -> tuple[Tensor, Tensor]:
+        """A unit leaves when the mode of its scale is below a twentieth; the paper reads its threshold off a plot."""
+        mean, var = (x.detach() for x in self.log_moments())
+        return self.linear.weight.detach() * torch.exp(mean + var / 2), mean - var > -3
 
 
 class GroupLasso(Layer):
@@ -340,6 +318,7 @@ METHODS: dict[MethodName, type[Layer]] = {
     "vibnet": VIB,
     "sbp": SBP,
     "bc_gnj": BCGNJ,
+    "bc_ghs": BCGHS,
     "group_lasso": GroupLasso,
     "admm": ADMM,
 }

@@ -14,6 +14,7 @@ Each method's penalty, and when a unit leaves:
 - vibnet: KL of unit noise (Dai et al. 2018); its noise exceeds its signal.
 - sbp: KL of log-normal noise (Neklyudov et al. 2017); signal to noise is below 1.
 - bc_gnj: KL of group and weight noise (Louizos et al. 2017); log alpha of its group is above 3.
+- bc_ghs: KL of half-Cauchy scales and weight noise (the same); the mode of its scale is below a twentieth.
 - group_lasso: norm of a group, by proximal steps (Yuan, Lin 2006); its group is 0.
 - admm: distance from a pruned copy (Boyd et al. 2011); it is not among the k largest.
 """

@@ -10,7 +10,8 @@ from scipy import integrate, stats
 
 from common.data import load_digits
 from tests.bench.pruning import comparators
-from tests.bench.pruning.comparator_methods import ADMM, METHODS, TruncatedLogNormal, log_uniform_kl
+from tests.bench.pruning.comparator_methods import ADMM, METHODS, log_uniform_kl
+from tests.bench.pruning.comparator_noise import LogNormals, TruncatedLogNormal
 
 
 @pytest.mark.parametrize("log_alpha", [-6.0, -2.0, 0.0, 1.0, 3.0, 6.0])
@@ -47,6 +48,27 @@ def test_truncated_log_normal(mu, log_sigma):
     assert stats.kstest(draws.log().flatten().numpy(), law.cdf).pvalue > 1e-6
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+def test_log_normals_under_a_half_cauchy(scale):
+    """KLs of both factors against integrals, and that a prior draw of their product is half-Cauchy."""
+    torch.manual_seed(114)
+    scales = LogNormals(3, scale)
+    with torch.no_grad():
+        scales.log_var.copy_(torch.linspace(-3.0, 1.0, 6).view(2, 3))
+        scales.loc += torch.randn(2, 3)
+    first, second = stats.gamma(0.5, scale=scale**2), stats.invgamma(0.5)
+    loc, sd = scales.loc.tolist(), (0.5 * scales.log_var).exp().tolist()
+    for prior, locs, sds, found in zip((first, second), loc, sd, scales.kl().tolist(), strict=True):
+        for m, s, value in zip(locs, sds, found, strict=True):
+
+            def ratio(t, m=m, s=s, prior=prior):  # t is the logarithm
+                return stats.norm.pdf(t, m, s) * (stats.norm.logpdf(t, m, s) - prior.logpdf(math.exp(t)) - t)
+
+            assert value == pytest.approx(integrate.quad(ratio, m - 10 * s, m + 10 * s, limit=400)[0], rel=1e-4)
+    a, b = first.rvs(20_000, random_state=115), second.rvs(20_000, random_state=116)
+    assert stats.kstest((a * b) ** 0.5, stats.halfcauchy(scale=scale).cdf).pvalue > 1e-3
+
+
 def test_extreme_noise_stays_finite():
     """Noise far outside of its interval, in value and gradient."""
     noise = TruncatedLogNormal(3)
@@ -77,6 +99,8 @@ def test_pruning_rules():
                 layer.noise.log_sigma.copy_(torch.tensor([2.0, -2.0, 2.0, -2.0]))
             elif name == "bc_gnj":
                 layer.log_var.copy_(torch.tensor([4.0, 2.0, 4.0, 2.0]))
+            elif name == "bc_ghs":
+                layer.groups.loc[0].copy_(torch.tensor([-7.0, -5.0, -7.0, -5.0]))
             elif name == "group_lasso":
                 layer.linear.weight[:, [0, 2]] = 1e-9
                 layer.after_step(0.1)
