@@ -225,7 +225,7 @@ class BCGHS(Layer):
         super().__init__(fan_in, fan_out, strength)
         self.groups, self.all = LogNormals(fan_in, 1.0), LogNormals(1, GLOBAL_SCALE)
         with torch.no_grad():
-            self.all.loc[1] = -self.all.loc[0]  # so that the scales start at 1
+            self.all.tenth_loc[1] = -self.all.tenth_loc[0]  # so that the scales start at 1
         self.weight_log_var = nn.Parameter(torch.full((fan_out, fan_in), -9.0))
 
     def log_moments(self) -> tuple[Tensor, Tensor]:

@@ -81,8 +81,19 @@ class LogNormals(nn.Module):
     def __init__(self, number: int, scale: float) -> None:
         super().__init__()
         self.log_rate = -2 * math.log(scale)
-        self.loc = nn.Parameter(torch.tensor([[-self.log_rate], [0.0]]) + 0.01 * torch.randn(2, number))
-        self.log_var = nn.Parameter(torch.full((2, number), -9.0))
+        # Logarithms cover a longer way than weights, so that they go ten times as far in a step of Adam.
+        self.tenth_loc = nn.Parameter(0.1 * torch.tensor([[-self.log_rate], [0.0]]) + 0.001 * torch.randn(2, number))
+        self.tenth_log_var = nn.Parameter(torch.full((2, number), -0.9))
+
+    @property
+    def loc(self) -> Tensor:
+        """Means of the logarithms of the factors, shape ``(2, number)``."""
+        return 10 * self.tenth_loc
+
+    @property
+    def log_var(self) -> Tensor:
+        """Logarithms of the variances of these logarithms, shape ``(2, number)``."""
+        return 10 * self.tenth_log_var
 
     def log_moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of the logarithms of the scales, each of shape ``(number,)``."""

@@ -54,8 +54,8 @@ def test_log_normals_under_a_half_cauchy(scale):
     torch.manual_seed(114)
     scales = LogNormals(3, scale)
     with torch.no_grad():
-        scales.log_var.copy_(torch.linspace(-3.0, 1.0, 6).view(2, 3))
-        scales.loc += torch.randn(2, 3)
+        scales.tenth_log_var.copy_(torch.linspace(-0.3, 0.1, 6).view(2, 3))
+        scales.tenth_loc += 0.1 * torch.randn(2, 3)
     first, second = stats.gamma(0.5, scale=scale**2), stats.invgamma(0.5)
     loc, sd = scales.loc.tolist(), (0.5 * scales.log_var).exp().tolist()
     for prior, locs, sds, found in zip((first, second), loc, sd, scales.kl().tolist(), strict=True):
@@ -100,7 +100,7 @@ def test_pruning_rules():
             elif name == "bc_gnj":
                 layer.log_var.copy_(torch.tensor([4.0, 2.0, 4.0, 2.0]))
             elif name == "bc_ghs":
-                layer.groups.loc[0].copy_(torch.tensor([-7.0, -5.0, -7.0, -5.0]))
+                layer.groups.tenth_loc[0] = torch.tensor([-0.7, -0.5, -0.7, -0.5])
             elif name == "group_lasso":
                 layer.linear.weight[:, [0, 2]] = 1e-9
                 layer.after_step(0.1)
