@@ -1,4 +1,4 @@
-"""The programs of docs/l0_gate.md that need an extra or a group of processes, and do not run with the docs."""
+"""The programs of docs/howto/l0_gate.md that need an extra or a group of processes, and do not run with the docs."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.processes import python
 
-PAGE = (Path(__file__).parents[2] / "docs" / "l0_gate.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "l0_gate.md").read_text()
 SETUP = re.search(r"^```{code-cell} ipython3\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)
 PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 NEEDS = ("lightning", "accelerate", None)

@@ -143,7 +143,7 @@ def test_active_prob_agrees_with_its_log(case):
 
 
 def test_deterministic_gates_by_name():
-    """The example of docs/families.md: four gates that the paper may mean, and where they close."""
+    """The example of docs/explanation/families.md: four gates that the paper may mean, and where they close."""
     weight = torch.tensor(0.2, dtype=torch.float64)
     gate = ExponentialGate(torch.logit(weight), 30.0)
     assert gate.mean.item() == pytest.approx(0.202, abs=5e-4)
