@@ -20,6 +20,7 @@ version = release
 extensions = [
     "mathml",
     "myst_nb",
+    "notebooks",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
