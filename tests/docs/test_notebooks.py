@@ -8,7 +8,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("myst_nb")  # of the extra docs
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in (DOCS / "tutorials").glob("*.md") if page.stem != "index")
 
 
