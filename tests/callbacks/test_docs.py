@@ -1,4 +1,4 @@
-"""The programs of docs/howto/l0_gate.md that need an extra or a group of processes, and do not run with the docs."""
+"""The programs of docs/howto that need an extra or a group of processes, and do not run with the docs."""
 
 import re
 from pathlib import Path
@@ -7,9 +7,15 @@ import pytest
 
 from tests.processes import python
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "l0_gate.md").read_text()
-SETUP = re.search(r"^```{code-cell} ipython3\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE).group(1)
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+PAGES = Path(__file__).parents[2] / "docs" / "howto"
+SETUP = re.search(
+    r"^```{code-cell} ipython3\n(.*?)^```$", (PAGES / "l0_gate.md").read_text(), re.DOTALL | re.MULTILINE
+).group(1)
+PROGRAMS = [
+    program
+    for name in ("lightning.md", "transformers.md", "distributed.md")
+    for program in re.findall(r"^```python\n(.*?)^```$", (PAGES / name).read_text(), re.DOTALL | re.MULTILINE)
+]
 NEEDS = ("lightning", "accelerate", None)
 BUDGETS = (0.1, 0.8, 0.1)
 
