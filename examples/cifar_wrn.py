@@ -32,7 +32,7 @@ from common.cifar import NUM_CLASSES, Name, load_cifar
 from common.data import Images
 from common.gated_run import GatedRun, train
 from common.networks import Classifier, init_active_prob
-from common.plots import plot_training
+from common.plots import plot_history
 from common.residual import wide_resnet
 from common.sweep import write_json
 from pyro_l0 import HardConcrete
@@ -230,7 +230,7 @@ def main(options: Options) -> dict[str, Any]:
         if not first:
             return metrics
         small.save(options.out / "pruned")
-        plot_training(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
+        plot_history(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
         write_json(options.out / "metrics.json", metrics)
         print(f"test error, final epoch   {metrics['test_error_percent']:.2f} %")
         print(f"hidden maps left          {'-'.join(map(str, metrics['architecture']))}")

@@ -32,8 +32,9 @@ from common.averages import retrain
 from common.data import load_images
 from common.gated_run import train
 from common.mnist_run import Options, Run, check, describe
-from common.plots import plot_inputs, plot_training
+from common.plots import plot_history
 from common.sweep import write_json
+from pyro_l0.plots import plot_gates, save_figure
 from pyro_l0.training import process_group
 
 __all__ = ["Options", "Run", "describe", "main"]
@@ -65,10 +66,10 @@ def main(options: Options) -> dict[str, Any]:
             retrain(small.network, run.train_x, run.train_y, *passes)
             metrics["retrained_error_percent"] = run.error(small.network)
         small.save(options.out / "pruned")
-        plot_training(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
+        plot_history(run.history, run.cost.total_macs, list(run.group_sizes), options.out / "training.png")
         gate = next(iter(run.full(run.gates.test_gates()).values()))
         if gate.numel() == images.train_x.shape[1]:
-            plot_inputs(gate.cpu(), images.image_shape, options.out / "inputs.png")
+            save_figure(plot_gates(gate, shape=images.image_shape[-2:], name="pixels"), options.out / "inputs.png")
         write_json(options.out / "metrics.json", metrics)  # last: who finds it finds the others too
         _print_table(metrics, options)
         return metrics

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pyro_l0 import fast as fast
     from pyro_l0 import infer as infer
     from pyro_l0 import nn as nn
+    from pyro_l0 import plots as plots
     from pyro_l0 import pruning as pruning
     from pyro_l0 import selection as selection
     from pyro_l0 import training as training
@@ -40,7 +41,7 @@ __all__ = [
 
 # Parts that are imported when they are first used, so that ``import pyro_l0`` stays quick. They are not in ``__all__``,
 # because a star would put this ``nn`` in the place of torch's.
-_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "pruning", "selection", "training")
+_PARTS = ("compaction", "diagnostics", "fast", "infer", "nn", "plots", "pruning", "selection", "training")
 # Functions at the top that bring such a part along.
 _FUNCTIONS = {"diagnose": "diagnostics", "prune": "pruning"}
 

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "nn": {"fast", "distributions"},
     "compaction": {"nn"},
     "diagnostics": {"maths", "fast", "distributions", "infer", "nn"},
+    "plots": {"distributions", "diagnostics"},
     "training": {"compaction"},
     "pruning": {"infer", "nn", "compaction", "diagnostics", "training"},
     "selection": {"maths", "fast", "distributions", "infer", "nn", "diagnostics"},

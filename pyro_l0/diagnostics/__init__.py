@@ -1,4 +1,4 @@
-"""What training with gates does, and posteriors as arviz takes them: gradients, InferenceData, plots."""
+"""What training with gates does, and posteriors as arviz takes them: gradients, InferenceData."""
 
 from pyro_l0.diagnostics.doctor import diagnose
 from pyro_l0.diagnostics.inference_data import to_arviz
@@ -19,9 +19,9 @@ __getattr__ = retired_names(
         "exact_gradient": "pyro_l0.diagnostics.gradients.exact_gradient",
         "measure_gradient": "pyro_l0.diagnostics.gradients.measure_gradient",
         "pathwise_noise": "pyro_l0.diagnostics.gradients.pathwise_noise",
-        "plot_gradients": "pyro_l0.diagnostics.plots.plot_gradients",
-        "plot_calibration": "pyro_l0.diagnostics.plots.plot_calibration",
-        "plot_credible_sets": "pyro_l0.diagnostics.plots.plot_credible_sets",
-        "plot_inclusion": "pyro_l0.diagnostics.plots.plot_inclusion",
+        "plot_gradients": "pyro_l0.plots.plot_gradients",
+        "plot_calibration": "pyro_l0.plots.plot_calibration",
+        "plot_credible_sets": "pyro_l0.plots.plot_credible_sets",
+        "plot_inclusion": "pyro_l0.plots.plot_inclusion",
     },
 )

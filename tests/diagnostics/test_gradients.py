@@ -15,8 +15,8 @@ from pyro_l0 import (
     RectifiedNormal,
 )
 from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient, pathwise_noise
-from pyro_l0.diagnostics.plots import plot_gradients
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
+from pyro_l0.plots import plot_gradients
 from tests.cases import double
 
 

@@ -42,10 +42,10 @@ from pyro_l0 import (
     RectifiedNormal,
 )
 from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, pathwise_noise
-from pyro_l0.diagnostics.plots import plot_gradients
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
+from pyro_l0.plots import plot_gradients
 
 __all__ = ["Options", "main"]
 

@@ -24,10 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+import matplotlib.pyplot as plt
+
 from cifar_wrn import Options, Run
 from common.cifar import load_cifar
 from common.gated_run import train
-from common.plots import plt
 from tests.bench.wrn.runs import BudgetRun, DropoutRun
 
 LINES = Path(__file__).parent / "runs.jsonl"

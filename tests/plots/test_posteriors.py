@@ -1,10 +1,10 @@
-"""What plots show."""
+"""What pictures of posteriors show."""
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from pyro_l0.diagnostics.plots import plot_calibration, plot_credible_sets, plot_inclusion
+from pyro_l0.plots import plot_calibration, plot_credible_sets, plot_inclusion
 
 CORRELATION = np.array([[1.0, 0.9, -0.2, 0.1], [0.9, 1.0, 0.3, 0.0], [-0.2, 0.3, 1.0, 0.95], [0.1, 0.0, 0.95, 1.0]])
 

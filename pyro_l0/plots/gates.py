@@ -1,0 +1,166 @@
+"""Gates: those of a site, their densities, and the edges that they keep in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pyro_l0.plots.style import COLOURS, as_array, figure_axes, is_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # an extra
+
+    from pyro_l0.distributions.gate import GateDistribution
+
+__all__ = ["plot_density", "plot_edges", "plot_gates"]
+
+
+def plot_gates(
+    gates: ArrayLike,
+    *,
+    shape: tuple[int, int] | None = None,
+    image: ArrayLike | None = None,
+    name: str = "",
+    label: str = "test gate",
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the gates of a site: sorted, or as pixels where each stands in front of one.
+
+    Args:
+        gates: numbers in [0, 1], such as ``guide.test_gates()["z"]`` or ``guide.active_probs()["z"]``, of any shape.
+        shape: rows and columns of the picture whose pixels they gate.
+        image: a picture of that shape, drawn in grey with a frame around each pixel whose gate is open.
+        name: of the site, for the title.
+        label: what the numbers are.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes, whose title counts the gates that are not 0.
+
+    Raises:
+        ValueError: a gate is outside of [0, 1], or the shape has another number of gates.
+
+    Example:
+        >>> import torch
+        >>> plot_gates(torch.tensor([0.0, 1.0, 0.4]), name="layer.0").get_title()
+        'layer.0: 2 of 3 open'
+    """
+    values = as_array(gates).ravel()
+    if not values.size or not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(f"Expected gates in [0, 1], but {name or 'the site'} has others or none.")
+    if image is not None and shape is None:
+        shape = as_array(image).shape  # type: ignore[assignment]
+    if shape is not None and (len(shape) != 2 or np.prod(shape) != values.size):
+        raise ValueError(f"Expected a shape (rows, columns) of {values.size} gates, but got {tuple(shape)}.")
+    axes = figure_axes(figsize=(3.4, 3.2) if shape else (4.5, 3)) if axes is None else axes
+    is_axes(axes)
+    opened = int((values != 0).sum())
+    if shape is None:
+        axes.bar(np.arange(1, values.size + 1), np.sort(values)[::-1], width=1.0, color=COLOURS[0])
+        axes.set(xlabel="gates, largest first", ylabel=label, ylim=(0, 1.02))
+    elif image is None:
+        shown = axes.imshow(values.reshape(shape), vmin=0, vmax=1, cmap="cividis")
+        axes.figure.colorbar(shown, ax=axes, label=label)
+    else:
+        axes.imshow(as_array(image).reshape(shape), cmap="gray_r")
+        rows, columns = values.reshape(shape).nonzero()
+        axes.plot(columns, rows, "s", color=COLOURS[4], fillstyle="none")
+    if shape is not None:
+        axes.set(xticks=[], yticks=[])
+    axes.set_title(f"{name}: {opened} of {values.size} open" if name else f"{opened} of {values.size} open")
+    return axes
+
+
+def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None = None) -> Axes:
+    """Draw the density of one gate between 0 and 1, and its atoms as bars.
+
+    Args:
+        gate: with an empty ``batch_shape``.
+        title: of the picture.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: the gate has a batch shape.
+
+    Example:
+        >>> import torch
+        >>> from pyro_l0 import HardConcrete
+        >>> axes = plot_density(HardConcrete(torch.tensor(0.0)))
+        >>> [round(bar.get_height(), 3) for bar in axes.patches]
+        [0.169, 0.169]
+    """
+    if len(gate.batch_shape):
+        raise ValueError(f"Expected a gate of batch shape (), but got {tuple(gate.batch_shape)}.")
+    axes = figure_axes(figsize=(4.5, 3)) if axes is None else axes
+    is_axes(axes)
+    z = gate.log_prob_zero.new_tensor(np.linspace(0.002, 0.998, 400))
+    axes.plot(z.numpy(), as_array(gate.log_prob(z).exp()), color=COLOURS[0], label="density")
+    atoms = as_array(gate.log_prob_zero.exp()), as_array(gate.log_prob_one.exp())
+    axes.bar([0, 1], [float(atom) for atom in atoms], width=0.04, color=COLOURS[1], label="atom, probability")
+    axes.set(xlabel="z", title=title, ylim=(0, 3))
+    axes.legend(fontsize="small")
+    return axes
+
+
+def plot_edges(
+    edges: Collection[tuple[Hashable, Hashable]],
+    places: Mapping[Hashable, tuple[float, float]],
+    *,
+    known: Collection[tuple[Hashable, Hashable]] | None = None,
+    title: str = "",
+    names: bool = True,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw a directed graph; edges that are not among the known ones are dashed and of another colour.
+
+    Args:
+        edges: pairs of a source and a target.
+        places: of every node, x and y in any unit.
+        known: the edges to compare with; all are drawn alike if not given.
+        title: of the picture.
+        names: whether each node is drawn as its name, or as a dot.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: an edge names a node that has no place.
+
+    Example:
+        >>> axes = plot_edges([("a", "b")], {"a": (0, 0), "b": (1, 0)}, known=[("b", "a")])
+        >>> [text.get_text() for text in axes.texts]
+        ['a', 'b', '']
+    """
+    lost = {node for edge in edges for node in edge} - {*places}
+    if lost:
+        raise ValueError(f"Expected a place for each node, but there is none for {sorted(map(str, lost))}.")
+    axes = figure_axes(figsize=(5, 4)) if axes is None else axes
+    is_axes(axes)
+    for name, (x, y) in places.items():
+        if names:
+            axes.text(x, y, str(name), ha="center", va="center", bbox={"boxstyle": "round", "fc": "white"}, zorder=3)
+    if not names:
+        axes.scatter(*zip(*places.values(), strict=True), color="0.3", s=12)
+    for source, target in edges:
+        right = known is None or (source, target) in known
+        arrow = {
+            "arrowstyle": "->",
+            "color": COLOURS[0] if right else COLOURS[4],
+            "linestyle": "-" if right else "--",
+            "shrinkA": 14 if names else 4,
+            "shrinkB": 14 if names else 4,
+        }
+        axes.annotate("", places[target], places[source], arrowprops=arrow)
+    across, up = zip(*places.values(), strict=True)
+    axes.set_xlim(min(across) - 0.5, max(across) + 0.5)
+    axes.set_ylim(min(up) - 0.5, max(up) + 0.5)
+    axes.set_title(title)
+    axes.axis("off")
+    return axes

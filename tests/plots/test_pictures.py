@@ -1,0 +1,151 @@
+"""What pictures of trainings, frontiers, gates and estimates show, by their data."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+
+from pyro_l0 import HardConcrete
+from pyro_l0.plots import (
+    figure_axes,
+    plot_bars,
+    plot_curves,
+    plot_density,
+    plot_edges,
+    plot_estimates,
+    plot_frontier,
+    plot_gates,
+    plot_gradients,
+    plot_training,
+    save_figure,
+    short_names,
+)
+from pyro_l0.plots.style import COLOURS, series
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
+
+
+def test_series_differ_in_greyscale():
+    """Neighbours differ in lightness, and every one in marker and line."""
+    lightness = [float(np.dot(to_rgb(colour), (0.299, 0.587, 0.114))) for colour in COLOURS]
+    assert min(abs(a - b) for a, b in zip(lightness, lightness[1:], strict=False)) > 0.1
+    for part in ("marker", "linestyle", "color"):
+        assert len({str(series(k)[part]) for k in range(len(COLOURS))}) == len(COLOURS)
+
+
+def test_training_has_a_panel_for_each_quantity():
+    panels = {"error, %": {"": [4.0, 2.0]}, "open units": {"net.0.gate": [30, 12], "net.2.gate": [10, 6]}}
+    error, units = plot_training(panels, [5, 10], lines={"open units": {"dense": 30}}, log=["error, %"])
+    assert error.lines[0].get_xydata().tolist() == [[5.0, 4.0], [10.0, 2.0]]
+    assert (error.get_yscale(), error.get_xlabel(), error.get_ylabel()) == ("log", "epoch", "error, %")
+    assert error.get_legend() is None
+    assert [line.get_label() for line in units.lines] == ["net.0", "net.2", "dense"]
+    assert units.get_ylim()[0] == 0
+
+
+def test_a_curve_has_its_own_x_and_spread():
+    axes = plot_curves({"a": torch.tensor([[3.0, 4.0], [1.0, 2.0]])}, spreads={"a": [0.5, 0.1]}, xlabel="x", ylabel="y")
+    points, _, (bars,) = axes.containers[0]
+    assert points.get_xydata().tolist() == [[3.0, 1.0], [4.0, 2.0]]
+    assert bars.get_segments()[0][:, 1].tolist() == [0.5, 1.5]
+
+
+def test_frontier_has_published_points_in_the_colour_of_their_method():
+    axes = plot_frontier(
+        {"gates": [[2e4, 5e3], [1.6, 1.9]]}, {"gates": [[1e4], [1.8]], "other": [[1e4], [2.5]]}, dense=1.5
+    )
+    ours, dense, theirs, other = axes.lines
+    assert ours.get_xydata().tolist() == [[5e3, 1.9], [2e4, 1.6]]
+    assert dense.get_ydata()[0] == 1.5
+    assert theirs.get_xydata().tolist() == [[1e4, 1.8]]
+    assert theirs.get_color() == ours.get_color() != other.get_color()
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_gates_sorted_and_as_pixels():
+    gates = torch.tensor([0.0, 1.0, 0.4, 0.0], requires_grad=True)
+    axes = plot_gates(gates, name="layer.0")
+    np.testing.assert_allclose([bar.get_height() for bar in axes.patches], [1, 0.4, 0, 0], atol=1e-6)
+    assert axes.get_title() == "layer.0: 2 of 4 open"
+    np.testing.assert_allclose(plot_gates(gates, shape=(2, 2)).images[0].get_array(), [[0, 1], [0.4, 0]], atol=1e-6)
+    marks = plot_gates(gates, image=torch.ones(2, 2)).lines[0]
+    assert marks.get_xydata().tolist() == [[1, 0], [0, 1]]
+
+
+def test_density_and_atoms():
+    gate = HardConcrete(torch.tensor(0.0))
+    axes = plot_density(gate)
+    atoms = [float(gate.log_prob_zero.exp()), float(gate.log_prob_one.exp())]
+    np.testing.assert_allclose([bar.get_height() for bar in axes.patches], atoms)
+    curve = axes.lines[0].get_xydata()
+    np.testing.assert_allclose(curve[:, 1], gate.log_prob(torch.tensor(curve[:, 0]).float()).exp(), rtol=1e-4)
+
+
+def test_edges_that_are_not_known_are_dashed():
+    axes = plot_edges([("a", "b"), ("b", "c")], {"a": (0, 0), "b": (1, 0), "c": (2, 1)}, known=[("a", "b")])
+    arrows = [text.arrow_patch for text in axes.texts if text.get_text() == ""]
+    assert [arrow.get_linestyle() for arrow in arrows] in (["-", "--"], ["solid", "dashed"])
+
+
+def test_bars_and_estimates():
+    axes = plot_bars({"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["x", "y"], ylabel="loss, nats", spreads={"a": [0.1, 0.2]})
+    assert [bar.get_height() for bar in axes.patches] == [1.0, 2.0, 3.0, 4.0]
+    cloud = plot_estimates({"one": torch.arange(400.0)}, 3.0, ylabel="gradient, nats")
+    assert len(cloud.collections[0].get_offsets()) == 300
+    assert cloud.texts[0].get_text() == "199.5000"
+
+
+def test_a_figure_is_written_and_closed(tmp_path):
+    save_figure(figure_axes(1, 2), tmp_path / "two.png")
+    assert (tmp_path / "two.png").stat().st_size > 1000
+    assert not plt.get_fignums()
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["net.layer.0.gate", "net.layer.1.gate"], ["layer.0", "layer.1"]),
+        (["encoder.z", "decoder.z"], ["encoder", "decoder"]),
+        (["z"], ["z"]),
+        (["0", "3"], ["0", "3"]),
+        (["a.z", "a.b.z"], ["z", "b.z"]),
+        (["", "a"], ["", "a"]),
+        ([], []),
+    ],
+)
+def test_names_lose_what_they_share(names, short):
+    assert short_names(names) == short
+
+
+def test_old_names_warn():
+    from pyro_l0.diagnostics import plots
+
+    with pytest.warns(FutureWarning, match=r"Use pyro_l0\.plots\.plot_inclusion\."):
+        assert plots.plot_inclusion is not None
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot_curves({}, xlabel="x", ylabel="y"), "at least one curve"),
+        (lambda: plot_curves({"a": [1, 2]}, [1, 2, 3], xlabel="x", ylabel="y"), r"'a' has \(2,\)"),
+        (lambda: plot_training({}, log=["error"]), "Expected panels"),
+        (lambda: plot_frontier({"a": [[0.0], [1.0]]}), "above 0 on logarithmic scales"),
+        (lambda: plot_frontier({"a": [1.0, 2.0]}), r"of shape \(2, n\) or \(3, n\)"),
+        (lambda: plot_gates([1.5], name="z"), r"in \[0, 1\], but z has"),
+        (lambda: plot_gates([1.0], shape=(2, 2)), "rows, columns.* of 1 gates"),
+        (lambda: plot_density(HardConcrete(torch.zeros(2))), r"batch shape \(\), but got \(2,\)"),
+        (lambda: plot_edges([("a", "b")], {"a": (0, 0)}), r"none for \['b'\]"),
+        (lambda: plot_bars({"a": [1.0]}, ["x", "y"], ylabel="y"), "Expected 2 heights of 'a'"),
+        (lambda: plot_estimates({"a": []}, ylabel="y"), "draws of shape"),
+        (lambda: plot_gradients([]), "at least one report"),
+    ],
+)
+def test_what_is_refused(draw, message):
+    with pytest.raises(ValueError, match=message):
+        draw()
