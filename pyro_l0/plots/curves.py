@@ -202,7 +202,7 @@ def plot_bars(
 
     Example:
         >>> axes = plot_bars({"exact": [0.9, 0.2], "guide": [0.8, 0.3]}, ["age", "bmi"], ylabel="inclusion probability")
-        >>> [bar.get_height() for bar in axes.patches]
+        >>> [float(bar.get_height()) for bar in axes.patches]
         [0.9, 0.2, 0.8, 0.3]
     """
     axes = figure_axes(figsize=(0.6 * len(names) + 2.5, 3.4)) if axes is None else axes
@@ -214,7 +214,8 @@ def plot_bars(
             raise ValueError(f"Expected {len(names)} heights of {name!r}, one a name, but got shape {heights.shape}.")
         at = np.arange(len(names)) + width * (place - (len(groups) - 1) / 2)
         error = None if spreads is None or name not in spreads else as_array(spreads[name])
-        style = {"color": COLOURS[place % len(COLOURS)], "alpha": 0.75, "hatch": _HATCHES[place % len(_HATCHES)]}
+        colour, hatch = COLOURS[place % len(COLOURS)], _HATCHES[place % len(_HATCHES)]
+        style: dict[str, Any] = {"color": colour, "alpha": 0.75, "hatch": hatch}
         axes.bar(at, heights, 0.92 * width, yerr=error, capsize=3, label=name, edgecolor="white", **style)
     axes.axhline(0, color="0.2", linewidth=0.8)
     axes.set_xticks(np.arange(len(names)), names)

@@ -46,7 +46,7 @@ def plot_inclusion(
 
     Example:
         >>> left, right = plot_inclusion([0.9, 0.2], [0.4, 0.0], [1.1, 0.3], mean=[0.8, 0.1], names=["age", "bmi"])
-        >>> [bar.get_width() for bar in left.patches]
+        >>> [float(bar.get_width()) for bar in left.patches]
         [0.9, 0.2]
     """
     probs = _probabilities(active_probs)

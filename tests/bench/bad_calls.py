@@ -44,7 +44,7 @@ MODULES = {
     "diagnostics.doctor": "diagnose",
     "diagnostics.gradients": "exact_gradient measure_gradient pathwise_noise",
     "diagnostics.inference_data": "to_arviz",
-    "diagnostics.plots": "plot_calibration plot_credible_sets plot_inclusion",
+    "plots": "plot_calibration plot_credible_sets plot_inclusion",
     "distributions": "BernoulliGate ExponentialGate ExponentialUniformGate HardConcrete HardKumaraswamy PowerLawGate "
     "RectifiedNormal",
     "distributions.binary_concrete": "BinaryConcrete",

@@ -1,5 +1,7 @@
 """What pictures of trainings, frontiers, gates and estimates show, by their data."""
 
+import itertools
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def closed_figures():
 def test_series_differ_in_greyscale():
     """Neighbours differ in lightness, and every one in marker and line."""
     lightness = [float(np.dot(to_rgb(colour), (0.299, 0.587, 0.114))) for colour in COLOURS]
-    assert min(abs(a - b) for a, b in zip(lightness, lightness[1:], strict=False)) > 0.1
+    assert min(abs(a - b) for a, b in itertools.pairwise(lightness)) > 0.1
     for part in ("marker", "linestyle", "color"):
         assert len({str(series(k)[part]) for k in range(len(COLOURS))}) == len(COLOURS)
 
