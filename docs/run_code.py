@@ -1,0 +1,94 @@
+"""Run the programs of README.md and of the docs: python docs/run_code.py [PAGE ...]
+
+A program is a block of ``python`` on a page, with all cells above it that run while the docs are built. Each runs in a
+process and a folder of its own. Blocks under a comment
+``<!-- not run: WHY -->`` are left out, and named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(
+    r"^(?P<indent> *)(?:<!-- not run: (?P<why>.*?) -->\n+ *)?```(?P<kind>python|{code-cell}.*?)\n(?P<code>.*?)^ *```$",
+    re.DOTALL | re.MULTILINE,
+)
+# For programs that are started as one of several processes.
+GROUP = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+LIMIT = 300  # seconds
+
+
+class Program(NamedTuple):
+    """A block of a page, by the line on which it begins."""
+
+    page: str
+    line: int
+    code: str
+    left_out: str | None  # why
+
+
+def pages() -> list[Path]:
+    """README.md, and the docs' pages but for what was built."""
+    found = (ROOT / "docs").rglob("*.md")
+    return [ROOT / "README.md", *sorted(page for page in found if "_build" not in page.parts)]
+
+
+def programs(page: Path) -> Iterator[Program]:
+    """The programs of a page, in order."""
+    text, cells = page.read_text(), ""
+    for block in BLOCK.finditer(text):
+        code = re.sub(f"^{block['indent']}", "", block["code"], flags=re.MULTILINE)
+        if block["kind"] != "python":
+            cells += re.sub(r"^(:.*|---\n.*?---)\n", "", code, flags=re.MULTILINE)
+            continue
+        line = text.count("\n", 0, block.start("code"))
+        name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
+        yield Program(str(name), line, f"{cells}\n{code}", block["why"])
+
+
+def run(program: Program) -> subprocess.CompletedProcess[str]:
+    """Run a program in a folder that is empty, and is gone afterwards."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **GROUP, "PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            [sys.executable, "-c", program.code],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+
+
+def main(names: list[str]) -> int:
+    """Run all programs, or those of some pages; the number of those that failed."""
+    failed = 0
+    for page in [Path(name).resolve() for name in names] or pages():
+        for program in programs(page):
+            where = f"{program.page}, line {program.line}"
+            if program.left_out is not None:
+                print(f"{where}: not run, {program.left_out}", flush=True)
+                continue
+            start = time.perf_counter()
+            finished = run(program)
+            print(
+                f"{where}: {'failed' if finished.returncode else 'ok'}, {time.perf_counter() - start:.0f} s", flush=True
+            )
+            if finished.returncode:
+                failed += 1
+                print(finished.stderr[-2000:], flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(sys.argv[1:])))
