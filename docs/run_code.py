@@ -1,8 +1,9 @@
 """Run the programs of README.md and of the docs: python docs/run_code.py [PAGE ...]
 
 A program is a block of ``python`` on a page, with all cells above it that run while the docs are built. Each runs in a
-process and a folder of its own. Blocks under a comment
-``<!-- not run: WHY -->`` are left out, and named.
+process and a folder of its own. A comment right above a block says what is special about it: ``<!-- after: PAGE -->``
+puts the first cell of another page before it, and ``<!-- not run: WHY -->`` leaves it out. The laboratory's pages, which
+quote scripts, are left out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"^(?P<indent> *)(?:<!-- not run: (?P<why>.*?) -->\n+ *)?```(?P<kind>python|{code-cell}.*?)\n(?P<code>.*?)^ *```$",
+    r"^(?P<indent> *)(?:<!-- (?:not run: (?P<why>[^\n]*?)|after: (?P<after>\S+)) -->\n+ *)?"
+    r"```(?P<kind>python|{code-cell}[^\n]*)\n(?P<code>.*?)^ *```$",
     re.DOTALL | re.MULTILINE,
 )
+OPTIONS = re.compile(r"^(?::[^\n]*|---\n.*?---)\n", re.DOTALL | re.MULTILINE)  # of a cell
 # For programs that are started as one of several processes.
 GROUP = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 LIMIT = 300  # seconds
@@ -37,9 +40,9 @@ class Program(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """README.md, and the docs' pages but for what was built."""
+    """README.md, and the docs' pages."""
     found = (ROOT / "docs").rglob("*.md")
-    return [ROOT / "README.md", *sorted(page for page in found if "_build" not in page.parts)]
+    return [ROOT / "README.md", *sorted(page for page in found if not {"_build", "lab"} & set(page.parts))]
 
 
 def programs(page: Path) -> Iterator[Program]:
@@ -48,11 +51,18 @@ def programs(page: Path) -> Iterator[Program]:
     for block in BLOCK.finditer(text):
         code = re.sub(f"^{block['indent']}", "", block["code"], flags=re.MULTILINE)
         if block["kind"] != "python":
-            cells += re.sub(r"^(:.*|---\n.*?---)\n", "", code, flags=re.MULTILINE)
+            cells += OPTIONS.sub("", code)
             continue
-        line = text.count("\n", 0, block.start("code"))
+        before = first_cell(page.parent / block["after"]) if block["after"] else cells
         name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
-        yield Program(str(name), line, f"{cells}\n{code}", block["why"])
+        yield Program(str(name), text.count("\n", 0, block.start("code")), f"{before}\n{code}", block["why"])
+
+
+def first_cell(page: Path) -> str:
+    """The first cell of a page, which makes what its others use."""
+    return next(
+        OPTIONS.sub("", block["code"]) for block in BLOCK.finditer(page.read_text()) if block["kind"] != "python"
+    )
 
 
 def run(program: Program) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,74 @@
+"""The script that runs the programs of README.md and of the docs: what it finds on a page, and what fails."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+
+import run_code
+
+PAGE = """# A page
+
+```{code-cell} ipython3
+:tags: [remove-input]
+x = 3
+```
+
+```python
+assert x == 3
+```
+
+<!-- not run: it never ends -->
+```python
+while True: pass
+```
+
+- In a list:
+
+  ```python
+  if x:
+      raise ValueError("too large")
+  ```
+
+<!-- after: other.md -->
+```python
+assert y == 4 and "x" not in globals()
+```
+
+```text
+assert False
+```
+"""
+
+
+def write(folder: Path) -> Path:
+    (folder / "other.md").write_text("```{code-cell} ipython3\ny = 4\n```\n\n```{code-cell} ipython3\ny = 5\n```\n")
+    page = folder / "page.md"
+    page.write_text(PAGE)
+    return page
+
+
+def test_programs_of_a_page(tmp_path):
+    found = list(run_code.programs(write(tmp_path)))
+    assert [program.left_out for program in found] == [None, "it never ends", None, None]
+    lines = PAGE.splitlines()
+    assert all(lines[program.line - 1].strip() == "```python" for program in found)
+    assert found[0].code.split() == ["x", "=", "3", "assert", "x", "==", "3"]
+    assert "\nif x:\n    raise" in found[2].code
+
+
+def test_failures_are_named_and_counted(tmp_path, capsys):
+    page = write(tmp_path)
+    lines = [program.line for program in run_code.programs(page)]
+    assert run_code.main([str(page)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{page}, line {lines[2]}: failed" in printed
+    assert "ValueError: too large" in printed
+    assert f"line {lines[1]}: not run, it never ends" in printed
+    assert printed.count(": ok") == 2
+
+
+def test_every_page_can_be_read():
+    pages = run_code.pages()
+    assert len([program for page in pages for program in run_code.programs(page)]) > 10
+    assert not any("lab" in page.parts for page in pages)
