@@ -2,8 +2,8 @@
 
 A program is a block of ``python`` on a page, with all cells above it that run while the docs are built. Each runs in a
 process and a folder of its own. A comment right above a block says what is special about it: ``<!-- after: PAGE -->``
-puts the first cell of another page before it, and ``<!-- not run: WHY -->`` leaves it out. The laboratory's pages, which
-quote scripts, are left out.
+puts the first cell of another page before it, and ``<!-- not run: WHY -->`` leaves it out. Pages of the laboratory,
+which quote scripts, are left out.
 """
 
 from __future__ import annotations
