@@ -64,7 +64,8 @@ def imported(folder):
                 names.update(alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module.split(".")[0])
-    scripts = [*(ROOT / "examples").glob("*.py"), *(ROOT / "tests" / "bench").rglob("*.py")]
+    folders = [ROOT / "examples", ROOT / "docs", ROOT / "tests" / "bench"]
+    scripts = [script for scripts in folders for script in scripts.rglob("*.py")]
     own = {path.stem for path in scripts} | {"common", "pyro_l0", "tests"}
     known = {"sklearn": "scikit-learn", "pyro": "pyro-ppl", "torch_pruning": "torch-pruning"}
     return {known.get(name, name) for name in names - own - set(sys.stdlib_module_names)}

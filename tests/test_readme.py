@@ -36,7 +36,7 @@ def prunes_to_a_tenth(printed: str) -> None:
 
 
 def leaves_units_out(printed: str) -> None:
-    found = re.search(r"in_features=10, out_features=(\d+).*in_features=(\d+), out_features=1,", printed)
+    found = re.search(r"=10, out_features=(\d+),.*in_features=(\d+), out_features=1,", printed, re.DOTALL)
     assert found is not None, printed
     assert found[1] == found[2]
     assert 10 < int(found[1]) < 45
