@@ -66,18 +66,15 @@ def first_cell(page: Path) -> str:
 
 
 def run(program: Program) -> subprocess.CompletedProcess[str]:
-    """Run a program in a folder that is empty, and is gone afterwards."""
+    """Run a program in a folder that is empty, and is gone afterwards; one that takes too long has failed."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **GROUP, "PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
     with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run(
-            [sys.executable, "-c", program.code],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
+        command = [sys.executable, "-c", program.code]
+        try:
+            return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(command, 1, "", f"Expected an end after at most {LIMIT} seconds.\n")
 
 
 def main(names: list[str]) -> int:
