@@ -19,13 +19,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.ticker import ScalarFormatter
 
 import mnist
 from common.networks import FamilyName
 from common.sweep import results
+from pyro_l0.plots import plot_frontier, save_figure
 
 __all__ = ["Options", "main"]
 
@@ -114,22 +113,18 @@ def _table(rows: list[dict[str, Any]], held_out: bool) -> str:
 
 
 def _plot(rows: list[dict[str, Any]], options: Options) -> None:
-    printed = options.data == "mnist"
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for family in dict.fromkeys(row["family"] for row in rows):
-        points = [(statistics.mean(r["weights"]), statistics.mean(r["errors"])) for r in rows if r["family"] == family]
-        weights_left, errors = zip(*sorted(points), strict=True)
-        (line,) = axes.plot(weights_left, errors, marker="o", markersize=4, label=family.replace("_", " "))
-        for weights, error in PRINTED.get(family, []) if printed else []:
-            axes.plot(weights, error, marker="x", color=line.get_color())
-    what = "held-out" if options.hold_out else "test"
-    axes.set(xlabel="weights left", ylabel=f"{what} error in %", xscale="log", yscale="log")
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(ScalarFormatter())
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(title="crosses: as printed, test error of the best epoch" if printed else None)
-    figure.savefig(options.out / "families.png", dpi=150)
-    plt.close(figure)
+    def points(family: str) -> list[list[float]]:
+        mine = [row for row in rows if row["family"] == family]
+        return [[statistics.mean(row[of]) for row in mine] for of in ("weights", "errors")]
+
+    families = dict.fromkeys(row["family"] for row in rows)
+    published = {family: list(zip(*PRINTED[family], strict=True)) for family in families if family in PRINTED}
+    axes = plot_frontier(
+        {family: points(family) for family in families},
+        published if options.data == "mnist" else None,
+        error=f"{'held-out' if options.hold_out else 'test'} error, %",
+    )
+    save_figure(axes, options.out / "families.png")
 
 
 if __name__ == "__main__":

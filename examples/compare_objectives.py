@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pyro
 import torch
 from tqdm import tqdm
@@ -33,6 +32,7 @@ from common.mnist_run import Run
 from common.sweep import write_json
 from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.plots import figure_axes, plot_curves, save_figure
 
 __all__ = ["Options", "main", "rate_without_data"]
 
@@ -115,22 +115,22 @@ def rate_without_data(prior_active_prob: float, seed: int) -> float:
 
 
 def _plot(comparison: dict[str, Any], path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for i, objective in enumerate(("l0", "free_energy", "spike_slab")):
-        points = [entry for entry in comparison["sweep"] if entry["name"] == objective]
-        share = [100 * entry["weights_left"] / entry["weights"] for entry in points]
-        left.plot(share, [entry["test_error_percent"] for entry in points], "o-", color=f"C{i}", label=objective)
-    left.set(xlabel="weights left, %", ylabel="test error, %", title="Final epoch, test gates")
-    if comparison["sweep"]:
-        left.legend()
-    prior = [entry["prior"] for entry in comparison["rates"]]
-    right.plot([0.05, 0.5], [0.05, 0.5], color="0.6", lw=0.8)
-    right.plot(prior, [entry["without_data"] for entry in comparison["rates"]], "o", label="without data")
-    right.plot(prior, [entry["overall_rate"] for entry in comparison["rates"]], "s", label="with data")
-    right.set(xlabel="prior rate", ylabel="realised rate", ylim=(0, 1), title="Free energy, λ = 0")
-    right.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    left, right = figure_axes(1, 2, figsize=(10, 3.6))
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for entry in comparison["sweep"]:
+        shares, errors = points.setdefault(entry["name"], ([], []))
+        shares.append(100 * entry["weights_left"] / entry["weights"])
+        errors.append(entry["test_error_percent"])
+    if points:
+        plot_curves(
+            points, xlabel="weights left, %", ylabel="test error, %", title="Final epoch, test gates", axes=left
+        )
+    rates = {"without data": "without_data", "with data": "overall_rate"}
+    realised = {name: [entry[key] for entry in comparison["rates"]] for name, key in rates.items()}
+    prior, title = [entry["prior"] for entry in comparison["rates"]], "Free energy, λ = 0"
+    plot_curves(realised, prior, xlabel="prior rate", ylabel="realised rate", title=title, axes=right)
+    right.set_ylim(0, 1)
+    save_figure((left, right), path)
 
 
 def _print(comparison: dict[str, Any]) -> None:

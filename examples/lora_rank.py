@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from common.data import load_digits
 from common.sweep import spread
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn import L0Gate, NetworkGates
+from pyro_l0.plots import figure_axes, plot_bars, save_figure
 
 __all__ = ["Options", "Result", "main"]
 
@@ -177,22 +177,19 @@ def _mean_ranks(results: list[Result]) -> list[float]:
 
 
 def _plot(results: dict[tuple[str, str], list[Result]], path: Path) -> None:
-    """The ranks of each layer beside the losses; each seed a point."""
-    figure, (ranks, losses) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for k, task in enumerate(TASKS):
-        places = [layer + 0.4 * k - 0.2 for layer in range(1, LAYERS + 1)]
-        ranks.bar(places, _mean_ranks(results[task, KINDS[-1]]), 0.36, label=task, color=f"C{k}", alpha=0.5)
-        for result in results[task, KINDS[-1]]:
-            ranks.plot(places, result.ranks, "o", color=f"C{k}", markersize=4)
-        for place, kind in enumerate(KINDS):
-            found = [result.loss for result in results[task, kind]]
-            losses.plot([place + 0.2 * k - 0.1] * len(found), found, "o", color=f"C{k}")
-    ranks.axhline(BUDGET * RANK, color="0.5", lw=0.8, label="uniform")
-    ranks.set(xlabel="layer", title=f"Ranks left by the gates, of {RANK}")
-    ranks.legend()
-    losses.set(ylim=(0, None), title="Test loss", xticks=range(len(KINDS)), xticklabels=KINDS)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    """The mean ranks of each layer beside the losses, with their deviations."""
+    ranks, losses = figure_axes(1, 2, figsize=(9, 3.4))
+    left = {task: _mean_ranks(results[task, KINDS[-1]]) for task in TASKS}
+    plot_bars(left, [str(layer) for layer in range(1, LAYERS + 1)], ylabel=f"mean rank, of {RANK}", axes=ranks)
+    ranks.axhline(BUDGET * RANK, color="0.5", lw=0.8)  # uniform ranks
+    found = {task: [[result.loss for result in results[task, kind]] for kind in KINDS] for task in TASKS}
+    means = {task: [statistics.mean(values) for values in of_kinds] for task, of_kinds in found.items()}
+    spreads = {
+        task: [statistics.stdev(values) if len(values) > 1 else 0.0 for values in of_kinds]
+        for task, of_kinds in found.items()
+    }
+    plot_bars(means, KINDS, ylabel="test loss, nats", spreads=spreads, axes=losses)
+    save_figure((ranks, losses), path)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -33,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_l0
 from common.data import load_digits
 from common.residual import ResidualNetwork
+from pyro_l0.plots import plot_curves, save_figure
 
 __all__ = ["Options", "Row", "main"]
 
@@ -136,14 +136,9 @@ def table(rows: list[Row], dense: float) -> str:
 
 def _plot(rows: list[Row], dense: float, path: Path) -> None:
     """Error at the end against the multiply-adds that are left."""
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot([x.budget * x.used for x in rows], [x.end for x in rows], marker="o", label="pruned")
-    axes.axhline(dense, color="0.5", lw=0.8, label="dense")
-    axes.set(xscale="log", xlabel="multiply-adds, of the dense network's", ylabel="test error, %")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    points = [[row.budget * row.used for row in rows], [row.end for row in rows]]
+    labels = {"xlabel": "multiply-adds, of the dense network's", "ylabel": "test error, %"}
+    save_figure(plot_curves({"pruned": points}, lines={"dense": dense}, xscale="log", **labels), path)
 
 
 if __name__ == "__main__":

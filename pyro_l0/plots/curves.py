@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pyro_l0.plots.style import COLOURS, Array, as_array, figure_axes, is_axes, scale, series, short_names
+from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes, scale, series, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
@@ -60,7 +60,7 @@ def plot_curves(
     if not curves:
         raise ValueError("Expected at least one curve, but got none.")
     axes = figure_axes(figsize=(5.5, 3.6)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     for place, (name, values) in enumerate(curves.items()):
         at, y = _points(name, values, x)
         style = series(place) | {"markevery": max(1, len(y) // 10), "label": name or None}
@@ -206,7 +206,7 @@ def plot_bars(
         [0.9, 0.2, 0.8, 0.3]
     """
     axes = figure_axes(figsize=(0.6 * len(names) + 2.5, 3.4)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     width = 0.8 / max(1, len(groups))
     for place, (name, values) in enumerate(groups.items()):
         heights = as_array(values)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pyro_l0.plots.style import COLOURS, as_array, figure_axes, is_axes
+from pyro_l0.plots.style import COLOURS, as_array, check_axes, figure_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
@@ -56,7 +56,7 @@ def plot_gates(
     if shape is not None and (len(shape) != 2 or np.prod(shape) != values.size):
         raise ValueError(f"Expected a shape (rows, columns) of {values.size} gates, but got {tuple(shape)}.")
     axes = figure_axes(figsize=(3.4, 3.2) if shape else (4.5, 3)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     opened = int((values != 0).sum())
     if shape is None:
         axes.bar(np.arange(1, values.size + 1), np.sort(values)[::-1], width=1.0, color=COLOURS[0])
@@ -98,7 +98,7 @@ def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None =
     if len(gate.batch_shape):
         raise ValueError(f"Expected a gate of batch shape (), but got {tuple(gate.batch_shape)}.")
     axes = figure_axes(figsize=(4.5, 3)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     z = gate.log_prob_zero.new_tensor(np.linspace(0.002, 0.998, 400))
     axes.plot(z.numpy(), as_array(gate.log_prob(z).exp()), color=COLOURS[0], label="density")
     atoms = as_array(gate.log_prob_zero.exp()), as_array(gate.log_prob_one.exp())
@@ -142,7 +142,7 @@ def plot_edges(
     if lost:
         raise ValueError(f"Expected a place for each node, but there is none for {sorted(map(str, lost))}.")
     axes = figure_axes(figsize=(5, 4)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     for name, (x, y) in places.items():
         if names:
             axes.text(x, y, str(name), ha="center", va="center", bbox={"boxstyle": "round", "fc": "white"}, zorder=3)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pyro_l0.plots.style import COLOURS, as_array, figure_axes, is_axes
+from pyro_l0.plots.style import COLOURS, as_array, check_axes, figure_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
@@ -40,7 +40,7 @@ def plot_gradients(reports: Sequence[GradientReport], axes: Sequence[Axes] | Non
     if not reports:
         raise ValueError("Expected at least one report, but got none; measure_gradient makes them.")
     axes = figure_axes(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), sharey=True) if axes is None else axes
-    is_axes(*axes)
+    check_axes(*axes)
     places = range(len(reports))
     noise = [report.scaled_variance for report in reports], [report.variance_seconds for report in reports]
     labels = "variance of the gradient for E[z]", "variance × seconds a draw"
@@ -81,7 +81,7 @@ def plot_estimates(
         '0.3000'
     """
     axes = figure_axes(figsize=(1.6 * len(draws) + 1, 3.6)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     jitter = np.random.default_rng(0)
     for place, (name, values) in enumerate(draws.items()):
         found = as_array(values)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pyro_l0.expect import expect_count
-from pyro_l0.plots.style import COLOURS, Array, as_array, figure_axes, is_axes
+from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes
 from pyro_l0.retired import renamed_arguments
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def plot_inclusion(
     if len(labels) != len(probs):
         raise ValueError(f"Expected a name for each of {len(probs)} features, but got {len(labels)}.")
     axes = figure_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True) if axes is None else axes
-    is_axes(*axes)
+    check_axes(*axes)
     left, right = axes
     rows = np.arange(len(probs))
     left.barh(rows, probs, color=COLOURS[0])
@@ -109,7 +109,7 @@ def plot_credible_sets(
         raise ValueError(f"Expected numbers of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")
     side = 0.3 * len(shown) + 2
     axes = figure_axes(1, 1, figsize=(side + 1, side)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     image = axes.imshow(matrix[np.ix_(shown, shown)], vmin=-1, vmax=1, cmap="PuOr_r")
     axes.figure.colorbar(image, ax=axes, label="correlation")
     labels = [str(i) if names is None else str(names[i]) for i in shown]
@@ -159,7 +159,7 @@ def plot_calibration(active_probs: ArrayLike, gates: ArrayLike, *, bins: int = 1
         np.bincount(place, weights=x, minlength=bins)[used] / count[used] for x in (probs, opened, probs * (1 - probs))
     )
     axes = figure_axes(1, 1, figsize=(4.5, 4.5)) if axes is None else axes
-    is_axes(axes)
+    check_axes(axes)
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axes.errorbar(stated, seen, yerr=2 * np.sqrt(variance / count[used]), fmt="o", capsize=3, color=COLOURS[0])
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="inclusion probability", ylabel="fraction of open gates")

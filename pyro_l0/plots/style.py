@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = ["COLOURS", "Array", "as_array", "figure_axes", "is_axes", "save_figure", "scale", "series", "short_names"]
+__all__ = ["COLOURS", "Array", "as_array", "check_axes", "figure_axes", "save_figure", "scale", "series", "short_names"]
 
 Array = NDArray[np.float64]
 # Okabe and Ito's palette; neighbours differ in lightness.
@@ -77,7 +77,7 @@ def save_figure(drawn: Axes | Figure | SubFigure | Sequence[Axes], path: Path | 
     plt.close(figure)
 
 
-def is_axes(*axes: object) -> None:
+def check_axes(*axes: object) -> None:
     """Check what the caller gave as axes.
 
     Raises:

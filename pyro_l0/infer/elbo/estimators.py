@@ -128,6 +128,12 @@ def _draw(gates: _Gates) -> _Values:
 
 def _over(x: Tensor, cost: Tensor) -> Tensor:
     """The sum of x, which has a gate's shape, in the shape of the cost."""
+    if x.shape[: cost.dim()] != cost.shape:
+        raise ValueError(
+            f"Expected a cost of shape () or of the first sizes of {tuple(x.shape)}, a site's gates, but got "
+            f"{tuple(cost.shape)}."
+        )
+    # torch sums over everything where it is given no dimension.
     return x.sum(tuple(range(cost.dim(), x.dim()))) if x.dim() > cost.dim() else x
 
 

@@ -253,3 +253,9 @@ def test_gates_of_an_example_answer_for_its_own_cost(name):
     (slopes,) = torch.autograd.grad(surrogate.sum(), many)
     slopes = slopes[:, :2]
     assert (slopes.mean(0) - expected).abs().le(STANDARD_ERRORS * slopes.std(0) / math.sqrt(draws)).all()
+
+
+def test_a_cost_of_another_shape_than_the_gates_is_refused():
+    gates = {"z": BernoulliGate(torch.zeros(3, 2, requires_grad=True))}
+    with pytest.raises(ValueError, match=r"first sizes of \(3, 2\), a site's gates, but got \(2,\)"):
+        Estimators("arm")(lambda values: Evaluation({}, values["z"].sum(0)), gates, 1)
