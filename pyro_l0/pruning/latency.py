@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -42,8 +41,8 @@ class Latency:
     The operations of a recorded call are timed by themselves with fewer and fewer units, together with others on the
     same units, in a table over the number of units, or over those that are read and those that are written. Its sizes
     lie close where times jump, with a straight line between them. Operations on more than two kinds of units, and those
-    that do not depend on their number, are a constant. This constant, and by how much operations take longer in a
-    network than by themselves, follow from four sizes of the whole network.
+    that do not depend on their number, have no table. What they take, and by how much operations take longer in a
+    network than by themselves, follow from four sizes of the whole network, with straight lines between them.
 
     The value is that of the tables. The derivative is that of straight lines from one unit to all, since between its
     steps a table has a derivative of zero.
@@ -81,15 +80,21 @@ class Latency:
             )
         self._expectations = Expectations(dependencies.formulas, dependencies.sizes)
         self._tables = [self._table(f"group {i}", *group) for i, group in enumerate(groups.items())]
-        self._rest, self._scale = 0.0, 1.0
-        whole = np.array([self.measured[name] for name in parts])
-        found = np.array([[1.0, float(self(gates))] for gates in parts.values()]) / whole[:, None]
-        (self._rest, self._scale), _ = nnls(found, np.ones(len(whole)))
+        sums, places = np.unique([float(self._sum(gates)) for gates in parts.values()], return_index=True)
+        times = np.array([self.measured[name] for name in parts])[places]
+        slope = (times[1:2] - times[:1]) / (sums[1:2] - sums[:1])  # down to a network without what is in tables
+        rest = np.maximum(times[:1] - slope * sums[:1], 0) if len(sums) > 1 else np.zeros(1)
+        knots, values = np.insert(sums, 0, 0.0), np.maximum.accumulate([*rest, *times])
+        self._whole = [PerDevice(torch.tensor(x, dtype=torch.float32)) for x in (values, knots)]
 
     def __call__(self, active: Mapping[str, Tensor]) -> Tensor:
         """Microseconds, shape ``()``; by site, ``active`` is P(z != 0) of each gate, or 0 and 1."""
+        return _interpolate(self._whole, [self._sum(active)])
+
+    def _sum(self, active: Mapping[str, Tensor]) -> Tensor:
+        """Of the times of operations by themselves, shape ``()``."""
         sums = self._expectations(active)
-        return torch.stack([table(sums) for table in self._tables]).sum() * self._scale + self._rest
+        return torch.stack([table(sums) for table in self._tables]).sum()
 
     def compare(self, pruned: nn.Module) -> tuple[float, float]:
         """Microseconds of a pruned network and of the one with all gates open, as they are measured now."""

@@ -1,9 +1,13 @@
-"""Binary gates that depend on the gates before them."""
+"""Posteriors of entries that depend on those before them: binary gates, and Gaussians of the other latents."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
+
+_START = 0.2  # standard deviation of the other latents on the real line
 
 
 class GateChain(nn.Module):
@@ -37,3 +41,20 @@ class GateChain(nn.Module):
         for j, row in enumerate(self.coupling.detach()):
             gates[:, j] = noise[:, j] < start[:, j] + gates[:, :j] @ row[:j]
         return gates
+
+
+class HyperPosterior(nn.Module):
+    """A Gaussian of full covariance on the real line, whose mean is at ``start`` first, shape ``(d,)``."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.loc = nn.Parameter(start.clone())
+        self.log_scale = nn.Parameter(torch.full_like(start, math.log(_START)))
+        self.coupling = nn.Parameter(start.new_zeros(len(start), len(start)))
+
+    def draw(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Differentiable draws, with mean and deviation of each entry given those before it; shapes ``(n, d)``."""
+        scale = self.log_scale.exp()
+        noise = torch.randn(n, len(self.loc), dtype=scale.dtype, device=scale.device)
+        means = self.loc + noise @ self.coupling.tril(-1).mT
+        return means + scale * noise, means, scale.expand_as(noise)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.fast.record import Record
-from pyro_l0.infer.guides.autoregressive import GateChain
+from pyro_l0.infer.guides.autoregressive import GateChain, HyperPosterior
 from pyro_l0.infer.guides.drawn import Drawn, Part
-from pyro_l0.infer.guides.hyper import HyperPosterior
 from pyro_l0.infer.guides.layout import Layout
 from pyro_l0.infer.guides.mean_field import GatesPosterior, SitePosterior
 from pyro_l0.infer.guides.structured_slabs import SlabPosterior

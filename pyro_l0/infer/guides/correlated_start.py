@@ -16,10 +16,9 @@ from pyro_l0.distributions.wrappers import find_gate, innermost
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.runs import Args, Kwargs, log_prob, sample_sites
 from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
-from pyro_l0.infer.guides.autoregressive import GateChain
+from pyro_l0.infer.guides.autoregressive import GateChain, HyperPosterior
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.expansion import OpenModel, RunAt, expand, run_at
-from pyro_l0.infer.guides.hyper import HyperPosterior
 from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
 from pyro_l0.infer.guides.lone_latents import middle, transform_to_support
 from pyro_l0.infer.guides.structured_slabs import IndependentSlabs, StructuredSlabs
