@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))  # the rival is no part of the examples
 
 from pyro_l0.nn import L0Gate
+from pyro_l0.plots import figure_axes, plot_edges, save_figure
 from tests.bench.rivals.notears import notears_linear, notears_mlp
 
 __all__ = ["Options", "acyclic", "find_graph", "main", "random_data", "structural_distance"]
@@ -180,20 +180,17 @@ def structural_distance(graph: Tensor, truth: Tensor) -> int:
 
 
 def plot(graphs: dict[str, Tensor], path: Path) -> None:
-    """Nodes on a circle; edges that the true graph lacks are red."""
+    """Nodes on a circle; edges that the true graph lacks are dashed."""
+    edges = {name: [(i, j) for i, j in graph.nonzero().tolist()] for name, graph in graphs.items()}
     truth = graphs["true graph"]
-    angle = torch.arange(len(truth)) * 2 * math.pi / len(truth)
-    places = torch.stack([angle.cos(), angle.sin()], 1)
-    figure, panels = plt.subplots(1, len(graphs), figsize=(9, 3.2), layout="constrained")
+    angles = [i * 2 * math.pi / len(truth) for i in range(len(truth))]
+    places = {i: (math.cos(angle), math.sin(angle)) for i, angle in enumerate(angles)}
+    panels = figure_axes(1, len(graphs), figsize=(9, 3.2))
     for axes, (name, graph) in zip(panels, graphs.items(), strict=True):
-        for i, j in graph.nonzero().tolist():
-            arrow = {"arrowstyle": "->", "color": "C0" if truth[i, j] else "C3", "shrinkA": 4, "shrinkB": 4}
-            axes.annotate("", places[j].tolist(), places[i].tolist(), arrowprops=arrow)
-        axes.scatter(*places.T, color="0.3", s=12)
-        axes.set(title=f"{name}, distance {structural_distance(graph, truth)}", aspect="equal")
-        axes.axis("off")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        title = f"{name}, distance {structural_distance(graph, truth)}"
+        plot_edges(edges[name], places, known=edges["true graph"], title=title, names=False, axes=axes)
+        axes.set_aspect("equal")
+    save_figure(panels, path)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from torch.utils.data import TensorDataset
 from common.data import load_digits
 from common.sweep import spread
 from pyro_l0.nn import L0Gate
+from pyro_l0.plots import figure_axes, plot_curves, plot_gates, save_figure
 
 __all__ = ["Options", "Result", "main"]
 
@@ -179,21 +179,19 @@ def _train(network: Network, loss: Callable[[Tensor, Tensor], Tensor], task: Tas
 
 def _plot(results: dict[str, list[Result]], masks: Network, path: Path) -> None:
     """Deletion curves, means over the seeds, and the pixels that the masks of the last seed keep in test images."""
-    figure, axes = plt.subplots(2, 3, figsize=(9, 5.6), width_ratios=(2, 1, 1), layout="constrained")
-    for place, (name, of_seeds) in zip(axes[:, 0], results.items(), strict=True):
-        for score in of_seeds[0].curves:
-            place.plot(torch.stack([result.curves[score][0] for result in of_seeds]).mean(0).numpy(), label=score)
-        place.set(title=name, xlabel="inputs removed", ylabel="probability of the class", ylim=(0, 1))
-        place.legend()
-    images = _digits().x[:4]
-    test_gates = L0Gate.from_logits(masks(images).detach()).test_gate
-    for place, image, gates in zip(axes[:, 1:].flat, images, test_gates, strict=True):
-        place.imshow(image.view(8, 8).numpy(), cmap="gray_r")
-        rows, columns = gates.view(8, 8).numpy().nonzero()
-        place.plot(columns, rows, "s", color="C3", fillstyle="none")
-        place.set(xticks=[], yticks=[], title=f"{len(rows)} kept")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    axes = figure_axes(2, 3, figsize=(9, 5.6), width_ratios=(2, 1, 1))
+    labels = {"xlabel": "inputs removed", "ylabel": "probability of the class"}
+    for panel, (name, of_seeds) in zip(axes[:, 0], results.items(), strict=True):
+        curves = {
+            score: torch.stack([result.curves[score][0] for result in of_seeds]).mean(0) for score in of_seeds[0].curves
+        }
+        removed = range(len(next(iter(curves.values()))))
+        plot_curves(curves, removed, title=name, axes=panel, **labels).set_ylim(0, 1)
+    images = _digits().x[:4].view(4, 8, 8)
+    test_gates = L0Gate.from_logits(masks(images.flatten(1)).detach()).test_gate
+    for panel, image, gates in zip(axes[:, 1:].flat, images, test_gates, strict=True):
+        plot_gates(gates, image=image, axes=panel)
+    save_figure(axes, path)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,18 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data import load_digits
 from pyro_l0.nn import L0Gate
+from pyro_l0.plots import figure_axes, plot_bars, plot_curves, save_figure
 
 __all__ = ["Options", "Row", "main"]
 
@@ -182,18 +183,19 @@ def measure(network: Autoencoder, data: Data) -> Row:
 
 def plot(rows: dict[tuple[str, str], list[Row]], path: Path) -> None:
     """What is unexplained, and how near the decoders come to the true features."""
-    figure, (bars, curves) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for place, method in enumerate(METHODS):
-        errors = torch.tensor([[row.unexplained for row in found] for (_, m), found in rows.items() if m == method])
-        mean, deviation = errors.mean(1).tolist(), errors.std(1, correction=int(errors.shape[1] > 1)).tolist()
-        bars.bar([x + 0.27 * (place - 1) for x in range(2)], mean, 0.25, yerr=deviation, label=method)
-        curves.plot(torch.stack([row.cosines.sort().values for row in rows["superposition", method]]).mean(0))
-    bars.set(title="Unexplained variance at equal L0", ylabel="%")
-    bars.set_xticks([0, 1], ["superposition", "activations"])
-    bars.legend()
-    curves.set(title="Cosine of true features with the nearest column", xlabel="features, sorted", ylabel="cosine")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    bars, curves = figure_axes(1, 2, figsize=(9, 3.2))
+    tasks = ["superposition", "activations"]
+    errors = {method: [[row.unexplained for row in rows[task, method]] for task in tasks] for method in METHODS}
+    means = {method: [statistics.mean(x) for x in errors[method]] for method in METHODS}
+    spreads = {method: [statistics.stdev(x) if len(x) > 1 else 0.0 for x in errors[method]] for method in METHODS}
+    plot_bars(means, tasks, ylabel="unexplained variance, %", title="At equal L0", spreads=spreads, axes=bars)
+    cosines = {
+        method: torch.stack([row.cosines.sort().values for row in rows["superposition", method]]).mean(0)
+        for method in METHODS
+    }
+    labels = {"xlabel": "true features, sorted", "ylabel": "cosine with the nearest column"}
+    plot_curves(cosines, title="superposition", axes=curves, **labels)
+    save_figure((bars, curves), path)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 import pyro
@@ -47,6 +46,7 @@ from tqdm import trange
 from common.sweep import write_json
 from pyro_l0.distributions import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab
+from pyro_l0.plots import figure_axes, plot_bars, save_figure
 
 __all__ = ["Options", "Posterior", "enumerate_subsets", "fit", "load", "main", "make_model"]
 
@@ -205,19 +205,11 @@ def report(names: list[str], svi: Posterior, exact: Posterior) -> None:
 
 def plot(names: list[str], svi: Posterior, exact: Posterior, path: Path) -> None:
     """Both posteriors side by side: inclusion probabilities and mean coefficients."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
-    position = np.arange(len(names))
-    titles = "Inclusion probability P(z ≠ 0)", "Mean coefficient E[z w]"
-    for axes, title, ours, truth in zip(panels, titles, svi, exact, strict=True):
-        axes.bar(position - 0.2, truth, 0.4, label="exact, all 1,024 subsets", color="0.6")
-        axes.bar(position + 0.2, ours, 0.4, label="SVI, mean-field guide", color="C0")
-        axes.axhline(0, color="0.2", lw=0.8)
-        axes.set_xticks(position, names)
-        axes.set_title(title)
-        axes.grid(axis="y", alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    panels = figure_axes(1, 2, figsize=(11, 3.4))
+    labels = "inclusion probability P(z ≠ 0)", "mean coefficient E[z w]"
+    for axes, label, ours, truth in zip(panels, labels, svi, exact, strict=True):
+        plot_bars({"SVI, mean-field guide": ours, "exact, all 1,024 subsets": truth}, names, ylabel=label, axes=axes)
+    save_figure(panels, path)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer.elbo.estimators import EstimatorName, Estimators, Evaluation, leave_one_out
+from pyro_l0.plots import plot_images, save_figure
 
 __all__ = ["Options", "Result", "Vae", "main"]
 
@@ -186,14 +186,12 @@ def _plot(vae: Vae, test: Tensor, shape: tuple[int, int], path: Path) -> None:
     """For the latents that vary most: how the pixels change where one goes from 0 to 1 in test images."""
     z = vae.posterior(test[:200]).sample()
     latents = z.var(0).argsort(descending=True)[:30]
-    figure, axes = plt.subplots(3, 10, figsize=(10, 3.4), layout="constrained")
-    for place, k in zip(axes.flat, latents.tolist(), strict=True):
-        closed, opened = (torch.sigmoid(vae.decoder(z.index_fill(1, torch.tensor(k), value))) for value in (0.0, 1.0))
-        place.imshow((opened - closed).mean(0).view(shape).numpy(), cmap="RdBu_r", vmin=-0.5, vmax=0.5)
-        place.set(xticks=[], yticks=[])
-        place.set_title(f"{100 * float((z[:, k] == 0).float().mean()):.0f} % zero", fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    changes = []
+    for k in latents:
+        closed, opened = (torch.sigmoid(vae.decoder(z.index_fill(1, k, value))) for value in (0.0, 1.0))
+        changes.append((opened - closed).mean(0).view(shape))
+    titles = [f"{share:.0f} % zero" for share in (100 * (z[:, latents] == 0).float().mean(0)).tolist()]
+    save_figure(plot_images(changes, titles=titles, label="change of a pixel", limit=0.5), path)
 
 
 if __name__ == "__main__":

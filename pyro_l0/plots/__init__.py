@@ -7,6 +7,7 @@ apart by colour-blind readers, and markers, lines and hatches by those of a grey
 from pyro_l0.plots.curves import plot_bars, plot_curves, plot_frontier, plot_training
 from pyro_l0.plots.gates import plot_density, plot_edges, plot_gates
 from pyro_l0.plots.gradients import plot_estimates, plot_gradients
+from pyro_l0.plots.images import plot_images
 from pyro_l0.plots.posteriors import plot_calibration, plot_credible_sets, plot_inclusion
 from pyro_l0.plots.style import figure_axes, save_figure, short_names
 
@@ -22,6 +23,7 @@ __all__ = [
     "plot_frontier",
     "plot_gates",
     "plot_gradients",
+    "plot_images",
     "plot_inclusion",
     "plot_training",
     "save_figure",

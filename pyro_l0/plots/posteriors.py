@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from pyro_l0.expect import expect_count
-from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes
+from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes, series
 from pyro_l0.retired import renamed_arguments
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def plot_inclusion(
     upper: ArrayLike,
     *,
     mean: ArrayLike | None = None,
+    others: Mapping[str, ArrayLike] | None = None,
     names: Sequence[str] | None = None,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
@@ -35,6 +36,7 @@ def plot_inclusion(
         lower: lower ends of the coefficients' intervals, shape ``(p,)``.
         upper: their upper ends, shape ``(p,)``.
         mean: posterior means, shape ``(p,)``, drawn as dots.
+        others: by method, coefficients of other methods, shape ``(p,)``, drawn beside the means.
         names: of the features; their numbers if not given.
         axes: two of matplotlib's axes; a new figure if not given.
 
@@ -63,8 +65,11 @@ def plot_inclusion(
     left.set_yticks(rows, labels)
     left.set_ylim(len(probs) - 0.5, -0.5)
     right.hlines(rows, low, high, color=COLOURS[0])
-    if mean is not None:
-        right.plot(*_like(probs, mean=mean), rows, "o", color=COLOURS[0])
+    points = ({} if mean is None else {"posterior mean": mean}) | dict(others or {})
+    for place, (name, values) in enumerate(points.items(), start=mean is None):
+        right.plot(*_like(probs, **{name: values}), rows, **series(place) | {"linestyle": "none", "label": name})
+    if others:
+        right.legend(fontsize="small")
     right.axvline(0, color="grey", linewidth=0.8)
     right.set(xlabel="coefficient")
     return axes

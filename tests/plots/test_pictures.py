@@ -19,6 +19,7 @@ from pyro_l0.plots import (
     plot_frontier,
     plot_gates,
     plot_gradients,
+    plot_images,
     plot_training,
     save_figure,
     short_names,
@@ -102,6 +103,15 @@ def test_bars_and_estimates():
     assert cloud.texts[0].get_text() == "199.5000"
 
 
+def test_images_share_their_colours():
+    images = torch.linspace(-1, 1, 12 * 6).view(12, 2, 3)
+    axes = plot_images(images, titles=[f"unit {k}" for k in range(12)], label="weight", limit=0.5)
+    assert [panel.get_title() for panel in axes] == [f"unit {k}" for k in range(12)]
+    assert {panel.images[0].get_clim() for panel in axes} == {(-0.5, 0.5)}
+    np.testing.assert_allclose(axes[11].images[0].get_array(), images[11])
+    assert len(axes[0].figure.axes) == 13  # with the bar of colours
+
+
 def test_a_figure_is_written_and_closed(tmp_path):
     save_figure(figure_axes(1, 2), tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 1000
@@ -145,6 +155,8 @@ def test_old_names_warn():
         (lambda: plot_edges([("a", "b")], {"a": (0, 0)}), r"none for \['b'\]"),
         (lambda: plot_bars({"a": [1.0]}, ["x", "y"], ylabel="y"), "Expected 2 heights of 'a'"),
         (lambda: plot_estimates({"a": []}, ylabel="y"), "draws of shape"),
+        (lambda: plot_images([], titles=[], label="x", limit=1.0), "with a title each, but got"),
+        (lambda: plot_images([[1.0]], titles=["a"], label="x", limit=1.0), r"got \[\(1,\)\] and 1 titles"),
         (lambda: plot_gradients([]), "at least one report"),
     ],
 )

@@ -27,6 +27,14 @@ def test_inclusion_beside_intervals():
     assert right.lines[0].get_xydata().tolist() == [[0.5, 0.0], [0.1, 1.0]]
 
 
+def test_inclusion_beside_other_methods():
+    _, right = plot_inclusion([0.9, 0.25], [-1.0, 0.0], [2.0, 0.5], mean=[0.5, 0.1], others={"LASSO": [0.4, 0.0]})
+    means, lasso = right.lines[:2]
+    assert lasso.get_xydata().tolist() == [[0.4, 0.0], [0.0, 1.0]]
+    assert means.get_color() != lasso.get_color()
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["posterior mean", "LASSO"]
+
+
 def test_inclusion_on_axes_of_ones_own():
     _, axes = plt.subplots(1, 2)
     assert plot_inclusion([1.0], [0.0], [1.0], axes=axes) is axes

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
@@ -45,7 +44,7 @@ from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, path
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.plots import plot_gradients
+from pyro_l0.plots import figure_axes, plot_curves, plot_gradients, save_figure
 
 __all__ = ["Options", "main"]
 
@@ -144,9 +143,7 @@ def _measure_all(options: Options) -> dict[str, list[GradientReport]]:
     for name, model, x, y in _models(options):
         reports[name] = [_measure(candidate, model, x, y, options) for candidate in CANDIDATES]
         text += [f"\n### {name}\n", _table(reports[name])]
-        figure = plot_gradients(reports[name])
-        figure.savefig(options.out / f"{name.split(',')[0].replace(' ', '_')}.png", dpi=150)
-        plt.close(figure)
+        save_figure(plot_gradients(reports[name]), options.out / f"{name.split(',')[0]}.png")
     (options.out / "gradient_lab.md").write_text("\n".join(text) + "\n")
     print("\n".join(text))
     return reports
@@ -226,33 +223,29 @@ def _noise_table(path: Path) -> str:
         "| gate | sharpness | P(0 < z < 1) at mean 1/2 | noise at mean 1/2 | noise at mean 0.9 |",
         "|---|---|---|---|---|",
     ]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    curves: dict[float, dict[str, list[tuple[float, float]]]] = {0.5: {}, 0.9: {}}
     for name, (make, values) in sharpness.items():
-        curves: dict[float, list[tuple[float, float]]] = {0.5: [], 0.9: []}
         for value in values:
             cells = []
-            for mean in curves:
+            for mean, points in curves.items():
                 location = _location_of_mean(make, value, mean)
                 if location is None:
                     cells.append("not reached")
                     continue
                 gate = make(location, value)
-                interior, noise = float(gate.log_interior_prob.exp()), float(pathwise_noise(gate))
-                curves[mean].append((interior, noise))
+                inside, noise = float(gate.log_interior_prob.exp()), float(pathwise_noise(gate))
+                points.setdefault(name, []).append((inside, noise))
                 cells.append(f"{noise:.3g}")
-            interior = curves[0.5][-1][0]
+            interior = curves[0.5][name][-1][0]
             lines.append(f"| {name} | {value:.3g} | {interior:.3f} | {' | '.join(cells)} |")
-        for axis, mean in zip(axes, curves, strict=True):
-            axis.plot(*zip(*sorted(curves[mean]), strict=True), marker="o", markersize=4, label=name)
-    for axis, mean in zip(axes, (0.5, 0.9), strict=True):
-        interior = torch.linspace(0.03, 1, 50)
-        axis.plot(interior, 1 / interior, color="black", linestyle=":", label="bound")
-        axis.set(xscale="log", yscale="log", xlabel="P(0 < z < 1)", title=f"E[z] = {mean}")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("E[(dz/dx)²] / (dE[z]/dx)²")
-    axes[0].legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    interiors = torch.linspace(0.03, 1, 50)
+    bound = {"bound": torch.stack([interiors, 1 / interiors])}
+    axes = figure_axes(1, 2, figsize=(10, 4), sharey=True)
+    labels = {"xlabel": "P(0 < z < 1)", "ylabel": "E[(dz/dx)²] / (dE[z]/dx)²"}
+    for axis, (mean, found) in zip(axes, curves.items(), strict=True):
+        shown = {name: torch.tensor(sorted(points)).T for name, points in found.items()} | bound
+        plot_curves(shown, title=f"E[z] = {mean}", xscale="log", yscale="log", axes=axis, **labels)
+    save_figure(axes, path)
     return "\n".join(lines)
 
 

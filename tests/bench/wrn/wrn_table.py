@@ -24,11 +24,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-import matplotlib.pyplot as plt
-
 from cifar_wrn import Options, Run
 from common.cifar import load_cifar
 from common.gated_run import train
+from pyro_l0.plots import plot_training, save_figure
 from tests.bench.wrn.runs import BudgetRun, DropoutRun
 
 LINES = Path(__file__).parent / "runs.jsonl"
@@ -107,19 +106,16 @@ def print_table(lines: list[Line]) -> None:
 
 
 def draw(lines: list[Line], path: Path) -> None:
-    """Error and expected multiply-adds over the epochs, a curve per run on CIFAR-10 and a colour per row."""
-    figure, (error, macs) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    colours = {row: f"C{i}" for i, row in enumerate(ROWS)}
-    for line in (line for line in lines if line["data"] == "cifar10"):
-        epochs = range(1, line["epochs"] + 1)
-        first = next(other for other in lines if (other["data"], other["row"]) == ("cifar10", line["row"]))
-        style = {"color": colours[line["row"]], "label": ROWS[line["row"]][0] if line is first else None}
-        error.plot(epochs, line["test_error_percent"], **style)
-        macs.plot(epochs, [value / 1e6 for value in line["expected_macs"]], **style)
-    error.set(title="Test error", ylabel="%", xlabel="epoch")
-    macs.set(title="Expected multiply-adds per image, millions", xlabel="epoch", ylim=(0, None))
-    macs.legend()
-    figure.savefig(path, dpi=110)
+    """Error and expected multiply-adds over the epochs, means of the seeds of each row on CIFAR-10."""
+    error, macs = "test error, %", "expected multiply-adds an image, millions"
+    panels: dict[str, dict[str, list[float]]] = {error: {}, macs: {}}
+    for row, (name, *_) in ROWS.items():
+        runs = [line for line in lines if (line["data"], line["row"]) == ("cifar10", row)]
+        if runs:
+            epochs = range(runs[0]["epochs"])
+            panels[error][name] = [statistics.mean(run["test_error_percent"][i] for run in runs) for i in epochs]
+            panels[macs][name] = [statistics.mean(run["expected_macs"][i] for run in runs) / 1e6 for i in epochs]
+    save_figure(plot_training(panels), path)
 
 
 def main() -> None:
