@@ -63,5 +63,6 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
-# Pyro's progress bars look for widgets in a notebook, and would warn on each page that there are none.
-os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
+# Pyro's progress bars look for widgets in a notebook, and would warn on each page that there are none; arviz announces
+# its next version once a day.
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore::FutureWarning:arviz"
