@@ -63,6 +63,8 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+# Pages show pictures by the kernel's own backend, whatever the builder's is.
+os.environ.pop("MPLBACKEND", None)
 # Pyro's progress bars look for widgets in a notebook, and would warn on each page that there are none; arviz announces
 # its next version once a day.
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore::FutureWarning:arviz"

@@ -96,6 +96,15 @@ def test_no_path_of_the_builder(page):
         assert f"{folder}/" not in text
 
 
+TUTORIALS = [page for page in PAGES if page.parent == SITE / "tutorials" and page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_tutorials_show_a_picture(page):
+    """Drawn by a cell: it is not there if cells draw into files, as with MPLBACKEND=Agg."""
+    assert "<img" in page.read_text().split("cell_output", 1)[1]
+
+
 def test_a_page_that_is_cut_off_is_found(browser, tmp_path):
     """What the tests of the pages look for, on a page that has it."""
     (tmp_path / "page.html").write_text("""<body><article>
