@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import pyro_l0
+import pyro_l0.plots
 from pyro_l0.retired import renamed_arguments, retired_names
 
 ROOMS = {
@@ -103,11 +104,12 @@ def test_an_old_name_warns_and_works():
 
 
 def test_every_name_has_an_entry_in_the_docs():
-    """Of the front door and of the homes of names that have left it."""
+    """Of the front door, of the pictures, and of the homes of names that have left it."""
     entries = set()
     for page in (Path(pyro_l0.__file__).parents[1] / "docs" / "api").glob("*.md"):
         entries |= set(re.findall(r"auto(?:class|function|data):: ([\w.]+)", page.read_text()))
     names = {f"pyro_l0.{room}.{name}" for room in ROOMS for name in ROOMS[room]} - {"pyro_l0.pruning.prune"}
+    names |= {f"pyro_l0.plots.{name}" for name in pyro_l0.plots.__all__}
     for room in ROOMS:
         module = importlib.import_module(f"pyro_l0.{room}")
         if hasattr(module, "__getattr__"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,8 +94,13 @@ def scale(axes: Axes, x: Literal["linear", "log"] = "linear", y: Literal["linear
     for axis, wanted, limits in ((axes.xaxis, x, axes.get_xlim()), (axes.yaxis, y, axes.get_ylim())):
         if wanted == "log":
             axis.set_major_formatter("{x:,g}")
-            # Within a decade there may be no major tick, so that the minor ones need numbers.
-            axis.set_minor_formatter("{x:,g}" if limits[1] < 10 * limits[0] else "")
+            axis.set_minor_formatter(_between(limits[1] / limits[0]))
+
+
+def _between(width: float) -> Callable[[float, int], str]:
+    """Numbers at the ticks between powers of ten: within a decade there may be no such power, and all don't fit."""
+    digits = "123456789" if width < 4 else "235" if width < 10 else ""
+    return lambda value, _: f"{value:,g}" if f"{value:e}"[0] in digits else ""
 
 
 def short_names(names: Sequence[str]) -> list[str]:
