@@ -97,7 +97,7 @@ def scale(axes: Axes, x: Literal["linear", "log"] = "linear", y: Literal["linear
             axis.set_minor_formatter(_between(limits[1] / limits[0]))
 
 
-def _between(width: float) -> Callable[[float, int], str]:
+def _between(width: float) -> Callable[[float, float], str]:
     """Numbers at the ticks between powers of ten: within a decade there may be no such power, and all don't fit."""
     digits = "123456789" if width < 4 else "235" if width < 10 else ""
     return lambda value, _: f"{value:,g}" if f"{value:e}"[0] in digits else ""
