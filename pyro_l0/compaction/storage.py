@@ -94,6 +94,18 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
         ValueError: the file can't be read, is damaged, was changed, is of another program, of another network or
             another type of numbers, or holds NaN or infinity; the message says which.
         ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
+
+    Example:
+        >>> import tempfile
+        >>> from pyro_l0.compaction import compact
+        >>> from pyro_l0.nn import L0Gate
+        >>> network = nn.Sequential(nn.Linear(2, 3), L0Gate(3), nn.Linear(3, 1))
+        >>> small = compact(network, {"1": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     small.save(f"{folder}/small.safetensors")
+        ...     again = load_compacted(network, f"{folder}/small.safetensors")
+        >>> again.network[0].out_features
+        2
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")

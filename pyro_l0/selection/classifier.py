@@ -39,6 +39,14 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         coef_: posterior means of the coefficients, shape ``(1, p)`` for two classes and ``(classes, p)`` for more.
         coef_sd_: their posterior standard deviations, in the same shape.
         intercept_: posterior means of the intercepts, shape ``(1,)`` or ``(classes,)``.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(200, 4))
+        >>> labels = np.where(3 * x[:, 1] + rng.logistic(size=200) > 0, "yes", "no")
+        >>> model = SpikeSlabClassifier(random_state=0).fit(x, labels)
+        >>> model.select(), model.predict_proba(x).shape
+        (array([1]), (200, 2))
     """
 
     classes_: NDArray[np.generic]

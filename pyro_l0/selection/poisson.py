@@ -23,6 +23,13 @@ class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ig
     ``PoissonRegressor``; then it is a likelihood in name only.
 
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x = rng.normal(size=(100, 4))
+        >>> counts = rng.poisson(np.exp(1 + x[:, 2]))
+        >>> SpikeSlabPoissonRegressor(random_state=0).fit(x, counts).select()
+        array([2])
     """
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803

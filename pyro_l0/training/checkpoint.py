@@ -35,6 +35,13 @@ class Checkpoint:
         path: the file.
         described: what a run and the one that resumes it must agree in, as plain values.
         loader: gives the batches; the states of its random number generators are kept, too.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Checkpoint(f"{folder}/run.pt", {"seed": 1}).save({"epoch": 3})
+        ...     Checkpoint(f"{folder}/run.pt", {"seed": 1}).load(lambda state: print(state["epoch"]))
+        3
     """
 
     def __init__(self, path: str | Path, described: Mapping[str, Any], loader: Iterable[object] = ()) -> None:

@@ -101,6 +101,24 @@ def fit(
     Warns:
         UserWarning: the loss was still falling at the last step, or restarts disagree.
 
+    Example:
+        >>> import pyro, pyro.distributions as dist, torch
+        >>> from pyro_l0 import BernoulliGate
+        >>> from pyro_l0.infer import AutoSpikeSlab
+        >>> pyro.set_rng_seed(0)
+        >>> x = torch.randn(50, 2)
+        >>> y = 2 * x[:, 0] + torch.randn(50)
+        >>> def model(x, y):
+        ...     with pyro.plate("features", 2):
+        ...         z = pyro.sample("z", BernoulliGate(probs=0.5))
+        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("y", dist.Normal((z * w) @ x.T, 1.0), obs=y)
+        >>> guide = AutoSpikeSlab(model, slab={"w": "z"}, gates="autoregressive", slabs="structured")
+        >>> went = fit(model, guide, x, y, seed=0)
+        >>> (guide.active_probs()["z"] > 0.9).tolist()
+        [True, False]
+
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20.
     """
