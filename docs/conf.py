@@ -28,7 +28,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "jupyter_execute", "tables"]
+exclude_patterns = ["_build", "jupyter_execute", "lab/tables"]
 html_theme = "furo"
 html_math_renderer = "mathml"
 html_static_path = ["static"]

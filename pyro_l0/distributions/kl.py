@@ -99,7 +99,7 @@ def _kl_bernoulli_bernoulli(q: BernoulliGate, p: BernoulliGate) -> Tensor:
 def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
 
-    The cost is bounded for every parameter; see ``docs/explanation/maths.md`` for where the nodes lie.
+    The cost is bounded for every parameter; see ``docs/lab/numerics.md`` for where the nodes lie.
 
     Returns:
         A tensor of the broadcast batch shape.
