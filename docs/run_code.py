@@ -65,12 +65,15 @@ def first_cell(page: Path) -> str:
     )
 
 
-def run(program: Program) -> subprocess.CompletedProcess[str]:
-    """Run a program in a folder that is empty, and is gone afterwards; one that takes too long has failed."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+def run(program: Program, python: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program in a folder that is empty, and is gone afterwards; one that takes too long has failed.
+
+    It imports this tree, or what is installed for another interpreter.
+    """
+    paths = [] if python else [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **GROUP, "PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", program.code]
+        command = [str(python or sys.executable), "-c", program.code]
         try:
             return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
         except subprocess.TimeoutExpired:

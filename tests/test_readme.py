@@ -1,7 +1,9 @@
-"""README.md's programs: each runs by itself, in a fresh process and folder, and ends where the text says."""
+"""README.md's programs: each runs with the package as built, in a fresh process and folder, and ends where it says."""
 
 import itertools
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -85,9 +87,35 @@ def test_every_page_that_it_names_is_there() -> None:
     assert all((ROOT / page).exists() for page in pages)
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with the wheel, which is built from the source distribution, and its dependencies."""
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("wheel")
+
+    def call(*command: str | Path) -> str:
+        quiet = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            [sys.executable, *command], cwd=folder, env=quiet, check=True, capture_output=True, text=True
+        ).stdout
+
+    call("-m", "build", "--outdir", folder, ROOT)
+    assert len(list(folder.glob("*.tar.gz"))) == 1
+    (wheel,) = folder.glob("*.whl")
+    call("-m", "venv", "--without-pip", folder / "venv")
+    python = next((folder / "venv").glob("*/python"))
+    call("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    # The dependencies are those of this environment, whose editable installations such a line does not take along.
+    (site,) = (folder / "venv").glob("lib/*/site-packages")
+    (site / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    where = run_code.run(run_code.Program("", 0, "import pyro_l0; print(pyro_l0.__file__)", None), python)
+    assert Path(where.stdout.strip()) == site / "pyro_l0" / "__init__.py", where.stderr
+    return python
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "check"), list(zip(PROGRAMS, CHECKS, strict=False)), ids=IDS)
-def test_program_runs_as_it_stands(program: run_code.Program, check: Callable[[str], None]) -> None:
-    finished = run_code.run(program)
+def test_program_runs_with_the_wheel(program: run_code.Program, check: Callable[[str], None], installed: Path) -> None:
+    finished = run_code.run(program, installed)
     assert finished.returncode == 0, finished.stderr
     check(finished.stdout)
