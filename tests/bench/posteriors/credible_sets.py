@@ -15,7 +15,8 @@ choice by y leaves the posterior given y as it is. With ``--priors other`` hyper
 gates of one data set depend on one another.
 
 A mark "!" stands where a number leaves what is asked: .93, or 3 standard errors, and then the command ends with 1; one
-in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets.
+in a thousand gets there by chance with every bin. ``--quick`` takes 10 data sets. ``--figure FILE`` draws how often
+gates are open, with the standard errors of gates that do not depend on one another.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from pyro_l0.plots import figure_axes, plot_calibration, save_figure
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.design import default_rate
 from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration
@@ -124,8 +126,8 @@ def draw_model(rng: np.random.Generator, n: int, p: int, family: str, priors: st
             return x, y, z
 
 
-def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> bool:
-    """Print the bins of an estimator; returns whether they are open as often as they say."""
+def calibration(family: str, n: int, p: int, options: argparse.Namespace, axes: Any) -> bool:
+    """Print and draw the bins of an estimator; returns whether they are open as often as they say."""
     counted, seconds = Calibration(), 0.0
     kind: Any = SpikeSlabRegressor if family == "gaussian" else SpikeSlabClassifier
     for seed in range(options.replicates):
@@ -140,6 +142,8 @@ def calibration(family: str, n: int, p: int, options: argparse.Namespace) -> boo
         counted.covariances.append(covariance.diagonal_scatter(inclusion * (1 - inclusion)))
     each = f"{seconds / options.replicates:.2f} s a data set"
     print(f"{kind.__name__}, n = {n}, p = {p}, {options.priors} priors, method {model.method_}: {each}")
+    drawn = plot_calibration(torch.cat(counted.inclusion), torch.cat(counted.gates), axes=axes)
+    drawn.set_title(f"{kind.__name__}, p = {p}", fontsize="small")
     kept = True
     for (count, mean, share, score), low, high in zip(counted.bins(), BINS, BINS[1:], strict=False):
         mark = "!" if abs(score) > MOST else ""
@@ -159,6 +163,7 @@ def main() -> None:
     parser.add_argument("--features", choices=("blocks", "ar"), default="blocks")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--figure", type=Path, help="of the calibration")
     options = parser.parse_args()
     options.replicates = 10 if options.quick else options.replicates
     torch.set_num_threads(1)
@@ -169,8 +174,11 @@ def main() -> None:
             kept &= coverage(options.features, rho, options)
     if options.part != "sets":
         sizes = [("gaussian", 100, 10), ("gaussian", 150, 30), ("bernoulli", 200, 8), ("bernoulli", 200, 20)]
-        for family, n, p in sizes:
-            kept &= calibration(family, n, p, options)
+        panels = figure_axes(2, 2, figsize=(8, 7))
+        for (family, n, p), axes in zip(sizes, panels.flat, strict=True):
+            kept &= calibration(family, n, p, options, axes)
+        if options.figure is not None:
+            save_figure(panels, options.figure)
     sys.exit(not kept)
 
 
