@@ -187,10 +187,10 @@ def _plot(results: dict[str, list[Result]], masks: Network, path: Path) -> None:
         }
         removed = range(len(next(iter(curves.values()))))
         plot_curves(curves, removed, title=name, axes=panel, **labels).set_ylim(0, 1)
-    images = _digits().x[:4].view(4, 8, 8)
-    test_gates = L0Gate.from_logits(masks(images.flatten(1)).detach()).test_gate
+    images = _digits().x[:4]
+    test_gates = L0Gate.from_logits(masks(images).detach()).test_gate
     for panel, image, gates in zip(axes[:, 1:].flat, images, test_gates, strict=True):
-        plot_gates(gates, image=image, axes=panel)
+        plot_gates(gates, image=image.view(8, 8), axes=panel)
     save_figure(axes, path)
 
 
