@@ -1,0 +1,189 @@
+"""A network made Bayesian in one line, its KL, and plain networks of its posterior."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.bayes.layer import BayesianLayer, SpikeSlabPrior
+from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.expect import expect
+from pyro_l0.nn.hooks import hooks_of
+from pyro_l0.nn.insert import insert_gates
+from pyro_l0.nn.l0_gate import L0Gate
+
+__all__ = ["bayesian", "bayesian_layers", "kl", "plain_network"]
+
+Gates = Literal["weight", "unit"] | None
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def bayesian(
+    network: nn.Module,
+    prior: SpikeSlabPrior = SpikeSlabPrior(),
+    gates: Gates = "weight",
+    *,
+    layers: Sequence[str] | None = None,
+    init_active_prob: float = 0.5,
+    init_scale: float = 0.05,
+) -> nn.Module:
+    r"""A copy of a network whose weights are Gaussian slabs behind gates, for Eq. 20 of the L0 paper.
+
+    Train it by any loop of torch, in nats over all data: ``num_data * cross_entropy(net(x), y) + kl(net)``. Under Pyro
+    the model adds ``factor("kl", -kl(net))``. Weights of a trained network become the means of the slabs. In
+    evaluation mode it is the median probability model; :func:`plain_network` makes plain networks of it.
+
+    Args:
+        network: dense layers and convolutions are chosen; it is not changed, and weights are not shared.
+        prior: of the weights, or of the units' gates and the weights.
+        gates: ``"weight"`` for a binary gate per weight, ``"unit"`` for a hard concrete gate
+            (:class:`~pyro_l0.nn.L0Gate`) on each output of all chosen layers but the last, and None for none.
+        layers: paths of the layers; without, all ``nn.Linear`` and convolutions.
+        init_active_prob: P(z != 0) at the start.
+        init_scale: standard deviation of the slabs at the start.
+
+    Raises:
+        ValueError: there is no such layer, a path is none, a number is out of range, or a weight has two names.
+        TypeError: an argument is of another kind.
+
+    Example:
+        >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), SpikeSlabPrior(0.05))
+        >>> loss = 100 * net(torch.ones(8, 4)).square().mean() + kl(net)
+        >>> loss.backward()
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312, Eq. 20 and its conclusion.
+    """
+    expect(nn.Module, "a network", network=network)
+    expect(SpikeSlabPrior, "a SpikeSlabPrior", prior=prior)
+    expect(Real, "a number", init_active_prob=init_active_prob, init_scale=init_scale, scale=prior.scale)
+    if gates not in ("weight", "unit", None):
+        raise ValueError(f"Expected gates to be 'weight', 'unit' or None, but got {gates!r}.")
+    for name, rate in {"init_active_prob": init_active_prob, "prior.active_prob": prior.active_prob}.items():
+        check_rate(name, rate, "BernoulliGate")
+    if min(prior.scale, init_scale) <= 0:
+        raise ValueError(f"Expected positive scales, but got {prior.scale} of the prior and {init_scale} at the start.")
+    new = copy.deepcopy(network)
+    paths = _paths(new, layers)
+    for path in paths:
+        layer = BayesianLayer(new.get_submodule(path), prior, gates == "weight", init_active_prob, init_scale)
+        new.set_submodule(path, layer.train(new.training))
+    if gates == "unit":
+        new = insert_gates(new, {path: _unit_gate(new.get_submodule(path), init_active_prob) for path in paths[:-1]})
+    return new
+
+
+def bayesian_layers(network: nn.Module) -> dict[str, BayesianLayer]:
+    """The Bayesian layers of a network by path.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = {path: module for path, module in network.named_modules() if isinstance(module, BayesianLayer)}
+    if not found:
+        raise ValueError("Expected a network with Bayesian layers, but it has none; make them by bayesian(network).")
+    return found
+
+
+def kl(network: nn.Module) -> Tensor:
+    r"""KL of a network's posterior to its prior in nats (Eq. 20), shape ``()``; to be added to the expected loss.
+
+    .. math:: \sum_j KL(q(z_j) \,\|\, p(z_j)) + q(z_j \neq 0)\, KL(q(w_j) \,\|\, p(w_j)).
+
+    The slabs of a unit's weights are weighted with P(z != 0) of the unit's gate where :class:`~pyro_l0.nn.L0Gate` is
+    behind the layer.
+
+    Args:
+        network: what :func:`bayesian` returned, or a network around it.
+
+    Raises:
+        ValueError: the network has no Bayesian layers.
+    """
+    layers = bayesian_layers(network)
+    units = {path: hook.gate for path, hook in hooks_of(network) if isinstance(hook.gate, L0Gate)}
+    terms = []
+    for path, layer in layers.items():
+        gate = units.get(path)
+        terms.append(layer.kl(None if gate is None else gate.active_prob))
+        if gate is not None:
+            family = gate.distribution
+            terms.append(gate.kl(family.from_active_prob(layer.prior.active_prob, **family.fixed_options)))
+    return torch.stack(terms).sum()
+
+
+@torch.no_grad()
+def plain_network(
+    network: nn.Module, *, sample: bool = False, keep: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """A copy of a network with plain layers in the place of Bayesian ones, in evaluation mode.
+
+    Args:
+        network: what :func:`bayesian` returned; with gates on units, what :func:`~pyro_l0.compaction.compact` made of
+            it.
+        sample: whether weights are drawn from the posterior, gates included; else they are the slabs' means behind the
+            gates that are more likely open than not, the median probability model.
+        keep: by path of each Bayesian layer, which weights are not zero, such as :func:`active_weights`; they take the
+            place of the gates.
+
+    Raises:
+        ValueError: the network has no Bayesian layers, one has a gate behind it, or ``keep`` has other layers.
+
+    Example:
+        >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)))
+        >>> plain_network(net, sample=True)[0]
+        Linear(in_features=4, out_features=3, bias=True)
+    """
+    new = copy.deepcopy(network).eval()
+    layers = bayesian_layers(new)
+    gated = sorted(path for path, hook in hooks_of(new) if path in layers)
+    if gated:
+        raise ValueError(f"Expected layers without gates behind them, but {gated} have some; compact the network first.")
+    if keep is not None and keep.keys() != layers.keys():
+        raise ValueError(f"Expected which weights to keep for {sorted(layers)}, but got {sorted(keep)}.")
+    for path, layer in layers.items():
+        if keep is None:
+            weight = layer.sample_weight() if sample else layer.median_weight()
+        else:
+            weight = (layer.slab.sample() if sample else layer.mean) * keep[path]
+        layer.layer.weight.copy_(weight)
+        new.set_submodule(path, layer.layer)
+    return new
+
+
+def _paths(network: nn.Module, layers: Sequence[str] | None) -> list[str]:
+    """Paths of the layers to be made Bayesian, in the network's order."""
+    modules = dict(network.named_modules())
+    found = {path for path, module in modules.items() if path and isinstance(module, _LINEAR)}
+    wanted = found if layers is None else set(layers)
+    if not wanted or not wanted <= found:
+        raise ValueError(f"Expected layers among the dense layers and convolutions {sorted(found)}, but got {layers!r}.")
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for path in sorted(wanted):
+        layer = modules[path]
+        if len(names[layer.weight]) > 1:
+            raise ValueError(f"Expected weights of one name, but {' and '.join(names[layer.weight])} are one; untie them.")
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            raise ValueError(f"Expected layers without hooks, but {path!r} has some; put gates behind it afterwards.")
+        if any(isinstance(modules[above], nn.MultiheadAttention) for above in _above(path)):
+            raise ValueError(f"Expected layers that are called, but nn.MultiheadAttention only reads {path!r}; leave it out.")
+    return [path for path in modules if path in wanted]
+
+
+def _above(path: str) -> list[str]:
+    """Paths of the modules that hold one."""
+    names = path.split(".")[:-1]
+    return [".".join(names[: i + 1]) for i in range(len(names))]
+
+
+def _unit_gate(layer: nn.Module, init_active_prob: float) -> L0Gate:
+    """A gate on each output of a Bayesian layer."""
+    assert isinstance(layer, BayesianLayer)
+    is_map = layer.mean.dim() > 2
+    return L0Gate(len(layer.mean), dim=1 if is_map else -1, init_active_prob=init_active_prob)

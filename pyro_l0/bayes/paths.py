@@ -1,0 +1,194 @@
+"""Weights on a path from an input to an output, and the removal of units without any while a network trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pyro_l0.bayes.network import bayesian_layers
+from pyro_l0.nn.gate_layer import GateLayer, gate_names
+
+__all__ = ["InputSkipMLP", "OpenUnits", "WeightGates", "active_weights"]
+
+
+class OpenUnits(GateLayer):
+    """Marks units that leave a network when no open weight of a Bayesian layer reads them; it changes nothing itself.
+
+    Args:
+        size: number of units.
+        dim: dimension of the input that holds them; -1 for features, 1 for feature maps.
+    """
+
+    def __init__(self, size: int, dim: int = -1) -> None:
+        super().__init__()
+        self.size, self.dim, self.site_name = size, dim, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input."""
+        return x
+
+    def narrow(self, index: Tensor) -> None:
+        """Keep the units at some indices."""
+        self.size = len(index)
+
+    def extra_repr(self) -> str:
+        """Size and dimension."""
+        return f"{self.size}, dim={self.dim}"
+
+
+class InputSkipMLP(nn.Module):
+    """A multilayer perceptron whose layers all read the input, beside the units before them.
+
+    So a layer that is not needed can close whole, and the depth is learned (arXiv:2503.10496).
+
+    Args:
+        *sizes: of the input, the hidden layers and the output.
+        activation: of the hidden units, zero at zero.
+
+    Shape:
+        ``(n, sizes[0])`` to ``(n, sizes[-1])``.
+
+    Example:
+        >>> InputSkipMLP(4, 3, 2)(torch.ones(5, 4)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(self, *sizes: int, activation: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        if len(sizes) < 2:
+            raise ValueError(f"Expected sizes of an input and an output at least, but got {sizes}.")
+        first, *hidden, last = sizes
+        self.activation = activation
+        self.inputs = OpenUnits(first)
+        widths = [first, *(size + first for size in hidden)]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, [*hidden, last], strict=True))
+        self.units = nn.ModuleList(OpenUnits(size) for size in hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs."""
+        x = read = self.inputs(x)
+        *hidden, last = self.layers
+        for layer, units in zip(hidden, self.units, strict=True):
+            read = torch.cat([units(self.activation(layer(read))), x], -1)
+        out: Tensor = last(read)
+        return out
+
+
+def active_weights(network: nn.Module, example: Tensor) -> dict[str, Tensor]:
+    r"""Which weights of the median probability model lie on a path from an input to an output.
+
+    A weight with :math:`q(z = 1) > 1/2` is active if there is a chain of such weights from an input through it to an
+    output. The others change no prediction but by constants, which the biases of the next layer hold.
+
+    Args:
+        network: what :func:`~pyro_l0.bayes.bayesian` returned, of layers that are joined by increasing activations,
+            pooling, sums and concatenations; where an activation is not zero at zero, all units count as reached.
+        example: a batch of inputs.
+
+    Returns:
+        By path of each Bayesian layer, True for active weights, the weight's shape.
+
+    Example:
+        >>> from pyro_l0.bayes import bayesian
+        >>> net = bayesian(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)))
+        >>> with torch.no_grad():
+        ...     _ = net[0].logits.copy_(torch.tensor([[1.0, -1.0], [-1.0, -1.0]])), net[2].logits.fill_(1.0)
+        >>> active_weights(net, torch.ones(1, 2))
+        {'0': tensor([[ True, False],
+                [False, False]]), '2': tensor([[ True, False]])}
+    """
+    slopes = _slopes(network, example, threshold=0.5, bias=0.0)
+    return {path: slope > 0 for path, slope in slopes.by_layer.items()}
+
+
+class WeightGates:
+    """The gates of a network's weights as :class:`~pyro_l0.compaction.Shrinker` asks for them: whole units at a time.
+
+    A unit behind an :class:`OpenUnits` is closed when no weight that is open with a probability above the threshold
+    leads from it to an output. Its removal changes no output by more than such weights do.
+
+    Args:
+        network: what :func:`~pyro_l0.bayes.bayesian` returned, with :class:`OpenUnits` where units may leave, such as
+            an :class:`InputSkipMLP`.
+        example: a batch of inputs.
+        threshold: q(z = 1) from which on a weight counts as open.
+    """
+
+    def __init__(self, network: nn.Module, example: Tensor, threshold: float = 0.01) -> None:
+        self.network, self.example, self.threshold = network, example, threshold
+
+    def posterior(self) -> dict[str, UnitProbs]:
+        """Whether a unit of each site is open, as a probability of 0 or 1."""
+        slopes = _slopes(self.network, self.example, self.threshold, bias=1.0)
+        return {site: UnitProbs((slope > 0).float()) for site, slope in slopes.by_site.items()}
+
+    def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
+        """Nothing: the units have no parameters of their own."""
+        return {}
+
+
+class UnitProbs(NamedTuple):
+    """Probabilities of units, shape ``(n,)``."""
+
+    active_prob: Tensor
+
+    @property
+    def test_gate(self) -> Tensor:
+        """1 for units that stay."""
+        return self.active_prob
+
+    @property
+    def least_active_prob(self) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(self.active_prob)
+
+
+class _Slopes(NamedTuple):
+    by_layer: dict[str, Tensor]
+    by_site: dict[str, Tensor]
+
+
+def _slopes(network: nn.Module, example: Tensor, threshold: float, bias: float) -> _Slopes:
+    """Slopes of the summed outputs of a network without signs by its weights and by units; positive on a path.
+
+    All weights are 1 over the number of inputs where they are open and 0 elsewhere, so that nothing can cancel.
+    """
+    new = copy.deepcopy(network).eval().double()
+    for path, module in list(new.named_modules()):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            new.set_submodule(path, nn.Identity())
+    weights = {}
+    for path, layer in bayesian_layers(new).items():
+        plain, is_open = layer.layer, layer.active_prob > threshold
+        plain.weight = nn.Parameter(is_open.double() / is_open[0].numel())
+        if plain.bias is not None:
+            plain.bias = nn.Parameter(torch.full_like(plain.bias, bias))
+        new.set_submodule(path, plain)
+        weights[path] = plain.weight
+    outputs: dict[str, list[Tensor]] = {}
+    gates = {site: gate for site, gate in gate_names(new).items() if isinstance(gate, OpenUnits)}
+    with torch.enable_grad():
+        for site, gate in gates.items():
+            gate.register_forward_hook(_keep_output(outputs.setdefault(site, [])))
+        total = new(torch.ones_like(example[:1], dtype=torch.float64)).sum()
+        units = [x for found in outputs.values() for x in found]
+        found = torch.autograd.grad(total, [*weights.values(), *units], allow_unused=True, materialize_grads=True)
+    by_layer = dict(zip(weights, found, strict=False))
+    by_site = {}
+    for (site, gate), slope in zip(gates.items(), found[len(weights) :], strict=True):
+        by_site[site] = slope.movedim(gate.dim, 0).flatten(1).sum(1)
+    return _Slopes(by_layer, by_site)
+
+
+def _keep_output(into: list[Tensor]) -> Callable[[nn.Module, object, Tensor], Tensor]:
+    """A hook that keeps the output, as a tensor of its own."""
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        into.append(output.clone().requires_grad_())
+        return into[-1]
+
+    return hook
