@@ -108,7 +108,9 @@ def save_quantised(network: nn.Module, precision: Mapping[str, Precision], path:
             continue
         codes = (value.double() / step).round()
         if not torch.allclose(codes * step, value.double(), rtol=1e-5, atol=1e-6 * step):
-            raise ValueError(f"Expected {name!r} to be multiples of {step:g}, but it is not; quantise the network first.")
+            raise ValueError(
+                f"Expected {name!r} to be multiples of {step:g}, but it is not; quantise the network first."
+            )
         arrays[name] = codes.numpy(force=True).astype(np.min_scalar_type(-1 - int(codes.abs().max())))
         arrays[name + _STEP] = np.float32(step)
     stream = io.BytesIO()

@@ -67,7 +67,8 @@ class BayesianLayer(nn.Module):
     @property
     def mean(self) -> Tensor:
         """The slabs' means, the weight's shape."""
-        weight: Tensor = self.layer.weight
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
         return weight
 
     @property
@@ -98,7 +99,8 @@ class BayesianLayer(nn.Module):
         """A draw of the weights, the weight's shape, without a gradient."""
         with torch.no_grad():
             weight = self.slab.sample()
-            return weight if self.logits is None else weight * BernoulliGate(logits=self.logits).sample()
+            drawn: Tensor = weight if self.logits is None else weight * BernoulliGate(logits=self.logits).sample()
+            return drawn
 
     def kl(self, unit_prob: Tensor | None = None) -> Tensor:
         """KL of posterior to prior in nats, summed over weights (Eq. 20), shape ``()``.
@@ -121,7 +123,7 @@ class BayesianLayer(nn.Module):
         weight, weight_variance = self.moments()
         mean = functional_call(self.layer, {"weight": weight}, (x,))
         parts = {"weight": weight_variance}
-        if self.layer.bias is not None:
+        if isinstance(self.layer.bias, Tensor):
             parts["bias"] = torch.zeros_like(self.layer.bias)
         variance = functional_call(self.layer, parts, (x.square(),))
         # An output of zeros alone has a variance of 0, at which a square root has no derivative.

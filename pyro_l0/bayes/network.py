@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from numbers import Real
 from typing import Literal
 
@@ -13,19 +14,18 @@ from torch import Tensor, nn
 from pyro_l0.bayes.layer import BayesianLayer, SpikeSlabPrior
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.expect import expect
-from pyro_l0.nn.hooks import hooks_of
-from pyro_l0.nn.insert import insert_gates
 from pyro_l0.nn.l0_gate import L0Gate
 
 __all__ = ["bayesian", "bayesian_layers", "kl", "plain_network"]
 
 Gates = Literal["weight", "unit"] | None
+_PRIOR = SpikeSlabPrior()
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def bayesian(
     network: nn.Module,
-    prior: SpikeSlabPrior = SpikeSlabPrior(),
+    prior: SpikeSlabPrior = _PRIOR,
     gates: Gates = "weight",
     *,
     layers: Sequence[str] | None = None,
@@ -72,9 +72,9 @@ def bayesian(
     paths = _paths(new, layers)
     for path in paths:
         layer = BayesianLayer(new.get_submodule(path), prior, gates == "weight", init_active_prob, init_scale)
-        new.set_submodule(path, layer.train(new.training))
-    if gates == "unit":
-        new = insert_gates(new, {path: _unit_gate(new.get_submodule(path), init_active_prob) for path in paths[:-1]})
+        is_gated = gates == "unit" and path != paths[-1]
+        behind = nn.Sequential(layer, _unit_gate(layer, init_active_prob)) if is_gated else layer
+        new.set_submodule(path, behind.train(new.training))
     return new
 
 
@@ -95,8 +95,8 @@ def kl(network: nn.Module) -> Tensor:
 
     .. math:: \sum_j KL(q(z_j) \,\|\, p(z_j)) + q(z_j \neq 0)\, KL(q(w_j) \,\|\, p(w_j)).
 
-    The slabs of a unit's weights are weighted with P(z != 0) of the unit's gate where :class:`~pyro_l0.nn.L0Gate` is
-    behind the layer.
+    The slabs of a unit's weights are weighted with P(z != 0) of the unit's gate where an :class:`~pyro_l0.nn.L0Gate`
+    follows the layer in an ``nn.Sequential``. Its prior has the layer's ``active_prob``.
 
     Args:
         network: what :func:`bayesian` returned, or a network around it.
@@ -104,34 +104,34 @@ def kl(network: nn.Module) -> Tensor:
     Raises:
         ValueError: the network has no Bayesian layers.
     """
-    layers = bayesian_layers(network)
-    units = {path: hook.gate for path, hook in hooks_of(network) if isinstance(hook.gate, L0Gate)}
+    sequences = [list(module) for module in network.modules() if isinstance(module, nn.Sequential)]
+    behind = {first: second for modules in sequences for first, second in pairwise(modules)}
     terms = []
-    for path, layer in layers.items():
-        gate = units.get(path)
-        terms.append(layer.kl(None if gate is None else gate.active_prob))
-        if gate is not None:
-            family = gate.distribution
-            terms.append(gate.kl(family.from_active_prob(layer.prior.active_prob, **family.fixed_options)))
+    for layer in bayesian_layers(network).values():
+        gate = behind.get(layer)
+        if not isinstance(gate, L0Gate):
+            terms.append(layer.kl())
+            continue
+        terms.append(layer.kl(gate.active_prob))
+        family = gate.distribution
+        prior = family.from_active_prob(torch.tensor(layer.prior.active_prob), **family.fixed_options)
+        terms.append(gate.kl(prior))
     return torch.stack(terms).sum()
 
 
 @torch.no_grad()
-def plain_network(
-    network: nn.Module, *, sample: bool = False, keep: Mapping[str, Tensor] | None = None
-) -> nn.Module:
+def plain_network(network: nn.Module, *, sample: bool = False, keep: Mapping[str, Tensor] | None = None) -> nn.Module:
     """A copy of a network with plain layers in the place of Bayesian ones, in evaluation mode.
 
     Args:
-        network: what :func:`bayesian` returned; with gates on units, what :func:`~pyro_l0.compaction.compact` made of
-            it.
+        network: what :func:`bayesian` returned; gates on units stay, for :func:`~pyro_l0.compaction.compact`.
         sample: whether weights are drawn from the posterior, gates included; else they are the slabs' means behind the
             gates that are more likely open than not, the median probability model.
         keep: by path of each Bayesian layer, which weights are not zero, such as :func:`active_weights`; they take the
             place of the gates.
 
     Raises:
-        ValueError: the network has no Bayesian layers, one has a gate behind it, or ``keep`` has other layers.
+        ValueError: the network has no Bayesian layers, or ``keep`` has other ones.
 
     Example:
         >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -140,9 +140,6 @@ def plain_network(
     """
     new = copy.deepcopy(network).eval()
     layers = bayesian_layers(new)
-    gated = sorted(path for path, hook in hooks_of(new) if path in layers)
-    if gated:
-        raise ValueError(f"Expected layers without gates behind them, but {gated} have some; compact the network first.")
     if keep is not None and keep.keys() != layers.keys():
         raise ValueError(f"Expected which weights to keep for {sorted(layers)}, but got {sorted(keep)}.")
     for path, layer in layers.items():
@@ -150,7 +147,7 @@ def plain_network(
             weight = layer.sample_weight() if sample else layer.median_weight()
         else:
             weight = (layer.slab.sample() if sample else layer.mean) * keep[path]
-        layer.layer.weight.copy_(weight)
+        layer.mean.copy_(weight)
         new.set_submodule(path, layer.layer)
     return new
 
@@ -161,18 +158,24 @@ def _paths(network: nn.Module, layers: Sequence[str] | None) -> list[str]:
     found = {path for path, module in modules.items() if path and isinstance(module, _LINEAR)}
     wanted = found if layers is None else set(layers)
     if not wanted or not wanted <= found:
-        raise ValueError(f"Expected layers among the dense layers and convolutions {sorted(found)}, but got {layers!r}.")
+        raise ValueError(
+            f"Expected layers among the dense layers and convolutions {sorted(found)}, but got {layers!r}."
+        )
     names: dict[Tensor, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for path in sorted(wanted):
         layer = modules[path]
         if len(names[layer.weight]) > 1:
-            raise ValueError(f"Expected weights of one name, but {' and '.join(names[layer.weight])} are one; untie them.")
+            raise ValueError(
+                f"Expected weights of one name, but {' and '.join(names[layer.weight])} are one; untie them."
+            )
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise ValueError(f"Expected layers without hooks, but {path!r} has some; put gates behind it afterwards.")
         if any(isinstance(modules[above], nn.MultiheadAttention) for above in _above(path)):
-            raise ValueError(f"Expected layers that are called, but nn.MultiheadAttention only reads {path!r}; leave it out.")
+            raise ValueError(
+                f"Expected layers that are called, but nn.MultiheadAttention only reads {path!r}; leave it out."
+            )
     return [path for path in modules if path in wanted]
 
 

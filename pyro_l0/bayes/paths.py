@@ -153,7 +153,7 @@ class _Slopes(NamedTuple):
 
 
 def _slopes(network: nn.Module, example: Tensor, threshold: float, bias: float) -> _Slopes:
-    """Slopes of the summed outputs of a network without signs by its weights and by units; positive on a path.
+    """How much of the summed outputs of a network without signs goes through weights and units; positive on a path.
 
     All weights are 1 over the number of inputs where they are open and 0 elsewhere, so that nothing can cancel.
     """
@@ -165,7 +165,7 @@ def _slopes(network: nn.Module, example: Tensor, threshold: float, bias: float) 
     for path, layer in bayesian_layers(new).items():
         plain, is_open = layer.layer, layer.active_prob > threshold
         plain.weight = nn.Parameter(is_open.double() / is_open[0].numel())
-        if plain.bias is not None:
+        if isinstance(plain.bias, Tensor):
             plain.bias = nn.Parameter(torch.full_like(plain.bias, bias))
         new.set_submodule(path, plain)
         weights[path] = plain.weight
@@ -177,7 +177,7 @@ def _slopes(network: nn.Module, example: Tensor, threshold: float, bias: float) 
         total = new(torch.ones_like(example[:1], dtype=torch.float64)).sum()
         units = [x for found in outputs.values() for x in found]
         found = torch.autograd.grad(total, [*weights.values(), *units], allow_unused=True, materialize_grads=True)
-    by_layer = dict(zip(weights, found, strict=False))
+    by_layer = {path: slope * weight.detach() for (path, weight), slope in zip(weights.items(), found, strict=False)}
     by_site = {}
     for (site, gate), slope in zip(gates.items(), found[len(weights) :], strict=True):
         by_site[site] = slope.movedim(gate.dim, 0).flatten(1).sum(1)

@@ -36,12 +36,12 @@ class Reliability(NamedTuple):
     Attributes:
         confidence: mean probability of the likeliest class.
         accuracy: share of examples where it is right.
-        count: number of examples.
+        examples: how many there are.
     """
 
     confidence: Tensor
     accuracy: Tensor
-    count: Tensor
+    examples: Tensor
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def scores(probs: Tensor, labels: Tensor, bins: int = 15) -> Scores:
     of_label = probs.gather(1, labels[:, None])[:, 0]
     smallest = torch.finfo(probs.dtype).tiny
     brier = probs.square().sum(1) - 2 * of_label + 1
-    gap = (found.confidence - found.accuracy).abs() * found.count / len(labels)
+    gap = (found.confidence - found.accuracy).abs() * found.examples / len(labels)
     error = 100 * (probs.argmax(-1) != labels).double().mean()
     nll = -of_label.clamp(min=smallest).log().mean()
     return Scores(float(error), float(nll), float(brier.mean()), float(gap.sum()))

@@ -1,0 +1,65 @@
+"""Bits by posterior spread, and rounded networks in files."""
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_l0.bayes import bayesian, bit_precision, load_quantised, plain_network, quantise, save_quantised
+
+
+def trained(seed=0):
+    torch.manual_seed(seed)
+    net = bayesian(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    with torch.no_grad():
+        for layer in (net[0], net[3]):
+            layer.logits.normal_()
+            layer.log_scale.add_(torch.randn_like(layer.log_scale))
+    return net
+
+
+def test_rounding_costs_the_nats_that_were_asked_for():
+    """The mean over weights of half the curvature 1/s^2 times the variance of rounding, drawn."""
+    net = trained()
+    for path, (step, bits) in bit_precision(net, nats=0.03).items():
+        layer = net.get_submodule(path)
+        is_open = layer.logits > 0
+        offsets = step * (torch.rand(200_000, int(is_open.sum())) - 0.5)
+        cost = (0.5 * offsets.square() / layer.slab.scale[is_open].square()).mean()
+        assert float(cost.detach()) == pytest.approx(0.03, rel=0.02)
+        largest = float((layer.mean[is_open].abs().max() / step).round().detach())
+        assert 2 ** (bits - 2) <= largest < 2 ** (bits - 1) or bits == 2
+
+
+def test_surer_weights_need_more_bits():
+    net = trained()
+    before = bit_precision(net)
+    with torch.no_grad():
+        net[0].log_scale.sub_(torch.log(torch.tensor(4.0)))
+    after = bit_precision(net)
+    assert after["0"].bits == before["0"].bits + 2
+    assert after["3"] == before["3"]
+    assert after["0"].step == pytest.approx(before["0"].step / 4)
+
+
+def test_a_rounded_network_comes_back_from_its_file(tmp_path):
+    net = trained()
+    precision = bit_precision(net)
+    with pytest.raises(ValueError, match="quantise the network first"):
+        save_quantised(plain_network(net), precision, tmp_path / "net.npz")
+    plain = quantise(plain_network(net), precision)
+    size = save_quantised(plain, precision, tmp_path / "net.npz")
+    assert size == (tmp_path / "net.npz").stat().st_size
+    again = plain_network(trained(seed=1))
+    again.load_state_dict(load_quantised(tmp_path / "net.npz"))
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(again(x), plain(x), rtol=1e-5, atol=1e-6)
+    assert torch.equal(again[0].weight == 0, plain[0].weight == 0)
+
+
+def test_a_layer_without_weights_has_no_bits():
+    net = trained()
+    with torch.no_grad():
+        net[0].logits.fill_(-1.0)
+    assert bit_precision(net)["0"].bits == 0
+    with pytest.raises(ValueError, match="positive and finite"):
+        bit_precision(net, nats=0.0)

@@ -1,0 +1,197 @@
+"""Local reparameterisation and KL of Bayesian layers against draws, enumeration and hand-written models."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal
+from torch.func import functional_call
+
+from pyro_l0 import BernoulliGate, HardConcrete
+from pyro_l0.bayes import BayesianLayer, SpikeSlabPrior, bayesian, kl, plain_network
+from pyro_l0.infer import L0_ELBO, factor
+from pyro_l0.nn import L0Gate, NetworkGates, insert_gates
+
+PRIOR = SpikeSlabPrior(0.2, 0.7)
+LAYERS = {
+    "dense": (lambda: nn.Linear(3, 2), (3,)),
+    "no bias": (lambda: nn.Linear(3, 2, bias=False), (3,)),
+    "convolution": (lambda: nn.Conv2d(2, 3, 2, stride=2, padding=1, padding_mode="reflect"), (2, 4, 4)),
+    "groups": (lambda: nn.Conv1d(2, 2, 3, groups=2), (2, 5)),
+}
+
+
+def made(layer, seed=0, has_gates=True):
+    """A Bayesian layer in float64 whose parameters are all different."""
+    torch.manual_seed(seed)
+    new = BayesianLayer(layer.double(), PRIOR, has_gates, 0.5, 0.3)
+    with torch.no_grad():
+        new.mean.normal_(0, 0.5)
+        new.log_scale.add_(0.3 * torch.randn_like(new.log_scale))
+        if has_gates:
+            new.logits.normal_(0, 1.5)
+    return new
+
+
+@pytest.mark.parametrize("has_gates", [True, False])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_moments_are_those_of_drawn_weights(kind, has_gates):
+    """Outputs have the mean and the variance that outputs of drawn weights have; 5 standard errors of 5,000 draws."""
+    make, shape = LAYERS[kind]
+    layer = made(make(), has_gates=has_gates)
+    x = torch.randn(2, *shape, dtype=torch.float64)
+    weights = torch.stack([layer.sample_weight() for _ in range(5_000)])
+    with torch.no_grad():
+        drawn = torch.vmap(lambda weight: functional_call(layer.layer, {"weight": weight}, (x,)))(weights)
+        local = layer(x.repeat(5_000, *(1 for _ in shape))).view(drawn.shape)
+    for of in (torch.mean, torch.var):
+        parts = torch.stack([of(part, 0) for draws in (local, drawn) for part in draws.chunk(20)])
+        errors = (parts.unflatten(0, (2, 20)).var(1).sum(0) / 20).sqrt()
+        assert ((of(local, 0) - of(drawn, 0)).abs() < 5 * errors + 1e-9).all()
+
+
+def test_moments_of_a_weight_by_quadrature():
+    """Mean and variance of gate times slab, summed over the gate and integrated over the slab."""
+    layer = made(nn.Linear(1, 1))
+    p, m, s = float(layer.active_prob.detach()), float(layer.mean.detach()), float(layer.slab.scale.detach())
+    p, m, s = torch.tensor([p, m, s], dtype=torch.float64)
+    w = torch.linspace(m - 12 * s, m + 12 * s, 20_001, dtype=torch.float64)
+    density = Normal(m, s).log_prob(w).exp()
+    mean, square = (p * torch.trapezoid(density * f, w) for f in (w, w**2))
+    found = layer.moments()
+    torch.testing.assert_close(found[0].detach().view(()), mean, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found[1].detach().view(()), square - mean**2, rtol=1e-9, atol=0)
+
+
+def test_gradient_of_the_expected_output_is_that_of_differences():
+    """With the noise held, the derivative of a drawn output by each parameter."""
+    layer = made(nn.Linear(3, 2))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def loss(*given):
+        torch.manual_seed(3)
+        out = functional_call(layer, dict(zip(names, given, strict=True)), (x,))
+        return out.square().sum()
+
+    assert torch.autograd.gradcheck(loss, [value.detach().requires_grad_() for value in values])
+
+
+def test_kl_is_that_of_a_hand_written_model():
+    """Eq. 20 of L0_ELBO for a model with a gate site and a slab site of each weight."""
+    net = nn.Sequential(made(nn.Linear(3, 2)))
+    (layer,) = net
+    prior = torch.full((6,), PRIOR.active_prob, dtype=torch.float64)
+
+    def sites(logits, mean, scale):
+        pyro.sample("z", BernoulliGate(logits=logits).to_event(1))
+        pyro.sample("w", dist.Normal(mean, scale).to_event(1))
+
+    def model():
+        sites(prior.logit(), torch.zeros_like(prior), torch.full_like(prior, PRIOR.scale))
+
+    def guide():
+        sites(layer.logits.flatten(), layer.mean.flatten(), layer.slab.scale.flatten())
+
+    expected = L0_ELBO("spike_slab", slab={"w": "z"}).loss(model, guide)
+    assert float(kl(net).detach()) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_slabs_of_a_unit_count_when_its_gate_is_open():
+    """KL of a layer with gates on units: that of the gates, and the slabs of each row times P(z != 0)."""
+    net = nn.Sequential(made(nn.Linear(3, 2), has_gates=False), L0Gate(2), nn.ReLU())
+    (gate,) = NetworkGates(net).sites.values()
+    with torch.no_grad():
+        gate.location.copy_(torch.tensor([-1.0, 2.0]))
+    layer = net[0]
+    rows = torch.distributions.kl_divergence(layer.slab, Normal(0.0, PRIOR.scale)).sum(1)
+    expected = gate.kl(HardConcrete.from_active_prob(torch.tensor(PRIOR.active_prob))) + (gate.active_prob * rows).sum()
+    assert float(kl(net).detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_pyro_and_a_plain_loop_have_the_same_loss():
+    """The KL as a factor of the model, under SVI, is the KL added to the loss."""
+    net = nn.Sequential(made(nn.Linear(3, 2)))
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+
+    def model():
+        pyro.module("net", net)
+        factor("kl", -kl(net))
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.Categorical(logits=net(x)), obs=y)
+
+    svi = pyro.infer.SVI(model, lambda: None, pyro.optim.Adam({"lr": 0.0}), pyro.infer.Trace_ELBO())
+    torch.manual_seed(5)
+    under_pyro = svi.step()
+    torch.manual_seed(5)
+    plain = nn.functional.cross_entropy(net(x), y, reduction="sum") + kl(net)
+    assert under_pyro == pytest.approx(float(plain.detach()), rel=1e-9)
+
+
+def test_exact_bound_of_one_weight_by_enumeration():
+    """Trained, the bound of a regression with one weight is near log p(y), and q(z = 1) near its posterior."""
+    torch.manual_seed(0)
+    x = torch.randn(30, 1, dtype=torch.float64)
+    y = 0.35 * x[:, 0] + 0.8 * torch.randn(30, dtype=torch.float64)
+    net = bayesian(nn.Sequential(nn.Linear(1, 1, bias=False).double()), SpikeSlabPrior(0.3, 1.0))
+    optimiser = torch.optim.Adam(net.parameters(), lr=0.02)
+    noise, prior = 0.64, 0.3
+
+    def bound():  # the expectation in closed form: a linear model needs no draws
+        mean, variance = net[0].moments()
+        square = ((y - x[:, 0] * mean) ** 2 + x[:, 0] ** 2 * variance).sum()
+        return -0.5 * square / noise - 15 * torch.log(torch.tensor(2 * torch.pi * noise)) - kl(net)
+
+    for _ in range(1500):
+        optimiser.zero_grad()
+        (-bound()).backward()
+        optimiser.step()
+    closed = torch.eye(30, dtype=torch.float64) * noise
+    log_probs = [
+        torch.distributions.MultivariateNormal(torch.zeros(30, dtype=torch.float64), closed + z * x @ x.T).log_prob(y)
+        for z in (0, 1)
+    ]
+    joint = torch.stack(log_probs) + torch.tensor([1 - prior, prior]).log()
+    posterior = joint.softmax(0)[1]
+    assert 0.1 < float(posterior) < 0.9  # else the test tells little
+    assert float(net[0].active_prob.detach()) == pytest.approx(float(posterior), abs=1e-3)
+    assert float(bound().detach()) == pytest.approx(float(joint.logsumexp(0)), abs=1e-3)
+
+
+def test_evaluation_is_the_median_model():
+    layer = made(nn.Linear(3, 2)).eval()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    weight = layer.mean * (layer.active_prob > 0.5)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer.layer.bias))
+    net = nn.Sequential(layer)
+    torch.testing.assert_close(plain_network(net)(x), net(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"gates": "units"}, "'weight', 'unit' or None"),
+        ({"layers": ["1"]}, r"\['0', '2'\]"),
+        ({"prior": SpikeSlabPrior(0.0)}, "prior.active_prob"),
+        ({"prior": SpikeSlabPrior(0.1, -1.0)}, "positive scales"),
+        ({"init_active_prob": 1.0}, "init_active_prob"),
+        ({"init_scale": 0.0}, "positive scales"),
+    ],
+)
+def test_wrong_arguments_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        bayesian(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), **options)
+
+
+def test_tied_and_hooked_layers_are_refused():
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="untie"):
+        bayesian(tied)
+    with pytest.raises(ValueError, match="without hooks"):
+        bayesian(insert_gates(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {"0": L0Gate(2)}))
+    with pytest.raises(ValueError, match="MultiheadAttention"):
+        bayesian(nn.TransformerEncoderLayer(4, 2, 8))
+    with pytest.raises(ValueError, match="has none"):
+        kl(nn.Linear(2, 2))
