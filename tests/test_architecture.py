@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "infer": {"maths", "fast", "distributions"},
     "nn": {"fast", "distributions"},
     "compaction": {"nn"},
+    "bayes": {"distributions", "nn", "compaction"},
     "diagnostics": {"maths", "fast", "distributions", "infer", "nn"},
     "plots": {"distributions", "diagnostics"},
     "training": {"compaction"},
