@@ -95,7 +95,7 @@ class NetworkGates:
 
 
 def penalty(network: nn.Module, cost: Cost) -> Tensor:
-    r"""The price of a network's open L0Gates in nats (Eq. 22), shape ``()``, to be added to the task's loss.
+    r"""The price of a network's open L0Gates in nats, shape ``()``, to be added to the task's loss (Eq. 22).
 
     .. math:: \sum_j c_j P(z_j \neq 0) \quad \text{for prices } c, \qquad c(P(z \neq 0)) \quad \text{for a function } c.
 

@@ -73,7 +73,7 @@ def fit(
     progress: bool = False,
     **kwargs: object,
 ) -> Fit:
-    """Train a guide on the spike-and-slab bound (Eq. 20) until it is a posterior or the steps are used up.
+    """Train a guide on the spike-and-slab bound until it is a posterior or the steps are used up (Eq. 20).
 
     Adam with a learning rate that falls by a cosine; the likelihood is tempered for the gates over the first third; all
     particles are drawn in one run of the model where ``torch.vmap`` can map it. Training ends early once the log ratio
