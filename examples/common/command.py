@@ -40,7 +40,7 @@ RATE: Rule = ("strictly between 0 and 1", lambda x: 0 < x < 1)
 
 # An option means the same in every example. Each value of several is checked; one that is not given (None) is not.
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("batch", "batch_size", "epochs", "max_steps", "steps"), whole(1)),
+    **dict.fromkeys(("batch", "batch_size", "epochs", "hidden", "max_steps", "steps"), whole(1)),
     **dict.fromkeys(("hold_out", "retrain"), whole(0)),
     **dict.fromkeys(("seed", "seeds"), whole(0, 2**32 - 1)),
     **dict.fromkeys(("budgets", "prior_active_prob", "target"), RATE),
