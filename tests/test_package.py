@@ -84,8 +84,8 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     extras = {name: listed(texts) for name, texts in project["optional-dependencies"].items()}
     tools = extras["hugging-face"] | extras["lightning"]
     assert core <= imported("pyro_l0") <= core | extras["selection"] | tools | {"safetensors"}
-    # The examples save networks, and the drawings of diagnostics are theirs to show.
-    assert extras["examples"] - {"safetensors"} <= imported("examples") <= core | extras["examples"]
+    # The examples save networks, and draw by pyro_l0.plots.
+    assert extras["examples"] - {"safetensors", "matplotlib"} <= imported("examples") <= core | extras["examples"]
     assert imported("tests") <= core.union(
         *(extras[name] for name in ("examples", "export", "selection", "bench", "test"))
     )
