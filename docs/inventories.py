@@ -43,6 +43,7 @@ LINKS: dict[str, tuple[str, dict[str, str]]] = {
             "torch.optim.lr_scheduler.LRScheduler": "generated/torch.optim.lr_scheduler.LRScheduler.html",
             "torch.distributions.distribution.Distribution": "distributions.html",
             "Distribution": "distributions.html#torch.distributions.distribution.Distribution",
+            "torch.distributions.normal.Normal": "distributions.html#normal",
         },
     ),
     "pyro": (
