@@ -96,24 +96,6 @@ def check_fit(
     Raises:
         ValueError: the guide has not been called, or a slab's prior has a mean other than 0.
 
-    Example:
-        >>> import pyro, pyro.distributions as dist, torch
-        >>> from pyro_l0 import BernoulliGate
-        >>> from pyro_l0.infer import AutoSpikeSlab, fit
-        >>> pyro.set_rng_seed(0)
-        >>> x = torch.randn(50, 2)
-        >>> y = 2 * x[:, 0] + torch.randn(50)
-        >>> def model(x, y):
-        ...     with pyro.plate("features", 2):
-        ...         z = pyro.sample("z", BernoulliGate(probs=0.5))
-        ...         w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        ...     with pyro.plate("data", len(x)):
-        ...         pyro.sample("y", dist.Normal((z * w) @ x.T, 1.0), obs=y)
-        >>> guide = AutoSpikeSlab(model, slab={"w": "z"}, gates="autoregressive", slabs="structured")
-        >>> went = fit(model, guide, x, y, seed=0)
-        >>> check_fit(model, guide, x, y, seed=0).ok
-        True
-
     References:
         Zanella and Roberts (2019), arXiv:1805.00541, for the sampler.
     """

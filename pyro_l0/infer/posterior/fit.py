@@ -104,7 +104,7 @@ def fit(
     Example:
         >>> import pyro, pyro.distributions as dist, torch
         >>> from pyro_l0 import BernoulliGate
-        >>> from pyro_l0.infer import AutoSpikeSlab
+        >>> from pyro_l0.infer import AutoSpikeSlab, check_fit
         >>> pyro.set_rng_seed(0)
         >>> x = torch.randn(50, 2)
         >>> y = 2 * x[:, 0] + torch.randn(50)
@@ -116,8 +116,8 @@ def fit(
         ...         pyro.sample("y", dist.Normal((z * w) @ x.T, 1.0), obs=y)
         >>> guide = AutoSpikeSlab(model, slab={"w": "z"}, gates="autoregressive", slabs="structured")
         >>> went = fit(model, guide, x, y, seed=0)
-        >>> (guide.active_probs()["z"] > 0.9).tolist()
-        [True, False]
+        >>> (guide.active_probs()["z"] > 0.9).tolist(), check_fit(model, guide, x, y, seed=0).ok
+        ([True, False], True)
 
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 20.
