@@ -42,8 +42,8 @@ def bayesian(
         network: dense layers and convolutions are chosen; it is not changed, and weights are not shared.
         prior: of the weights, or of the units' gates and the weights.
         gates: ``"weight"`` for a binary gate per weight, ``"unit"`` for a hard concrete gate
-            (:class:`~pyro_l0.nn.L0Gate`) on each output of all chosen layers but the last, which then stand with it in an
-            ``nn.Sequential``, and None for none.
+            (:class:`~pyro_l0.nn.L0Gate`) on each output of all chosen layers but the last, which then stand with it
+            in an ``nn.Sequential``, and None for none.
         layers: paths of the layers; without, all ``nn.Linear`` and convolutions.
         init_active_prob: P(z != 0) at the start.
         init_scale: standard deviation of the slabs at the start.
