@@ -22,9 +22,9 @@ class BernoulliGate(GateDistribution):
 
     The exact gate that the others smooth (eq. 2-3 of the L0 paper). It has atoms alone: draws have no pathwise
     derivative, so :class:`~pyro_l0.infer.L0_ELBO` trains it with one of its ``estimators``. Pyro can also enumerate it
-    where a plate's gates act inside the plate alone. If a likelihood outside the plate depends on several, Pyro gives
+    if the gates of a plate act only inside the plate. If a likelihood outside the plate depends on several, Pyro gives
     them all one value; sample them with :func:`~pyro_l0.infer.sample_posterior`.
-    Its KL with every gate that it is absolutely continuous to is exact; the other way round it is infinite and refused.
+    KL(Bernoulli || other gate) has a closed form; the reverse is infinite and refused.
 
     Args:
         logits: log odds of an open gate, shape ``batch_shape``.
@@ -34,7 +34,7 @@ class BernoulliGate(GateDistribution):
         ``sample(sample_shape)`` gives ``sample_shape + batch_shape``.
 
     Raises:
-        ValueError: not exactly one of ``logits`` and ``probs`` is given, or it is outside its constraint.
+        ValueError: both or neither of ``logits`` and ``probs`` are given, or a value is outside its constraint.
 
     Example:
         >>> BernoulliGate(probs=torch.tensor([0.25, 0.75])).active_prob
@@ -73,7 +73,7 @@ class BernoulliGate(GateDistribution):
         """The Bernoulli gate with P(z != 0) = ``active_prob``.
 
         Args:
-            active_prob: wanted rate, in (0, 1).
+            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
             validate_args: whether the gate checks its arguments later on.
 
         Raises:
@@ -105,7 +105,7 @@ class BernoulliGate(GateDistribution):
 
     @property
     def active_slope(self) -> Tensor:
-        """Derivative of P(z != 0), a logistic function of the location, by it; shape ``batch_shape``, no gradient."""
+        """Derivative of P(z != 0) in the location, whose logistic function it is; ``batch_shape``, no gradient."""
         active = self.active_prob.detach()
         return active * (1 - active)
 
@@ -122,7 +122,7 @@ class BernoulliGate(GateDistribution):
         return torch.sigmoid(self.logits) * torch.sigmoid(-self.logits)
 
     def entropy(self) -> Tensor:
-        """Entropy, shape ``batch_shape``."""
+        """Entropy in nats, shape ``batch_shape``."""
         return -(torch.sigmoid(-self.logits) * self.log_prob_zero + torch.sigmoid(self.logits) * self.log_prob_one)
 
     def sample(self, sample_shape: _size = torch.Size()) -> Tensor:
@@ -133,7 +133,7 @@ class BernoulliGate(GateDistribution):
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
-        """One draw of each of several gates, without a gradient."""
+        """Draw once from each of several gates, without a gradient."""
         return JointDraw(gates, [gate.sample() for gate in gates], torch.cat([gate.probs.flatten() for gate in gates]))
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:

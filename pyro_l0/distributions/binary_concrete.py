@@ -25,9 +25,8 @@ _OFFSETS = (0.5, 1.5, 4.0, 10.0, 20.0)
 class BinaryConcrete(GateDistribution):
     r"""Gate :math:`z = \mathrm{sigmoid}((\log\alpha + e) / \beta)` on :math:`(0, 1)` with logistic e: no atoms.
 
-    What the hard concrete stretches and clips (eq. 10 of the L0 paper), and what its relatives are compared with. It is
-    never exactly zero: ``active_prob`` is 1, a price of open weights has no gradient, and nothing can be pruned but by
-    rounding.
+    The hard concrete stretches and clips it (eq. 10 of the L0 paper). It is never exactly zero: ``active_prob`` is 1,
+    a price on open weights has no gradient, and pruning needs rounding. It serves for comparisons.
 
     Args:
         log_alpha: location, shape ``batch_shape``.
@@ -68,10 +67,10 @@ class BinaryConcrete(GateDistribution):
     ) -> Self:
         """The binary concrete that rounds to 1 with probability ``active_prob``: P(z > 1/2) = sigmoid(log alpha).
 
-        Its P(z != 0) is 1 whatever its parameters, so a rate means this.
+        Its P(z != 0) is always 1, so the rate has this meaning here.
 
         Args:
-            active_prob: wanted rate, in (0, 1).
+            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
             temperature: temperature.
             validate_args: whether the gate checks its arguments later on.
 
@@ -135,23 +134,23 @@ class BinaryConcrete(GateDistribution):
         return (mass * (z - (mass * z).sum(-1, keepdim=True)).square()).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Differential entropy, shape ``batch_shape``: that of the logit and the mean log slope of the sigmoid."""
+        """Differential entropy in nats, shape ``batch_shape``: the logit's plus the mean log slope of the sigmoid."""
         mass, y = self._noise_nodes(())
         slope = (mass * (F.logsigmoid(y) + F.logsigmoid(-y))).sum(-1)
         return 2 - torch.log(self.temperature) + slope
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws, shape ``sample_shape + batch_shape``, kept off both ends, which rounding could reach."""
+        """Pathwise draws, shape ``sample_shape + batch_shape``; rounding cannot make them 0 or 1."""
         shape = torch.Size(sample_shape) + self.log_alpha.shape
         noise = hard_concrete.logistic_noise(shape, self.log_alpha.dtype, self.log_alpha.device)
         return inside_unit_interval(torch.sigmoid((self.log_alpha + noise) / self._temperature))
 
     def icdf(self, value: Tensor) -> Tensor:
-        """Quantiles."""
+        """The z with P(Z <= z) = ``value``."""
         return torch.sigmoid((self.log_alpha + torch.logit(value)) / self._temperature)
 
     def base_distribution(self) -> TorchDistribution:
-        """The logit of z: logistic with location log alpha / beta and scale 1 / beta."""
+        """The distribution of logit z: logistic with location log alpha / beta and scale 1 / beta."""
         scale = 1 / self.temperature
         return Logistic(self.log_alpha * scale, scale, validate_args=False)
 
@@ -160,7 +159,7 @@ class BinaryConcrete(GateDistribution):
         return torch.sigmoid(value)
 
     def kl_to(self, p: BinaryConcrete) -> Tensor:
-        """KL to another binary concrete, by quadrature on the logit axis."""
+        """KL to another binary concrete in nats, by quadrature on the logit axis; shape ``batch_shape``."""
         ratio = p.temperature / self.temperature
         mass, y = self._noise_nodes((-self.log_alpha + p.log_alpha / ratio,))
         a = self.temperature.unsqueeze(-1) * y - self.log_alpha.unsqueeze(-1)

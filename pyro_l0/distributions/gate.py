@@ -41,21 +41,30 @@ class GateDistribution(TorchDistribution):
     r"""A random multiplier on :math:`[0, 1]` that is exactly 0 or exactly 1 with positive probability.
 
     Densities are with respect to :math:`\delta_0 + \mathrm{Lebesgue}(0, 1) + \delta_1`: ``log_prob`` is a log mass
-    at 0 and at 1 and a log density in between.
+    at 0 and at 1 and a log density in between, in nats.
 
     A family lists its parameters in ``arg_constraints``, names those that a mean-field guide learns in ``learned`` and
     the others in ``_fixed``, and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and
-    guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's, to be overridden where they are needed.
+    guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's; override those that are needed.
 
-    Transforms of ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)`` go through all of it, but for
-    third derivatives of a mixture's draws and quantiles, and of draws of a tail. Under ``torch.vmap`` and
+    Everything works with ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)``; third derivatives
+    of a mixture's draws and quantiles, and of draws from a tail, do not exist. Under ``torch.vmap`` and
     ``torch.compile`` no Python code can read a value, so parameters, values and rates are not validated there;
-    ``torch.vmap`` refuses draws unless it is told ``randomness="different"`` or ``"same"``.
+    ``torch.vmap`` needs ``randomness="different"`` or ``"same"`` for draws.
 
     Class attributes:
         atoms: the points of positive mass. A KL needs the same atoms on both sides.
         learned: name and constraint of each parameter that a mean-field guide learns; the first is a location.
         _fixed: the other parameters, keywords of ``from_active_prob``; each is kept in an attribute with an underscore.
+
+    Raises:
+        TypeError: ``validate_args`` is not True, False or None.
+
+    Example:
+        >>> import pyro_l0
+        >>> gate = pyro_l0.HardConcrete(torch.tensor([-4.0, 4.0]))  # one of the families
+        >>> gate.log_prob_zero.exp(), gate.test_gate
+        (tensor([0.9169, 0.0037]), tensor([0., 1.]))
     """
 
     support: constraints.Constraint = GateSupport()
@@ -113,17 +122,17 @@ class GateDistribution(TorchDistribution):
     def from_logits(cls, logits: Tensor, **options: Any) -> Self:
         """The gate of this family whose P(z != 0) has the given logits, shape ``batch_shape``.
 
-        Logits beyond ±15 are taken as ±15, but for hard concretes.
+        Logits beyond ±15 count as ±15, except for hard concretes.
 
         Args:
-            logits: on the real line, such as the output of a network.
+            logits: log odds of an open gate, such as the output of a network.
             **options: keywords of :meth:`from_active_prob`.
         """
         return cls.from_active_prob(torch.sigmoid(logits.clamp(-15, 15)), **options)
 
     @abstractmethod
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
-        """Pathwise draws, shape ``sample_shape + batch_shape``; a gate without any refuses, and writes ``sample``."""
+        """Pathwise draws, shape ``sample_shape + batch_shape``; a gate that has none refuses and has ``sample``."""
 
     @abstractmethod
     def _log_density(self, z: Tensor) -> Tensor:
@@ -159,7 +168,7 @@ class GateDistribution(TorchDistribution):
 
     @property
     def active_slope(self) -> Tensor:
-        """Derivative of P(z != 0) by the location, the first learned parameter; shape ``batch_shape``, no gradient."""
+        """Derivative of P(z != 0) in the location, the first learned parameter; shape ``batch_shape``, no gradient."""
         name = next(iter(self.learned))
         with torch.enable_grad():
             location = getattr(self, name).detach().requires_grad_()
@@ -169,12 +178,12 @@ class GateDistribution(TorchDistribution):
 
     @property
     def least_active_prob(self) -> Tensor:
-        """The smallest P(z != 0) to which learned parameters can bring this gate, shape ``batch_shape``."""
+        """The smallest P(z != 0) that this gate's learned parameters can reach, shape ``batch_shape``."""
         return torch.zeros_like(self.log_active_prob)
 
     @classmethod
     def closed(cls, **options: Number) -> Self:
-        """A gate of this family that is closed for good: P(z != 0) of 1e-6 or the least there is, and a test gate of 0.
+        """A gate of this family that is closed for good: P(z != 0) is 1e-6 or its minimum, and the test gate is 0.
 
         Args:
             **options: keywords of :meth:`from_active_prob`.
@@ -187,7 +196,11 @@ class GateDistribution(TorchDistribution):
         return {name: getattr(self, f"_{name}") for name in self._fixed}
 
     def base_distribution(self) -> Distribution:
-        """The continuous distribution on the real line that :meth:`rectify` turns into this gate, if there is one."""
+        """The continuous distribution on the real line that :meth:`rectify` turns into this gate.
+
+        Raises:
+            NotImplementedError: this family has none.
+        """
         raise NotImplementedError(f"A {type(self).__name__} is not the rectification of a continuous variable.")
 
     def rectify(self, value: Tensor) -> Tensor:
@@ -195,7 +208,7 @@ class GateDistribution(TorchDistribution):
         raise NotImplementedError(f"A {type(self).__name__} is not the rectification of a continuous variable.")
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log mass at 0 and at 1, log density in between.
+        """Log mass at 0 and at 1, log density in between; in nats.
 
         Args:
             value: gate values, broadcast against ``batch_shape``.
@@ -214,7 +227,7 @@ class GateDistribution(TorchDistribution):
         return torch.where(interior, log_density, log_atom)
 
     def cdf(self, value: Tensor) -> Tensor:
-        """P(Z <= value) on the whole line: right-continuous, with jumps at 0 and at 1."""
+        """P(Z <= value) for any real ``value``: right-continuous, with jumps at 0 and at 1."""
         inside = self._cdf(value.clamp(0, 1))
         return torch.where(value < 0, 0.0, torch.where(value >= 1, 1.0, inside))
 
@@ -233,7 +246,7 @@ class GateDistribution(TorchDistribution):
         return new
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """This gate with every parameter that is a tensor changed, such as moved to another device."""
+        """This gate with ``function`` applied to every parameter that is a tensor, for instance to move it."""
         new = type(self).__new__(type(self))
         for name, value in self._state().items():
             setattr(new, name, function(value) if isinstance(value, Tensor) else value)
@@ -242,9 +255,9 @@ class GateDistribution(TorchDistribution):
         return new
 
     def with_learned(self, **values: Tensor) -> Self:
-        """This gate with other values of the learned parameters, unchecked; they share one shape.
+        """This gate with other learned parameters, all of one shape.
 
-        A guide calls this at every step, where checking would read the device back.
+        They are not checked: a guide calls this at every step, and a check would wait for the device.
         """
         new = type(self).__new__(type(self))
         new.__dict__.update(self.__dict__, **values)
@@ -252,11 +265,11 @@ class GateDistribution(TorchDistribution):
         return new
 
     def on_real_line(self) -> dict[str, Tensor]:
-        """The learned parameters, each carried from its constraint to the real line."""
+        """The learned parameters by name, each mapped from its constraint to the real line."""
         return {key: transform_to(constraint).inv(getattr(self, key)) for key, constraint in self.learned.items()}
 
     def from_real_line(self, values: Mapping[str, Tensor]) -> Self:
-        """This gate with learned parameters that are given on the real line, as :meth:`on_real_line` has them."""
+        """This gate with learned parameters given on the real line, as :meth:`on_real_line` returns them."""
         learned = {
             key: values[key] if constraint is constraints.real else transform_to(constraint)(values[key])
             for key, constraint in self.learned.items()
@@ -265,7 +278,7 @@ class GateDistribution(TorchDistribution):
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
-        """One pathwise draw of each of several gates that ``concatenate`` accepts."""
+        """Draw once from each of several gates that ``concatenate`` accepts, pathwise."""
         joint = concatenate(gates)
         assert joint is not None
         pieces = joint.rsample().split([gate.batch_shape.numel() for gate in gates])
@@ -311,7 +324,7 @@ class GateDistribution(TorchDistribution):
 
 
 class JointDraw(NamedTuple):
-    """Gates of several sites that were drawn together."""
+    """Values of the gates of several sites that were drawn together."""
 
     gates: Sequence[GateDistribution]
     draws: Sequence[Tensor]  # one of each, in its shape
@@ -319,7 +332,7 @@ class JointDraw(NamedTuple):
 
 
 def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
-    """Several gates side by side as one of shape ``(n,)``, or None if no gate of their family is that.
+    """Several gates side by side as one of shape ``(n,)``, or None if their family cannot express it.
 
     A layer has few gates, so that a formula takes as long as its operations take to be called and to be recorded
     for the gradient; one call for all layers saves most of it.

@@ -49,8 +49,8 @@ class HardConcrete(StretchedGate):
         tensor([0.0831, 0.9963])
 
     Note:
-        Numbers cost nothing per draw. With a temperature that is a tensor on an accelerator each quadrature (``mean``,
-        ``variance``, ``entropy``, KLs without a closed form) takes the nodes that do for any temperature.
+        Give the temperature as a number where you can. As a tensor on an accelerator it cannot be read, and each
+        quadrature (``mean``, ``variance``, ``entropy``, KLs without a closed form) takes nodes for any temperature.
 
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 10-13 and 23-29.
@@ -91,8 +91,8 @@ class HardConcrete(StretchedGate):
         """The hard concrete with P(z != 0) = ``active_prob``.
 
         Args:
-            active_prob: wanted rate, in (0, 1).
-            one_given_active: wanted P(z = 1 | z != 0), in (0, 1); it fixes the temperature.
+            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
+            one_given_active: wanted P(z = 1 | z != 0), in (0, 1); it determines the temperature.
             temperature: temperature, if ``one_given_active`` is not given.
             gamma: lower stretch limit.
             zeta: upper stretch limit.
@@ -116,7 +116,16 @@ class HardConcrete(StretchedGate):
 
     @classmethod
     def from_logits(cls, logits: Tensor, **options: Any) -> Self:
-        """The hard concrete whose P(z != 0) has the given logits (eq. 12), shape ``batch_shape``."""
+        """The hard concrete whose P(z != 0) has the given logits (eq. 12), shape ``batch_shape``.
+
+        Args:
+            logits: log odds of an open gate.
+            **options: keywords of :meth:`from_active_prob`.
+
+        Example:
+            >>> HardConcrete.from_logits(torch.tensor([0.0, 2.0])).active_prob
+            tensor([0.5000, 0.8808])
+        """
         (logits,), _ = as_parameters({}, logits=logits)
         middle = cls.from_active_prob(torch.tensor(0.5), **options)
         return middle.with_learned(log_alpha=logits + middle.log_alpha)
@@ -146,12 +155,12 @@ class HardConcrete(StretchedGate):
 
     @property
     def test_gate(self) -> Tensor:
-        """The gate without noise and without temperature (eq. 13), neither the median nor the mean."""
+        """The gate without noise and without temperature (eq. 13), neither median nor mean; shape ``batch_shape``."""
         return hard_concrete.transform(torch.zeros_like(self.log_alpha), self.log_alpha, 1.0, self.stretch)
 
     @property
     def active_slope(self) -> Tensor:
-        """Derivative of P(z != 0), a logistic function of the location, by it; shape ``batch_shape``, no gradient."""
+        """Derivative of P(z != 0) in the location, whose logistic function it is; ``batch_shape``, no gradient."""
         active = self.active_prob.detach()
         return active * (1 - active)
 
@@ -174,7 +183,7 @@ class HardConcrete(StretchedGate):
         )
 
     def entropy(self) -> Tensor:
-        """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
+        """Entropy in nats with respect to the mixed measure; may be negative; shape ``batch_shape``."""
         return integrate(
             lambda nodes, stretch, gate: hard_concrete.entropy(gate.log_alpha, gate._temperature, stretch, nodes), self
         )
@@ -187,7 +196,7 @@ class HardConcrete(StretchedGate):
 
     @classmethod
     def draw_jointly(cls, gates: Sequence[Self]) -> JointDraw:
-        """One pathwise draw of each of several gates that ``concatenate`` accepts."""
+        """Draw once from each of several gates that ``concatenate`` accepts, pathwise."""
         first = gates[0]
         assert not isinstance(first._temperature, Tensor)  # as concatenate has checked
         log_alphas = [gate.log_alpha for gate in gates]
@@ -199,7 +208,7 @@ class HardConcrete(StretchedGate):
         return hard_concrete.icdf(value, self.log_alpha, self._temperature, self.stretch)
 
     def base_distribution(self) -> TorchDistribution:
-        """Logistic with location log alpha / beta and scale 1 / beta."""
+        """Logistic distribution with location log alpha / beta and scale 1 / beta."""
         scale = 1 / self.temperature
         return Logistic(self.log_alpha * scale, scale, validate_args=False)
 

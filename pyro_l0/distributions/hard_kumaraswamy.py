@@ -76,7 +76,7 @@ class HardKumaraswamy(UnitIntervalGate):
         """The hard Kumaraswamy gate with P(z != 0) = ``active_prob``.
 
         Args:
-            active_prob: wanted rate, in (0, 1).
+            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
             concentration1: a; below 1 the gate prefers its ends.
             gamma: lower stretch limit.
             zeta: upper stretch limit.

@@ -22,8 +22,8 @@ from pyro_l0.maths.special import Number, last
 class MixtureGate(UnitIntervalGate):
     """A stretched and clipped mixture of a component near 0 and its mirror image near 1.
 
-    Draws choose a component first; their derivatives for the logits and for the components' parameters are the
-    implicit ones (Eq. 12 of the paper), which are right up to the second.
+    A draw chooses a component first. Its derivatives in the logits and in the components' parameters are implicit
+    (Eq. 12 of the paper) and exact up to the second. :class:`~pyro_l0.ExponentialGate` has an example.
     """
 
     logits: Tensor
@@ -66,13 +66,17 @@ class MixtureGate(UnitIntervalGate):
 
     @classmethod
     def closed(cls, **options: Number) -> Self:
-        """The gate without the component near 1, which is open with the least probability that this family reaches."""
+        """The gate without the component near 1, whose P(z != 0) is the family's minimum.
+
+        Args:
+            **options: the parameters other than ``logits``.
+        """
         make: Callable[..., Self] = cls
         return make(-30.0, **options)
 
     @property
     def least_active_prob(self) -> Tensor:
-        """The smallest P(z != 0) that some weight reaches, shape ``batch_shape``."""
+        """The smallest P(z != 0) that a weight reaches, shape ``batch_shape``."""
         return self._filled(self._active_probs[0])
 
     # ------------------------------------------------------------ the unstretched variable
@@ -119,7 +123,7 @@ class MixtureGate(UnitIntervalGate):
 
     @property
     def active_prob(self) -> Tensor:
-        """P(z != 0), shape ``batch_shape``; between its values at weights 0 and 1, it reaches neither 0 nor 1."""
+        """P(z != 0), shape ``batch_shape``; strictly between its values at weights 0 and 1."""
         low, high = self._active_probs
         return torch.sigmoid(self.logits) * (high - low) + low
 
@@ -138,10 +142,10 @@ class MixtureGate(UnitIntervalGate):
     def test_gate(self) -> Tensor:
         """:attr:`plug_in_weight`, shape ``batch_shape``.
 
-        The paper (section 4.2.2) stretches and clips a value that it leaves open. Four are here by name: ``mean``,
-        ``median``, ``plug_in_mean`` and ``plug_in_weight``. The mean never closes a gate and the median is next to
-        binary; of the two that close gates and keep values in between, the weight is what the paper says to estimate
-        the gate through, and what Eq. 13 of the L0 paper does to the hard concrete.
+        The paper (section 4.2.2) does not say which value it stretches and clips. Four candidates have names:
+        ``mean``, ``median``, ``plug_in_mean`` and ``plug_in_weight``. The mean never closes a gate, and the median is
+        nearly binary. Of the other two, the paper estimates the gate through the weight, as Eq. 13 of the L0 paper
+        does for the hard concrete.
         """
         return self.plug_in_weight
 

@@ -41,15 +41,15 @@ class BetaMixtureGate(MixtureGate):
         """The gate with P(z != 0) = ``active_prob``.
 
         Args:
-            active_prob: wanted rate, between the rates of the two components.
-            beta: sharpness; ``default_beta``, the paper's in its experiments on MNIST, if not given.
+            active_prob: wanted rate, between the rates of the two components, of the shape that the gate gets.
+            beta: sharpness; by default ``default_beta``, the paper's choice for MNIST.
             gamma: lower stretch limit.
             zeta: upper stretch limit.
             validate_args: whether the gate checks its arguments later on.
 
         Raises:
-            ValueError: a parameter is outside its constraint, or the rate is outside the range that this gate
-                reaches, which the message states.
+            ValueError: a parameter is outside its constraint, or this gate cannot reach the rate; the message
+                states its range.
 
         Example:
             >>> from pyro_l0 import ExponentialGate
@@ -139,7 +139,7 @@ class PowerLawGate(BetaMixtureGate):
 
 
 class ExponentialUniformGate(MixtureGate):
-    r"""Gate from two truncated exponentials of which a share is uniform, stretched and clipped (MDR-ExpUni).
+    r"""Gate from two truncated exponentials and a uniform share, stretched and clipped (MDR-ExpUni).
 
     .. math::
         s \sim (1 - \epsilon) \Big[(1 - q) \frac{\beta e^{-\beta s}}{1 - e^{-\beta}}
@@ -214,16 +214,16 @@ class ExponentialUniformGate(MixtureGate):
         """The gate with P(z != 0) = ``active_prob``.
 
         Args:
-            active_prob: wanted rate, between the rates of the two components.
-            beta: sharpness; 25 as in the paper's experiments on MNIST.
+            active_prob: wanted rate, between the rates of the two components, of the shape that the gate gets.
+            beta: sharpness; 25 is the paper's choice for MNIST.
             epsilon: uniform share.
             gamma: lower stretch limit.
             zeta: upper stretch limit.
             validate_args: whether the gate checks its arguments later on.
 
         Raises:
-            ValueError: a parameter is outside its constraint, or the rate is outside the range that this gate
-                reaches, which the message states.
+            ValueError: a parameter is outside its constraint, or this gate cannot reach the rate; the message
+                states its range.
 
         Example:
             >>> ExponentialUniformGate.from_active_prob(0.25).active_prob

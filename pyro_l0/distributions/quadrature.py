@@ -95,7 +95,7 @@ class QuadratureGate(GateDistribution):
         return integrate(_variance, self)
 
     def entropy(self) -> Tensor:
-        """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
+        """Entropy in nats with respect to the mixed measure; may be negative; shape ``batch_shape``."""
         return integrate(_entropy, self)
 
 

@@ -25,9 +25,9 @@ _TAIL = 1e-3  # below it a base's cdf has lost three digits or more
 class Rectified(QuadratureGate):
     r"""Gate :math:`z = \min(1, \max(0, x))` of any continuous real variable with a cdf and pathwise draws.
 
-    The general form of the L0 paper's gates (end of section 2.2). The named families are cases of it with closed forms
-    and float32-safe tails; prefer them: here the atoms' log masses are logs of the base's own cdf, or, in
-    the far tails of a base on the whole line, integrals of its density; and a base in half precision stays in it.
+    Prefer the named families where one fits: they have closed forms and float32-safe tails. Here the atoms' log masses
+    are logs of the base's own cdf or, in the far tails of a base on the whole line, integrals of its density; a base in
+    half precision stays so. This is the general form of the L0 paper's gates (end of section 2.2).
 
     Args:
         base: a distribution of real numbers with ``cdf``, ``log_prob`` and ``rsample``, shape ``batch_shape``; its
@@ -38,7 +38,7 @@ class Rectified(QuadratureGate):
 
     Raises:
         ValueError: the base is not a univariate continuous distribution with pathwise draws.
-        TypeError: the base is no distribution.
+        TypeError: the base is not a distribution.
 
     Example:
         >>> from pyro.distributions import Normal
@@ -70,7 +70,7 @@ class Rectified(QuadratureGate):
         return {"base": self.base}
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """This gate with every tensor of its base changed, such as moved to another device."""
+        """This gate with ``function`` applied to every tensor of its base, for instance to move it."""
         return type(self)(_map_tensors(self.base, function), validate_args=False)
 
     @classmethod
@@ -135,11 +135,11 @@ class Rectified(QuadratureGate):
         return self.base.rsample(torch.Size(sample_shape)).clamp(0, 1)
 
     def icdf(self, value: Tensor) -> Tensor:
-        """The smallest z with P(Z <= z) >= ``value``; as far as the base has quantiles."""
+        """The smallest z with P(Z <= z) >= ``value``, if the base has quantiles."""
         return self.base.icdf(value).clamp(0, 1)
 
     def base_distribution(self) -> Distribution:
-        """The base."""
+        """The base that was given."""
         return self.base
 
     def rectify(self, value: Tensor) -> Tensor:

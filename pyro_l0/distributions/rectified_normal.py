@@ -53,12 +53,12 @@ class RectifiedNormal(GateDistribution):
         """The rectified normal with P(z != 0) = ``active_prob``.
 
         Args:
-            active_prob: wanted rate, in (0, 1).
+            active_prob: wanted rate, in (0, 1), of the shape that the gate gets.
             scale: standard deviation before rectification; 0.5 as in the paper on stochastic gates.
             validate_args: whether the gate checks its arguments.
 
         Raises:
-            ValueError: ``active_prob`` is not strictly between 0 and 1.
+            ValueError: ``active_prob`` is not strictly between 0 and 1, or ``scale`` is not positive.
 
         Example:
             >>> RectifiedNormal.from_active_prob(0.25).active_prob
@@ -90,7 +90,7 @@ class RectifiedNormal(GateDistribution):
 
     @property
     def median(self) -> Tensor:
-        """The smallest z with P(Z <= z) >= 1/2, shape ``batch_shape``; the gate without noise, too."""
+        """The smallest z with P(Z <= z) >= 1/2, which is also the gate without noise; shape ``batch_shape``."""
         return self.loc.clamp(0, 1)
 
     @property
@@ -105,7 +105,7 @@ class RectifiedNormal(GateDistribution):
         return rectified_normal.variance(self.loc, self.scale, rule)
 
     def entropy(self) -> Tensor:
-        """Entropy with respect to the mixed measure, which may be negative; shape ``batch_shape``."""
+        """Entropy in nats with respect to the mixed measure; may be negative; shape ``batch_shape``."""
         return rectified_normal.entropy(self.loc, self.scale)
 
     def rsample(self, sample_shape: _size = torch.Size()) -> Tensor:
@@ -120,7 +120,7 @@ class RectifiedNormal(GateDistribution):
         return (self.loc + self.scale * e).clamp(0, 1)
 
     def base_distribution(self) -> TorchDistribution:
-        """Normal with the same location and scale."""
+        """Normal distribution with the same location and scale."""
         return Normal(self.loc, self.scale, validate_args=False)
 
     def rectify(self, value: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ from pyro_l0.fast.record import sole_record
 def factor(name: str, log_factor: Tensor) -> None:
     """Add a log probability to a model, such as a minibatch's log likelihood times the number of minibatches.
 
-    It replaces ``pyro.factor``, whose check of the value makes the host wait for an accelerator in every step.
+    Use it instead of ``pyro.factor``, whose check of the value makes the host wait for an accelerator in every step.
 
     Args:
         name: name of the site.
-        log_factor: log probability in nats, shape of the plates around it; outside of plates any, by its sum.
+        log_factor: log probability in nats, of the shape of the plates around it; outside of plates it is summed.
 
     Raises:
         TypeError: ``log_factor`` is not a tensor.

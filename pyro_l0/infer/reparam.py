@@ -18,11 +18,11 @@ from pyro_l0.infer.elbo.runs import Program, sample_sites
 
 
 class RectifyReparam(Reparam):
-    """Sample the variable before rectification at the site ``{name}_base`` and clip it deterministically.
+    """Sample a gate's variable before rectification at the site ``{name}_base`` and clip it deterministically.
 
-    NUTS, AutoNormal and Trace_ELBO then see a continuous latent variable on the real line. An ELBO of the
-    reparameterised model is an upper bound on the free energy of the gate: it charges the tails inside the atoms.
-    Samplers return draws of ``{name}_base``; :func:`complete_samples` adds the gates.
+    NUTS, AutoNormal and Trace_ELBO then see a continuous latent variable on the real line. The loss of the
+    reparameterised model is an upper bound on the gate's free energy, because it also charges for the tails inside
+    the atoms. Samplers return draws of ``{name}_base``; :func:`complete_samples` adds the gates.
 
     Raises:
         TypeError: the site is not a gate.
@@ -54,23 +54,23 @@ class RectifyReparam(Reparam):
 def complete_samples(
     model: Program, samples: Mapping[str, Tensor], *args: object, **kwargs: object
 ) -> dict[str, Tensor]:
-    """Samples of a model's latent variables together with what follows from them: gates and ``pyro.deterministic``.
+    """Complete samples of a model's latent variables with their gates and ``pyro.deterministic`` sites.
 
     Runs the model once per draw, at the draw's values.
 
     Args:
         model: the model that was sampled, with its reparameterisation.
-        samples: draws by site, such as ``mcmc.get_samples()``; with any number of dimensions in front, so also
-            ``mcmc.get_samples(group_by_chain=True)``.
+        samples: draws by site, shape ``(*draws, *shape of the site)``, such as ``mcmc.get_samples()`` with or without
+            ``group_by_chain=True``.
         *args: the model's arguments.
         **kwargs: the model's keyword arguments.
 
     Returns:
-        The samples, and in their order in the model the values of every deterministic site, with the same dimensions
-        in front.
+        The samples and, in the model's order, the values of every deterministic site, of the same ``draws`` dimensions.
 
     Raises:
-        ValueError: the samples lack a latent site of the model, have one that it lacks, or differ in their dimensions.
+        TypeError: ``samples`` is not a dict.
+        ValueError: the samples lack a latent site of the model, have an unknown one, or differ in their dimensions.
 
     Example:
         >>> import pyro.distributions as dist

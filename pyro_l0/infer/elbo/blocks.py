@@ -33,12 +33,12 @@ class Run(NamedTuple):
 
 
 class Block:
-    """Sites that a term is evaluated over at once: one, or the gates of several that were drawn jointly.
+    """Sites that a :class:`~pyro_l0.infer.elbo.terms.Term` takes at once: one, or gates of several drawn jointly.
 
     Args:
-        kind: what the sites are.
+        kind: what the sites are: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"``.
         names: the sites.
-        run: the run that they are from, whose other sites a term may look up.
+        run: the run that they come from; a term may look up its other sites.
         joint: the gates' joint draw, outside of plates and masks; None for a single site.
     """
 
@@ -50,7 +50,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The site, or the first one."""
+        """The name of the site, or of the first one."""
         return self.names[0]
 
     @property
@@ -70,12 +70,12 @@ class Block:
 
     @cached_property
     def active_prob(self) -> Tensor:
-        """P(z != 0), which is 0 where masked; of one site in its shape, of several sites side by side."""
+        """P(z != 0), 0 where masked: in the shape of one site, or of several side by side, shape ``(n,)``."""
         return active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
 
     @cached_property
     def pair(self) -> tuple[TorchDistribution, TorchDistribution] | None:
-        """Posterior and prior, of several sites as one gate each; None if the priors do not combine to one."""
+        """Posterior and prior, each one gate for all sites; None if the priors do not combine to one."""
         if self.joint is None:
             q = self.posterior["fn"]
             return q.base_dist if isinstance(q, Drawn) else q, self.prior["fn"]

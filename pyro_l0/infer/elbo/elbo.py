@@ -69,15 +69,14 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
     ``"spike_slab"``    :math:`-E \log p(D) + \sum KL(q(z) \| p(z)) + \sum P(z \neq 0)\, KL(w)`     Eq. 20
     ==================  ==========================================================================  ===========
 
-    The KL of a gate is analytic: for a gate with a density, a sampled one has a biased gradient, however many
-    particles are drawn. Under ``estimator="leave_one_out"`` that of binary gates is a part of the log ratio at the
-    draws, which is unbiased, as is the gradient. Latent variables other than gates and slabs contribute their KL
-    in every objective, in closed form where one is registered and by the pathwise sample otherwise.
+    Use it as ``SVI(model, guide, optim, loss=elbo)``, or with a torch optimiser as ``elbo(model, guide)``, a module
+    whose ``forward`` returns the loss, a tensor of shape ``()``.
 
-    Use it as ``SVI(model, guide, optim, loss=elbo)`` or as ``elbo(model, guide)``, a module whose ``forward``
-    returns the loss, with a torch optimiser. The loss is a tensor. A loss that is not finite raises: in main memory at
-    once, on an accelerator at the next hundredth step, when the host reads the losses since the last check and whether
-    all gates of a site have closed.
+    The KL of a gate is analytic: with a density, sampling it would bias the gradient, whatever the number of
+    particles. Only ``estimator="leave_one_out"`` samples the KL of binary gates, in the log ratio at the draws, which
+    is unbiased. Latent variables other than gates and slabs add their KL to every objective, in closed form where one
+    is registered and by the pathwise sample otherwise. A loss that is not finite raises: on the CPU at once, on an
+    accelerator at the next hundredth step, when the host also checks whether all gates of a site have closed.
 
     Args:
         objective: which loss; a row of :data:`~pyro_l0.infer.elbo.terms.OBJECTIVES`.
@@ -88,33 +87,33 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         slab: for ``"spike_slab"``, the gate site of each slab site. A gate without event dimensions switches a whole
             event of its slab (in the same plates); gates with event dimensions switch its elements, and broadcast
             along the last dimensions as in ``z * w``. ``{"w": ("z", index)}`` is for ``z[..., index] * w``: integers
-            along the last dimension of z, such as the group of each weight. The KL of a slab that has no registered
-            one (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw, which is unbiased.
+            along the last dimension of z, such as the group of each weight. A slab's KL without a registered closed
+            form (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw, which is unbiased.
         kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
             losses taken so far with a gradient, kept in the attribute ``step``.
         weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
-            :math:`\sum P(z \neq 0) \tfrac12 \|\theta_g\|^2`; a number or a dict by site. For a weight decay w on the
-            mean loss it is :math:`N w`.
+            :math:`\sum P(z \neq 0) \tfrac12 \|\theta_g\|^2`; a number or a dict by site. A weight decay w on the mean
+            loss of N examples is :math:`N w` here.
         square_norm: for ``weight_decay``, a function per gate site that returns :math:`\|\theta_g\|^2` of every
             gate's weights; see :func:`pyro_l0.nn.costs.square_norms.square_norms`.
         estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
             ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
-            :class:`~pyro_l0.infer.elbo.estimators.Estimators`. The gates' KL and price stay analytic, but for the KL
-            under ``"leave_one_out"``.
-        num_particles: samples per step.
-        max_plate_nesting: as in Pyro, needed for ``vectorize_particles`` alone; guessed if not given.
+            :class:`~pyro_l0.infer.elbo.estimators.Estimators`.
+        num_particles: draws per step.
+        max_plate_nesting: as in Pyro, needed only for ``vectorize_particles``; guessed if not given.
         vectorize_particles: draw the particles in one run: in a plate, as in Pyro; with ``"leave_one_out"`` by
             ``torch.vmap``, for which the model need not broadcast.
         temper: factor in (0, 1] on the model's side of the log ratio in the gradient of ``"leave_one_out"`` for the
-            gates; a number, or a function of the step. Rising to 1 over the first third of a training, it keeps the
-            gates from settling before the slabs have.
+            gates; a number, or a function of the step. Let it rise to 1 over the first third of the training, and the
+            gates do not settle before the slabs.
         extra_terms: your own terms, added to those of the objective; see :class:`~pyro_l0.infer.elbo.terms.Term`.
 
     Raises:
+        TypeError: an option has the wrong type.
         ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a site
             that is not a gate or has another shape, model and guide differ at a site, a latent variable is not
             reparameterised, gates fit their slab in no way or in several, the minibatch is empty, the loss is not
-            finite, or the model has no likelihood. Each names the site, the term or the argument.
+            finite, or the model has no likelihood.
 
     Warns:
         UserWarning: all gates of a site have closed; once for each site.
@@ -177,11 +176,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._watch = Watch()
 
     def differentiable_loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Tensor:
-        """The loss with its graph, shape ``()``; advances ``step`` unless gradients are off."""
+        """The loss in nats with its graph, shape ``()``; advances ``step`` unless gradients are off."""
         return self._step(model, guide, args, kwargs)[0]
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
-        """The loss as a number, without gradients; ``step`` stays."""
+        """The loss in nats as a number, without gradients; leaves ``step`` as it is."""
         with torch.no_grad():
             outcome = self._terms(model, guide, args, kwargs)
             value = float(torch_item(outcome.loss))
@@ -189,7 +188,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return value
 
     def loss_and_grads(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
-        """The loss as a number, after adding its gradients to the parameters' ``.grad``."""
+        """Add the loss's gradients to the parameters' ``.grad``, advance ``step``, and return the loss in nats."""
         step = self.step
         loss, outcome = self._step(model, guide, args, kwargs)
         if loss.requires_grad:
@@ -199,12 +198,12 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         return value
 
     def terms(self, model: Program, guide: Program, *args: object, **kwargs: object) -> dict[str, Tensor]:
-        """The parts that add up to the loss, without gradients; ``step`` stays.
+        """The parts that add up to the loss, without gradients; leaves ``step`` as it is.
 
         Returns:
-            Tensors of shape ``()``: ``nll`` (expected negative log likelihood), ``l0``, ``l2`` (the penalties),
-            ``kl_gate``, ``kl_slab``, ``kl_other`` (as they enter the loss, that is times ``kl_scale``; a part that
-            the objective does not have is 0).
+            In nats, of shape ``()``: ``nll`` (expected negative log likelihood), ``l0``, ``l2`` (the penalties),
+            ``kl_gate``, ``kl_slab``, ``kl_other`` (times ``kl_scale``), and extra terms by their names. Parts that the
+            objective does not have are 0.
         """
         with torch.no_grad():
             parts = self._terms(model, guide, args, kwargs).parts
@@ -218,7 +217,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
                     value.pop(site, None)
 
     def state_dict(self) -> ElboState:
-        """What a resumed run needs: the step, and the score function's baseline."""
+        """What a resumed run needs: the step and the score function's baseline."""
         return {"step": self.step, "baseline": None if self.estimator is None else self.estimator.baseline}
 
     def load_state_dict(self, state: ElboState) -> None:
@@ -228,7 +227,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             self.estimator.baseline = state["baseline"]
 
     def kl_scale_now(self) -> float | Tensor:
-        """The factor on every KL at the present step."""
+        """The factor on every KL at the current step."""
         return kl_scale_at(self.kl_scale, self.step)
 
     def _step(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> tuple[Tensor, _Outcome]:

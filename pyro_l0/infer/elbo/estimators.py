@@ -44,12 +44,14 @@ Estimate = tuple[list[Evaluation], Tensor]
 
 
 class Estimators:
-    """The estimators by name, with what they keep from step to step.
+    """A gradient estimator for binary gates, by name, with what it keeps from step to step.
+
+    Use it as ``L0_ELBO(..., estimator=name)``; :func:`~pyro_l0.diagnostics.gradients.measure_gradient` compares them.
 
     Args:
         name: ``"score_function"`` (REINFORCE, with a decaying average of the cost as its baseline), ``"arm"`` (augment,
-            reinforce, merge: two antithetic draws), ``"straight_through"`` (the draw's derivative is taken for that of
-            its mean; biased) or ``"rebar"`` (the score function with a binary concrete as control variate).
+            reinforce, merge: two antithetic draws), ``"straight_through"`` (uses the derivative of the mean for that of
+            the draw; biased) or ``"rebar"`` (the score function with a binary concrete as control variate).
             ``"leave_one_out"`` (each draw's baseline is the mean of the others) compares whole particles, which
             :class:`~pyro_l0.infer.L0_ELBO` draws.
 

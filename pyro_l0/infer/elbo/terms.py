@@ -31,12 +31,21 @@ class Term(NamedTuple):
 
     Attributes:
         name: its name in :meth:`L0_ELBO.terms <pyro_l0.infer.L0_ELBO.terms>`.
-        value: what a block adds to the loss, in nats, shape ``()``, as a function of the block and the objective; None
-            for nothing.
-        kind: the blocks that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"`` sites.
+        value: a function of a :class:`~pyro_l0.infer.elbo.blocks.Block` and the objective that returns what the block
+            adds to the loss, in nats, shape ``()``; None for nothing.
+        kind: the kind of sites that it is evaluated over: ``"gates"``, ``"slab"``, ``"observed"`` or ``"other"``.
         is_kl: whether ``kl_scale`` scales it.
         uses_draws: whether it depends on what was drawn, so that its gradient needs an estimator for binary gates.
-        takes: whether it is evaluated over a block of several sites at once; it gets them one by one otherwise.
+        takes: whether it takes a block of several sites at once; otherwise it gets them one by one.
+
+    Example:
+        >>> import pyro
+        >>> from pyro_l0 import HardConcrete
+        >>> from pyro_l0.infer import L0_ELBO, AutoGate
+        >>> few = Term("few", lambda block, elbo: (block.active_prob.sum() - 1) ** 2, "gates")
+        >>> guide = AutoGate(lambda: pyro.sample("z", HardConcrete(torch.zeros(3)).to_event(1)), init_jitter=0.0)
+        >>> round(L0_ELBO("l0", extra_terms=[few]).loss(guide.model, guide), 2)  # (3 * 0.9 - 1) ** 2
+        2.89
     """
 
     name: str

@@ -45,21 +45,24 @@ _Posterior = TypeVar("_Posterior", bound=SitePosterior)
 class AutoGate(AutoGuide):
     """Mean-field guide over every gate site of a model, and over its other latents.
 
-    Those are normals, carried to the support of the prior. In an :class:`~pyro.infer.autoguide.AutoGuideList` they are
-    left to the guides beside it. The parameters exist after the first call.
+    The other latents get normals, mapped to the support of the prior. In an
+    :class:`~pyro.infer.autoguide.AutoGuideList` they are left to the guides beside it. The first call makes the
+    parameters.
 
     Args:
         model: a Pyro model.
-        family: the posterior's family. One equal to the prior's takes over the prior's fixed parameters
-            (temperature and stretch of a hard concrete), which makes the KL a closed form.
+        family: the posterior's family. If it is the prior's, it takes over the prior's fixed parameters
+            (temperature and stretch of a hard concrete), and the KL has a closed form.
         init_active_prob: P(z != 0) at the start, for all sites or by site (0.9 for sites that are not named).
         init_jitter: standard deviation of the normal noise on the location at the start (0.01 in the L0 paper).
         family_options: keywords of ``family.from_active_prob`` that replace the defaults.
         create_plates: as in Pyro's guides.
 
     Raises:
-        ValueError: a rate is outside (0, 1) or names a site that is not a gate, or the model has no gate; when called,
-            another latent is discrete, stands in a sequential plate, or its support depends on other sites.
+        TypeError: an option has the wrong type, or ``family`` is not a class of gates.
+        ValueError: ``init_jitter`` is negative or not finite; when called, a rate is outside (0, 1) or names a site
+            that is not a gate, the model has no gate, another latent is discrete, a site is in a sequential plate, or
+            its support depends on other sites.
 
     Example:
         >>> import pyro
@@ -117,7 +120,7 @@ class AutoGate(AutoGuide):
         """The guide's parameters, which its first call makes.
 
         Raises:
-            RuntimeError: the guide was not called yet, so that an optimiser would get none.
+            RuntimeError: the guide has not been called yet.
         """
         if not self._has_parameters:
             raise RuntimeError(
@@ -227,7 +230,7 @@ class AutoGate(AutoGuide):
     # ------------------------------------------------------------ the guide
 
     def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
-        """Sample every site of this guide; takes the model's arguments."""
+        """Sample every site of this guide, given the model's arguments; the draws by site."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         elif self._watches and torch.is_grad_enabled():
@@ -270,9 +273,12 @@ class AutoGate(AutoGuide):
         return {name: posterior for name, posterior in self._posteriors.items() if isinstance(posterior, kind)}
 
     def posterior(self) -> dict[str, GateDistribution]:
-        """The posterior gates by site, of the full size of subsampled plates.
+        """The posterior gates by site, in the full size of subsampled plates.
 
-        They are live: their parameters are the guide's own, so that they are differentiable and change with training.
+        Their parameters are the guide's own, so the gates are differentiable and change with training.
+
+        Raises:
+            ValueError: the guide has not been called.
         """
         return {name: gates.distribution(gates.parameters) for name, gates in self._of_kind(GatesPosterior).items()}
 
@@ -282,15 +288,16 @@ class AutoGate(AutoGuide):
         return [gates.parameters[key] for gates in self._of_kind(GatesPosterior).values()]
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Drop all but some units of some gate sites, as when they leave the network.
+        """Keep some units of some gate sites, for instance after the others were removed from the network.
 
         Args:
-            units: by site, the indices of the units that stay, shape ``(n,)``; a site without any leaves.
+            units: by site, the indices of the units that stay, shape ``(n,)``; a site that keeps none is removed.
 
         Returns:
-            For each parameter that was replaced, the new one (None if its site left) and the indices that it holds.
+            For each parameter replaced, the new one (None if its site was removed) and the indices that it holds.
 
         Raises:
+            TypeError: ``units`` is not a dict.
             ValueError: a name is not a gate site of one dimension outside of plates, or gates depend on other sites.
         """
         expect(Mapping, "a dict of tensors by gate site", units=units)
@@ -320,7 +327,11 @@ class AutoGate(AutoGuide):
 
         Args:
             name: a gate site.
-            places: indices of the gates in the flattened site.
+            places: indices of the gates in the flattened site, shape ``(n,)``.
+
+        Raises:
+            TypeError: ``places`` is not a tensor of whole numbers.
+            ValueError: ``name`` is not a gate site, or the guide has not been called.
         """
         gates = self._of_kind(GatesPosterior)
         if name not in gates:
@@ -332,7 +343,7 @@ class AutoGate(AutoGuide):
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
-        """The deterministic gates that prune, by site."""
+        """The deterministic gates that prune, by site and in its shape."""
         return {name: gate.test_gate for name, gate in self.posterior().items()}
 
     @torch.no_grad()
@@ -350,7 +361,7 @@ class AutoGate(AutoGuide):
 
     @torch.no_grad()
     def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
-        """Posterior median of every gate and of other latents, by site; a copy. Takes the model's arguments."""
+        """Posterior median of every gate and other latent, by site; a copy. Takes the model's arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         medians = {name: gate.median.clone() for name, gate in self.posterior().items()}

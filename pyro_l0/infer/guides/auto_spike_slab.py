@@ -41,43 +41,44 @@ __all__ = ["AutoSpikeSlab"]
 class AutoSpikeSlab(AutoGate, JointDraws):
     r"""Gates, slabs and other latents in one guide, made for :func:`fit` or ``L0_ELBO("spike_slab", slab=...)``.
 
-    Take ``gates="autoregressive", slabs="structured"`` for inclusion probabilities with up to about 30 gates, whatever
-    the likelihood; with more, :meth:`refine`. The default is a mean field, wrong by up to a half where features are
-    correlated: slabs are normal where their prior lives on the real line, log-normal on the positive numbers, normals
-    carried by torch's ``biject_to`` on an interval, and independent, the entries of a multivariate one too.
+    For inclusion probabilities take ``gates="autoregressive", slabs="structured"`` with up to about 30 gates, whatever
+    the likelihood, and :meth:`refine` with more. The default is a mean field, whose probabilities can be wrong by a
+    half where features are correlated. Its slabs are independent, entries of a multivariate one included: normal where
+    the prior's support is the real line, log-normal on the positive numbers, normals mapped by torch's ``biject_to``
+    on an interval.
 
-    Structured slabs are one Gaussian given the gates, with normal latents that have no gate: the log likelihood of
-    :math:`\beta = z \circ w` is taken as :math:`b^T \beta - \tfrac12 \beta^T A \beta`, from the model's mode and
-    Hessian with open gates at first, then learned. Autoregressive gates have
+    Structured slabs, and normal latents that have no gate, are one Gaussian given the gates: the log likelihood of
+    :math:`\beta = z \circ w` is taken as :math:`b^T \beta - \tfrac12 \beta^T A \beta`, which starts at the model's
+    mode and Hessian with open gates and is then learned. Autoregressive gates have
     :math:`\mathrm{logit}\, q(z_j = 1 | z_{<j}) = a_j + \sum_{k<j} B_{jk} z_k`. Both depend on further latents, a
-    Gaussian of full covariance; a Beta rate of the gates is drawn given them.
+    Gaussian of full covariance; a Beta rate of the gates is drawn given the gates.
 
     Args:
         model: a Pyro model.
         slab: the gate site of each slab site, as given to the ELBO: ``{"w": "z"}``, or ``{"w": ("z", index)}`` for
             weights in groups, ``z[..., index] * w``.
-        init_scale: standard deviation of a mean field's slabs at the start, or of the normals that are carried over.
-        init_loc: median of each of its slabs at the start, by site; where not given, the prior's mean (the median of
-            some draws where it has none) plus a hundredth of its standard deviation times normal noise.
+        init_scale: standard deviation of a mean field's slabs at the start, or of the normals mapped to their support.
+        init_loc: median of each of its slabs at the start, by site; by default the prior's mean (the median of some
+            draws where it has none) plus normal noise of a hundredth of its standard deviation.
         gates: ``"mean_field"``, or ``"autoregressive"`` for binary gates that depend on those before them.
         slabs: ``"independent"``, or ``"structured"``.
         hyper: the model's other latents (noise, scale of the slabs, rate, random effects). By default all of them are
-            in this guide (in an ``AutoGuideList``: none), each as suits it: in a mean field an independent normal,
-            carried to the prior's support; otherwise normal latents on which no other prior depends are drawn with the
-            slabs, and the rest before the gates. Names restrict the guide to these, all drawn before the gates.
-        **options: those of :class:`AutoGate`. ``family`` is ``BernoulliGate`` by default where all priors are, and
-            if gates or slabs depend on anything; then ``init_active_prob`` is 0.5 and ``init_jitter`` 0.1.
+            in this guide (none in an ``AutoGuideList``): in a mean field as independent normals, mapped to the prior's
+            support; otherwise normal latents on which no other prior depends are drawn with the slabs, and the rest
+            before the gates. Names restrict the guide to these, all drawn before the gates.
+        **options: those of :class:`AutoGate`. ``family`` is ``BernoulliGate`` by default if all priors are, or if
+            gates or slabs depend on anything; then ``init_active_prob`` is 0.5 and ``init_jitter`` 0.1.
 
     Shape:
-        Sites have the model's. n draws of structured slabs with p elements in all factorise ``(n, p, p)``.
+        Sites have the model's shapes. n draws of structured slabs of p elements in all factorise ``(n, p, p)``.
 
     Raises:
-        TypeError: ``hyper`` is a string, or an entry of ``slab`` no name or name and index.
+        TypeError: an option has the wrong type, or an entry of ``slab`` is neither a name nor a name and an index.
         ValueError: ``gates`` or ``slabs`` is unknown, ``family`` is not binary but gates are autoregressive, or
-            ``init_scale`` is not positive; when called, ``slab`` or ``hyper`` names a site that the model does not
-            have or that is of another kind, a slab's support is neither real numbers nor an interval of them,
-            ``init_loc`` has another shape or lies outside of it, or, if anything depends on another, a slab's prior is
-            not normal, a site is subsampled, or ``z`` and ``w`` enter otherwise than as their product; as AutoGate.
+            ``init_scale`` is not positive; when called, as AutoGate, and if ``slab`` or ``hyper`` names no such site
+            of the model, a slab's support is neither the real line nor an interval, or ``init_loc`` has another shape
+            or lies outside of it; in a guide that is not a mean field, also if a slab's prior is not normal, a site is
+            subsampled, or the model uses ``z`` and ``w`` other than as ``z * w``.
 
     Example:
         >>> import pyro
@@ -192,24 +193,24 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     def collapsed(self, *args: object, chains: int = 1, **kwargs: object) -> Collapsed:
         """The model with its slabs integrated out, for samplers of gates.
 
-        Normal latents without a gate are integrated out as slabs are, where this guide draws them with the slabs or is
-        a mean field. The others are at draws of this guide, one for each chain, or for one at their mean (of a mean
-        field: at their mode). The log likelihood is taken to second order: as this guide's structured slabs have it, or
-        about its mode.
+        Normal latents without a gate are integrated out with the slabs if this guide draws them together or is a mean
+        field. The others are at draws of this guide, one for each chain; with one chain at their mean (in a mean field
+        their mode). The log likelihood is expanded to second order: as in this guide's structured slabs, or about its
+        mode.
 
         Args:
             *args: arguments of the model.
-            chains: how many.
+            chains: number of chains.
             **kwargs: keyword arguments of the model.
 
         Raises:
-            ValueError: the guide has not been called; the model has other latent sites than this guide, or slabs whose
-                prior has a mean other than 0.
+            ValueError: the guide has not been called, its latent sites are not the model's, or a slab's prior has a
+                mean other than 0.
         """
         return self.collapse(self.model, args, kwargs, chains)
 
     def collapse(self, model: Callable[..., object] | None, args: Args, kwargs: Kwargs, chains: int = 1) -> Collapsed:
-        """As :meth:`collapsed`, for a model that is given."""
+        """As :meth:`collapsed`, for another model."""
         probs = self.active_probs(1)
         if model is None:
             raise ValueError(
@@ -234,7 +235,7 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     def collapsed_at_means(
         self, model: Callable[..., object] | None, args: Args, kwargs: Kwargs
     ) -> tuple[Collapsed, LogLikelihood]:
-        """As :meth:`collapse` for one chain, and the log likelihood itself, of coefficients ``(S, p)`` to ``(S,)``."""
+        """As :meth:`collapse` for one chain, with the log likelihood: coefficients of shape ``(S, p)`` to ``(S,)``."""
         collapsed = self.collapse(model, args, kwargs)
         assert model is not None
         sites, run_at = model_runs(model, args, kwargs)
@@ -255,23 +256,24 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         seed: int | None = None,
         **kwargs: object,
     ) -> RefinedPosterior:
-        """Gates and slabs of a large design, by sampling the gates with the slabs integrated out; needs no training.
+        """Sample the gates of a large design with the slabs integrated out. The guide need not be trained.
 
-        Normal latents are sampled with the slabs where :meth:`collapsed` says so, the others held fixed. A log
-        likelihood that is not quadratic is expanded anew at the coefficients' mean, and the gates are re-weighted by
-        their Laplace evidence.
+        Normal latents are sampled with the slabs where :meth:`collapsed` integrates them out, the others are held
+        fixed. A log likelihood that is not quadratic is expanded again at the coefficients' mean, and the gates are
+        re-weighted by their Laplace evidence.
 
         Args:
             *args: arguments of the model.
-            method: ``"tempered"`` for weighted tempered Gibbs, whose draws are joint ones; ``"mean_field"`` for
-                independent gates by natural gradients, which is quicker and blind to which features stand for others.
-            chains: of the sampler.
-            flips: of each chain.
-            seed: of the sampler's random numbers.
+            method: ``"tempered"`` for weighted tempered Gibbs, which gives joint draws; ``"mean_field"`` for
+                independent gates by natural gradients, which is faster but misses that features can replace others.
+            chains: number of the sampler's chains.
+            flips: flips of gates in each chain.
+            seed: seed of the sampler's random numbers.
             **kwargs: keyword arguments of the model.
 
         Returns:
-            A posterior with ``active_probs``, ``draws``, ``coefficients``, ``quantiles`` and ``summary``.
+            A posterior with ``active_probs``, ``draws``, ``coefficients``, ``quantiles`` and ``summary``; its class
+            has an example.
 
         Raises:
             ValueError: as :meth:`collapsed`, or the method is unknown.
@@ -295,17 +297,17 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def draw_together(self, number: int) -> dict[str, Part] | None:
-        """Parts of joint draws by site, for a loss that takes many particles at once; None in subsampled plates."""
+        """The sites' parts of joint draws, for a loss that takes many particles at once; None in subsampled plates."""
         self._state_parameters()
         if self._joint is None and any(frame.full_size != frame.size for frame in self._prototype_frames.values()):
             return None
         return self._drawing().draw_together(number)
 
     def parameter_groups(self, learning_rate: float = 0.1) -> list[dict[str, object]]:
-        """The guide's parameters for an optimiser, each kind with the learning rate that suits it.
+        """The guide's parameters in groups for an optimiser, each kind with a suitable learning rate.
 
         Args:
-            learning_rate: of the gates; slabs get a fifth of it, other latents 0.3 of it.
+            learning_rate: the gates' learning rate; slabs get 0.2 of it, other latents 0.3 of it.
 
         Raises:
             ValueError: the guide has not been called.
@@ -319,9 +321,9 @@ class AutoSpikeSlab(AutoGate, JointDraws):
     # ------------------------------------------------------------ summaries
 
     def posterior(self) -> dict[str, GateDistribution]:
-        """The posterior gates by site; live and differentiable where gates do not depend on each other.
+        """The posterior gates by site; as in AutoGate if gates do not depend on each other.
 
-        Otherwise binary gates with the marginal probabilities of :meth:`active_probs`, without a gradient.
+        If they do, these are binary gates with the marginal probabilities of :meth:`active_probs`, without a gradient.
         """
         if self._joint is not None and self._joint.is_chain:
             return {name: BernoulliGate(probs=clamp_probs(probs)) for name, probs in self.active_probs().items()}
@@ -332,15 +334,15 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         """Marginal P(z != 0) of every gate, by site and in its shape.
 
         Args:
-            draws: over which the probabilities given other gates are averaged, where gates depend on each other; the
-                error is below 0.5 / sqrt(draws).
+            draws: number of draws over which probabilities given other gates are averaged, if gates depend on each
+                other; the standard error is below 0.5 / sqrt(draws).
         """
         return super().active_probs() if self._joint is None else self._joint.active_probs(draws)
 
     @renamed_arguments(number="n")
     @torch.no_grad()
     def draws(self, n: int) -> dict[str, Tensor]:
-        """Joint draws of gates, slabs and the other latents, by site, shape ``(n, *shape of the site)``."""
+        """n joint draws of gates, slabs and the other latents, by site, shape ``(n, *shape of the site)``."""
         if self._joint is not None:
             return {name: part.supported() for name, part in self._joint.draw_together(n).items()}
         lone = {name: x.distribution(x.parameters) for name, x in self._of_kind(LoneLatents).items()}
@@ -351,10 +353,10 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         return name in self._of_kind(GatesPosterior)
 
     def slabs(self) -> dict[str, Slab]:
-        """The posterior slabs by site; live and differentiable, as :meth:`posterior`.
+        """The posterior slabs by site, differentiable and changing with training.
 
         Raises:
-            ValueError: slabs depend on their gates.
+            ValueError: slabs depend on their gates, or the guide has not been called.
         """
         if self._structure is not None:
             raise ValueError("Expected slabs that depend on nothing, but they depend on their gates; use draws.")

@@ -25,7 +25,7 @@ class ActiveRate(NamedTuple):
 
 
 class GateGuide(Protocol):
-    """A guide over gates; :class:`~pyro_l0.infer.AutoGate` is one, and so is any of your own with these methods.
+    """A guide over gates: :class:`~pyro_l0.infer.AutoGate`, or any of your own with the methods that are asked for.
 
     :class:`~pyro_l0.infer.SparsityTarget` asks for ``posterior``, ``test_gates`` and ``locations``,
     :class:`~pyro_l0.compaction.Shrinker` for ``posterior`` and ``keep``,
@@ -48,10 +48,13 @@ class GateGuide(Protocol):
         """
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Keep the units at some positions of some sites; a site without any leaves.
+        """Keep the units at some positions of some sites; a site that keeps none is removed.
+
+        Args:
+            units: by site, the indices of the units that stay, shape ``(n,)``.
 
         Returns:
-            For each parameter that was replaced, the new one (None if its site left) and the positions that it holds.
+            For each parameter replaced, the new one (None if its site was removed) and the positions that it holds.
         """
 
 

@@ -27,15 +27,15 @@ _MINIMUM = 0.02  # of the running probabilities that steer the chains
 
 
 class FitCheck(NamedTuple):
-    """What the chains say of a guide.
+    """What :func:`check_fit` finds.
 
     Attributes:
         moved: largest change of an inclusion probability.
         ok: whether it is within 0.06.
-        active_probs: P(z != 0) by gate site, as the chains have it: the guide's, repaired.
-        by_site: the change of every gate.
-        evidence: estimates of the log evidence from the guide, which miss the modes of which it has no draw.
-        advice: a sentence.
+        active_probs: P(z != 0) of every gate by the chains, by site and in its shape: the guide's, repaired.
+        by_site: change of every gate's P(z != 0), by site and in its shape.
+        evidence: estimates of the log evidence from the guide; they miss modes of which it has no draw.
+        advice: what to do, in a sentence.
     """
 
     moved: float
@@ -75,26 +75,27 @@ def check_fit(
 ) -> FitCheck:
     """Run chains of gates from draws of a guide, and see whether inclusion probabilities move.
 
-    The posterior is where they do not. Gates are sampled by weighted tempered Gibbs steps, which leave a mode quickly,
-    with the slabs integrated out; each chain keeps the other latents of its draw. A likelihood that is not quadratic in
-    the coefficients is taken to second order, as the guide's structured slabs have it or about its mode, with the
-    other latents at their means; the gates that the chains visit are re-weighted by their Laplace evidence.
+    If they do not, the guide has found the posterior. Gates are sampled by weighted tempered Gibbs steps, which leave a
+    mode quickly, with the slabs integrated out; each chain keeps the other latents of its draw. A log likelihood that
+    is not quadratic in the coefficients is expanded to second order with the other latents at their means, and the
+    gates that the chains visit are re-weighted by their Laplace evidence. :func:`~pyro_l0.infer.fit` has an example.
 
     Args:
         model: the model.
         guide: a trained guide.
         *args: arguments of the model.
-        chains: how many.
-        flips: of each chain, the first third of which is not counted.
-        draws: of the guide, for the evidence.
-        seed: of the random numbers; the global state of generators is then left as it was.
+        chains: number of chains.
+        flips: flips of gates in each chain; the first third is not counted.
+        draws: number of the guide's draws for the evidence.
+        seed: seed of the random numbers; the global random state is then left as it was.
         **kwargs: keyword arguments of the model.
 
     Returns:
         What moved, the repaired probabilities and advice.
 
     Raises:
-        ValueError: the guide has not been called, or a slab's prior has a mean other than 0.
+        TypeError: ``guide`` is not an AutoSpikeSlab, or a number is not whole.
+        ValueError: a number is below 1, the guide has not been called, or a slab's prior has a mean other than 0.
 
     References:
         Zanella and Roberts (2019), arXiv:1805.00541, for the sampler.

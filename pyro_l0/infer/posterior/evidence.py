@@ -22,13 +22,17 @@ _AT_ONCE = 250
 
 
 class Evidence(NamedTuple):
-    """What log ratios of model and guide say of the log evidence, in nats.
+    """Estimates of the log evidence from log ratios of model and guide, in nats.
 
     Attributes:
-        elbo: their mean, a lower bound.
-        standard_error: of that mean.
+        elbo: mean log ratio, a lower bound.
+        standard_error: standard error of that mean.
         importance_weighted: log of the mean ratio, a tighter bound that misses modes of which the guide has no draw.
         effective: effective sample size of the weights as a fraction of the draws.
+
+    Example:
+        >>> round(Evidence.of(torch.tensor([-1.0, -2.0, -1.5])).importance_weighted, 2)
+        -1.42
     """
 
     elbo: float
@@ -38,7 +42,7 @@ class Evidence(NamedTuple):
 
     @classmethod
     def of(cls, ratios: Tensor) -> Evidence:
-        """From log ratios at draws, shape ``(n,)``."""
+        """Estimate from log ratios at draws in nats, shape ``(n,)``."""
         weights = torch.softmax(ratios, 0)
         return cls(
             float(ratios.mean()),

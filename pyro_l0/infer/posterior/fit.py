@@ -34,12 +34,12 @@ _DISAGREE = 0.1  # in an inclusion probability, between restarts
 
 @dataclass
 class Fit:
-    """How a training went.
+    """What :func:`fit` returns: how the training went.
 
     Attributes:
-        losses: of each step in nats, of the restart that was kept.
+        losses: loss of each step in nats, of the restart that was kept.
         evidence: estimates of the log evidence from the trained guide.
-        restarts: evidence lower bound of each restart.
+        restarts: evidence lower bound of each restart in nats.
         disagreement: largest difference of an inclusion probability between a restart and the one that was kept.
         converged: whether the loss had stopped falling.
     """
@@ -57,7 +57,7 @@ class Fit:
 
     @property
     def log_evidence(self) -> float:
-        """The importance-weighted bound in nats, which is above the evidence lower bound and nearer to the evidence."""
+        """The importance-weighted bound in nats, tighter than the evidence lower bound."""
         return self.evidence.importance_weighted
 
 
@@ -73,28 +73,29 @@ def fit(
     progress: bool = False,
     **kwargs: object,
 ) -> Fit:
-    """Train a guide on the spike-and-slab bound until it is a posterior or the steps are used up (Eq. 20).
+    """Train a guide on the spike-and-slab bound until it matches the posterior or the steps are used up (Eq. 20).
 
-    Adam with a learning rate that falls by a cosine; the likelihood is tempered for the gates over the first third; all
-    particles are drawn in one run of the model where ``torch.vmap`` can map it. Training ends early once the log ratio
-    of model and guide hardly varies over draws: half its variance is what the bound lacks.
+    It uses Adam with a learning rate that falls by a cosine, tempers the likelihood for the gates over the first third,
+    and draws all particles in one run of the model if ``torch.vmap`` can map it. Training ends early once the log ratio
+    of model and guide hardly varies over draws: half its variance estimates the gap between bound and evidence.
 
     Args:
         model: a Pyro model.
-        guide: its guide, which is left with the best restart's parameters.
+        guide: its guide, which gets the best restart's parameters.
         *args: arguments of the model.
-        steps: most steps of each restart.
-        restarts: trainings from different starts, of which the one with the largest bound is kept.
-        num_particles: draws per step.
-        learning_rate: of the gates at the start; see :meth:`AutoSpikeSlab.parameter_groups`.
-        seed: of all random numbers.
-        progress: whether to print the loss now and then, to the standard error.
+        steps: maximum number of steps of each restart.
+        restarts: trainings from different starts; the one with the largest bound is kept.
+        num_particles: draws per step, at least 2.
+        learning_rate: the gates' learning rate at the start; see :meth:`AutoSpikeSlab.parameter_groups`.
+        seed: seed of all random numbers.
+        progress: whether to print the loss ten times, to the standard error.
         **kwargs: keyword arguments of the model.
 
     Returns:
-        How it went.
+        How the training went.
 
     Raises:
+        TypeError: ``guide`` is not an AutoSpikeSlab, or an option has the wrong type.
         ValueError: an option is out of range.
         RuntimeError: gradients are switched off.
 
@@ -115,7 +116,7 @@ def fit(
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("y", dist.Normal((z * w) @ x.T, 1.0), obs=y)
         >>> guide = AutoSpikeSlab(model, slab={"w": "z"}, gates="autoregressive", slabs="structured")
-        >>> went = fit(model, guide, x, y, seed=0)
+        >>> result = fit(model, guide, x, y, seed=0)
         >>> (guide.active_probs()["z"] > 0.9).tolist(), check_fit(model, guide, x, y, seed=0).ok
         ([True, False], True)
 

@@ -37,17 +37,16 @@ _DIVERGENT = 0.01  # of the transitions
 
 @dataclass(frozen=True)
 class PosteriorSamples(JointDraws):
-    """Draws of a posterior by chain, and how well the chains agree.
+    """Draws by chain, as :func:`sample_posterior` returns them, and how well the chains agree.
 
     Attributes:
         samples: by site, shape ``(chains, draws, *shape)``: latent variables, gates, deterministic sites, and the
             product of every slab with its gates under a name such as ``"z * w"``. A gate that has a density between its
             atoms comes with the variable before rectification, ``"z_base"``.
-        chain_probs: P(z != 0) of every gate site in each chain, shape ``(chains, *shape)``. For gates that were summed
-            out, the mean of their probabilities given the other latent variables, which has less noise than their
-            draws.
-        r_hat: rank-normalised split r-hat of each entry of a sample.
-        ess: bulk effective sample size of each entry.
+        chain_probs: P(z != 0) of every gate in each chain, by site, shape ``(chains, *shape)``. For gates that were
+            summed out it is the mean of their probabilities given the other latents, which has less noise.
+        r_hat: rank-normalised split r-hat of each entry, by site, shape ``(*shape,)``.
+        ess: bulk effective sample size of each entry, likewise.
         moved: by gate site, how far P(z != 0) moves when coefficients are exchanged (only for gates in ``slab``).
         divergences: number of divergent transitions in each chain.
         problems: what is wrong with the sample, in sentences; empty if nothing was found.
@@ -69,14 +68,14 @@ class PosteriorSamples(JointDraws):
         return not self.problems
 
     def active_probs(self) -> dict[str, Tensor]:
-        """P(z != 0) of every gate site, over all chains."""
+        """P(z != 0) of every gate over all chains, by site and in its shape."""
         return {name: probability.mean(0) for name, probability in self.chain_probs.items()}
 
     def draws(self, n: int | None = None) -> dict[str, Tensor]:
-        """Joint draws of all chains in one row, shape ``(n, *shape)`` by site.
+        """Joint draws of all chains, one after the other, by site, shape ``(n, *shape)``.
 
         Args:
-            n: how many, evenly spaced; all of them if not given, or if there are not as many.
+            n: how many, evenly spaced; all of them if not given, or if there are fewer.
         """
         flat = {name: x.flatten(0, 1) for name, x in self.samples.items()}
         if n is None:
@@ -88,7 +87,7 @@ class PosteriorSamples(JointDraws):
         return {name: draws[product_name(gate_site(switch), name)] for name, switch in self.slab.items()}
 
     def summary(self, draws: int | None = None) -> Summary:
-        """Of every sample, with r-hat, effective sample sizes and problems."""
+        """Summary of every sample, with r-hat, effective sample sizes and problems; arguments as in the base class."""
         found = {
             name: site._replace(r_hat=self.r_hat[name], ess=self.ess[name])
             for name, site in super().summary(draws).items()
@@ -118,34 +117,35 @@ def sample_posterior(
 ) -> PosteriorSamples:
     """Sample the posterior of a model with gates by NUTS or HMC.
 
-    Bernoulli gates are summed out exactly, all values of all of them in one run of the model under ``torch.vmap``, so
-    that the sampler sees a smooth density of the other latent variables; then they are drawn given those. (Pyro's own
-    enumeration gives all gates of a plate one value where what they multiply lies outside of the plate.) Gates with a
-    density between their atoms are reparameterised by :class:`~pyro_l0.infer.reparam.RectifyReparam`. Chains run one
-    after the other, from starts far apart.
+    Bernoulli gates are summed out exactly, all their values in one run of the model under ``torch.vmap``: the sampler
+    sees a smooth density of the other latents, and the gates are drawn given those. (Pyro's own enumeration gives all
+    gates of a plate one value if the likelihood lies outside of the plate.) Gates with a density between their atoms
+    are reparameterised by :class:`~pyro_l0.infer.reparam.RectifyReparam`. Chains run one after the other, from starts
+    far apart.
 
     Args:
         model: a Pyro model whose latent variables are continuous or gates.
         *args: its arguments.
-        slab: the gate site of each slab site, as for :class:`AutoSpikeSlab`; their products are among the samples, and
-            coefficients of features that could stand in for one another are exchanged to test the draws.
+        slab: the gate site of each slab site, as for :class:`AutoSpikeSlab`; adds their products to the samples, and
+            tests the draws by exchanging coefficients of features that can replace one another.
         kernel: ``"nuts"``, ``"hmc"``, or a function such as ``functools.partial(NUTS, target_accept_prob=0.95)``.
         num_samples: draws of each chain.
-        warmup_steps: steps of each chain before them, in which step size and mass matrix are adapted.
-        num_chains: number of chains, at least two, as a single one can't tell that there are several modes.
-        seed: of the random numbers; the global state of generators is then left as it was.
+        warmup_steps: steps of each chain before the draws, to adapt step size and mass matrix.
+        num_chains: number of chains, at least two: a single one cannot reveal several modes.
+        seed: seed of the random numbers; the global random state is then left as it was.
         **kwargs: the model's keyword arguments.
 
     Returns:
-        The draws.
+        The draws, and what is wrong with them.
 
     Raises:
-        ValueError: a latent variable is discrete and no gate, Bernoulli gates are more than 12 or decide what the model
-            runs, ``slab`` names other sites, or no start with a finite density was found.
+        TypeError: a number is not whole.
+        ValueError: a latent variable is discrete but not a gate, there are more than 12 Bernoulli gates, the model
+            branches on them, ``slab`` names other sites, or no start with a finite density was found.
 
     Warns:
-        UserWarning: the draws are not to be trusted: chains disagree, probabilities move when coefficients are
-            exchanged, or many transitions diverge.
+        UserWarning: do not trust the draws: chains disagree, probabilities move when coefficients are exchanged, or
+            many transitions diverge.
 
     Example:
         >>> import pyro
@@ -158,7 +158,8 @@ def sample_posterior(
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(x @ (z * w), 1.0), obs=y)
         >>> x = torch.stack((torch.linspace(-1, 1, 50), torch.linspace(1, -1, 50) ** 2), 1)
-        >>> posterior = sample_posterior(regression, x, 2 * x[:, 0], slab={"w": "z"}, seed=1, num_samples=200)
+        >>> short = {"num_samples": 100, "warmup_steps": 50, "num_chains": 2}  # for this example
+        >>> posterior = sample_posterior(regression, x, 2 * x[:, 0], slab={"w": "z"}, seed=1, **short)
         >>> [round(p, 1) for p in posterior.active_probs()["z"].tolist()]
         [1.0, 0.1]
         >>> sorted(posterior.samples)

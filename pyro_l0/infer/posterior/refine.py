@@ -29,11 +29,25 @@ _CLOSE = 1e-3  # nats by which they may differ for 1 nat of change, or in all
 
 @dataclass(frozen=True)
 class RefinedPosterior(JointDraws):
-    """Gates and slabs of a model whose other latents are held fixed.
+    """Gates and slabs of a model with its other latents held fixed, from :meth:`AutoSpikeSlab.refine`.
 
     Attributes:
-        spread: largest difference of an inclusion probability between chains; how well they have mixed.
+        spread: largest difference of an inclusion probability between chains; small if they have mixed.
         slab: the gate site of each slab site.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_l0 import BernoulliGate
+        >>> from pyro_l0.infer import AutoSpikeSlab
+        >>> x = torch.eye(50) * 3
+        >>> def model(y):
+        ...     with pyro.plate("features", 50):
+        ...         z, w = pyro.sample("z", BernoulliGate(probs=0.1)), pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(x @ (z * w), 0.5).to_event(1), obs=y)
+        >>> guide, y = AutoSpikeSlab(model, slab={"w": "z"}), x[7]
+        >>> _ = guide(y)
+        >>> int(guide.refine(y, seed=0, flips=200).active_probs()["z"].argmax())
+        7
     """
 
     _collapsed: Collapsed
@@ -50,7 +64,7 @@ class RefinedPosterior(JointDraws):
     @renamed_arguments(number="n")
     @torch.no_grad()
     def draws(self, n: int) -> dict[str, Tensor]:
-        """Joint draws by site, shape ``(n, *shape of the site)``; the other latents are the same in all."""
+        """n joint draws by site, shape ``(n, *shape of the site)``; the other latents are the same in all."""
         gates = self._draw_gates(n).to(self._probs)
         slabs = self._collapsed.quadratic.draw_slabs(gates) + self._collapsed.offset
         found = {name: x.expand(n, *x.shape) for name, x in self._collapsed.others.items()}

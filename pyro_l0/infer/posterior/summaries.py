@@ -28,10 +28,10 @@ class SiteSummary(NamedTuple):
         active_probs: P(z != 0) of the entry's gate; None for a variable that has none.
         mean: posterior mean.
         sd: posterior standard deviation.
-        lower: 5 % quantile.
-        upper: 95 % quantile.
+        lower: quantile at 5 %.
+        upper: quantile at 95 %.
         r_hat: rank-normalised split r-hat of chains; None for independent draws.
-        ess: their bulk effective sample size.
+        ess: bulk effective sample size of chains; None for independent draws.
     """
 
     active_probs: Tensor | None
@@ -57,8 +57,8 @@ class Summary(dict[str, SiteSummary]):
     """Summary of a posterior by site; ``print`` shows it as a table.
 
     Args:
-        sites: of slab sites the coefficients z * w; the other latents.
-        notes: sentences that are printed below the table.
+        sites: summaries by site: of the coefficients z * w for a slab, and of the other latents.
+        notes: sentences to print below the table.
     """
 
     def __init__(self, sites: Mapping[str, SiteSummary], notes: Sequence[str] = ()) -> None:
@@ -66,7 +66,7 @@ class Summary(dict[str, SiteSummary]):
         self.notes = tuple(notes)
 
     def to_frame(self) -> pd.DataFrame:
-        """A row for each entry, such as ``w[0]``, and a column for each field of :class:`SiteSummary`."""
+        """A pandas table: a row for each entry, such as ``w[0]``, a column for each field of :class:`SiteSummary`."""
         import pandas as pd  # takes half a second
 
         frames = []
@@ -94,7 +94,7 @@ def entry(name: str, shape: torch.Size, i: int) -> str:
 
 
 class JointDraws:
-    """A posterior over gates and slabs that can be drawn from.
+    """A posterior over gates and slabs with joint draws.
 
     Attributes:
         slab: the gate site of each slab site.
@@ -115,7 +115,7 @@ class JointDraws:
     def _is_gate(self, name: str) -> bool: ...
 
     def coefficients(self, n: int) -> dict[str, Tensor]:
-        """Joint draws of the coefficients z * w by slab site, shape ``(n, *shape of the slab)``."""
+        """n joint draws of the coefficients z * w by slab site, shape ``(n, *shape of the slab)``."""
         return self.products(self.draws(n))
 
     @renamed_arguments(q="probs")
@@ -123,23 +123,23 @@ class JointDraws:
         """Quantiles of the coefficients z * w by slab site, and of the latents that are neither gates nor slabs.
 
         Args:
-            probs: in [0, 1].
-            draws: from which they are taken; 10,000 by default, or all that a sampler made.
+            probs: probabilities in [0, 1].
+            draws: number of draws; 10,000 by default, or all that a sampler made.
 
         Returns:
-            Shape ``(len(probs), *shape of the site)``; that of the site for a single number.
+            By site, shape ``(len(probs), *shape of the site)``; for a single number, the site's shape.
         """
         return {name: _quantiles(x, probs) for name, x in self._summarised(draws).items()}
 
     def interval(self, level: float = 0.9, draws: int | None = None) -> dict[str, Tensor]:
-        """Central intervals of this probability, as :meth:`quantiles` has them; shape ``(2, *shape of the site)``."""
+        """Central intervals of probability ``level``, as :meth:`quantiles`; shape ``(2, *shape of the site)``."""
         return self.quantiles(((1 - level) / 2, (1 + level) / 2), draws)
 
     def summary(self, draws: int | None = None) -> Summary:
-        """Of the coefficients z * w by slab site, and of the other latents.
+        """Summary of the coefficients z * w by slab site, and of the other latents.
 
         Args:
-            draws: from which all but P(z != 0) is taken; as for :meth:`quantiles`.
+            draws: number of draws for all but P(z != 0); as for :meth:`quantiles`.
         """
         found = {}
         probs = self.active_probs()

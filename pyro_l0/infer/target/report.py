@@ -11,17 +11,17 @@ __all__ = ["TargetReport"]
 
 @dataclass(frozen=True)
 class TargetReport:
-    """The progress of a :class:`~pyro_l0.infer.SparsityTarget`; it prints as text.
+    """The progress of a :class:`~pyro_l0.infer.SparsityTarget`, from its ``report()``; it prints as text.
 
     Attributes:
         step: steps taken.
-        steps: steps in which there are gates.
+        steps: number of steps with gates.
         fraction: by constraint, the cost of the deterministic network as a fraction of the full one's.
         budget: by constraint, the largest fraction at the end.
         undecided: the share of gates whose test gate is neither 0 nor 1.
         multiplier: by constraint, nats per unit of cost, such as per multiply-add.
         at_minimum: sites with no more open gates than their minimum, which close after all others.
-        open: by site, the number of open gates, and of how many.
+        open: by site, the numbers of open gates and of all gates.
     """
 
     step: int
@@ -35,7 +35,7 @@ class TargetReport:
 
     @property
     def of_budget(self) -> float:
-        """The largest share of a budget that is used; above 1, a budget is not met."""
+        """The largest share of a budget that is used; above 1 if a budget is not met."""
         return max(self.fraction[name] / self.budget[name] for name in self.budget)
 
     @property

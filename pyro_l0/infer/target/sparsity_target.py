@@ -39,42 +39,42 @@ class TargetState(TypedDict):
 class SparsityTarget:
     r"""Keeps a network within a budget of multiply-adds, weights, parameters or another cost while it trains.
 
-    Everything is set by the number of steps, the number of gates and the budget. All gates start open. In every step
-    :meth:`add_gradient` adds to the gates' gradients that of a penalty,
+    The number of steps, the number of gates and the budget determine everything else. All gates start open. In every
+    step :meth:`add_gradient` adds the gradient of a penalty to the gates' gradients,
 
     .. math:: \mu \sum_j p_j P(z_j \neq 0), \qquad
         p_j = \frac{\partial \log E[c(z)]}{\partial P(z_j \neq 0)}, \qquad
         \mu = e^I \frac{\operatorname{rms}(\nabla_a \text{loss})}
             {\operatorname{rms}(\nabla_a \sum_j p_j P(z_j \neq 0))},
 
-    where a are the gates' locations. So the multiplier μ has the scale of the loss, whatever that is, and
-    its logarithm's integral part I rises while the *deterministic* network (test gates) costs more than the
-    budget of the moment, and falls while it costs less. That budget falls from 1 to its final value by a cubic curve. A
-    hundred times :meth:`ascend` checks the deterministic network and puts it onto the curve: the open gates of lowest
-    location close, just below the point where test gates close, or closed ones of highest location open, just above
-    it. In the last steps all gates move away from that point, so that few test gates are neither 0 nor 1. Leave prices
-    and expected weight decay of gates out of the loss: what closes more gates than the budget asks would work against
-    a target that opens them again. Weight decay of the network's optimiser does not.
+    where a are the gates' locations. So the multiplier μ has the scale of the loss, and the integral part I of its
+    logarithm rises while the *deterministic* network (test gates) costs more than the current budget, and falls while
+    it costs less. That budget falls from 1 to its final value along a cubic curve. A hundred times :meth:`ascend`
+    checks the deterministic network and puts it onto the curve: it moves the open gates of lowest location just below
+    the point where test gates close, or the closed ones of highest location just above it. In the last steps all gates
+    move away from that point, so that few test gates are neither 0 nor 1. Leave prices and expected weight decay of
+    gates out of the loss: they would close gates that the target opens again. Weight decay in the network's optimiser
+    is fine.
 
-    A site keeps as many gates as three quarters of those that an equal rate of open gates at every site would leave,
-    and at least one of several, until all other sites have no more to close.
+    While other sites can still close gates, a site keeps three quarters of the gates that an equal rate of open gates
+    at every site would leave, and at least one of several.
 
     Args:
         guide: the gates' guide, after its first call; an AutoGate, or another
             :class:`~pyro_l0.infer.guides.protocol.GateGuide`. Its gates are opened.
             To resume, make the target first and load the guide's state afterwards.
-        budget: largest fraction of the cost of the full network, in (0, 1). Several falling ones are met one after
-            the other in one run, and each is handed to ``on_budget``. A dict gives one by name of several costs, or,
-            without a cost, by gate site the largest fraction of open gates.
+        budget: largest fraction of the full network's cost, in (0, 1). Several falling ones are met one after the
+            other in one run, and each is handed to ``on_budget``. A dict gives a fraction for each of several costs by
+            name or, without a cost, the largest fraction of open gates by gate site.
         cost: differentiable cost of given gates by site (P(z != 0) or 0 and 1), of shape ``()``, such as
             :meth:`NetworkCost.macs <pyro_l0.nn.NetworkCost.macs>`; a dict of several for budgets by their names.
-        steps: steps of the optimiser in which there are gates, at least 10; some hundreds are needed for a network
-            that is as good as it can be. Further steps leave the gates as they are.
+        steps: number of optimiser steps with gates, at least 10; give some hundreds for the best network. Further steps
+            leave the gates as they are.
         pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
-        at_least: by gate site, how many of its gates never close; all, if there are no more.
-        multiple_of: by gate site, a number of which a multiple of its gates is open, or all of them.
-        on_budget: is called with a budget and the deterministic gates by site, when this budget is met: the last
-            one at the last step, intermediate ones at once after the gates have changed.
+        at_least: by gate site, how many of its gates never close; all of them if the site has fewer.
+        multiple_of: by gate site, a number: the open gates are a multiple of it, or all of the site's.
+        on_budget: is called with a budget and the deterministic gates by site when this budget is met: for the last
+            one at the last step, for intermediate ones right after the gates have changed.
 
     Attributes:
         steps: as given.
@@ -84,13 +84,13 @@ class SparsityTarget:
         budget: final budgets, shape ``(k,)`` for k constraints.
         total: costs of the full network, shape ``(k,)``.
         multiplier: :math:`\mu` in nats, shape ``(k,)``.
-        gate_learning_rate: of the gates under Adam. With it a gate could close four times while the budget falls, and
-            more often in runs of more than about a thousand steps.
+        gate_learning_rate: the gates' learning rate under Adam: large enough to close a gate four times while the
+            budget falls, and more often in runs of more than about a thousand steps.
 
     Raises:
-        TypeError: the guide lacks a method.
-        ValueError: a budget is outside (0, 1) or below the cost of what can't close, does not go with the costs; a
-            site is unknown; budgets do not fall; there are fewer than ten steps.
+        TypeError: the guide lacks a method, or ``pretrained`` is not True or False.
+        ValueError: a budget is outside (0, 1), below the cost of what cannot close, or has no cost of its name; budgets
+            do not fall; a site is unknown; or there are fewer than ten steps.
 
     Example:
         >>> import pyro
@@ -166,10 +166,10 @@ class SparsityTarget:
 
     @property
     def optimiser_options(self) -> dict[str, float | tuple[float, float]]:
-        """Keywords for the parameter group of ``guide.locations()`` in Adam; the loss's scale does not change its step.
+        """Keywords for the parameter group of ``guide.locations()`` in Adam, whatever the loss's scale.
 
-        Of an AutoGate over hard concretes, locations are all parameters. Of families with further ones leave these as
-        they are: at this rate they would go far from where gates close.
+        An AutoGate over hard concretes has no other parameters. Those of other families stay out of the optimiser: at
+        this rate they would move far from where gates close.
         """
         return {"lr": self.gate_learning_rate, "betas": _BETAS, "eps": _EPS, "weight_decay": 0.0}
 
@@ -181,7 +181,7 @@ class SparsityTarget:
 
     @property
     def saturated(self) -> Tensor:
-        """Whether a multiplier has risen as far above the loss's scale as it may, shape ``(k,)``."""
+        """Whether a multiplier has reached its maximum above the loss's scale, shape ``(k,)``."""
         return self._integral >= _MOST
 
     @torch.no_grad()
@@ -214,13 +214,13 @@ class SparsityTarget:
 
     @torch.no_grad()
     def add_gradient(self) -> None:
-        """Add the penalty's gradient to that of the gates' locations; between ``loss.backward()`` and the step.
+        """Add the penalty's gradient to that of the gates' locations; call it after ``loss.backward()``.
 
-        Before the gates move and after the last step with gates their gradients are set to None, so that the
-        optimiser passes them over. Nothing is read back from the device.
+        Before the gates move and after the last step with gates their gradients are set to None, and the optimiser
+        skips them. Nothing is read back from the device.
 
         Raises:
-            ValueError: no location has a gradient, as where the loss does not depend on the gates.
+            ValueError: no location has a gradient, for instance because the loss does not depend on the gates.
         """
         locations = self.guide.locations()
         if not self.start <= self.step < self.steps:
@@ -246,7 +246,7 @@ class SparsityTarget:
 
     @torch.no_grad()
     def ascend(self) -> None:
-        """Advance one step, after the optimiser's: check the deterministic network, and harden decided gates."""
+        """Advance one step, after the optimiser's; when due, check the deterministic network and harden its gates."""
         self.step += 1
         if not self.start <= self.step <= self.steps or not self.guide.locations():
             return
@@ -350,7 +350,7 @@ class SparsityTarget:
         """Continue from :meth:`state_dict`.
 
         Raises:
-            ValueError: the state is of another number of constraints.
+            ValueError: the state has another number of constraints.
         """
         if state["integral"].shape != self._integral.shape:
             raise ValueError(
