@@ -1,4 +1,4 @@
-"""Network and gates in, the same network with fewer units, that computes the same, out."""
+"""Turns a network and the values of its gates into the same network with fewer units and equal outputs."""
 
 from pyro_l0.compaction.compact import compact, plan  # noqa: F401  the submodule of this name would hide it
 from pyro_l0.compaction.shrinker import Shrinker

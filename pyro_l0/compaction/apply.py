@@ -42,15 +42,16 @@ Kept = Mapping[str, Sequence[Tensor | None]]
 @renamed_arguments(example_input="example")
 @torch.no_grad()
 def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -> nn.Module:
-    """The network that a plan describes, on a copy; nothing is certified.
+    """Apply a plan to a copy of a network and return it; nothing is certified.
 
     Args:
         network: the network that the plan was made for, with any weights.
         plan: from :func:`~pyro_l0.compaction.compact`.
-        example: what the network is called with; only a plan that folds constants asks for it.
+        example: what the network is called with; only a plan that folds constants needs it.
 
     Raises:
-        ValueError: the plan is of another network, or asks for an example.
+        TypeError: ``plan`` is not a Plan.
+        ValueError: the plan is of another network, or needs an example.
 
     Example:
         >>> from pyro_l0.compaction import compact

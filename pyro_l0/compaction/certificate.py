@@ -34,20 +34,20 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, t
 
 
 class Certificate(float):
-    """The largest difference between two networks, a number, with the differences that it is the largest of.
+    """The largest difference between two networks as a number, with the single differences as attributes.
 
-    Each is relative to the largest absolute entry of its kind. A file keeps the largest alone: a certificate that was
-    loaded has it as ``outputs``, and None elsewhere.
+    Each is relative to the largest absolute entry of its kind. A file keeps only the largest: a certificate that was
+    loaded has it as ``outputs``, and None elsewhere. :func:`~pyro_l0.compaction.compact` makes it.
 
     Attributes:
-        outputs: on all examples, on another number of rows and on random inputs, in evaluation mode.
-        gradients: of a random function of the outputs with respect to every parameter and input that is left; None
-            where parameters that are left also made constants, which were folded into biases, or where the network
-            changes in place what its gradients need.
-        training_outputs: in training mode without dropout, under one seed; None where the network can't be called so,
-            draws random numbers in the shapes of units that were removed, or normalises closed units by statistics
-            that training would change.
-        training_gradients: as above.
+        outputs: difference of outputs in evaluation mode, on all examples, another number of rows and random inputs.
+        gradients: difference of the gradients of a random function of the outputs, in every parameter and input that
+            is left; None if such parameters also made constants that were folded into biases, or if the network changes
+            in place what its gradients need.
+        training_outputs: difference of outputs in training mode without dropout, under one seed; None if the network
+            cannot be called so, draws random numbers in the shapes of removed units, or normalises closed units by
+            statistics that training would change.
+        training_gradients: difference of gradients in training mode, likewise.
     """
 
     outputs: float

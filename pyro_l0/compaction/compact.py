@@ -27,29 +27,32 @@ def compact(
     tolerance: float | None = None,
     before: Sequence[Plan] = (),
 ) -> Compacted:
-    """Turn a network with gates into a smaller one without, that computes the same.
+    """Turn a network with gates into a smaller one without gates that computes the same.
 
-    The result is a copy of the network, of its own class, with its methods, hooks and code for training; only tensors,
-    and integers that are their sizes, have changed. Gates have gone, or what is left of them stands in their places.
+    The result is a copy of the network, of the same class, with its methods, hooks and code for training; only tensors,
+    and integers that are their sizes, have changed. Gates are removed, or replaced by what is left of them.
 
     Args:
         network: any module with gates; not changed. The result is in evaluation mode.
         gates: values in [0, 1] by site, each of shape ``(size,)``, such as ``guide.test_gates()``.
         example: what the network is called with: a tensor, a tuple of positional arguments, a dict of keywords,
-            or a list of such calls, where the network runs different code for different inputs. A network whose
-            constants meet padding accepts inputs of this size only, and refuses others.
-        tolerance: largest difference of outputs, or of gradients, that is accepted, relative to the largest output of
-            the same batch (or of the others, where that is 0) and to the largest gradient; if not given, 1e-10 in
-            float64, 1e-5 in float32, 1e-2 in float16 and 5e-2 in bfloat16.
-        before: the plans by which the network has shrunk while it trained (:attr:`Shrinker.plans`), so that what is
-            saved can be loaded into the network as it was at the start.
+            or a list of such calls if the network runs different code for different inputs. A network whose folded
+            constants meet padding accepts only inputs of this size.
+        tolerance: largest accepted difference of outputs or gradients, relative to the largest output of the same batch
+            (or of the others, if that is 0) and to the largest gradient; by default 1e-10 in float64, 1e-5 in float32,
+            1e-2 in float16 and 5e-2 in bfloat16.
+        before: the plans by which the network shrank while it trained (:attr:`Shrinker.plans`); with them a saved
+            result can be loaded into the network as it was at the start.
+
+    Returns:
+        The smaller network with its plan and certificate.
 
     Raises:
-        TypeError: the network is no module, or the example none of the kinds above.
+        TypeError: the network is not a module, or the example is none of the kinds above.
         ValueError: a gate has no value or a wrong one, the network does not accept the example, or the example does
             not use all of a module of which units are removed.
         CompactionError: no smaller network was found that computes the same within the tolerance; the message says
-            which gates to open for one to be found.
+            which gates to open.
 
     Example:
         >>> import torch

@@ -44,9 +44,9 @@ def _remove_hook(network: nn.Module) -> None:
 
 
 class SelectedInputs:
-    """All examples with the inputs that a smaller network reads, selected after each shrinking and not in every step.
+    """Selects the inputs that a smaller network reads once for all examples, not in every step.
 
-    A network without some of its inputs begins by selecting the others. Inside of :meth:`of` it does not, and accepts
+    A network that lost some of its inputs begins by selecting the others. Inside :meth:`of` it does not, and accepts
     examples from the tensor that the context yields.
 
     Args:
@@ -69,10 +69,10 @@ class SelectedInputs:
 
     @contextmanager
     def of(self, network: nn.Module) -> Iterator[Tensor]:
-        """Let a network accept the inputs that it reads.
+        """A context in which a network takes only the inputs that it reads.
 
         Args:
-            network: as it is now; shrink it and save it outside of the context alone.
+            network: the network; shrink and save it outside of the context.
 
         Yields:
             The examples with the inputs that the network reads; all inputs, not copied, if it reads all.

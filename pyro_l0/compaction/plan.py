@@ -36,7 +36,9 @@ class LayerFold:
 
 @dataclass(frozen=True)
 class Plan:
-    """What of a network stays, as numbers and names alone.
+    """Which parts of a network compaction keeps, as plain numbers and names.
+
+    :func:`~pyro_l0.compaction.compact` makes it, and :func:`~pyro_l0.compaction.apply.apply_plan` repeats it.
 
     Attributes:
         gates: value of every gate by site.
@@ -44,11 +46,11 @@ class Plan:
         changes: by path of a gate, what it becomes.
         folds: constant inputs of layers that are folded into biases and maps.
         factors: by name of a weight, factors of its inputs: gates between 0 and 1 that went into it.
-        norms: by path of a norm of which units are removed, how many there were at the start.
+        norms: by path of a norm that loses units, how many there were at the start.
         zero_channels: by path of a BatchNorm, channels whose running mean is set to 0, its limit.
         attributes: by path of a module, its integers that change.
         indices: by name of a buffer that holds indices of units, the new indices.
-        input_sizes: sizes of one example's inputs if the smaller network accepts no others, since constants of
+        input_sizes: sizes of one example's inputs if the smaller network accepts no others, because constants of
             removed units depend on them.
     """
 
@@ -85,15 +87,15 @@ class Plan:
         return replace(self, folds=folds, **new)
 
     def to_json(self) -> str:
-        """This plan as JSON; floats keep every digit."""
+        """The plan as JSON; floats keep every digit."""
         return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """A plan from :meth:`to_json`.
+        """Read a plan from the text of :meth:`to_json`.
 
         Raises:
-            ValueError: the text is no plan, or one of an earlier version, which went by the steps of a traced network.
+            ValueError: the text is not a plan, or a plan of an earlier version.
         """
         try:
             values = json.loads(text)

@@ -29,7 +29,7 @@ _CLOSE = 100  # times the tolerance: whether attributes are the right ones; the 
 
 
 class CompactionError(RuntimeError):
-    """A compacted network that does not compute what the network with fixed gates computes."""
+    """Raised if no smaller network computes what the network with fixed gates computes."""
 
 
 def search(

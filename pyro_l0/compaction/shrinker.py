@@ -66,7 +66,7 @@ class ShrinkerState(TypedDict):
 
 
 class Replica(NamedTuple):
-    """A copy of the network with the guide of its gates, such as an average over steps.
+    """A copy of the network with the guide of its gates, such as an average over steps, for ``Shrinker``.
 
     Attributes:
         network: the copy.
@@ -78,41 +78,42 @@ class Replica(NamedTuple):
 
 
 class Shrinker:
-    """Removes the units whose gates are closed for good from a network while it trains, so that later steps cost less.
+    """Removes units whose gates are closed for good from a network while it trains, so that later steps cost less.
 
-    A unit is removed when P(z != 0) of its gate was at most ``threshold`` (above the minimum of its family, which is
-    0 for most) and its test gate was 0 at ``patience`` calls of :meth:`step` in a row; call it once per epoch. With
-    the unit go the weights that read and write it, its gate's parameters, and their parts of the optimiser's state and
-    of the replicas. A smaller threshold and more patience are more conservative. Only a gate that would have opened
-    again is lost: the objective's prices stay what they are, and what is removed would have been closed in all but
-    ``threshold`` of the coming steps. An open gate that no longer reaches the output is removed too, with its price.
+    Call :meth:`step` once per epoch. It removes a unit if at ``patience`` calls in a row P(z != 0) of its gate was at
+    most ``threshold`` (above the minimum of its family, which is 0 for most) and its test gate was 0. It also removes
+    the weights that read and write the unit, its gate's parameters, and their parts of the optimiser's state and of the
+    replicas. A smaller threshold and more patience are more conservative. What is removed would have been closed in all
+    but ``threshold`` of the coming steps; only a gate that would have opened again is lost. An open gate that no longer
+    reaches the output is removed too, with its price; other prices of the objective stay.
 
-    The network stays the module that it is, with its methods, hooks, ``no_grad`` blocks, code for training and
-    checkpointing, and its parameters stay the objects that they are: their values, gradients and optimiser states are
-    cut. Before that, a copy is cut and certified to have the same outputs and gradients. An interrupt waits until all
-    of this is done.
+    The network remains the same module, with its methods, hooks, ``no_grad`` blocks, code for training and
+    checkpointing, and its parameters remain the same objects: their values, gradients and optimiser states are cut.
+    Before that, a copy is cut and certified to have the same outputs and gradients. An interrupt waits until this is
+    done.
 
     Args:
         network: any module with gates; changed in place.
-        guide: the guide of its gates.
+        guide: the guide of its gates, or :class:`~pyro_l0.nn.NetworkGates`.
         example: what the network is called with, a small batch: a tensor, a tuple of positional arguments, a dict of
             keywords, or a list of such calls; it is kept.
         optimiser: trains the network's and the guide's parameters: Adam, AdamW, SGD, or another whose state has the
             shapes of the parameters.
-        elbo: an objective whose coefficients by site lose the sites that leave.
+        elbo: an objective whose coefficients by site are dropped for removed sites.
         replicas: averaged copies of the network and the guide, which shrink with them.
-        threshold: P(z != 0) below which a gate counts as closed.
-        patience: calls in a row that a gate must be closed.
+        threshold: P(z != 0) at or below which a gate counts as closed.
+        patience: number of calls in a row at which a gate must be closed.
         on_shrink: called after every shrinking, also by :meth:`load_state_dict`.
 
     Raises:
+        TypeError: the guide lacks a method, or an option has the wrong type.
         ValueError: ``threshold`` is not in (0, 1) or ``patience`` is not positive, the guide lacks a gate of the
             network, or the network does not accept the example.
 
     Note:
-        Parameters have other shapes after a shrinking. What was made for the old ones no longer holds:
-        ``DistributedDataParallel`` silently leaves out a synchronisation and then fails. Wrap the network anew in
-        ``on_shrink``, or when :meth:`step` was True. The guide's parameters are replaced, in the optimiser too.
+        Parameters have other shapes after a shrinking. Renew what was made for the old ones, in ``on_shrink`` or when
+        :meth:`step` returns True: ``DistributedDataParallel`` would silently skip a synchronisation and then fail. The
+        guide's parameters are replaced, also in the optimiser.
 
     Example:
         >>> from pyro_l0.infer import AutoGate
@@ -172,19 +173,19 @@ class Shrinker:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """By site, the units that are left of the network at the start."""
+        """By site, the indices of the units that are left, in the numbering at the start."""
         return dict(self._kept)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans that were applied, in order."""
+        """The plans applied so far, in order."""
         return tuple(self._plans)
 
     def full(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values by site in the sizes of the network at the start; removed units have 0.
+        """Extend values by site to the sizes of the network at the start, with 0 for removed units.
 
         Args:
-            gates: values of the units that are left, by site.
+            gates: values of the units that are left, by site, shape ``(n,)``.
         """
         full = {}
         for site, size in self._sizes.items():
@@ -196,10 +197,10 @@ class Shrinker:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Check the gates, and shrink if some are closed for good; True if the network shrank.
+        """Check the gates, shrink if some are closed for good, and return whether the network shrank.
 
         Raises:
-            ValueError: the optimiser's state can't be cut, or the example does not use all of a module of which units
+            ValueError: the optimiser's state cannot be cut, or the example does not use all of a module of which units
                 are removed.
             CompactionError: the smaller network would not compute the same; nothing has changed.
         """
@@ -247,10 +248,10 @@ class Shrinker:
         }
 
     def load_state_dict(self, state: ShrinkerState) -> None:
-        """Repeat the shrinkings of a run; load the networks' parameters afterwards.
+        """Repeat the shrinkings of a run on fresh networks; load their parameters afterwards.
 
         Args:
-            state: from :meth:`state_dict`, of a shrinker of the same networks before their first shrinking.
+            state: from :meth:`state_dict` of a shrinker of the same networks.
 
         Raises:
             ValueError: the state is of another network.

@@ -29,13 +29,13 @@ _PLANS, _SHA256 = "pyro_l0", "sha256"
 
 @dataclass(frozen=True)
 class Compacted:
-    """A small plain network and where it comes from.
+    """What :func:`~pyro_l0.compaction.compact` returns: a small plain network and how it was made.
 
     Attributes:
-        network: of the class that it had, without gates; it computes what the network with fixed gates computes.
-        plan: what of it stayed.
-        certificate: the largest difference between the two, of outputs and of gradients, in evaluation mode and in
-            training mode, each relative to the largest; a number, with the differences one by one as attributes.
+        network: of the same class, without gates; it computes what the network with fixed gates computes.
+        plan: which parts of the network were kept.
+        certificate: the largest relative difference between the two, a number; the differences of outputs and
+            gradients, in evaluation and in training mode, are its attributes.
         before: the plans by which the network had shrunk before, if it did.
         reasons: by gate site, the closed units that stay, and why; empty for a network that was loaded.
     """
@@ -55,14 +55,16 @@ class Compacted:
     def save(self, path: str | Path) -> None:
         """Write ``path.safetensors``: the tensors, the plans, and a SHA-256 of both; no pickle is involved.
 
-        The file is written beside its place, flushed to the disk and renamed. So whatever happens, a crash included,
-        what stands there is the old file or the new one, whole; of two processes that save at the same time, one
-        wins. A symbolic link at that place is replaced and not followed. A new file has the permissions of the one
-        that it replaces. A process that is killed may leave a file ``.pyro_l0-*.tmp``, which can be deleted.
+        The file is replaced atomically: even after a crash there is the whole old file or the whole new one, and if two
+        processes save at the same time, one wins. A symbolic link is replaced and not followed. The new file gets the
+        permissions of the old one. A killed process may leave a file ``.pyro_l0-*.tmp``, which can be deleted.
+
+        Args:
+            path: the file, with or without ``.safetensors``.
 
         Raises:
             ValueError: a tensor or the certificate is not finite; nothing is written.
-            OSError: the file can't be written, or a folder stands in its place; the old file is as it was.
+            OSError: the file cannot be written, or is a folder; the old file is unchanged.
             ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
         """
         _require_safetensors()
@@ -78,21 +80,24 @@ class Compacted:
 
 
 def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
-    """Read what :meth:`Compacted.save <pyro_l0.compaction.storage.Compacted.save>` wrote, and check it.
+    """Read a file of :meth:`Compacted.save <pyro_l0.compaction.storage.Compacted.save>`, and check it.
 
-    The SHA-256 in the file finds damage and changes; whoever changes a file on purpose can compute it anew, and then
-    it holds wrong numbers, but no code.
+    The SHA-256 in the file reveals damage and careless changes. Someone who changes the file on purpose can recompute
+    it; the file then holds wrong numbers, but no code.
 
     Args:
         network: the network that was compacted, as it was before any shrinking, with any weights, and of the type
             (float32, ...) that was saved; it is not changed.
         path: as given to ``save``.
 
+    Returns:
+        The small network, with its plan and the largest difference of its certificate.
+
     Raises:
-        TypeError: ``network`` is no module.
+        TypeError: ``network`` is not a module.
         FileNotFoundError: there is no such file.
-        ValueError: the file can't be read, is damaged, was changed, is of another program, of another network or
-            another type of numbers, or holds NaN or infinity; the message says which.
+        ValueError: the file cannot be read, is damaged, was changed, is of another program, another network or another
+            type of numbers, or holds NaN or infinity; the message says which.
         ImportError: safetensors is not installed (``pip install 'pyro-l0[export]'``).
 
     Example:

@@ -23,7 +23,7 @@ class MixtureGate(UnitIntervalGate):
     """A stretched and clipped mixture of a component near 0 and its mirror image near 1.
 
     A draw chooses a component first. Its derivatives in the logits and in the components' parameters are implicit
-    (Eq. 12 of the paper) and exact up to the second. :class:`~pyro_l0.ExponentialGate` has an example.
+    (Eq. 12 of the paper) and exact up to the second. Its subclasses have examples.
     """
 
     logits: Tensor

@@ -16,7 +16,7 @@ __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 
 
 class FixedGate(nn.Module):
-    """Multiply dimension ``dim`` by given values; what :func:`~pyro_l0.nn.fix_gates` puts in place of a Gate.
+    """Multiply dimension ``dim`` by given values; :func:`~pyro_l0.nn.fix_gates` puts it in place of a Gate.
 
     Args:
         value: the gates, shape ``(size,)``; a buffer of the module.
@@ -24,7 +24,11 @@ class FixedGate(nn.Module):
 
     Raises:
         ValueError: a shape does not fit, as for :class:`~pyro_l0.nn.Gate`.
-        TypeError: the input is not a tensor of a floating or complex type.
+        TypeError: ``value`` or the input is not a tensor, or the input is not of a floating or complex type.
+
+    Example:
+        >>> FixedGate(torch.tensor([1.0, 0.0]))(torch.tensor([[2.0, 3.0]]))
+        tensor([[2., 0.]])
     """
 
     value: Tensor
@@ -43,7 +47,7 @@ class FixedGate(nn.Module):
         self.register_buffer("value", value.detach().clone())
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """Multiply dimension ``dim`` of ``x`` by the gates; ``dim``, which an L0Gate may be called with, is ignored."""
+        """Multiply the module's dimension of ``x`` by the gates; ``dim`` is accepted as by L0Gate, and ignored."""
         if torch._C._get_tracing_state() is None:  # the sizes in a trace are no numbers
             check_units(x, len(self.value), self.dim, self)
         return multiply_along(x, self.value, self.dim)
@@ -54,10 +58,10 @@ class FixedGate(nn.Module):
 
 
 def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a network whose gates have given values, for deterministic evaluation.
+    """Copy a network and fix its gates to given values, for deterministic evaluation.
 
     Args:
-        network: a network with :class:`~pyro_l0.nn.Gate` layers; it is not changed.
+        network: a network with :class:`~pyro_l0.nn.Gate` or L0Gate layers; it is not changed.
         gates: values in [0, 1] by site name, each of shape ``(size,)``, such as ``guide.test_gates()``.
 
     Raises:

@@ -28,13 +28,12 @@ __all__ = ["Gate"]
 class Gate(GateLayer):
     r"""Multiply every unit by a gate that is sampled once per minibatch.
 
-    A gate belongs behind the nonlinearity, where a closed one makes its unit a true zero. The sample site is named
-    after the layer's module path, such as ``"net.3"``; see :func:`~pyro_l0.nn.gate_layer.name_gates`.
+    Put it behind the nonlinearity, where a closed gate makes its unit a true zero. The sample site is named after the
+    layer's module path, such as ``"net.3"``; see :func:`~pyro_l0.nn.gate_layer.name_gates`.
 
     Args:
-        size: number of units. One gate alone multiplies an input of any size, such as the output of a whole branch.
-        dim: dimension of the input that holds the units; -1 for features, 1 for feature maps. The batch is not
-            counted as a unit, so 0 is refused.
+        size: number of units. A single gate multiplies an input of any size, such as the output of a whole branch.
+        dim: dimension of the input that holds the units; -1 for features, 1 for feature maps, never 0, the batch.
         prior: prior of one gate, or of each (shape ``(size,)``); by default a hard concrete that is open with
             probability 1/2. Only objectives with a gate KL use it.
 
@@ -43,17 +42,18 @@ class Gate(GateLayer):
 
     Note:
         The layer behind may apply the gates to its weights instead. So ask for a gradient of the output itself
-        (``retain_grad``, ``register_hook``) before the output is used; a flattening and another gate are uses. Where
-        maps are used beside their flattened features, neither may change in place.
+        (``retain_grad``, ``register_hook``) before anything uses the output, a flattening or another gate included. If
+        maps are used as well as their flattened features, change neither in place.
 
-        Where no guide, loss or other handler of Pyro's gives the gates a value, they are drawn from the prior. In eval
+        Without a guide, loss or other Pyro handler that gives the gates a value, they are drawn from the prior. In eval
         mode, and when gradients pass repeatedly, this warns once per network: use :func:`~pyro_l0.nn.fix_gates`. Such
-        draws can't be exported. Blocks of ``torch.utils.checkpoint`` need ``use_reentrant=False``.
+        draws cannot be exported. Blocks of ``torch.utils.checkpoint`` need ``use_reentrant=False``.
 
     Raises:
         ValueError: ``size`` is not positive, ``dim`` is 0, the prior's shape does not fit, or the input has
             another number of units.
-        TypeError: ``dim`` is not an integer, or the input not a tensor of a floating or complex type.
+        TypeError: ``dim`` is not an integer, ``prior`` is not a gate distribution, or the input is not a tensor of a
+            floating or complex type.
         RuntimeError: the layer is exported, or called in a reentrant checkpoint.
 
     Example:

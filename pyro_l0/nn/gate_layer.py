@@ -24,12 +24,12 @@ __all__ = [
 
 
 class GateLayer(nn.Module):
-    """A gate per unit in a network; :class:`~pyro_l0.nn.Gate` and :class:`~pyro_l0.nn.L0Gate` are its kinds.
+    """Base class of :class:`~pyro_l0.nn.Gate` and :class:`~pyro_l0.nn.L0Gate`: a gate per unit in a network.
 
     Attributes:
-        size: number of units; one gate alone multiplies an input of any size.
+        size: number of units; a single gate multiplies an input of any size.
         dim: dimension of the input that holds the units.
-        site_name: the name under which guides, costs and plans have the gates; None until they are named.
+        site_name: the gates' name in guides, costs and plans; None until they are named.
     """
 
     size: int
@@ -42,7 +42,7 @@ class GateLayer(nn.Module):
         raise NotImplementedError(f"Expected {type(self).__name__} to write narrow, which keeps some of its gates.")
 
     def multiply(self, x: Tensor, z: Tensor, dim: int, in_block: bool) -> Tensor:
-        """The units times their gates, by the weights behind where that is cheaper and no checkpointed block runs."""
+        """Multiply units by their gates ``z``; where that is cheaper, the layer behind does it with its weights."""
         is_last = dim in (-1, x.dim() - 1)
         if self.size > 1 and not in_block and x.dim() > 1 and (is_last or dim == 1) and may_defer(x, z):
             return defer_product(x, z, -1 if is_last else 1)
@@ -69,13 +69,16 @@ class GateHolder(nn.Module):
 def name_gates(network: nn.Module, prefix: str = "") -> dict[str, GateLayer]:
     """Name the gates of a network after their module paths, and return them by name.
 
-    A gate without a name takes it at its first forward pass, from the outermost module that is being called and
-    contains it (wrappers for losses and for data parallelism do not count). Naming gates beforehand makes their names
-    independent of who calls the network first.
+    An unnamed gate takes its name at its first forward pass, from the outermost running module that contains it
+    (wrappers for losses and data parallelism do not count). Name gates beforehand, and it does not matter who calls the
+    network first.
 
     Args:
         network: the module whose paths are used.
-        prefix: put before every path.
+        prefix: text in front of every path.
+
+    Raises:
+        TypeError: ``network`` is not a module, or ``prefix`` not a string.
 
     Example:
         >>> from pyro_l0.nn import Gate
@@ -93,7 +96,7 @@ def name_gates(network: nn.Module, prefix: str = "") -> dict[str, GateLayer]:
 
 
 def gate_names(network: nn.Module) -> dict[str, GateLayer]:
-    """The gates of a network by site name, which is their path in this network if they have none yet.
+    """The gates of a network by site name, or by their path in it if they have none; see :class:`~pyro_l0.nn.Gate`.
 
     Raises:
         ValueError: two gates have one name.

@@ -16,25 +16,25 @@ __all__ = ["gate_heads", "is_dense"]
 
 
 def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
-    """A copy of a network with a gate per attention head.
+    """Copy a network and put a gate on each attention head.
 
-    The input of an output projection holds the heads side by side. The gates multiply its slices, so that a closed
-    head takes its columns of the projection and its rows of queries, keys and values with it.
+    The input of an output projection holds the heads side by side. The gates multiply its slices, so compaction removes
+    a closed head's columns of the projection and its rows of queries, keys and values.
 
     A hook on the projection at ``path`` gates its input; the site is named ``path.gate``, and every module and
-    parameter of the network keeps its path. Only :class:`torch.nn.MultiheadAttention` never calls its output
-    projection ``path.out_proj``. It is replaced by a module with the same arguments and results whose layers are
-    called, among them ``path.q_proj``, ``path.k_proj`` and ``path.v_proj``.
+    parameter of the network keeps its path. An exception is :class:`torch.nn.MultiheadAttention`, which never calls its
+    output projection ``path.out_proj``: it is replaced by a module with the same arguments and results that calls its
+    layers, among them ``path.q_proj``, ``path.k_proj`` and ``path.v_proj``.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
         heads: by path of the output projection, the number of heads whose values it reads.
 
     Raises:
-        ValueError: a path is not a module of the network, or is one under two names; the number of heads is not that
-            of an ``nn.MultiheadAttention``, or does not divide the projection's inputs; or an ``nn.MultiheadAttention``
-            adds a bias or zeros to its keys and values.
-        TypeError: a module is not a dense layer, or a number of heads not an integer.
+        ValueError: a path is not a module of the network, or the module has two names or head gates already; the number
+            of heads is not that of the ``nn.MultiheadAttention``, or does not divide the projection's inputs; or an
+            ``nn.MultiheadAttention`` is the whole network, or adds a bias or zeros to its keys and values.
+        TypeError: a module is not a dense layer, or a number of heads is not an integer.
 
     Example:
         >>> import torch

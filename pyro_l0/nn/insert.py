@@ -22,23 +22,23 @@ _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
 
 
 def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Example | None = None) -> nn.Module:
-    """A copy of a network with gates behind named modules.
+    """Copy a network and put gates behind named modules.
 
-    The gates act by forward hooks: every module, parameter and attribute keeps its path, and ``l0_gates``, which has
-    no parameters, holds the gates. The site of the gate behind ``path`` is named ``path.1``. A module that is called
-    several times has one gate, which is drawn once and has the same value each time.
+    The gates act by forward hooks: every module, parameter and attribute keeps its path, and a new module ``l0_gates``
+    holds the gates. The site of the gate behind ``path`` is named ``path.1``. A module that is called several times has
+    one gate, which is drawn once and has the same value each time.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
-        gates: by module path, the gate for the module's output; such as the answer of
-            :func:`~pyro_l0.nn.suggest_gates`. A path of modules inside each other is allowed.
-        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; with it, modules that
-            are never called and gates of another size than their outputs are refused.
+        gates: by module path, the gate for the module's output, such as the result of
+            :func:`~pyro_l0.nn.suggest_gates`. One gated module may contain another.
+        example: what the network is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it; give it to refuse
+            modules that are never called, and gates of another size than their outputs.
 
     Raises:
-        ValueError: a path is not a module of the network, or a gate could not act behind the module: it is never
-            called, the module that holds it bypasses it, it returns more than a tensor, or it has a gate already.
-        TypeError: ``network`` is not a module, ``gates`` not a mapping, or a value not a gate.
+        ValueError: a path is not a module of the network, or no gate can act behind the module: it is never called, the
+            module that holds it bypasses it, it returns more than a tensor, or it has a gate already.
+        TypeError: ``network`` is not a module, ``gates`` is not a mapping, or a value is not a gate.
 
     Example:
         >>> from pyro_l0.nn.gate_layer import gate_names
@@ -137,9 +137,9 @@ def _check_place(modules: Mapping[str, nn.Module], path: str, calls: list[Module
 
 
 def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[str, float]]:
-    """A copy of a network with a gate in place of every Dropout layer.
+    """Copy a network and put a gate in place of every Dropout layer.
 
-    ``nn.Dropout`` behind a convolution becomes one gate per feature map, which is what can be pruned; elsewhere one per
+    ``nn.Dropout`` behind a convolution becomes one gate per feature map, which can be pruned; elsewhere one per
     feature. A Dropout layer with p = 0 stays.
 
     Args:
@@ -147,7 +147,7 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
         example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it, for the number of units.
 
     Returns:
-        The network, and by gate site the probability 1 - p with which a unit stayed, for ``init_active_prob`` of
+        The network, and by gate site the keep probability 1 - p, for ``init_active_prob`` of
         :class:`~pyro_l0.infer.AutoGate`. Sites are named by their path in the network; in a model that holds the
         network under an attribute, the attribute's name comes first.
 

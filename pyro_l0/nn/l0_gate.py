@@ -27,7 +27,7 @@ from pyro_l0.nn.gate_layer import GateLayer, check_units, keep_being_called
 
 __all__ = ["FAMILIES", "L0Gate"]
 
-#: The families by name. Binary gates have no pathwise draws, which a plain loss needs.
+#: Gate families by name. Binary gates are missing because they have no pathwise draws, which a plain loss needs.
 FAMILIES: dict[str, type[GateDistribution]] = {
     "hard_concrete": HardConcrete,
     "rectified_normal": RectifiedNormal,
@@ -40,36 +40,36 @@ Family = str | type[GateDistribution]
 
 
 class L0Gate(GateLayer):
-    r"""Gates with parameters of their own, which any loop of torch trains.
+    r"""Gates with parameters of their own, for any torch training loop.
 
     ``gate()`` is a value of each gate, random in training mode and deterministic (the test gate, Eq. 13) in
-    evaluation mode; ``gate(x)`` multiplies. The L0 objective (Eq. 22) is the task's loss plus a price of open gates,
-    :func:`penalty`; the free energy (Eq. 21) is the task's loss plus :meth:`kl`. For budgets, costs and compaction
-    see :class:`NetworkGates`.
+    evaluation mode; ``gate(x)`` multiplies ``x`` by it. The L0 objective (Eq. 22) is the task's loss plus a price on
+    open gates, :func:`penalty`; the free energy (Eq. 21) is the task's loss plus :meth:`kl`. For budgets, costs and
+    compaction see :class:`NetworkGates`.
 
     Args:
-        *shape: of the gates, such as ``L0Gate(300)`` for 300 units.
+        *shape: shape of the gates, such as ``L0Gate(300)`` for 300 units.
         dim: dimension of the input that holds the units; -1 for features, 1 for feature maps.
         family: a name of :data:`~pyro_l0.nn.l0_gate.FAMILIES`, or a class with pathwise draws.
         init_active_prob: P(z != 0) at the start.
         init_jitter: standard deviation of the normal noise on the location at the start (0.01 in the L0 paper).
         family_options: keywords of ``family.from_active_prob``, such as ``{"temperature": 0.5}``.
-        sync_draws: whether all processes of a distributed training draw the same gates, those of the first. Without,
-            each draws its own from its generator.
+        sync_draws: whether all processes of a distributed training take the draws of the first; if not, each draws
+            from its own generator.
 
     Shape:
-        ``gate()`` has the gates' shape. ``gate(x)`` has the shape of ``x``, whose dimension ``dim`` goes with the last
-        of the gates, and those before it with the ones before. One gate alone, ``L0Gate(1)``, takes an input of any
+        ``gate()`` has the gates' shape, ``gate(x)`` that of ``x``. The gates' last dimension is aligned with dimension
+        ``dim`` of ``x``, and those before it with the ones before. A single gate, ``L0Gate(1)``, takes an input of any
         size.
 
     Note:
         Values are computed in float32 at least, under autocast and in half precision too; products have the type of
-        ``x``. Blocks of ``torch.utils.checkpoint`` draw the same gates again, as torch restores their random state.
-        Under FSDP pass the gates as ``ignored_params`` and average their gradients, as they are few.
+        ``x``. Blocks of ``torch.utils.checkpoint`` draw the same gates again, because torch restores their random
+        state. Under FSDP pass the gates, which are few, as ``ignored_params`` and average their gradients.
 
     Raises:
         ValueError: a size or rate is out of range, the family is unknown, or the input has another number of units.
-        TypeError: an argument is of another kind.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -121,11 +121,11 @@ class L0Gate(GateLayer):
     ) -> Self:
         """Gates that a network computes, such as one for each input of each example (DiffMask, arXiv:2004.14992).
 
-        They have no parameters, and each process draws its own. Make them anew at every step, in the mode of the
-        module that computes them: ``L0Gate.from_logits(logits).train(self.training)``.
+        They have no parameters, and each process draws its own. Make new ones at every step, in the mode of the module
+        that computes them: ``L0Gate.from_logits(logits).train(self.training)``.
 
         Args:
-            logits: of P(z != 0), the gates' shape; logits beyond ±15 are taken as ±15, but for hard concretes.
+            logits: logits of P(z != 0), the gates' shape; those beyond ±15 count as ±15, except for hard concretes.
             dim: as for the class.
             family: as for the class.
             family_options: as for the class.
@@ -154,7 +154,7 @@ class L0Gate(GateLayer):
 
     @property
     def distribution(self) -> GateDistribution:
-        """The gates' distribution, of their shape and differentiable for their parameters."""
+        """The gates' distribution, of their shape, differentiable in their parameters."""
         values = {name: _at_least_float32(x) for name, x in self._parameters.items() if x is not None}
         return self._template.from_real_line(values) if values else self._template
 
@@ -184,16 +184,19 @@ class L0Gate(GateLayer):
         return self.active_prob.sum()
 
     def kl(self, prior: GateDistribution) -> Tensor:
-        """KL of the gates to a prior of the same atoms, summed over the gates, in nats (Eq. 21); shape ``()``.
+        """KL of the gates to a prior with the same atoms, summed over the gates, in nats (Eq. 21); shape ``()``.
 
         Args:
-            prior: of one gate or of each, such as ``HardConcrete.from_active_prob(0.1)``.
+            prior: prior of one gate or of each, such as ``HardConcrete.from_active_prob(0.1)``.
+
+        Raises:
+            TypeError: ``prior`` is not a gate distribution, or its atoms differ.
         """
         expect(GateDistribution, "a gate distribution", prior=prior)
         return kl_divergence(self.distribution, prior.expand(self.shape)).sum()
 
     def forward(self, x: Tensor | None = None, dim: int | None = None) -> Tensor:
-        """The gates' values, or the units of ``x`` times them; ``dim`` replaces the one of the class."""
+        """The gates' values, or ``x`` multiplied by them; ``dim`` overrides that of the constructor."""
         z = self._draw() if self.training else self.test_gate
         if x is None:
             return z
@@ -221,7 +224,7 @@ class L0Gate(GateLayer):
             return gates.rsample()
 
     def narrow(self, index: Tensor) -> None:
-        """Keep the gates at some indices, in place: their parameters are new."""
+        """Keep the gates at some indices, shape ``(n,)``, in place, with new parameters."""
         size = self.shape
         self._template = self._template.apply_to_tensors(lambda x: x[index.to(x.device)] if x.shape == size else x)
         for name, old in list(self._parameters.items()):

@@ -21,17 +21,17 @@ class NetworkGates:
     """The :class:`~pyro_l0.nn.L0Gate` modules of a network, by site, with the methods of a guide over gates.
 
     :class:`~pyro_l0.infer.SparsityTarget`, :class:`~pyro_l0.compaction.Shrinker` and
-    :func:`~pyro_l0.diagnostics.diagnose` take it in the place of a guide. A site is named after the gate's module path.
+    :func:`~pyro_l0.diagnostics.diagnose` take it in place of a guide. A site is named after the gate's module path.
 
     Args:
-        network: a network with L0Gates; :attr:`sites` are its own modules.
+        network: a network with L0Gates.
 
     Attributes:
-        sites: the gates by site.
+        sites: the network's own L0Gates by site.
 
     Raises:
         ValueError: the network has no L0Gate.
-        TypeError: the network is no module.
+        TypeError: ``network`` is not a module.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), L0Gate(3, init_jitter=0.0), nn.Linear(3, 2))
@@ -50,16 +50,16 @@ class NetworkGates:
         self._held = {site: dict(gate.named_parameters()) for site, gate in self.sites.items()}
 
     def __call__(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
-        """A value of each gate by site; random where the gate is in training mode. Arguments are ignored."""
+        """A value of each gate, by site and in its shape; random in training mode. Arguments are ignored."""
         return {site: gate() for site, gate in self.sites.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The gates' parameters, for an optimiser's group of their own."""
+        """The gates' parameters, for their own parameter group of an optimiser."""
         for gate in self.sites.values():
             yield from gate.parameters()
 
     def posterior(self) -> dict[str, GateDistribution]:
-        """The gates' distributions by site, differentiable for their parameters."""
+        """The gates' distributions by site, differentiable in their parameters."""
         return {site: gate.distribution for site, gate in self.sites.items()}
 
     def locations(self) -> list[nn.Parameter]:
@@ -68,22 +68,22 @@ class NetworkGates:
 
     @torch.no_grad()
     def test_gates(self) -> dict[str, Tensor]:
-        """The deterministic gates that prune, by site."""
+        """The deterministic gates that prune, by site and in its shape."""
         return {site: gate.test_gate for site, gate in self.sites.items()}
 
     @torch.no_grad()
     def active_probs(self) -> dict[str, Tensor]:
-        """P(z != 0) of each gate by site."""
+        """P(z != 0) of each gate, by site and in its shape."""
         return {site: gate.active_prob for site, gate in self.sites.items()}
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Follow the network, after some units of some sites have left it; a site without any is gone.
+        """Follow the network after some units of some sites were removed; a site that keeps none is removed.
 
         Args:
             units: by site, the indices of the units that stay, shape ``(n,)``.
 
         Returns:
-            For each parameter that was replaced, the new one (None if its site left) and the indices that it holds.
+            For each parameter replaced, the new one (None if its site was removed) and the indices that it holds.
         """
         before = self._held
         self._follow()
@@ -95,7 +95,7 @@ class NetworkGates:
 
 
 def penalty(network: nn.Module, cost: Cost) -> Tensor:
-    r"""The price of a network's open L0Gates in nats, shape ``()``, to be added to the task's loss (Eq. 22).
+    r"""The price of a network's open L0Gates in nats, shape ``()``; add it to the task's loss (Eq. 22).
 
     .. math:: \sum_j c_j P(z_j \neq 0) \quad \text{for prices } c, \qquad c(P(z \neq 0)) \quad \text{for a function } c.
 
@@ -103,8 +103,11 @@ def penalty(network: nn.Module, cost: Cost) -> Tensor:
 
     Args:
         network: a network with L0Gates.
-        cost: the price of each open gate, for all or by site, such as ``{site: lam * size for site, size in
+        cost: the price of each open gate in nats, one for all or by site, such as ``{site: lam * size for site, size in
             cost.group_sizes.items()}``; or a function of P(z != 0) by site, such as ``NetworkCost.macs``.
+
+    Raises:
+        ValueError: the network has no L0Gate, or a site has no price.
 
     Example:
         >>> network = nn.Sequential(L0Gate(4, init_active_prob=0.5, init_jitter=0.0), nn.Linear(4, 2))

@@ -27,7 +27,7 @@ __all__ = ["Location", "Suggestions", "suggest_gates"]
 class Location:
     """A module behind which a gate would cut something.
 
-    What units of ``coupled`` locations have in common leaves only where the gates of all of them are closed.
+    A unit that ``coupled`` locations share can be removed only if the gates of all of them are closed.
     """
 
     path: str  # of the module
@@ -40,12 +40,12 @@ class Location:
 
 
 class Suggestions(Mapping[str, Gate]):
-    """Answer of :func:`~pyro_l0.nn.suggest_gates`: gates by module path, for :func:`~pyro_l0.nn.insert_gates`.
+    """What :func:`~pyro_l0.nn.suggest_gates` returns: gates by module path, for :func:`~pyro_l0.nn.insert_gates`.
 
     It prints as a table.
 
     Attributes:
-        locations: what is known of each.
+        locations: each suggested module with its gate, what a closed unit saves, and what it is coupled with.
         refused: by path of other modules, why a gate behind them would cut nothing or also act elsewhere.
         heads: by path of a dense layer, the number of attention heads that it reads, for ``gate_heads``.
     """
@@ -88,12 +88,15 @@ class Suggestions(Mapping[str, Gate]):
 def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     """Find the modules behind which a gate would cut something.
 
-    Of modules that pass units on one by one, such as a layer and its activation, the last one is suggested, so that a
-    closed gate makes true zeros. Every answer comes from the counts of a copy of the network with all gates.
+    If modules pass units on one by one, as a layer and its activation do, it suggests the last one, where a closed gate
+    makes true zeros. The savings are counted on a copy of the network with all gates.
 
     Args:
         network: the network; it is not changed.
         example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
+
+    Returns:
+        The gates by module path, which print as a table of what each unit saves.
 
     Raises:
         ValueError: the network does not take the example.

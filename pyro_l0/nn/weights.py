@@ -20,24 +20,24 @@ _SHAPE, _BITS, _VALUES = "#shape", "#bits", "#values"
 
 
 def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
-    r"""A copy of a network in which every weight of some layers has a gate of its own.
+    r"""Copy a network and put a gate on every single weight of some layers.
 
     The layer computes with :math:`\theta \odot z`, one draw for the whole minibatch; its bias has no gates. The site
     is named ``path.gate`` and has one gate per weight, in the order of ``weight.flatten()``; hooks on the layer put the
-    product in the weight's place. The group of such a gate is one weight, so that Eq. 22 prices the site at
+    product in the weight's place. Each gate's group is one weight, so Eq. 22 prices the site at
     :math:`\lambda \sum P(z \neq 0)` without ``group_size``, and the expected number of weights left is the sum of
     ``guide.posterior()[site].active_prob``.
 
     Closed weights shrink nothing: :func:`~pyro_l0.nn.weights.fix_weights` writes them as zeros into the dense weight,
-    and :func:`~pyro_l0.nn.weights.pack_zeros` stores such weights without their zeros. Where units have gates too, give
+    and :func:`~pyro_l0.nn.weights.pack_zeros` stores such weights without their zeros. If units have gates too, give
     :func:`~pyro_l0.compaction.compact` the result of ``fix_weights``, with the values of the other gates.
 
     Args:
         network: the network; it is not changed, and weights are not shared.
-        paths: of layers that are called and hold a ``weight`` of two dimensions or more.
+        paths: paths of layers that are called and hold a ``weight`` of two dimensions or more.
 
     Raises:
-        ValueError: a path is not a module of the network or has gates already, its weight has another name too, or it
+        ValueError: a path is not a module of the network or has gates already, its weight is tied to another, or it
             belongs to an ``nn.MultiheadAttention``, which does not call it.
         TypeError: a module has no weight of two dimensions or more.
 
@@ -59,12 +59,12 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
 
 
 def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a network whose gated weights have been multiplied by values, in layers without hooks.
+    """Copy a network, multiply its gated weights by values, and remove their gates.
 
     Gates on units stay as they are.
 
     Args:
-        network: what :func:`~pyro_l0.nn.gate_weights` returned, or a network around it.
+        network: what :func:`~pyro_l0.nn.gate_weights` returned, or a network that contains it.
         gates: values in [0, 1] of all gates of the network by site, such as ``guide.test_gates()``.
 
     Raises:
@@ -89,13 +89,16 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
 
 
 def pack_zeros(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict without the zeros of its tensors: for each, its shape, a bit per entry, and the other entries.
+    """Pack a state dict without zeros: for each tensor its shape, a bit per entry, and the entries that are not zero.
 
-    A tensor that this would not make smaller stays as it is. At a tenth of the weights left, a float32 matrix takes an
-    eighth of its bytes; lists of indices would take a fifth.
+    A tensor that this would not make smaller stays as it is. With a tenth of its weights left, a float32 matrix takes
+    an eighth of its bytes; lists of indices would take a fifth.
 
     Args:
         state: tensors by name, such as ``network.state_dict()``.
+
+    Raises:
+        TypeError: ``state`` is not a mapping of tensors.
 
     Example:
         >>> packed = pack_zeros({"weight": torch.eye(8)})
@@ -119,13 +122,14 @@ def pack_zeros(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict that :func:`~pyro_l0.nn.weights.pack_zeros` was given.
+    """Restore the state dict that was given to :func:`~pyro_l0.nn.weights.pack_zeros`, which has an example.
 
     Args:
-        packed: what it returned, loaded again from a file perhaps.
+        packed: what it returned, perhaps loaded from a file.
 
     Raises:
-        ValueError: a tensor's parts are not all there or do not fit each other.
+        TypeError: ``packed`` is not a mapping of tensors.
+        ValueError: parts of a tensor are missing or do not fit each other.
     """
     _check_tensors(packed)
     state: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Pruning in one call: a network in, a smaller one of the same class out."""
+"""Pruning in one call: turns a network into a smaller one of the same class."""
 
 from pyro_l0.pruning.prune import prune
 from pyro_l0.retired import retired_names

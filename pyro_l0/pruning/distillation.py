@@ -17,21 +17,27 @@ Distil = tuple[float, float | Callable[..., Tensor]]
 
 @dataclass(frozen=True)
 class Distillation:
-    r"""A part of the loss that compares a network's outputs with those of a teacher.
+    r"""A loss that also compares a network's outputs with those of a teacher; ``prune(..., distil=...)`` makes it.
 
     .. math:: (1 - w) L + w T^2 \operatorname{KL}(\operatorname{softmax}(t / T) \,\|\, \operatorname{softmax}(s / T)),
 
-    where L is the loss on the targets, s and t are the class logits of network and teacher, and the KL is a mean over
-    examples and positions. Instead of a temperature T, a function of the outputs of both gives what stands behind w.
+    where L is the loss on the targets, s and t are the class logits of network and teacher, and the KL in nats is a
+    mean over examples and positions. A function of both outputs can replace T; it returns the factor of w.
 
-    Class logits are the outputs, or what is in them as ``logits``. Their targets, or what is in these as ``labels``,
-    are integers, one for each vector of logits, whose dimension is the second or the last one; a negative target, such
-    as transformers' -100, takes its position out of the mean.
+    Class logits are the outputs, or their entry ``logits``; targets are the batch's, or their entry ``labels``. There
+    is an integer target for each vector of logits, whose dimension is the second or the last one; negative targets,
+    such as transformers' -100, are left out of the mean.
 
     Attributes:
         teacher: the teacher, in evaluation mode.
         weight: w, in (0, 1].
         by: the temperature, or a function of the network's and the teacher's outputs that returns shape ``()``.
+
+    Example:
+        >>> distillation = Distillation(nn.Linear(2, 3), weight=0.5, by=2.0)
+        >>> logits, targets = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([0])
+        >>> float(distillation.divergence(logits, logits, targets))
+        0.0
 
     References:
         Hinton, Vinyals, Dean (2015), arXiv:1503.02531; section 2.
@@ -42,7 +48,7 @@ class Distillation:
     by: float | Callable[..., Tensor]
 
     def divergence(self, outputs: object, taught: object, targets: object) -> Tensor:
-        """What stands behind w: T² KL, or what the function says of the outputs, shape ``()``."""
+        """The factor of w, shape ``()``: T² KL in nats, or the function's value."""
         if callable(self.by):
             return self.by(outputs, taught)
         logits, other = _entry(outputs, "logits"), _entry(taught, "logits")

@@ -36,21 +36,21 @@ Run = Callable[[], object]
 
 
 class Latency:
-    """Microseconds of a call, as a function of the gates by site.
+    """Predicts the microseconds of a network's call from its gates; ``prune(..., cost="latency")`` uses it.
 
-    The operations of a recorded call are timed by themselves with fewer and fewer units, together with others on the
-    same units, in a table over the number of units, or over those that are read and those that are written. Its sizes
-    lie close where times jump, with a straight line between them. Operations on more than two kinds of units, and those
-    that do not depend on their number, have no table. What they take, and by how much operations take longer in a
-    network than by themselves, follow from four sizes of the whole network, with straight lines between them.
+    Operations of a recorded call that work on the same units are timed alone with fewer and fewer units, which gives a
+    table over the number of units read and written. Its sizes lie close together where times jump, with straight lines
+    in between. Operations on more than two kinds of units, and those that do not depend on their number, have no table:
+    their time, and by how much operations are slower in the network than alone, come from four sizes of the whole
+    network, with straight lines in between.
 
-    The value is that of the tables. The derivative is that of straight lines from one unit to all, since between its
+    The value comes from the tables. The derivative is that of straight lines from one unit to all, because between its
     steps a table has a derivative of zero.
 
     Args:
         network: a network with gates, on the device where it is timed.
         example: what it is called with; the times are those of this batch.
-        measured: the times of an earlier object, by what was timed, which are taken as they are.
+        measured: the times that an earlier object measured, to be used again.
 
     Raises:
         ValueError: no operation that depends on the gates can be timed.
@@ -88,7 +88,7 @@ class Latency:
         self._whole = [PerDevice(torch.tensor(x, dtype=torch.float32)) for x in (values, knots)]
 
     def __call__(self, active: Mapping[str, Tensor]) -> Tensor:
-        """Microseconds, shape ``()``; by site, ``active`` is P(z != 0) of each gate, or 0 and 1."""
+        """Microseconds of a call, shape ``()``, for ``active``, which has P(z != 0) or 0 and 1 of each gate by site."""
         return _interpolate(self._whole, [self._sum(active)])
 
     def _sum(self, active: Mapping[str, Tensor]) -> Tensor:
@@ -97,7 +97,7 @@ class Latency:
         return torch.stack([table(sums) for table in self._tables]).sum()
 
     def compare(self, pruned: nn.Module) -> tuple[float, float]:
-        """Microseconds of a pruned network and of the one with all gates open, as they are measured now."""
+        """Measure the microseconds of a pruned network and of the one with all gates open, now."""
         sizes = {site: gate.size for site, gate in gate_names(self._network).items()}
         whole = compact(self._network, _first(sizes, 1, self._device), self._example).network
         ours, theirs = microseconds([call_of(x, self._example) for x in (pruned, whole)], self._device)

@@ -77,72 +77,74 @@ def prune(
 
     Gates go where a closed one makes the network smaller: behind units that only their own layers read, and on the
     heads of attention. They train with the weights by the L0 objective under a :class:`~pyro_l0.infer.SparsityTarget`,
-    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are renewed, and the
-    smaller network is fine-tuned. Nothing needs tuning: more epochs are better, and some hundreds of steps the minimum.
+    for the first part of the epochs. Then closed units are removed, statistics of BatchNorm are recomputed, and the
+    smaller network is fine-tuned. Nothing needs tuning. Give at least some hundreds of steps; more epochs are better.
 
     Args:
-        network: any module that runs in eager torch; it is not changed. With :class:`~pyro_l0.nn.Gate` layers of your
-            own, these are used.
+        network: any module that runs in eager torch; it is not changed. If it has :class:`~pyro_l0.nn.Gate` layers,
+            these are used.
         loss_fn: is called with the network's outputs and the targets, and returns the loss, of shape ``()``.
         loader: gives batches, such as a ``DataLoader`` or a list of them. A tuple or list is inputs and, last, targets;
-            of any other batch all is input, and the targets are the batch itself. Inputs are a tensor, several, or a
-            dict of keywords. What is random in it should come from torch, numpy or Python's generators, or from the
-            ``DataLoader``'s own, all of which a checkpoint keeps.
+            any other batch is all input, and also its own targets. Inputs are a tensor, several, or a dict of keywords.
+            Draw its random numbers from torch's, numpy's, Python's or the ``DataLoader``'s own generators; a checkpoint
+            keeps all of these.
         example: what the network is called with, as :func:`~pyro_l0.compaction.compact` takes it; a small batch.
         budget: largest fraction of the cost that may be left, in (0, 1). Several falling ones give a network each,
-            from one run with gates; a dict gives one by name of several costs, all of which hold.
+            from one run with gates; a dict gives a budget for each of several costs by name, and all hold.
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable cost of your own, of gates by
             site, or several by name. ``"latency"`` is the time of a call with the example on the device, as
-            :class:`~pyro_l0.pruning.latency.Latency` measures it before the training; the report has that of the
-            pruned network.
-        epochs: passes over the loader; the last one with gates may be cut short. Several budgets take the last part,
-            without gates, once for each.
-        steps_per_epoch: of a loader without a length, such as a stream. Each epoch goes on where the last one ended,
-            and the loader begins anew at its end. A resumed run skips the batches that were taken of the pass.
-        pretrained: whether the network was trained before. One from scratch learns for a while before gates move.
-        finetune: the part of the epochs that comes after the cut, from 0 to 0.9; 35 % of them if not given, and less,
-            down to a quarter, where fewer than 300 steps would have gates.
+            :class:`~pyro_l0.pruning.latency.Latency` measures it before the training; the report has the pruned
+            network's.
+        epochs: passes over the loader; the last one with gates may be cut short. With several budgets the last part,
+            without gates, runs once for each.
+        steps_per_epoch: length of an epoch for a loader without a length, such as a stream. Each epoch continues where
+            the last one ended, and the loader starts again at its end. A resumed run skips the batches already taken.
+        pretrained: whether the network was trained before. If not, it learns for a while before gates move.
+        finetune: fraction of the epochs that comes after the cut, from 0 to 0.9; by default 0.35, and less, down to
+            0.25, if fewer than 300 steps would have gates.
         gates: by module path, the gates to put behind modules, instead of the locations above; see
-            :func:`~pyro_l0.nn.suggest_gates`. One gate at several paths acts alike there, as on a residual stream.
-        at_least: by the path of a module, how many units stay at each gate behind it or inside: a whole number, or a
-            fraction up to 1.0, with which all of them stay. The path ``""`` is the whole network.
-        multiple_of: what the number of units that stay is a multiple of, such as 8 or 64 for hardware, unless all stay;
+            :func:`~pyro_l0.nn.suggest_gates`. One gate at several paths is shared, as on a residual stream.
+        at_least: by module path, how many units stay at each gate behind or inside the module: a whole number, or a
+            fraction up to 1.0, which keeps all. The path ``""`` is the whole network.
+        multiple_of: the number of units that stay is a multiple of this, such as 8 or 64 for hardware, unless all stay;
             heads of attention count by their features.
-        distil: weight and temperature of distillation from the network as it was given, such as ``(0.5, 2.0)``, with
-            gates and after the cut; ``loss_fn`` should then be a mean. Where outputs are no class logits, or targets
-            no integers, give a function of the network's and the given one's outputs in place of the temperature; see
+        distil: weight and temperature of distillation from the given network, such as ``(0.5, 2.0)``, with gates and
+            after the cut; ``loss_fn`` should then be a mean. If outputs are not class logits or targets not integers,
+            give a function of the network's and the given one's outputs in place of the temperature; see
             :class:`~pyro_l0.pruning.distillation.Distillation`.
-        evaluate: takes a network in evaluation mode and returns its error, of which smaller is better; for the report.
-        make_optimiser: makes the optimiser of some parameters; Adam with a rate of 1e-3 if not given. Gates have
-            their own.
-        schedule: makes a scheduler of an optimiser and a number of steps, for the phase with gates and for the one
-            after; if not given, rates are constant, and fall to 0 by a cosine over the last half of the latter.
-        accumulate: batches for each step.
-        autocast: the type of numbers for :class:`torch.autocast`, such as ``torch.bfloat16``.
+        evaluate: takes a network in evaluation mode and returns its error (smaller is better), for the report.
+        make_optimiser: makes an optimiser for given parameters; by default Adam with a learning rate of 1e-3. Gates
+            have their own.
+        schedule: makes a scheduler from an optimiser and a number of steps, for the phase with gates and for the one
+            after; by default learning rates are constant, and fall to 0 by a cosine over the last half of the latter.
+        accumulate: number of batches for each step.
+        autocast: type of numbers for :class:`torch.autocast`, such as ``torch.bfloat16``.
         callbacks: are called after every epoch with its entry of the history.
-        checkpoint: a file that is written after every epoch, with a SHA-256 of all that is in it; a file of an earlier
-            version, which has none, is read as it is. The one before it stays as ``.previous``; while the run lasts
-            ``.lock`` says which process holds the file.
-        resume: go on from that file, bit for bit, if it is there.
-        device: where to train; where the network is, if not given. ``loader`` may give batches on another.
+        checkpoint: a file that is written after every epoch, with a SHA-256 of its contents; files of an earlier
+            version, without one, are read unchecked. The one before stays as ``.previous``; during the run ``.lock``
+            says which process holds the file.
+        resume: continue from that file, bit for bit, if it exists.
+        device: where to train; by default where the network is. ``loader`` may give batches on another.
         progress: whether to print every epoch to the standard error.
 
     Under ``torchrun``, call it in every process of an initialised group, each with its own share of the data: gradients
     are averaged, and all processes return the same network.
 
     Returns:
-        The smaller network and how it came about.
+        The smaller network, with a report, a certificate and the history of the run.
 
     Raises:
         ValueError: no gate can be placed, the budget is below the cost of one unit per site, an option is
             out of range, or the checkpoint is damaged, was changed, is of another run or held by another process.
-        TypeError: an option or a loss is of another kind.
-        FileExistsError: the checkpoint is there, and ``resume`` is False.
-        FloatingPointError: the training diverged; a checkpoint stays as it was before.
+        TypeError: an option or the loss has the wrong type.
+        RuntimeError: gradients are switched off.
+        FileExistsError: the checkpoint exists, and ``resume`` is False.
+        FileNotFoundError: the checkpoint's folder does not exist.
+        FloatingPointError: the training diverged; the checkpoint of the epoch before stays.
 
     Warns:
-        UserWarning: what may have gone better, as in the report's notes, but for those on a large unit or on sites at
-            their minimum.
+        UserWarning: what may have gone better, as in the report's notes, except on a large unit or on sites at their
+            minimum.
 
     Example:
         >>> from torch.utils.data import DataLoader, TensorDataset
@@ -156,7 +158,7 @@ def prune(
         16
 
     References:
-        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, whose price of a weight the target finds.
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22; the target finds the price of a weight.
     """
     home = check_network(network)
     expect(bool, "True or False", pretrained=pretrained, resume=resume, progress=progress)

@@ -18,15 +18,14 @@ class PruningReport:
     """How a network was pruned; it prints as text.
 
     Attributes:
-        target: the budgets and what the deterministic network used of them when the gates were done, before anything
-            was taken out.
-        left: by ``"macs"``, ``"weights"`` and ``"parameters"``, what is left of the network, and of how much; and by
-            ``"latency"``, where that is a cost, the microseconds of a call, measured on both networks.
-        dense: what ``evaluate`` said of the network as it was given; None without it.
-        cut: of the compacted network, before it was trained further.
-        end: of the network that is returned.
-        largest_unit: the largest share of a budget that a single unit takes, or as many as leave together by
-            ``multiple_of``.
+        target: the budgets, and how much of them the deterministic network used at the last step with gates, before any
+            unit was removed.
+        left: by ``"macs"`` (multiply-adds per example), ``"weights"`` and ``"parameters"``, how many are left, and of
+            how many; if ``"latency"`` is a cost, also the microseconds of a call, measured on both networks.
+        dense: error (by ``evaluate``) of the network as it was given; None without it.
+        cut: error of the compacted network before fine-tuning.
+        end: error of the network that is returned.
+        largest_unit: the largest share of a budget that one unit takes, or one block of ``multiple_of`` units.
         skipped: by module path, why there is no gate.
         notes: what may have gone better, and what to do.
     """
@@ -50,16 +49,16 @@ class PruningReport:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A smaller network and how it came about.
+    """What :func:`~pyro_l0.prune` returns: a smaller network and how it was made.
 
     Attributes:
-        network: of the class that was given, in evaluation mode, trained further after its units were taken out.
+        network: the small network, of the class that was given, fine-tuned and in evaluation mode.
         report: what was reached, and notes.
         certificate: largest relative difference between the compacted network and the one with fixed gates that it
             was made from; see :class:`~pyro_l0.compaction.storage.Compacted`.
-        history: an entry for every epoch, with its number, the steps taken, the mean loss, what the network costs of
-            the full one, and what ``evaluate`` said.
-        plan: what is kept of every tensor, by the names of the network with gates.
+        history: an entry for every epoch: its number, the steps taken, the mean loss, the fraction of the full
+            network's cost, and the error by ``evaluate``.
+        plan: which part of every tensor is kept, by the names of the network with gates.
         on_the_way: the networks of the larger budgets, if several were given, in their order.
     """
 

@@ -70,7 +70,7 @@ class Block:
 
     @cached_property
     def active_prob(self) -> Tensor:
-        """P(z != 0), 0 where masked: in the shape of one site, or of several side by side, shape ``(n,)``."""
+        """P(z != 0) and 0 where masked, in the shape of one site, or of several side by side, shape ``(n,)``."""
         return active_prob(self.posterior["fn"]) if self.joint is None else self.joint.active_prob
 
     @cached_property

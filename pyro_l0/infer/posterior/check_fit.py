@@ -27,7 +27,7 @@ _MINIMUM = 0.02  # of the running probabilities that steer the chains
 
 
 class FitCheck(NamedTuple):
-    """What :func:`check_fit` finds.
+    """What :func:`~pyro_l0.infer.check_fit` finds.
 
     Attributes:
         moved: largest change of an inclusion probability.

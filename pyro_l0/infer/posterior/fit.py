@@ -34,7 +34,7 @@ _DISAGREE = 0.1  # in an inclusion probability, between restarts
 
 @dataclass
 class Fit:
-    """What :func:`fit` returns: how the training went.
+    """What :func:`~pyro_l0.infer.fit` returns: how the training went.
 
     Attributes:
         losses: loss of each step in nats, of the restart that was kept.

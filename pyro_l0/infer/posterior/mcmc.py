@@ -37,7 +37,7 @@ _DIVERGENT = 0.01  # of the transitions
 
 @dataclass(frozen=True)
 class PosteriorSamples(JointDraws):
-    """Draws by chain, as :func:`sample_posterior` returns them, and how well the chains agree.
+    """Draws by chain, as :func:`~pyro_l0.infer.sample_posterior` returns them, and how well the chains agree.
 
     Attributes:
         samples: by site, shape ``(chains, draws, *shape)``: latent variables, gates, deterministic sites, and the

@@ -29,7 +29,7 @@ _CLOSE = 1e-3  # nats by which they may differ for 1 nat of change, or in all
 
 @dataclass(frozen=True)
 class RefinedPosterior(JointDraws):
-    """Gates and slabs of a model with its other latents held fixed, from :meth:`AutoSpikeSlab.refine`.
+    """Gates and slabs with the other latents held fixed, from :meth:`~pyro_l0.infer.AutoSpikeSlab.refine`.
 
     Attributes:
         spread: largest difference of an inclusion probability between chains; small if they have mixed.

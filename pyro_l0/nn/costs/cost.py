@@ -25,17 +25,17 @@ __all__ = ["NetworkCost"]
 
 
 class NetworkCost:
-    """Counts what open gates cost, weights without biases.
+    """Counts the weights (without biases), parameters and multiply-adds that open gates leave in a network.
 
-    A weight is left if the unit it reads and the unit it writes are both there, so closed units upstream and
-    downstream count: between gates with counts a and b a dense layer keeps a * b weights, a convolution a * b kernels,
-    and a branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network
-    (where nothing of a layer is left, the compacted network keeps one unit, which does not count here); for
-    probabilities they are expectations under independent gates, where the numbers of units that a layer reads and
-    writes count as independent. Weights that several layers share count once.
+    A weight is left if the unit it reads and the unit it writes are both left, so closed units upstream and downstream
+    count: between gates with a and b open units a dense layer keeps a * b weights, a convolution a * b kernels, and a
+    branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network (if
+    nothing of a layer is left, the compacted network keeps one unit, which does not count here). For probabilities they
+    are expectations under independent gates, and the numbers of units that a layer reads and writes count as
+    independent. Weights that several layers share count once.
 
     Args:
-        network: any network with :class:`~pyro_l0.nn.Gate` layers.
+        network: any network with :class:`~pyro_l0.nn.Gate` or L0Gate layers.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
             such calls, whose multiply-adds are counted together.
 
@@ -44,14 +44,13 @@ class NetworkCost:
         filter_sizes: by gate site, the number of weights that write one of its units: a convolution's filter, the
             group that the L0 paper prices for feature maps; 0 for gates of the network's inputs.
         total_weights: weights with every gate open.
-        total_parameters: parameters with every gate open, biases and those of norms included.
-        total_macs: multiply-adds per example with every gate open: of matrix products and convolutions, attention's
-            included.
+        total_parameters: parameters with every gate open, those of biases and norms included.
+        total_macs: multiply-adds per example with every gate open, of matrix products, convolutions and attention.
 
     Raises:
         ValueError: a gate is never called or computes weights, or a gate value is missing, misshapen or outside [0, 1].
-        TypeError: ``network`` is no module, a gate value no tensor, or the example is of an integer type that the
-            network does not take.
+        TypeError: ``network`` is not a module, a gate value is not a tensor, or the example is of an integer type that
+            the network does not take.
 
     Example:
         >>> from pyro_l0.nn import Gate
@@ -91,12 +90,12 @@ class NetworkCost:
 
     @property
     def group_sizes(self) -> dict[str, float]:
-        """By gate site, the number of weights that read one of its units; of one gate for a whole branch, the branch's.
+        """By gate site, the number of weights that read one of its units; for a gate on a whole branch, the branch's.
 
-        This is :math:`|g|` of Eq. 16, as ``group_size`` of :class:`~pyro_l0.infer.L0_ELBO` takes it.
+        This is :math:`|g|` of Eq. 16, the ``group_size`` of :class:`~pyro_l0.infer.L0_ELBO`.
 
         Raises:
-            ValueError: no weights read the units of a gate, which would be free of charge.
+            ValueError: no weights read the units of a gate, so it would be free.
         """
         unread = [name for name, size in self._group_sizes.items() if not size]
         if unread:
@@ -124,13 +123,13 @@ class NetworkCost:
     def parameters(self, active: Mapping[str, Tensor]) -> Tensor:
         """Parameters left, shape ``()``; arguments as in :meth:`weights`.
 
-        With biases and what norms learn, but without biases that compaction adds for constants.
+        Biases and parameters of norms count, biases that compaction adds for constants do not.
         """
         self._check(active)
         return self._parameters(active)
 
     def report(self) -> Report:
-        """The units that stay whatever their gates say, and why.
+        """The units that stay even if their gates close, and why.
 
         Example:
             >>> from pyro_l0.nn import Gate

@@ -37,10 +37,10 @@ class Stay:
 
 @dataclass(frozen=True)
 class Report:
-    """Answer of :meth:`~pyro_l0.nn.NetworkCost.report`; it prints as text.
+    """What :meth:`~pyro_l0.nn.NetworkCost.report` returns; it prints as text.
 
     Attributes:
-        stays: units that stay, a line for each range with one reason.
+        stays: the units that stay, by gate site, side of the gate and reason.
     """
 
     stays: tuple[Stay, ...]

@@ -24,13 +24,15 @@ __all__ = ["SquareNorms", "square_norms"]
 
 
 def square_norms(network: nn.Module, example: Example) -> SquareNorms:
-    """By gate site, a function that returns the squared norm of the weights that read each of its units.
-
-    For ``square_norm`` of :class:`~pyro_l0.infer.L0_ELBO`, which weighs it with P(z != 0) (Eq. 17).
+    """Make the functions for ``square_norm`` of :class:`~pyro_l0.infer.L0_ELBO`, which weights them by P(z != 0).
 
     Args:
         network: any network with gates.
         example: what it is called with, as :class:`~pyro_l0.nn.NetworkCost` takes it.
+
+    Returns:
+        By gate site, a function that returns the squared norm of the weights that read each of its units, shape
+        ``(size,)`` (Eq. 17 of the L0 paper).
 
     Raises:
         ValueError: a gate is never called or computes weights, or its units are read by weights that are neither
@@ -95,12 +97,12 @@ def _weight(network: nn.Module, use: Use) -> _Weight:
 
 
 class SquareNorms(dict[str, Callable[[], Tensor]]):
-    """By gate site, a function that returns the squared norm of the weights that read each of its units."""
+    """By gate site, a function of no arguments that returns the squared norms; ``square_norms`` makes them."""
 
     def during(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """A context for the network's forward pass and the norms of some sites after it.
+        """A context for the network's forward pass, after which the norms of some sites are asked for.
 
-        Dense layers that multiply their weights by gates then compute the norms, and their part of the gradient, too.
+        Dense layers that multiply their weights by gates compute these norms, and their part of the gradient, too.
         """
         found = [weight for norm in map(self.get, names) if isinstance(norm, _SquareNorm) for weight in norm.weights]
         parameters = [weight.parameter() for weight in found]
