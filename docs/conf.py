@@ -18,6 +18,7 @@ release = __version__
 version = release
 
 extensions = [
+    "api_page",
     "mathml",
     "myst_nb",
     "notebooks",

@@ -107,7 +107,8 @@ def test_every_name_has_an_entry_in_the_docs():
     """Of the front door, of the pictures, and of the homes of names that have left it."""
     entries = set()
     for page in (Path(pyro_l0.__file__).parents[1] / "docs" / "api").glob("*.md"):
-        entries |= set(re.findall(r"auto(?:class|function|data):: ([\w.]+)", page.read_text()))
+        for room, lines in re.findall(r"^```{api} ([\w.]+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            entries |= {f"{room}.{line.split(':')[0]}" for line in lines.splitlines()}
     names = {f"pyro_l0.{room}.{name}" for room in ROOMS for name in ROOMS[room]} - {"pyro_l0.pruning.prune"}
     names |= {f"pyro_l0.plots.{name}" for name in pyro_l0.plots.__all__}
     for room in ROOMS:
