@@ -1,4 +1,4 @@
-"""What training with gates does, and posteriors as arviz takes them: gradients, InferenceData."""
+"""Checks of trainings with gates, bias and variance of their gradients, and posteriors for arviz."""
 
 from pyro_l0.diagnostics.doctor import diagnose
 from pyro_l0.diagnostics.inference_data import to_arviz

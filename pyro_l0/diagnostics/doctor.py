@@ -38,7 +38,7 @@ def diagnose(
 ) -> Diagnosis:
     """Check a training with gates and name what is wrong with it; at any time, and as often as you like.
 
-    Everything but the guide may be left out: what can't be checked then is listed in
+    Only the guide is required; what cannot be checked without the rest is listed in
     :attr:`Diagnosis.unchecked <pyro_l0.diagnostics.findings.Diagnosis>`. Nothing is changed: random states, gradients,
     optimisers, modes, BatchNorm's statistics and the objective's step are as before.
 
@@ -46,7 +46,7 @@ def diagnose(
     ``code`` of a finding                what was seen
     ===================================  ====================================================
     ``"gates-not-trained"``              no optimiser holds them, or ``requires_grad`` is off
-    ``"rate-too-small"``                 no gate gets to where it closes
+    ``"rate-too-small"``                 no gate can reach the point where it closes
     ``"weight-decay-on-gates"``          a weight decay pulls gates to half open
     ``"step-below-rounding"``            half precision rounds every step away
     ``"no-price"``                       open gates cost nothing
@@ -57,28 +57,31 @@ def diagnose(
     ``"gates-drift-together"``           the data do not tell a site's gates apart
     ``"undecided-gates"``                at the end, over 5 % are between 0 and 1
     ``"sampled-gap"``                    sampled and deterministic errors differ
-    ``"batch-norm-of-another-network"``  running statistics are of other gates
+    ``"batch-norm-of-another-network"``  running statistics belong to other gates
     ===================================  ====================================================
 
-    The whole takes about as long as ten steps on a batch, and ``error`` on eight batches as long as nine evaluations.
+    It takes about as long as ten steps on a batch, and with ``error`` on eight batches another nine evaluations.
 
     Args:
-        guide: the gates' guide, after its first call; an AutoGate, or another
+        guide: the gates' guide, after its first call; an AutoGate, NetworkGates or another
             :class:`~pyro_l0.infer.guides.protocol.GateGuide`.
-        optimiser: of the gates, one of torch's or of Pyro's, or a list of all optimisers.
-        loss: what is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` is split into data and price; of
-            others, the price can't be checked. Give it without a wrapper for data parallelism.
-        batches: of the loss, such as a loader, of which the first eight are used; a tuple or list holds the arguments.
-        network: with the gates; for its BatchNorm and its error. It is called with a batch's first entry, or with the
-            entries of that if it is a tuple or list.
-        error: called with a network whose gates are fixed and the entries of a batch, returns an error rate.
-        target: of the gates, in the place of a price.
-        steps_left: of the optimiser until the end of the training, 0 at the end; a target knows.
+        optimiser: the gates' optimiser, of torch or of Pyro, or a list of all optimisers.
+        loss: the loss that is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` is split into data and
+            price; the price of other losses cannot be checked. Give it without a wrapper for data parallelism.
+        batches: batches for the loss, such as a loader; the first eight are used. A tuple or list holds the arguments.
+        network: the network with the gates, to check its BatchNorm and its error. It is called with a batch's first
+            entry, or with the entries of that if it is a tuple or list.
+        error: takes a network whose gates are fixed and the entries of a batch, and returns an error rate.
+        target: the gates' SparsityTarget, if there is one in place of a price.
+        steps_left: the optimiser's steps until the end of the training, 0 at the end; a target knows them.
+
+    Returns:
+        The findings with remedies, and what could not be checked.
 
     Raises:
-        TypeError: the guide is none over gates, an optimiser is something else, or ``batches`` is a single batch.
-        ValueError: the guide has not been called, ``steps_left`` is negative, or the loss raises, as it does where it
-            is not finite.
+        TypeError: an argument has the wrong type, or ``batches`` is a single batch.
+        ValueError: the guide has not been called, ``steps_left`` is negative, or the loss raises, as it does if it is
+            not finite.
 
     Example:
         >>> import pyro, torch

@@ -13,9 +13,8 @@ class Finding:
     """One fault of a run with gates.
 
     Attributes:
-        code: its name, such as ``"gates-not-trained"``; the names are listed at
-            :func:`~pyro_l0.diagnostics.diagnose` and stay.
-        sites: the gate sites (for BatchNorm the layers) concerned.
+        code: a stable name, such as ``"gates-not-trained"``; :func:`~pyro_l0.diagnostics.diagnose` lists all.
+        sites: the gate sites concerned (for BatchNorm the layers).
         seen: what was seen, in numbers.
         remedy: what to do.
     """
@@ -34,8 +33,8 @@ class Unchecked(NamedTuple):
     """Something that could not be checked.
 
     Attributes:
-        what: was not checked.
-        give: what it takes.
+        what: what was not checked.
+        give: the argument of ``diagnose`` that it takes.
     """
 
     what: str
@@ -47,7 +46,7 @@ class Unchecked(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of :func:`~pyro_l0.diagnostics.diagnose`; prints as text.
+    """What :func:`~pyro_l0.diagnostics.diagnose` returns; it prints as text.
 
     Attributes:
         findings: the faults.
@@ -59,7 +58,7 @@ class Diagnosis:
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The code of each finding, each once, in their order."""
+        """The findings' codes in order, each once."""
         return tuple(dict.fromkeys(finding.code for finding in self.findings))
 
     def __str__(self) -> str:

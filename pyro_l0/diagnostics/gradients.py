@@ -29,16 +29,16 @@ __all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noi
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What many draws of a gradient say of its estimator; every tensor has one entry per gate, site after site.
+    """Statistics of many draws of a gradient; every tensor has one entry per gate, site after site, shape ``(n,)``.
 
     Attributes:
         name: what was measured.
-        mean: mean of the gradient for the gates' locations, in nats.
-        variance: its variance.
-        draws: how many draws these are from.
-        seconds: time of one draw, forward and backward.
-        slope: derivative of E[z] for the location.
-        exact: the exact gradient, where it was asked for.
+        mean: mean gradient in the gates' locations, in nats.
+        variance: variance of the gradient.
+        draws: number of draws.
+        seconds: seconds of one draw, forward and backward.
+        slope: derivative of E[z] in the location.
+        exact: the exact gradient; None if it was not asked for.
     """
 
     name: str
@@ -51,12 +51,12 @@ class GradientReport:
 
     @property
     def standard_error(self) -> Tensor:
-        """Of the mean."""
+        """Standard error of the mean, shape ``(n,)``."""
         return (self.variance / self.draws).sqrt()
 
     @property
     def bias(self) -> Tensor:
-        """Mean minus the exact gradient; read it beside :attr:`standard_error`.
+        """Mean minus the exact gradient, shape ``(n,)``; compare it with :attr:`standard_error`.
 
         Raises:
             ValueError: the exact gradient was not asked for.
@@ -67,12 +67,12 @@ class GradientReport:
 
     @property
     def scaled_variance(self) -> Tensor:
-        """Variance of the gradient for E[z], which does not depend on how a family writes its location."""
+        """Variance of the gradient in E[z], which does not depend on how a family writes its location."""
         return self.variance / self.slope**2
 
     @property
     def variance_seconds(self) -> Tensor:
-        """Scaled variance times seconds, which is the variance of a mean over one second of draws."""
+        """Scaled variance times seconds, the variance of a mean over one second of draws."""
         return self.scaled_variance * self.seconds
 
 
@@ -85,16 +85,23 @@ def measure_gradient(
     draws: int = 1000,
     exact: bool = False,
 ) -> GradientReport:
-    """Draw the gradient of an objective for the gates' locations many times.
+    """Draw the gradient of an objective in the gates' locations many times, to see its bias and variance.
 
     Args:
         elbo: the objective.
         model: the model.
         guide: its guide, after its first call.
-        *args: the model's arguments; the same batch at every draw, whose own noise is not what is measured.
-        name: of the report.
-        draws: how many; a ValueError if fewer than two.
-        exact: compare with :func:`exact_gradient`, for few gates.
+        *args: the model's arguments; every draw has the same batch, so its noise is not measured.
+        name: name of the report.
+        draws: number of draws, at least 2.
+        exact: whether to compare with :func:`exact_gradient`, for few gates.
+
+    Returns:
+        The statistics of the draws.
+
+    Raises:
+        TypeError: ``elbo`` is not an L0_ELBO, ``guide`` is not over gates, or an option has the wrong type.
+        ValueError: ``draws`` is below 2.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -125,19 +132,20 @@ def measure_gradient(
 
 
 def exact_gradient(elbo: L0_ELBO, model: Program, guide: GateGuide, *args: object, max_states: int = 2**15) -> Tensor:
-    """The gradient of an objective for the gates' locations without sampling, one entry per gate.
+    """The gradient of an objective in the gates' locations without sampling, in nats, one entry per gate, ``(n,)``.
 
-    The expectation is a sum over all states of Bernoulli gates, and over the atoms and the nodes of a quadrature rule
-    for the others; the states' probabilities carry the gradient.
+    The expectation is a sum over all states of Bernoulli gates, and over the atoms and quadrature nodes of others; the
+    states' probabilities carry the gradient. :func:`measure_gradient` has an example with ``exact=True``.
 
     Args:
         elbo: the objective.
         model: the model.
-        guide: its guide, after its first call, of gates alone.
+        guide: its guide of gates alone, after its first call.
         *args: the model's arguments.
-        max_states: refuse to evaluate the model more often than this.
+        max_states: the maximum number of evaluations of the model.
 
     Raises:
+        TypeError: ``elbo`` is not an L0_ELBO, or ``guide`` is not over gates.
         ValueError: there are more states, or the guide has latent variables other than gates.
     """
     expect(L0_ELBO, "an L0_ELBO", elbo=elbo)
@@ -184,9 +192,9 @@ def _gates_alone(guide: GateGuide, args: tuple[object, ...]) -> tuple[Record, di
 def pathwise_noise(gate: GateDistribution) -> Tensor:
     r"""Second moment of a gate's pathwise derivative over its squared mean.
 
-    That is :math:`E[(\partial z / \partial \theta)^2] / (dE[z] / d\theta)^2` for the location :math:`\theta`, on whose
-    scale it does not depend. It is at least 1 / P(0 < z < 1), since the derivative is 0 at the atoms, and reaches that
-    where the derivative is the same everywhere in between.
+    That is :math:`E[(\partial z / \partial \theta)^2] / (dE[z] / d\theta)^2` for the location :math:`\theta`, whatever
+    its scale. It is at least 1 / P(0 < z < 1), because the derivative is 0 at the atoms, and equals that if the
+    derivative is the same everywhere in between.
 
     Args:
         gate: a gate with a density.
@@ -195,7 +203,7 @@ def pathwise_noise(gate: GateDistribution) -> Tensor:
         A tensor of shape ``batch_shape``.
 
     Raises:
-        TypeError: the gate has atoms alone.
+        TypeError: the gate has no density, or is not a gate.
 
     Example:
         >>> from pyro_l0 import HardConcrete

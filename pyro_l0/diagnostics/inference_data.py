@@ -37,35 +37,36 @@ def to_arviz(
     dims: Mapping[str, Sequence[str]] | None = None,
     **kwargs: object,
 ) -> InferenceData:
-    """A posterior with gates as arviz's InferenceData, for ``az.summary``, ``az.plot_forest``, ``az.loo`` and so on.
+    """Convert a posterior with gates to arviz's InferenceData, for ``az.summary``, ``az.plot_forest``, ``az.loo``.
 
-    Groups: ``posterior`` has every latent variable, with binary gates as int8, products of slabs with their gates
+    The group ``posterior`` has every latent variable, with binary gates as int8, products of slabs with their gates
     under names such as ``"z * w"``, and deterministic sites of the model. ``constant_data`` has the inclusion
-    probabilities, under names such as ``"P(z != 0)"``, which may have less noise than the draws. The model gives
+    probabilities, under names such as ``"P(z != 0)"``, which may have less noise than the draws. With a model there are
     ``log_likelihood`` (of every observation, in nats), ``posterior_predictive`` and ``observed_data`` of every observed
-    site. Chains are those of a sampler; draws of a guide are independent, and make up one chain.
+    site. Chains are those of a sampler; draws of a guide are independent and make up one chain.
 
-    An observation is one event of an observed site; where the whole site is a single event of independent elements, as
-    by ``to_event`` in the place of a plate, each element is one. Masked observations have a log likelihood of 0.
-    Factors are left out.
+    An observation is one event of an observed site. If the whole site is a single event of independent elements, as
+    with ``to_event`` in place of a plate, each element is one. Masked observations have a log likelihood of 0. Factors
+    are left out.
 
     Args:
         model: the model, as it was sampled. For the draws alone, give the posterior as the only argument.
         posterior: a trained guide (:class:`~pyro_l0.infer.AutoSpikeSlab`, :class:`~pyro_l0.infer.AutoGate`, one of
-            Pyro's, or your own), what ``guide.refine`` returns, what :func:`~pyro_l0.infer.sample_posterior` returns, a
-            ``pyro.infer.MCMC`` that has run, or an object with a method ``to_arviz``, which takes no model.
+            Pyro's, or your own), the result of ``guide.refine`` or :func:`~pyro_l0.infer.sample_posterior`, a
+            ``pyro.infer.MCMC`` that has run, or, without a model, an object with a method ``to_arviz``.
         *args: arguments of model and guide, with all of the data.
         slab: the gate site of each slab site; for ``MCMC`` and guides other than ``AutoSpikeSlab``.
-        draws: of a guide.
-        seed: of the random numbers; the global generator then keeps its state.
+        draws: number of draws of a guide.
+        seed: seed of the random numbers; the global generator then keeps its state.
         coords: labels along dimensions, by the dimensions' names.
-        dims: names of the dimensions of each site; products take over the slab's, inclusion probabilities the gates'.
+        dims: names of the dimensions of each site; products get the slab's, inclusion probabilities the gates'.
         **kwargs: keyword arguments of model and guide.
 
     Raises:
-        TypeError: the posterior can't be drawn from, or an object with a method ``to_arviz`` comes with a model.
-        ValueError: the model has latent variables without draws, or is given a part of its data, the guide observes
+        TypeError: the posterior cannot be drawn from, or an object with a method ``to_arviz`` comes with a model.
+        ValueError: the model has latent variables without draws, or gets only a part of its data, the guide observes
             data, or ``slab`` names sites that the draws lack.
+        ImportError: arviz is not installed.
 
     Example:
         >>> import pyro, torch

@@ -1,7 +1,8 @@
-"""Pictures of trainings, gates, posteriors and gradients, with matplotlib, an extra: ``pip install pyro-l0[plots]``.
+"""Pictures of trainings, gates, posteriors and gradients with matplotlib (``pip install 'pyro-l0[plots]'``).
 
-Every function takes arrays or tensors, draws into given axes or a new figure, and returns the axes. Colours are told
-apart by colour-blind readers, and markers, lines and hatches by those of a greyscale print.
+Every function takes arrays or tensors, draws into given axes or a new figure, and returns the axes; axes of another
+type raise a TypeError. Colour-blind readers can tell the colours apart, and markers, lines and hatches survive a
+greyscale print.
 """
 
 from pyro_l0.plots.curves import plot_bars, plot_curves, plot_frontier, plot_training

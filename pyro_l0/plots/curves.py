@@ -34,13 +34,13 @@ def plot_curves(
     """Draw curves by name, each with a colour, a marker and a line of its own.
 
     Args:
-        curves: by name, numbers of shape ``(n,)`` over ``x``, or of shape ``(2, n)``, which are x and y. One curve
-            may have an empty name, which gets no legend.
-        x: shape ``(n,)``, or nothing for 1, 2, 3 and so on.
+        curves: by name, numbers of shape ``(n,)`` over ``x``, or x and y of shape ``(2, n)``. A curve with an empty
+            name gets no legend.
+        x: shape ``(n,)``; 1, 2, 3 and so on if not given.
         xlabel: what is on the x axis, with its unit.
         ylabel: what is on the y axis, with its unit.
-        title: of the picture.
-        spreads: by name of a curve, half the length of its bars, shape ``(n,)``, in the unit of y.
+        title: title of the picture.
+        spreads: by name of a curve, half the length of its error bars, shape ``(n,)``, in the unit of y.
         lines: levels to compare with, by name, drawn across the picture.
         xscale: linear, or logarithmic with plain numbers at the ticks.
         yscale: the same for y.
@@ -90,12 +90,12 @@ def plot_training(
     """Draw how a training went, a panel for each quantity: errors, open units, costs.
 
     Args:
-        panels: by quantity, with its unit, the curves by name; a curve has shape ``(n,)``. Names of sites are
-            shortened by the parts that they share.
+        panels: by quantity, with its unit, the curves by name; a curve has shape ``(n,)``. Names of sites lose the
+            parts that all share.
         x: the epochs or steps of the curves, shape ``(n,)``; 1, 2, 3 and so on if not given.
         xlabel: what ``x`` counts.
         lines: by quantity, levels to compare with, such as the cost of the dense network.
-        log: the quantities with a logarithmic scale; the others begin at zero.
+        log: the quantities with a logarithmic scale; other scales begin at zero.
         axes: one of matplotlib's axes for each panel; a new figure if not given.
 
     Returns:
@@ -142,17 +142,17 @@ def plot_frontier(
 
     Args:
         measured: by method, sizes and errors, shape ``(2, n)``, or ``(3, n)`` with the spread of the errors.
-        published: by method, sizes and errors that others printed, shape ``(2, n)``.
+        published: by method, sizes and errors from papers, shape ``(2, n)``.
         size: what the sizes count, with its unit.
         error: what the errors are, with their unit.
-        dense: the error of the network of full size.
+        dense: the error of the full network.
         axes: one of matplotlib's axes; a new figure if not given.
 
     Returns:
         The axes.
 
     Raises:
-        ValueError: there is no method, a shape is another, or a size is not positive.
+        ValueError: there is no method, a shape does not fit, or a size or an error is not positive.
 
     Example:
         >>> axes = plot_frontier({"gates": [[5e3, 2e4], [1.9, 1.6]]}, {"gates": [[1e4], [1.8]]})
@@ -188,9 +188,9 @@ def plot_bars(
 
     Args:
         groups: by name, the heights, shape ``(n,)``.
-        names: below the bars, ``n`` of them.
+        names: the n names below the bars.
         ylabel: what the heights are, with their unit.
-        title: of the picture.
+        title: title of the picture.
         spreads: by name of a group, half the length of its error bars, shape ``(n,)``.
         axes: one of matplotlib's axes; a new figure if not given.
 

@@ -27,13 +27,13 @@ def plot_gates(
     label: str = "test gate",
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw the gates of a site: sorted, or as pixels where each stands in front of one.
+    """Draw the gates of a site in sorted order, or as pixels if each gates one.
 
     Args:
         gates: numbers in [0, 1], such as ``guide.test_gates()["z"]`` or ``guide.active_probs()["z"]``, of any shape.
         shape: rows and columns of the picture whose pixels they gate.
         image: a picture of that shape, drawn in grey with a frame around each pixel whose gate is open.
-        name: of the site, for the title.
+        name: name of the site, for the title.
         label: what the numbers are.
         axes: one of matplotlib's axes; a new figure if not given.
 
@@ -78,8 +78,8 @@ def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None =
     """Draw the density of one gate between 0 and 1, and its atoms as bars.
 
     Args:
-        gate: with an empty ``batch_shape``.
-        title: of the picture.
+        gate: a single gate, of ``batch_shape`` ``()``.
+        title: title of the picture.
         axes: one of matplotlib's axes; a new figure if not given.
 
     Returns:
@@ -117,13 +117,13 @@ def plot_edges(
     names: bool = True,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw a directed graph; edges that are not among the known ones are dashed and of another colour.
+    """Draw a directed graph; edges that are not among the known ones are dashed, in another colour.
 
     Args:
         edges: pairs of a source and a target.
-        places: of every node, x and y in any unit.
-        known: the edges to compare with; all are drawn alike if not given.
-        title: of the picture.
+        places: by node, its x and y, in any unit.
+        known: the edges to compare with; if not given, all are drawn alike.
+        title: title of the picture.
         names: whether each node is drawn as its name, or as a dot.
         axes: one of matplotlib's axes; a new figure if not given.
 

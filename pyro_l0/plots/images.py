@@ -30,7 +30,7 @@ def plot_images(
 
     Args:
         images: each of shape ``(rows, columns)``.
-        titles: of the pictures, as many.
+        titles: one title per picture.
         label: what the numbers are, with their unit.
         limit: the positive number at which colours end; zero is white.
         axes: one of matplotlib's axes for each picture; a new figure if not given.
@@ -39,7 +39,7 @@ def plot_images(
         The axes.
 
     Raises:
-        ValueError: there is no picture, it has another shape, or the titles are not as many.
+        ValueError: there is no picture, one does not have two dimensions, or the number of titles differs.
 
     Example:
         >>> axes = plot_images([[[0.1, -0.2]], [[0.0, 0.3]]], titles=["first", "second"], label="change", limit=0.5)

@@ -29,15 +29,15 @@ def plot_inclusion(
     names: Sequence[str] | None = None,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Draw inclusion probabilities as bars, and beside them the coefficients' intervals; the first feature on top.
+    """Draw inclusion probabilities as bars beside the coefficients' intervals, the first feature on top.
 
     Args:
         active_probs: inclusion probabilities, shape ``(p,)``.
         lower: lower ends of the coefficients' intervals, shape ``(p,)``.
-        upper: their upper ends, shape ``(p,)``.
+        upper: upper ends of the intervals, shape ``(p,)``.
         mean: posterior means, shape ``(p,)``, drawn as dots.
         others: by method, coefficients of other methods, shape ``(p,)``, drawn beside the means.
-        names: of the features; their numbers if not given.
+        names: names of the features; by default their numbers.
         axes: two of matplotlib's axes; a new figure if not given.
 
     Returns:
@@ -78,12 +78,12 @@ def plot_inclusion(
 def plot_credible_sets(
     sets: Sequence[ArrayLike], correlation: ArrayLike, *, names: Sequence[str] | None = None, axes: Axes | None = None
 ) -> Axes:
-    """Draw the correlations of the features in credible sets, set by set, with a frame around each set.
+    """Draw the correlations of the features in credible sets, with a frame around each set.
 
     Args:
-        sets: the numbers of each set's features, from 0.
-        correlation: of all features, shape ``(p, p)``, such as ``np.corrcoef(X, rowvar=False)``.
-        names: of all features; their numbers if not given.
+        sets: the indices of each set's features, from 0.
+        correlation: correlations of all features, shape ``(p, p)``, such as ``np.corrcoef(X, rowvar=False)``.
+        names: names of all features; by default their numbers.
         axes: one of matplotlib's axes; a new figure if not given.
 
     Returns:
@@ -129,15 +129,15 @@ def plot_credible_sets(
 
 @renamed_arguments(pip="active_probs")
 def plot_calibration(active_probs: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: Axes | None = None) -> Axes:
-    """Draw how often gates are open against the probability that they were given, with two standard errors.
+    """Draw how often gates are open against their inclusion probabilities, with two standard errors.
 
-    Standard errors are those of as many independent gates with these probabilities, about their mean: calibrated
-    probabilities have the diagonal inside of most bars.
+    The standard errors are those of independent gates with these probabilities, about their mean: if the probabilities
+    are calibrated, most bars cross the diagonal.
 
     Args:
         active_probs: inclusion probabilities, of any shape.
         gates: whether each gate was open when the data were simulated, in the same shape.
-        bins: of equal width in [0, 1]; those without probabilities are left out.
+        bins: number of bins of equal width in [0, 1]; empty bins are left out.
         axes: one of matplotlib's axes; a new figure if not given.
 
     Returns:

@@ -41,11 +41,11 @@ def as_array(values: ArrayLike) -> Array:
 
 
 def figure_axes(rows: int = 1, columns: int = 1, **options: Any) -> Any:
-    """Make axes in a new figure, which leaves room for their labels.
+    """Make axes in a new figure with room for their labels.
 
     Args:
-        rows: of axes.
-        columns: of axes.
+        rows: number of rows of axes.
+        columns: number of columns of axes.
         options: further arguments of ``matplotlib.pyplot.subplots``, such as ``figsize`` in inches.
 
     Returns:
@@ -63,11 +63,13 @@ def save_figure(drawn: Axes | Figure | SubFigure | Sequence[Axes], path: Path | 
     """Write the figure of some axes to a file, and close it.
 
     Args:
-        drawn: a figure, or what a function of this module returned.
+        drawn: a figure, or the axes that a function of this module returned.
         path: the file; its ending chooses the format.
 
     Example:
-        >>> save_figure(figure_axes(1, 2), "two.png")  # doctest: +SKIP
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_figure(figure_axes(1, 2), f"{folder}/two.png")
     """
     import matplotlib.pyplot as plt  # an extra
 
@@ -104,15 +106,15 @@ def _between(width: float) -> Callable[[float, float], str]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names without the parts that all of them share, so that they fit beside a picture.
+    """Shorten names of sites by the parts that all share, so that they fit beside a picture.
 
-    The last shared part stays where only a number would follow it.
+    The last shared part stays if only a number would follow it.
 
     Args:
-        names: of sites, with dots between their parts.
+        names: names of sites, with dots between their parts.
 
     Returns:
-        The names to show, as many and all different where the given ones are.
+        The names to show, one for each, and different if the given ones are.
 
     Example:
         >>> short_names(["net.layer.0.gate", "net.layer.1.gate"])

@@ -24,20 +24,20 @@ __all__ = ["SpikeSlabClassifier"]
 class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[misc]
     """Logistic regression whose coefficients are exactly zero with a probability that is learned.
 
-    Two classes have one linear predictor, the log odds of the second class. More classes have one each, and their
-    probabilities are its softmax; a feature then has one gate, which opens or closes its coefficients for all classes.
-    The priors are those of :class:`SpikeSlabRegressor`; that of an intercept is normal with mean 0 and standard
-    deviation 10, that of an unknown slab scale half-normal with scale 2.
+    Two classes have one linear predictor, the log odds of the second class. More classes have one each, and a softmax
+    gives their probabilities; a feature then has one gate, which opens or closes its coefficients for all classes.
+    The priors are those of :class:`SpikeSlabRegressor`, except that an intercept is normal with mean 0 and standard
+    deviation 10, and an unknown slab scale half-normal with scale 2.
 
-    A feature that is constant within each class but not over all of them is no constant feature: it separates the
-    classes, which is the largest effect that there can be, and the slab keeps its coefficient finite.
+    A feature that separates the classes, constant within each of them, is no problem: the slab keeps its coefficient
+    finite.
 
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale; these differ.
 
     Attributes:
         classes_: the labels, in increasing order.
         coef_: posterior means of the coefficients, shape ``(1, p)`` for two classes and ``(classes, p)`` for more.
-        coef_sd_: their posterior standard deviations, in the same shape.
+        coef_sd_: posterior standard deviations of the coefficients, in the same shape.
         intercept_: posterior means of the intercepts, shape ``(1,)`` or ``(classes,)``.
 
     Example:
@@ -67,7 +67,7 @@ class SpikeSlabClassifier(ClassifierMixin, SpikeSlabEstimator):  # type: ignore[
         return np.stack([1 - second, second], axis=1)
 
     def predict(self, X: ArrayLike) -> NDArray[np.generic]:  # noqa: N803
-        """The likeliest class of new observations.
+        """Predict the most probable class of new observations.
 
         Args:
             X: features, shape ``(m, p)``.

@@ -21,13 +21,13 @@ _SEED = 0.05
 
 @dataclass(frozen=True)
 class CredibleSet:
-    """Features that stand for one another, of which at least one has an effect.
+    """Correlated features, at least one of which has an effect; :func:`~pyro_l0.selection.credible_sets` finds them.
 
     Attributes:
-        features: indices of the members, the likeliest first.
+        features: indices of the members, the most probable first.
         probability: P(at least one of their gates is open | y).
-        purity: smallest absolute correlation of two members; 1 where there is one member only.
-        names: of the members, where the features have names.
+        purity: smallest absolute correlation of two members; 1 if there is only one member.
+        names: names of the members, if the features have names.
     """
 
     features: tuple[int, ...]
@@ -52,30 +52,34 @@ def credible_sets(
     gate_of: NDArray[np.intp] | None = None,
     weights: NDArray[np.float64] | None = None,
 ) -> list[CredibleSet]:
-    """Group the features of a posterior into credible sets, which share no members.
+    """Group the features of a posterior into disjoint credible sets.
 
-    A set starts with the feature of the largest inclusion probability that is in no set yet. It takes in, one by one,
-    the feature that is open most often where no member is, of those that correlate with every member, until the
-    probability that a member is open reaches the level. Members that are not needed for this leave again. A feature
-    whose set cannot reach the level starts none, but may join a later one.
+    A set starts with the most probable feature that is in no set yet. One by one it adds, of the features that
+    correlate with every member, the one that is open most often while no member is, until the probability that a member
+    is open reaches the level. Members that turn out not to be needed are dropped. A feature whose set cannot reach the
+    level starts none, but may join a later one.
 
-    A true effect lies in such a set as often as the posterior says, however correlated the features are, because the
-    draws are joint; inclusion probabilities of single features cannot show this.
+    Because the draws are joint, a set contains a true effect as often as the posterior says, however correlated the
+    features are; inclusion probabilities of single features cannot show this.
 
-    Where features share gates, the members are groups of features. Two groups correlate as much as those two of their
-    features that correlate most.
+    If features share gates, the members are groups of features. Two groups correlate as much as their two most
+    correlated features.
 
     Args:
         gates: joint draws, bool, shape ``(N, G)``.
         active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
-        x: features of the observations, shape ``(n, p)``, which correlate.
-        level: least probability that a member is open.
-        min_correlation: least absolute correlation of any two members.
-        names: of the gates; empty where they have none.
+        x: features of the observations, shape ``(n, p)``.
+        level: minimum probability that a member is open.
+        min_correlation: minimum absolute correlation of any two members.
+        names: names of the gates; empty if they have none.
         gate_of: which gate switches each feature, shape ``(p,)``; by default each has its own.
         weights: how many observations each row of x stands for, shape ``(n,)``; one by default.
 
+    Returns:
+        The sets, in the order in which they were found.
+
     Raises:
+        TypeError: an argument is not an array, or has another wrong type.
         ValueError: the level or the correlation is not between 0 and 1, or the shapes do not fit.
 
     Example:

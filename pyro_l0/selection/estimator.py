@@ -42,8 +42,8 @@ _FOR_ARVIZ = 1000
 class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     """A regression with spike-and-slab coefficients; see :class:`SpikeSlabRegressor` for parameters and attributes.
 
-    There is one linear predictor, so that the coefficients are a vector and the intercept is a number; a classifier has
-    its own shapes.
+    It has one linear predictor: the coefficients are a vector and the intercept is a number. A classifier has its own
+    shapes.
     """
 
     n_features_in_: int
@@ -78,8 +78,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Find the posterior of the coefficients.
 
         Args:
-            X: features, shape ``(n, p)``, at least two observations. A column of a data frame that is categorical
-                becomes a dummy for each of its levels, all of them with one gate.
+            X: features, shape ``(n, p)``, at least two observations. A categorical column of a data frame becomes a
+                dummy for each of its levels, all with one gate.
             y: observations, shape ``(n,)``.
             sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
                 weights give the posterior of repeated rows; others are powers of the likelihoods.
@@ -93,8 +93,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Warns:
             UserWarning: features are constant; their inclusion probabilities and coefficients are 0.
-            ConvergenceWarning: the sampler's chains disagree about an inclusion probability, whose standard error is
-                more than .05.
+            ConvergenceWarning: the standard error of an inclusion probability, by the sampler's chains, is above .05.
         """
         parameters = self.get_params(deep=False)
         check_parameters(type(self).__name__, parameters)
@@ -136,18 +135,18 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def select(self, fdr: float = 0.1) -> NDArray[np.intp]:
-        """The largest set of likely features with an expected false discovery rate of at most ``fdr``.
+        """Select the largest set of probable features with an expected false discovery rate of at most ``fdr``.
 
         Features enter by decreasing inclusion probability, while it is above one half and the mean of 1 - PIP is at
         most ``fdr``; of equal ones, the smaller index comes first. Without the bound of one half, certain features
-        would make room for unlikely ones. Features whose inclusion probability has a standard error above .05 are
-        left out. Where features are in groups, whole groups are selected.
+        would make room for improbable ones. Features whose inclusion probability has a standard error above .05 are
+        left out. If features are in groups, whole groups are selected.
 
         Args:
-            fdr: share of the selected features that may have no effect, in the mean over the posterior.
+            fdr: expected share of selected features without an effect, in [0, 1].
 
         Returns:
-            Their indices, or those of the groups, in increasing order; empty if there is no such set.
+            Indices of the features, or of the groups, in increasing order; empty if there is no such set.
 
         Raises:
             ValueError: ``fdr`` is not between 0 and 1.
@@ -165,7 +164,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return np.sort(order[:size])
 
     def sample(self, n: int = 1000) -> dict[str, NDArray[Any]]:
-        """Joint draws from the posterior, in the units of the data.
+        """Draw jointly from the posterior, in the units of the data.
 
         The first draws are those of the fit, in order; further ones are picked from these at random. The same call
         gives the same draws.
@@ -200,7 +199,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Central intervals of the coefficients, atoms at zero included.
 
         Args:
-            level: posterior probability that an interval has at least; .9 is from the 5 % to the 95 % quantile.
+            level: minimum posterior probability of an interval; .9 is from the 5 % to the 95 % quantile.
 
         Returns:
             Lower and upper ends, shape ``(*coef_.shape, 2)``.
@@ -215,10 +214,10 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return np.moveaxis(self._as_coef(ends), 0, -1)
 
     def summary(self) -> pandas.DataFrame:
-        """A row for each coefficient: for each feature, each level of a categorical one, and each of several classes.
+        """A table with a row for each coefficient: of each feature, level of a categorical one, and class of several.
 
-        Its columns are the inclusion probability, and the mean, the standard deviation, the 5 % and the 95 % quantile
-        of the coefficient; where ``groups`` were given, the group comes first.
+        Its columns are the inclusion probability and the coefficient's mean, standard deviation, 5 % and 95 %
+        quantile; if ``groups`` were given, the group comes first.
         """
         import pandas
 
@@ -232,16 +231,16 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return pandas.DataFrame({**group, "PIP": self.pip_[gate_of], **columns}, index=rows)
 
     def to_arviz(self) -> arviz.InferenceData:
-        """The fit as arviz's ``InferenceData``, with the data that it was fitted to.
+        """Convert the fit to arviz's ``InferenceData``, with the data that it was fitted to.
 
-        Its posterior has the gates ``z``, the coefficients ``coef``, the intercept, the scales and the rate, as
-        ``sample`` gives them; slabs of closed gates, which have no part in the model, are not drawn. There are log
-        likelihoods and replicated observations ``y``, in which classes are numbered in the order of ``classes_``, and
-        the inclusion probabilities ``P(z != 0)`` as constant data. Rows of whole weights
-        appear as often as these say.
+        Its posterior has the gates ``z``, the coefficients ``coef``, the intercept, the scales and the rate, as in
+        ``sample``; slabs of closed gates are not drawn, as they have no effect. There are log likelihoods (in nats) and
+        replicated observations ``y``, with classes numbered in the order of ``classes_``, and the inclusion
+        probabilities ``P(z != 0)`` as constant data. A row of weight k appears k times.
 
         Raises:
             ValueError: a weight is not whole.
+            ImportError: arviz is not installed.
         """
         check_is_fitted(self)
         x, y, weight = self._data

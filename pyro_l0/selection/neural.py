@@ -41,36 +41,36 @@ def _may_classify(selector: NeuralFeatureSelector) -> bool:
 
 
 class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
-    r"""Selects the features that a neural network needs, and predicts by these alone.
+    r"""Selects the features that a neural network needs, and predicts from them alone.
 
-    Every feature is multiplied by a gate before it enters the network, so that interactions and non-linear effects
-    count that no marginal test would see. There is one network per fold of a cross-fitting: its weights are trained on
-    the other folds, and the features are judged by the fold that it has not seen, all networks together. A feature by
-    which a network only memorises so does harm.
+    A gate multiplies every feature before it enters the network, so that interactions and non-linear effects count,
+    which no marginal test would find. There is one network per fold: its weights are trained on the other folds, and
+    the fold that it has not seen judges the features, all networks together. So a feature that only helps a network to
+    memorise does harm.
 
     With ``n_features=None`` the gates are hard concrete, and the loss is that of Eq. 22 of the L0 paper: the expected
     held-out negative log likelihood and a price for each open gate, :math:`\log p + \frac12 \log n` nats. Features
     whose gates are open with a probability above one half are selected.
 
     With a number, gates are opened at random while the weights are trained, so that the networks learn to predict from
-    any subset of the features, and then closed one after the other, those first without which the held-out loss is
-    least. The networks are the same for all subsets, and so the choice between features that are nearly as good depends
-    far less on the seed than a competition of gates does.
+    any subset of the features. Then gates are closed one by one, each time the one without which the held-out loss is
+    least. All subsets share the networks, so the choice between nearly equal features depends far less on the seed than
+    if gates competed.
 
-    Then every network is trained on with the selected features until its held-out loss is least, and predictions are
-    averages over the networks.
+    Finally every network is trained further on the selected features until its held-out loss is least, and predictions
+    are averages over the networks.
 
     Args:
         net: a ``torch.nn.Module`` that takes standardised features, shape ``(n, p)``, and returns a number per row for
-            regression, or a logit per class (with two classes, one is enough); or a function that makes one of the
-            number of features. A module is copied and stays as it is. None: two hidden layers of 64 units.
-        n_features: how many features are selected; None: as many as earn their price.
+            regression, or a logit per class (with two classes, one is enough); or a function from the number of
+            features to such a module. A module is copied. None: two hidden layers of 64 units.
+        n_features: number of features to select; None: as many as earn their price.
         task: ``"regression"``, ``"classification"``, or ``"auto"`` to infer it from y as scikit-learn's
             ``type_of_target`` does: real numbers that are not all whole are a regression.
-        cv: folds of the cross-fitting, which is also the number of networks.
+        cv: number of folds, and of networks.
         max_steps: steps of the optimiser, of 128 observations per network, for the selection, and as many to train
             the networks on the selected features.
-        random_state: seed of folds, starts, batches and gates. Global random states stay untouched.
+        random_state: seed of folds, starts, batches and gates. Global random states are not changed.
 
     Attributes:
         pip_: P(z != 0) of each feature's gate, the mean over the last 15 % of the selection's steps, shape
@@ -78,12 +78,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         ranking_: 1 for selected features, and the larger the earlier a feature was closed, shape ``(p,)``; with a
             number of features.
         classes_: labels in order, of a classification.
-        n_features_in_: features of ``fit``.
-        feature_names_in_: their names, if they have any.
-
-    Raises:
-        ValueError: when fitted, a parameter or the data are out of range.
-        TypeError: when fitted, ``net`` is neither a module nor a function that makes one.
+        n_features_in_: number of features, p.
+        feature_names_in_: names of the features, if X had names.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -124,6 +120,10 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
         Returns:
             The estimator.
+
+        Raises:
+            TypeError: ``net`` is neither a module nor a function that makes one.
+            ValueError: a parameter or the data are out of range.
         """
         x, target = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         self._check_parameters()
@@ -138,10 +138,10 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
-        """The mean of y, or the likeliest class.
+        """Predict the mean of y, or the most probable class.
 
         Args:
-            X: features, shape ``(m, p)``, of which only the selected ones are used.
+            X: features, shape ``(m, p)``; only the selected ones are used.
 
         Returns:
             Numbers or labels, shape ``(m,)``.
@@ -156,7 +156,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Probabilities of the classes, averaged over the networks.
 
         Args:
-            X: features, shape ``(m, p)``, of which only the selected ones are used.
+            X: features, shape ``(m, p)``; only the selected ones are used.
 
         Returns:
             Shape ``(m, classes)``, in the order of ``classes_``.
@@ -164,11 +164,11 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         return cast(Array, softmax(self._outputs(X), -1).mean(0))
 
     def score(self, X: ArrayLike, y: ArrayLike) -> float:  # noqa: N803
-        """R² of a regression's predictions, accuracy of a classification's.
+        """R² of a regression's predictions, or accuracy (a fraction) of a classification's.
 
         Args:
             X: features, shape ``(m, p)``.
-            y: what was observed, shape ``(m,)``.
+            y: observations, shape ``(m,)``.
         """
         predicted = self.predict(X)
         metric = r2_score if isinstance(self.response_, NormalResponse) else accuracy_score

@@ -17,10 +17,10 @@ __all__ = ["SpikeSlabPoissonRegressor"]
 class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ignore[misc]
     """Poisson regression whose coefficients are exactly zero with a probability that is learned.
 
-    The logarithm of the mean is the intercept plus X beta, with the priors of :class:`SpikeSlabRegressor`; that of the
-    intercept is normal with mean 0 and standard deviation 10, that of an unknown slab scale half-normal with scale 1.
-    Observations that are not negative and no integers, such as rates, enter by the same formula, as in scikit-learn's
-    ``PoissonRegressor``; then it is a likelihood in name only.
+    The logarithm of the mean is the intercept plus X beta. The priors are those of :class:`SpikeSlabRegressor`, except
+    that the intercept is normal with mean 0 and standard deviation 10, and an unknown slab scale half-normal with scale
+    1. As in scikit-learn's ``PoissonRegressor``, observations need not be whole, only not negative; for rates, say, the
+    formula is a likelihood in name only.
 
     Parameters and attributes are those of :class:`SpikeSlabRegressor`, without a noise scale.
 
@@ -33,15 +33,15 @@ class SpikeSlabPoissonRegressor(RegressorMixin, SpikeSlabEstimator):  # type: ig
     """
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:  # noqa: N803
-        """The posterior mean of new counts.
+        """Predict the posterior mean of new counts.
 
         Args:
             X: features, shape ``(m, p)``.
             return_std: whether to return the standard deviation of a new count, too.
 
         Returns:
-            The means over the posterior draws, shape ``(m,)``, and the standard deviations in the same shape if they
-            are asked for.
+            The means over the posterior draws, shape ``(m,)``, and with ``return_std`` the standard deviations in the
+            same shape.
         """
         x = self._validated_features(X)
         with np.errstate(over="ignore", invalid="ignore"):  # far from the data a mean may be infinite

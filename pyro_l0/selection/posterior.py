@@ -18,15 +18,15 @@ MOST_ERROR = 0.05
 
 
 class Draws(NamedTuple):
-    """Joint draws of a posterior, in the units of the problem.
+    """N joint draws of a posterior, in the units of its problem.
 
     Attributes:
-        coefficients: beta, shape ``(N, p K)`` with the K coefficients of a feature side by side. A closed gate's are
-            not stored, so that the stored entries show the gates.
-        intercept: shape ``(N, K)``; 0 where the problem has none.
-        slab_scale: shape ``(N,)``, also where it is known.
-        noise_scale: shape ``(N,)``, also where it is known; NaN for a family that has none.
-        rate: P(z = 1), shape ``(N,)``, also where it is known.
+        coefficients: sparse, shape ``(N, p K)``, with the K coefficients of a feature side by side. Those of closed
+            gates are not stored, so the stored entries show the gates.
+        intercept: shape ``(N, K)``; 0 if the problem has none.
+        slab_scale: shape ``(N,)``, also if it is known.
+        noise_scale: shape ``(N,)``, also if it is known; NaN for a family without noise.
+        rate: P(z = 1), shape ``(N,)``, also if it is known.
     """
 
     coefficients: csr_array
@@ -38,16 +38,16 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectionPosterior:
-    """The posterior of a regression with spike-and-slab coefficients, in the units of the problem.
+    """The posterior of a regression with spike-and-slab coefficients, in the units of its problem.
 
     Attributes:
         active_probs: P(z = 1 | y) of every gate, shape ``(G,)``.
-        mean: of the coefficients, shape ``(p, K)``.
-        sd: their standard deviations, shape ``(p, K)``.
-        log_evidence: log p(y), or its estimate.
+        mean: means of the coefficients, shape ``(p, K)``.
+        sd: standard deviations of the coefficients, shape ``(p, K)``.
+        log_evidence: log p(y) in nats, or its estimate.
         draws: joint draws.
-        standard_error: of the active probabilities, from the differences of chains and from the weights that their
-            draws are given, shape ``(G,)``; None where there are no chains.
+        standard_error: standard errors of ``active_probs``, from the differences of chains and the weights of their
+            draws, shape ``(G,)``; None without chains.
     """
 
     active_probs: NDArray[np.float64]

@@ -21,8 +21,8 @@ class Prior:
         rate: P(z = 1) of every gate, or the two parameters of its Beta prior.
         slab_scale: standard deviation of the slabs; None if unknown.
         noise_scale: standard deviation of Gaussian noise; None if unknown, or if the family has no noise.
-        slab_unit: an unknown slab scale is half-normal with this scale.
-        noise_unit: an unknown noise scale is half-Cauchy with this scale.
+        slab_unit: scale of the half-normal prior of an unknown slab scale.
+        noise_unit: scale of the half-Cauchy prior of an unknown noise scale.
         intercept_scale: standard deviation of the normal prior of the intercept, for families other than the Gaussian.
     """
 
@@ -38,10 +38,9 @@ class Prior:
 class Problem:
     """Observations, features and priors: y depends on x beta, and beta_j = z_j w_j with z_j = 0 or 1.
 
-    z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2); features may share a gate, and a feature of a categorical
-    regression has one gate and a coefficient for each class. A Gaussian regression has no intercept: its
-    observations and features have been made orthogonal to a constant (``pyro_l0.selection.design``), which
-    integrates a flat intercept out.
+    z_j ~ Bernoulli(rate) and w_j ~ N(0, slab_scale^2). Features may share a gate, and a feature of a categorical
+    regression has one gate and a coefficient for each class. A Gaussian regression has no intercept: its observations
+    and features were made orthogonal to a constant (``pyro_l0.selection.design``), which integrates out a flat one.
 
     Attributes:
         family: distribution of y: N(x beta, noise_scale^2), Bernoulli and Categorical with logits x beta (plus
@@ -51,10 +50,10 @@ class Problem:
         prior: of the hyperparameters.
         intercept: whether the linear predictor has one, or one for each class.
         outputs: K, linear predictors of an observation: the classes of a categorical regression, otherwise 1.
-        gate_of: which of G gates switches each feature, shape ``(p,)``; None where each has its own.
-        weight: how many observations each row stands for, shape ``(n,)``; None where it is one. Rows of a Gaussian
-            regression have been multiplied by the square roots.
-        observations: that the rows of a Gaussian regression stand for; None where it is as many as there are rows.
+        gate_of: which of G gates switches each feature, shape ``(p,)``; None if each has its own.
+        weight: how many observations each row stands for, shape ``(n,)``; None if it is one. Rows of a Gaussian
+            regression were multiplied by its square root.
+        observations: number of observations of a Gaussian regression; None if it is the number of rows.
     """
 
     family: Family

@@ -38,10 +38,10 @@ def exact_posterior(
     draws: int = 1000,
     seed: int | np.random.RandomState | None = None,
 ) -> SelectionPosterior:
-    """The posterior of a regression with spike-and-slab coefficients, by a sum over every subset of the features.
+    """Compute the posterior of a spike-and-slab regression by a sum over every subset of the features.
 
-    For a Gaussian regression it is exact up to about 1e-8, with unknown scales integrated on a grid and an unknown rate
-    in closed form. For other families the coefficients of each subset are integrated by Laplace's approximation.
+    For a Gaussian regression it is exact up to about 1e-8: unknown scales are integrated on a grid, an unknown rate in
+    closed form. For other families Laplace's approximation integrates the coefficients of each subset.
 
     With ``standardize=False``, ``fit_intercept=False`` and rate, slab_scale and noise_scale given, the model is
     y ~ N(X beta, noise_scale^2), beta_j = z_j w_j, z_j ~ Bernoulli(rate), w_j ~ N(0, slab_scale^2).
@@ -50,20 +50,27 @@ def exact_posterior(
         X: features, shape ``(n, p)``, p at most 20.
         y: observations, shape ``(n,)``: numbers, 0 or 1, numbers of classes from 0, or counts.
         family: "gaussian", "bernoulli", "categorical" or "poisson".
-        rate: see ``pyro_l0.selection.design.make_design``, as for the next five.
-        expected_size: as above.
-        slab_scale: as above.
-        noise_scale: as above.
-        standardize: as above.
-        fit_intercept: as above.
-        draws: how many joint draws.
-        seed: of the draws, or a generator to take it from.
+        rate: this and the next five are as for :class:`~pyro_l0.selection.SpikeSlabRegressor`; a pair of numbers
+            gives the parameters of a Beta prior.
+        expected_size: as there.
+        slab_scale: as there.
+        noise_scale: as there.
+        standardize: as there.
+        fit_intercept: as there.
+        draws: number of joint draws.
+        seed: seed of the draws, or a generator to take it from.
 
     Returns:
-        The posterior in the units of the data; its scales of slabs are those of standardised features if these are.
+        The posterior in the units of the data; slab scales are for standardised features if these are standardised.
 
     Raises:
+        TypeError: an argument has the wrong type.
         ValueError: there are more than 20 features, or an argument is out of range.
+
+    Example:
+        >>> X = np.eye(6)[:, :2]  # two features
+        >>> exact_posterior(X, 5.0 * X[:, 0], rate=0.5, slab_scale=2.0, noise_scale=0.5, seed=0).active_probs.round(2)
+        array([1.  , 0.09])
     """
     design = make_design(
         X,
