@@ -1,1 +1,1 @@
-"""Budgets over L0Gates in the loops of other libraries, a file for each, which imports that library."""
+"""Callbacks that keep L0Gates to a budget in the training loops of other libraries, a module for each library."""

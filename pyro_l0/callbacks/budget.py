@@ -25,10 +25,11 @@ _COSTS = ("macs", "weights", "parameters")
 
 
 class NetworkBudget:
-    """A budget that a network's L0Gates keep to while the loop of another library trains it.
+    """Keeps a network's L0Gates to a budget while the loop of another library trains it.
 
-    The gates have an optimiser of their own: between the backward pass and the optimiser of the loop it takes their
-    step and removes their gradients, so the loop's optimiser, weight decay and schedule leave them alone.
+    The gates have an optimiser of their own. Between the backward pass and the step of the loop's optimiser it moves
+    the gates and removes their gradients, so the loop's optimiser, weight decay and schedule leave them alone.
+    :class:`~pyro_l0.callbacks.lightning.BudgetCallback` has an example.
 
     Args:
         network: the network with L0Gates, part of what the loop trains.
@@ -37,7 +38,7 @@ class NetworkBudget:
         cost: what is counted: multiply-adds, weights or parameters; or a differentiable function of gates by site.
         pretrained: whether the network was trained before. If not, it learns for a quarter of the steps first.
         at_least: by gate site, how many of its gates never close.
-        multiple_of: by gate site, a number of which a multiple of its gates is open.
+        multiple_of: by gate site, a number: the open gates are a multiple of it, or all of the site's.
 
     Attributes:
         target: the budget's :class:`~pyro_l0.infer.SparsityTarget`, once the training has begun.
@@ -76,16 +77,16 @@ class NetworkBudget:
         return self.target is not None and self.compacted is None
 
     def start(self, steps: float, done: int, trained: Iterable[nn.Parameter]) -> None:
-        """Open the gates, or go on from a loaded state; once the network is where it trains.
+        """Open the gates, or continue from a loaded state; call it once the network is on its device.
 
         Args:
-            steps: of the loop's optimiser, in all.
-            done: how many of them were taken before.
-            trained: the parameters whose gradients are true, not scaled, when :meth:`step` is called.
+            steps: total number of steps of the loop's optimiser.
+            done: number of steps already taken.
+            trained: the parameters whose gradients are not scaled when :meth:`step` is called.
 
         Raises:
-            ValueError: the number of steps is unknown, below ten or another than before; the state of the steps before
-                is missing; a gate is not trained.
+            ValueError: the number of steps is unknown, below ten or not as before; the state of earlier steps is
+                missing; a gate is not trained.
         """
         if self.compacted is not None:
             return
@@ -144,9 +145,9 @@ class NetworkBudget:
         }
 
     def finish(self) -> nn.Module:
-        """Compact the network, after the last step; what could not be cut stays whole, with fixed gates and a warning.
+        """Compact the network after the last step; if it cannot be cut, it stays whole with fixed gates and a warning.
 
-        A training that ended early is put onto the budget first, with a warning.
+        If the training ended early, the gates are first put onto the budget, with a warning.
         """
         assert self.target is not None
         if self.target.step < self.target.steps:
@@ -166,12 +167,12 @@ class NetworkBudget:
         return self.compacted.network
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs beside the network's parameters; nothing before the start."""
+        """What a resumed training needs besides the network's parameters; empty before the start."""
         if self.target is None:
             return {}
         target = self.target.state_dict()
         return {"steps": self.target.steps, "target": target, "optimiser": self._optimiser.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict` at the next :meth:`start`."""
+        """Continue from :meth:`state_dict` at the next :meth:`start`."""
         self._saved = state_dict

@@ -11,32 +11,32 @@ __all__ = ["BudgetCallback"]
 
 
 class BudgetCallback(NetworkBudget, Callback):
-    """Keeps a network in a LightningModule to a budget, and puts the compacted one in its place at the end of ``fit``.
+    """Keeps a network in a LightningModule to a budget, and replaces it by the compacted one at the end of ``fit``.
 
-    The gates move as many steps as the trainer takes, and have an optimiser of their own: ``configure_optimizers`` may
-    take ``self.parameters()``, and neither learning rate, schedule, weight decay nor clipping reaches the gates. At the
+    The gates move at every step of the trainer, by an optimiser of their own: ``configure_optimizers`` may take
+    ``self.parameters()``, and neither learning rate, schedule, weight decay nor clipping affects the gates. At the
     trainer's ``log_every_n_steps`` it logs ``l0/fraction`` (of the full network's cost), ``l0/multiplier`` (nats per
     unit of cost) and ``l0/open_gates``. Accumulated gradients, mixed precision and DDP are supported, and
-    ``fit(ckpt_path=...)`` goes on from Lightning's checkpoints. After ``fit`` these no longer fit into the module; save
-    the result by ``callback.compacted.save``.
+    ``fit(ckpt_path=...)`` continues from Lightning's checkpoints. After ``fit`` these no longer fit into the module;
+    save the result with ``callback.compacted.save``.
 
     Args:
         network: the network with L0Gates, an attribute of the module or part of one. If it is the module itself, the
-            result is in ``compacted`` alone.
+            result is only in ``compacted``.
         example, budget, cost, pretrained, at_least, multiple_of: as for
             :class:`~pyro_l0.callbacks.budget.NetworkBudget`.
 
     Raises:
-        ValueError: at the start of ``fit``: the module has several optimisers or steps by itself, the number of steps
-            is unknown, a checkpoint is of a training without this callback or of another length, or the gates are not
-            trained.
+        ValueError: as NetworkBudget; at the start of ``fit``, the module has several optimisers or manual optimisation,
+            the number of steps is unknown, a checkpoint is of a training without this callback or of another length, or
+            the gates are not trained.
 
     Example:
         ``Trainer(max_epochs=20, callbacks=[BudgetCallback(module.net, x[:2], 0.3)]).fit(module, loader)``
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the gates, or go on from a checkpoint."""
+        """Open the gates, or continue from a checkpoint."""
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             raise ValueError(
                 "Expected automatic optimisation by one optimiser, but the module has "

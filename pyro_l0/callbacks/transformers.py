@@ -17,14 +17,14 @@ __all__ = ["BudgetCallback"]
 
 
 class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
-    """Keeps a Trainer's model to a budget, and puts the compacted one in its place at the end of ``train``.
+    """Keeps a Trainer's model to a budget, and replaces it by the compacted one at the end of ``train``.
 
-    The gates move as many steps as the Trainer takes, and have an optimiser of their own: neither learning rate,
-    schedule nor weight decay reaches them. With the Trainer's own logs it logs ``l0/fraction`` (of the full model's
-    cost), ``l0/multiplier`` (nats per unit of cost) and ``l0/open_gates`` by ``trainer.log``. Accumulated gradients,
-    mixed precision and DDP are supported, and ``train(resume_from_checkpoint=...)`` goes on from the Trainer's
-    checkpoints. Afterwards ``trainer.model`` is the small model; save it by ``callback.compacted.save``, as its
-    configuration is that of the large one.
+    The gates move at every step of the Trainer, by an optimiser of their own: neither learning rate, schedule nor
+    weight decay affects them. With the Trainer's own logs it logs ``l0/fraction`` (of the full model's cost),
+    ``l0/multiplier`` (nats per unit of cost) and ``l0/open_gates`` by ``trainer.log``. Accumulated gradients, mixed
+    precision and DDP are supported, and ``train(resume_from_checkpoint=...)`` continues from the Trainer's checkpoints.
+    Afterwards ``trainer.model`` is the small model; save it with ``callback.compacted.save``, because its configuration
+    is still that of the large one.
 
     Args:
         trainer: the Trainer of a model with L0Gates.
@@ -34,8 +34,9 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
         **options: of NetworkBudget, such as ``pretrained=True``.
 
     Raises:
-        ValueError: the Trainer would load another model at the end, or make callbacks anew from a checkpoint; at the
-            start of ``train``: a checkpoint is of a training without this callback or of another length.
+        ValueError: as NetworkBudget, or the Trainer would load another model at the end, or restore callbacks from a
+            checkpoint; at the start of ``train``, a checkpoint is of a training without this callback or of another
+            length.
 
     Example:
         ``trainer.add_callback(BudgetCallback(trainer, {"input_ids": tokens[:2]}, 0.3, pretrained=True))``
@@ -54,7 +55,7 @@ class BudgetCallback(NetworkBudget, TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open the gates, or go on from a checkpoint."""
+        """Open the gates, or continue from a checkpoint."""
         saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         if isinstance(saved, dict) and saved["attributes"]:
             data = io.BytesIO(base64.b64decode(saved["attributes"]["state"]))

@@ -18,15 +18,15 @@ _closed: ContextVar[frozenset[Door]] = ContextVar("_closed", default=frozenset()
 
 @contextmanager
 def disabled(*doors: Door) -> Iterator[None]:
-    """A context in which plain ways are taken: the same numbers to rounding, in more time.
+    """A context without the faster ways: the same numbers up to rounding, in more time.
 
     Code that ``torch.compile`` traces uses plain formulas anyway, and records sites without Pyro's messages.
 
     Args:
-        doors: which to close; all if none is given. ``"record"``: a loss records sites without Pyro's messages, and so
-            can draw jointly. ``"joint_draws"``: gates of one kind are drawn, priced and integrated as one vector.
-            ``"kl"``: the closed form is one node with written-out derivatives, computed in blocks.
-            ``"deferred_products"``: gates multiply the weights of the next layer, and so norms can be recorded.
+        doors: names of the faster ways to close; all if none is given. ``"record"``: a loss records sites without
+            Pyro's messages, and so can draw jointly. ``"joint_draws"``: gates of one kind are drawn, priced and
+            integrated as one vector. ``"kl"``: the closed form is one node with written-out derivatives, computed in
+            blocks. ``"deferred_products"``: gates multiply the weights of the next layer, and so norms can be recorded.
             ``"recorded_norms"``: such layers compute the norms that a weight decay needs.
 
     Raises:
@@ -49,6 +49,6 @@ def disabled(*doors: Door) -> Iterator[None]:
 
 
 def is_open(door: Door) -> bool:
-    """Whether a faster way, named as in :func:`disabled`, is open."""
+    """Whether a faster way, named as in :func:`disabled`, is open; the example is there."""
     # A context variable can't be traced.
     return torch.compiler.is_compiling() or door not in _closed.get()

@@ -1,4 +1,4 @@
-"""Training in epochs: a loop over them, checkpoints to resume from, and several processes that train together."""
+"""Training in epochs: a loop, checkpoints to resume from, and several processes that train together."""
 
 from pyro_l0.training.checkpoint import Checkpoint
 from pyro_l0.training.epochs import epochs

@@ -26,14 +26,14 @@ _SHORT = 40  # characters of a value that a message shows
 
 
 class Checkpoint:
-    """A file that is replaced as a whole after every epoch; of several processes the first one writes.
+    """The file of a run, replaced atomically after every epoch; with several processes the first one writes.
 
-    It carries a SHA-256 of all that is in it; files of earlier versions have none and are read as they are. The one
-    before it stays beside it, as ``.previous``. Reading one runs no code: it holds tensors and plain values.
+    The file has a SHA-256 of its contents; files of earlier versions have none and are read unchecked. The file before
+    stays as ``.previous``. Reading runs no code: it holds tensors and plain values.
 
     Args:
         path: the file.
-        described: what a run and the one that resumes it must agree in, as plain values.
+        described: plain values in which a run and the one that resumes it must agree, by name.
         loader: gives the batches; the states of its random number generators are kept, too.
 
     Example:
@@ -51,10 +51,14 @@ class Checkpoint:
     @staticmethod
     @contextmanager
     def held(path: str | Path | None, resume: bool) -> Iterator[None]:
-        """A context in which no other run holds the file.
+        """A context in which no other run can use the file.
+
+        Args:
+            path: the file; None for none.
+            resume: whether the run continues from a file that exists.
 
         Raises:
-            FileExistsError: there is a file, and the run does not resume.
+            FileExistsError: the file exists, and the run does not resume.
             FileNotFoundError: its folder does not exist.
             ValueError: another run holds it.
         """
@@ -72,14 +76,14 @@ class Checkpoint:
             yield
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write a run's state and the random numbers of every process.
+        """Write a run's state and the random states of every process.
 
         Args:
-            state: tensors and plain values.
+            state: tensors and plain values by name.
 
         Raises:
-            ValueError: the state holds something else. The file stays as it was.
-            OSError: the file can't be written. It stays as it was.
+            ValueError: the state holds something else; the file stays as it was.
+            OSError: the file cannot be written; it stays as it was.
         """
         randoms = [random_state(self._loader)]
         if processes() > 1:
@@ -102,14 +106,14 @@ class Checkpoint:
         self._is_first = False
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None], device: torch.device | str = "cpu") -> None:
-        """Hand out the state to go on from, and set the random numbers; nothing if there is no file yet.
+        """Pass the saved state on and restore the random states; do nothing if there is no file yet.
 
         Args:
-            take_up: the run's ``load_state_dict``.
-            device: where the run trains, whose random numbers are set.
+            take_up: gets the state, such as the run's ``load_state_dict``.
+            device: the device where the run trains.
 
         Raises:
-            ValueError: the file is damaged, was changed, lacks something, or is of another run.
+            ValueError: the file is damaged, was changed, is incomplete, or is of another run.
         """
         if not self.path.exists():
             return

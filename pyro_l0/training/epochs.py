@@ -14,7 +14,7 @@ __all__ = ["Trainable", "check_finite", "epochs"]
 
 
 class Trainable(Protocol):
-    """What can be trained epoch by epoch."""
+    """A run that :func:`~pyro_l0.training.epochs` trains has these members."""
 
     history: list[dict[str, Any]]  # an entry for every epoch so far; a part of the state
 
@@ -23,26 +23,26 @@ class Trainable(Protocol):
         """Whether all epochs are over."""
 
     def advance(self) -> dict[str, Any]:
-        """Train for an epoch, and return its entry of the history."""
+        """Train for an epoch and return its history entry, values by name."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, random numbers apart."""
+        """What a resumed run needs, except random states."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
 
 
 def epochs(run: Trainable, checkpoint: Checkpoint | None = None) -> Iterator[dict[str, Any]]:
-    """Train to the end, and write a checkpoint after every epoch.
+    """Train a run to its end, and write a checkpoint after every epoch.
 
-    An epoch whose entry makes the caller stop is not written: a resumed run repeats it.
+    If the caller stops at an epoch's entry, that epoch is not written, and a resumed run repeats it.
 
     Args:
-        run: what is trained. To resume, call ``checkpoint.load(run.load_state_dict)`` before.
+        run: the run. To resume, first call ``checkpoint.load(run.load_state_dict)``.
         checkpoint: the file; None for none.
 
     Yields:
-        The entry of each epoch in the history, to print it, say.
+        The history entry of each epoch, for instance to print it.
 
     Example:
         >>> class Halving:

@@ -29,11 +29,17 @@ def process_group(device: str | torch.device = "cpu") -> Iterator[bool]:
     """A context in which the processes that ``torchrun`` started form a group; without ``torchrun`` it does nothing.
 
     Args:
-        device: where the processes train. On CUDA each takes the GPU of its local rank and joins by NCCL, and by gloo
-            for what lies on the host, such as the random states of a checkpoint.
+        device: where the processes train. On CUDA each takes the GPU of its local rank and communicates by NCCL, and by
+            gloo for tensors on the host, such as the random states of a checkpoint.
 
     Yields:
         Whether this is the first process, the one that prints and writes.
+
+    Example:
+        >>> with process_group("cpu") as is_first:  # in a script that ``torchrun`` or ``python`` starts
+        ...     if is_first:
+        ...         print("training")
+        training
     """
     if "WORLD_SIZE" not in os.environ:
         yield True

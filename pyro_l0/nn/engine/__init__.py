@@ -1,4 +1,4 @@
-"""The network engine: one recorded call, the units that its tensors share, and which of them can leave."""
+"""The network engine: records a call, follows the units that its tensors share, and finds which can be removed."""
 
 from pyro_l0.nn.engine.analysis import Analysis, Fold, GateMap, ReducedNorm, analyse
 from pyro_l0.nn.engine.maps import Maps, find_rule, rule

@@ -54,7 +54,7 @@ class GateMap:
 
 @dataclass(frozen=True)
 class ReducedNorm:
-    """A LayerNorm or RMSNorm some of whose units leave; those that left were zeros, and still count in its mean."""
+    """A LayerNorm or RMSNorm that loses units; the removed ones were zeros, and still count in its mean."""
 
     path: str  # the module, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's
     size: int  # number of units that there were
@@ -63,20 +63,20 @@ class ReducedNorm:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Answer of :func:`analyse`. Indices are int64 on the CPU, in the numbering of the recorded network.
+    """What :func:`analyse` returns. Indices are int64 on the CPU, in the numbering of the recorded network.
 
     Attributes:
         kept: by name of a parameter or buffer that was used (every name of a tied one), the indices that stay in
             each of its dimensions.
         folds: constant inputs that go into biases.
         gates: by site, what stays in front of and behind the gate.
-        norms: norms over units of which some leave.
-        zero_channels: by path of a BatchNorm, its channels (in the full numbering) whose input is zero; their running
-            mean is to be set to 0, its limit.
-        removed: by site, the units that leave behind the gate.
+        norms: norms that lose units.
+        zero_channels: by path of a BatchNorm, its channels (in the full numbering) whose input is zero; set their
+            running mean to 0, its limit.
+        removed: by site, the units that are removed behind the gate.
         reasons: by site, the closed units that stay behind the gate or in front of it, and why.
         barriers: operations without a rule that units would have to pass, and how often.
-        shrunk: by module path, sizes of tensors that shrank while the module ran, and what they are now.
+        shrunk: by module path, sizes of tensors that shrank while the module ran, and their new values.
         maps: what the rules know of the recording.
         solution: which units stay.
     """
@@ -94,19 +94,19 @@ class Analysis:
     solution: Solution
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """The shape of a recorded value when the units have left."""
+        """The shape of a recorded value after the units were removed."""
         return tuple(self.solution.size(axis) for axis in self.maps.axes[value])
 
     def multiply_adds(self, kept: bool = True) -> int:
-        """Multiply-adds of the recorded contractions and convolutions, without scaled-dot-product attention.
+        """Multiply-adds of the recorded calls' contractions and convolutions, without scaled-dot-product attention.
 
         Args:
-            kept: whether to count what stays, or the recorded network.
+            kept: whether to count what stays, or else the recorded network.
         """
         return self._count(kept, is_attention=False)
 
     def attention_multiply_adds(self, kept: bool = True) -> int:
-        """Multiply-adds of scaled-dot-product attention, which torch's counter misses on some machines."""
+        """Multiply-adds of scaled-dot-product attention; torch's counter misses them on some machines."""
         return self._count(kept, is_attention=True)
 
     def _count(self, kept: bool, is_attention: bool) -> int:
@@ -123,15 +123,15 @@ def analyse(
     values: Mapping[str, Tensor] | None = None,
     folds: bool = True,
 ) -> Analysis:
-    """Find the units that can leave a network whose closed gates are zero, so that its outputs stay as they are.
+    """Find the units that can be removed from a network whose closed gates are zero without changing its outputs.
 
     Args:
-        recording: the network, recorded.
+        recording: the network, recorded by :func:`record`.
         closed: by site, which gates are closed, bool of shape ``(size,)``; a missing site has none.
-        values: by site, the values of gates that are fixed. Without them the gates that are not closed stay random,
-            so that what they make of a constant varies, as needed during training.
-        folds: whether inputs of a layer that are constant may leave into its bias. While training they stay, since
-            their derivatives would change.
+        values: by site, the values of gates that are fixed. Without them the other gates stay random, and what they
+            make of a constant varies, as needed during training.
+        folds: whether constant inputs of a layer may be folded into its bias. They stay during training, because their
+            derivatives would change.
 
     Raises:
         ValueError: a site is not recorded, or a shape does not fit.

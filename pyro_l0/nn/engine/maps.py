@@ -57,7 +57,7 @@ class Product:
 
 @dataclass(eq=False)
 class Maps:
-    """What the rules know of a recording."""
+    """What the rules know of a recording; a :func:`rule` calls its methods to say how entries belong together."""
 
     recording: Recording
     closed: Mapping[str, Mask]  # by site, which gates are closed
@@ -99,7 +99,7 @@ class Maps:
         return min(axis.state for axis in self.dims(value))
 
     def states(self, value: Value, dim: int) -> States:
-        """What is known of each slice of a tensor along a dimension."""
+        """What is known of each slice of a tensor along a dimension, shape ``(size,)``."""
         return self.axes[value][dim].states
 
     def broadcast_states(self, value: Value, dim: int, size: int) -> States:
@@ -109,7 +109,7 @@ class Maps:
         return np.full(size, self.state(value), dtype=np.uint8)
 
     def set_states(self, value: Value, dim: int, states: States) -> None:
-        """Say what is known of each slice of a tensor along a dimension."""
+        """Say what is known of each slice of a tensor along a dimension, shape ``(size,)``."""
         self.axes[value][dim].states = states
 
     def set_state(self, value: Value, state: int) -> None:
@@ -120,15 +120,15 @@ class Maps:
     def same(
         self, source: Value, dim: int, target: Value, target_dim: int, where: Mask | None = None, tied: bool = True
     ) -> None:
-        """Entry i of a dimension of an input is read by entry i of a dimension of the output, and by no other.
+        """Say that entry i of an input's dimension is read by entry i of the output's dimension, and by no other.
 
         Args:
             source: the input.
             dim: its dimension.
             target: the output.
             target_dim: its dimension.
-            where: which entries are read at all; all without it.
-            tied: whether one leaves if and only if the other does.
+            where: which entries are read at all, bool of shape ``(size,)``; by default all.
+            tied: whether one is removed if and only if the other is.
         """
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         if tied:
@@ -138,7 +138,7 @@ class Maps:
     def passes(
         self, source: Value, dim: int, target: Value, target_dim: int, least: int = ZERO, nonzero: int = ZERO
     ) -> None:
-        """Entry i of an input is entry i of the output, and just as constant.
+        """Say that entry i of an input is entry i of the output, and just as constant.
 
         Args:
             source: the input.
@@ -146,7 +146,7 @@ class Maps:
             target: the output.
             target_dim: its dimension.
             least: what entries become at least, such as :data:`CONSTANT` for zeros to which something is added.
-            nonzero: what those become at least that are not zero.
+            nonzero: what entries that are not zero become at least.
         """
         states = self.states(source, dim)
         self.same(source, dim, target, target_dim)
@@ -163,7 +163,7 @@ class Maps:
     def part(
         self, source: Value, dim: int, target: Value, target_dim: int, entries: Index, target_entries: Index
     ) -> None:
-        """Some entries of an input are some entries of the output, in the given orders, and just as constant."""
+        """Say that ``entries`` of an input are ``target_entries`` of the output, in order, and just as constant."""
         one, other = self.axes[source][dim], self.axes[target][target_dim]
         self.slots.join_entries(one.block, entries, other.block, target_entries)
         self._say(Link(one, other, entries, target_entries))
@@ -183,12 +183,12 @@ class Maps:
     def reads(
         self, *places: tuple[Value, int], where: Mask | None = None, groups: int = 1, behind: Axis | None = None
     ) -> None:
-        """Entries of the inputs are read together: a sum over them needs those that are not zero.
+        """Say that entries of inputs are read together: a sum over them needs those that are not zero.
 
         Args:
             places: inputs and their dimensions, which hold the same units.
-            where: which entries are read; all without it, zeros too.
-            groups: with ``behind``, in how many groups.
+            where: which entries are read, bool of shape ``(size,)``; by default all, zeros too.
+            groups: with ``behind``, the number of groups.
             behind: the output's dimension; entries of a group are read for the entries of the same group.
         """
         axes = tuple(self.axes[value][dim] for value, dim in places)
@@ -197,7 +197,7 @@ class Maps:
         self._say(Read(axes, where, self.place, groups, behind))
 
     def fixes(self, value: Value, *dims: int) -> None:
-        """All entries of dimensions of an input or an output have to stay, for the operation to run at all."""
+        """Say that all entries of these dimensions of an input or output must stay for the operation to run."""
         for dim in dims:
             self.reads((value, dim))
             self.pin(self.axes[value][dim].block)
@@ -237,7 +237,7 @@ class Maps:
         return list({(*map(id, factors), id(flat)): (factors, flat) for factors, flat in boxes}.values())
 
     def reshape(self, sources: Sequence[Axis], targets: Sequence[Axis]) -> None:
-        """The entries of some dimensions of an input, in order, are those of some dimensions of the output."""
+        """Say that the entries of some dimensions of an input are, in order, those of some of the output's."""
         blocks = [axis.block for axis in sources]
         flat = blocks[0] if len(sources) == 1 else self.slots.new(math.prod(axis.size for axis in sources))
         if len(sources) > 1:
@@ -262,7 +262,7 @@ class Maps:
         return axis
 
     def barrier(self) -> None:
-        """Nothing is known of the operation: all that it touches stays."""
+        """Say that nothing is known of the operation: all that it touches stays."""
         self.barriers[self.operation] = self.place
         for value in [*self.operation.inputs, *self.operation.made]:
             for dim in range(value.rank):
@@ -304,13 +304,13 @@ _RULES: dict[str, Rule] = {}
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a function as the rule of the operations of these names, replacing any earlier one.
 
-    By the methods of :class:`~pyro_l0.nn.engine.Maps`, a rule says how the entries of an operation's inputs and
-    outputs belong together, which of them are read together, and what is known of the outputs. An operation without a
-    rule is a barrier: all that it touches stays. The twin that works in place (``relu_``) has the same rule.
+    A rule calls methods of :class:`~pyro_l0.nn.engine.Maps` to say how the entries of an operation's inputs and outputs
+    belong together, which of them are read together, and what is known of the outputs. An operation without a rule is a
+    barrier: all that it touches stays. The in-place twin (``relu_``) has the same rule.
 
     Args:
-        names: as ``torch.ops`` has them, with their library: ``"aten::relu"``, or ``"mine::scale"`` for an operation
-            of your own.
+        names: names as in ``torch.ops``, with the library: ``"aten::relu"``, or ``"mine::scale"`` for an operation of
+            your own.
 
     Example:
         >>> @rule("mine::scale")

@@ -32,14 +32,17 @@ _Signature = list[tuple[str, object]]
 def record(network: nn.Module, example: Example, with_training: bool = False) -> Recording:
     """Run a network in eval mode and record its operations on tensors.
 
-    Each gate is one operation, which multiplies by nothing. The network, its buffers, its training flags and the
-    random numbers that follow are as before.
+    Each gate is recorded as one operation, which leaves its input as it is. The network, its buffers, its training
+    flags and the random state are as before.
 
     Args:
         network: any module.
         example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
-            such calls, where a network branches on its inputs. A small batch is enough.
+            such calls if a network branches on its inputs. A small batch is enough.
         with_training: whether to make every call twice, the second time with the users' own modules in training mode.
+
+    Returns:
+        The operations and their values, for :func:`analyse`.
 
     Raises:
         TypeError: the example is none of these.

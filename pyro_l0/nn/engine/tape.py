@@ -44,10 +44,10 @@ class Operation:
         name: its name without overload, such as ``"aten::addmm"`` or ``"gate"``.
         function: what was called.
         args: its positional arguments, with values in place of tensors.
-        kwargs: its keywords, likewise.
+        kwargs: its keyword arguments, likewise.
         arguments: all arguments by the names in its signature, defaults included.
-        outputs: the values that it made; None where it returned something else.
-        path: the module that called it.
+        outputs: the values that it made; None for anything that is not a tensor.
+        path: path of the module that called it.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Operation:
         return [value for value in self.outputs if value is not None]
 
     def value(self, name: str) -> Value:
-        """An argument that is a tensor."""
+        """The argument of this name, a tensor."""
         found = self.arguments[name]
         assert isinstance(found, Value), f"{name} of {self.name} is {found!r}"
         return found
 
     def maybe(self, name: str) -> Value | None:
-        """An argument that may be a tensor."""
+        """The argument of this name if it is a tensor, or else None."""
         found = self.arguments.get(name)
         return found if isinstance(found, Value) else None
 
@@ -90,11 +90,11 @@ class Operation:
         return self.maybe("bias") or (self.maybe("self") if "add" in self.name else None)
 
     def integer(self, name: str) -> int:
-        """An argument that is an integer."""
+        """The argument of this name, an integer."""
         return int(cast(int, self.arguments[name]))
 
     def integers(self, name: str) -> list[int]:
-        """An argument that is a list of integers; one alone, or None, becomes a list."""
+        """The argument of this name as a list of integers; a single one, or None, becomes a list."""
         found = self.arguments.get(name)
         if found is None:
             return []
