@@ -60,9 +60,9 @@ class AutoGate(AutoGuide):
 
     Raises:
         TypeError: an option has the wrong type, or ``family`` is not a class of gates.
-        ValueError: ``init_jitter`` is negative or not finite; when called, a rate is outside (0, 1) or names a site
-            that is not a gate, the model has no gate, another latent is discrete, a site is in a sequential plate, or
-            its support depends on other sites.
+        ValueError: a rate is outside (0, 1), or ``init_jitter`` is negative or not finite; when called, a rate names a
+            site that is not a gate, the model has no gate, or another latent is discrete, in a sequential plate, or has
+            a support that depends on other sites.
 
     Example:
         >>> import pyro
