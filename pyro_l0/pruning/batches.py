@@ -77,7 +77,16 @@ class BatchLoss:
         with self._context():
             if isinstance(inputs, Mapping):
                 return network(**inputs)
-            return network(*inputs) if isinstance(inputs, (tuple, list)) else network(inputs)
+            if not isinstance(inputs, (tuple, list)):
+                return network(inputs)
+            try:
+                return network(*inputs)
+            except TypeError as error:
+                error.add_note(
+                    f"The batch gave {len(inputs)} inputs, as only its last item is targets; put several targets into "
+                    "one, such as (image, (label, box))."
+                )
+                raise
 
     def split(self, batch: object) -> tuple[object, object]:
         """Inputs and targets, on the device."""

@@ -40,7 +40,12 @@ class PruningReport:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {n:,.0f} of {of:,.0f} ({n / of:.1%})" for name, (n, of) in self.left.items() if of]
+        units = {"latency": " microseconds"}
+        lines = [
+            f"{name}: {n:,.0f} of {of:,.0f}{units.get(name, '')} ({n / of:.1%})"
+            for name, (n, of) in self.left.items()
+            if of
+        ]
         numbers = {"as given": self.dense, "as cut": self.cut, "at the end": self.end}
         lines += [f"{when}: {value:.4g}" for when, value in numbers.items() if value is not None]
         lines.append(str(self.target))

@@ -65,7 +65,9 @@ def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
 
 
 def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
-    """A data frame with numbers instead of levels, NaN where one is missing; refuses levels that are none of these."""
+    """A data frame with numbers instead of levels, NaN where one is missing; refuses other levels, and other text."""
+    if hasattr(x, "iloc"):
+        _refuse_text(x, levels)
     if not levels:
         return x
     if not hasattr(x, "iloc"):
@@ -86,3 +88,14 @@ def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
             )
         found.isetitem(j, np.where(codes < 0, np.nan, codes))
     return found  # type: ignore[no-any-return]
+
+
+def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
+    from pandas.api.types import infer_dtype
+
+    for j, (name, column) in enumerate(frame.items()):
+        if j not in levels and infer_dtype(column, skipna=True) == "string":
+            raise ValueError(
+                f"Expected numbers or a categorical column, but {name!r} holds text; pass "
+                f"X.astype({{{name!r}: 'category'}})."
+            )

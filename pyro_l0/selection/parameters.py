@@ -76,7 +76,7 @@ def checked_groups(groups: ArrayLike | None, features: int) -> NDArray[np.intp]:
     if not fits or set(found.tolist()) != set(range(int(found.max()) + 1)):
         raise ValueError(
             f"Expected groups to be whole numbers from 0 on, one for each of {features} features and none left out, "
-            f"but got {groups!r}."
+            f"but got {groups!r}; names become numbers by np.unique(names, return_inverse=True)[1]."
         )
     return found.astype(np.intp)
 

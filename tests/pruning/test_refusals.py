@@ -207,6 +207,14 @@ def test_a_network_that_looks_untrained():
     assert not any("untrained" in note for note in pruned(trained(Mlp())).report.notes)
 
 
+def test_several_targets():
+    """They are one item of the batch; beside each other all but the last would be inputs."""
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3") as caught:
+        pruned(data=[(x, y, y) for x, y in BATCHES])
+    assert "gave 2 inputs" in caught.value.__notes__[0]
+    assert "(image, (label, box))" in caught.value.__notes__[0]
+
+
 @pytest.mark.filterwarnings("ignore:24 steps are few")
 def test_coarse_units():
     """A fraction below .95 of the budget, with the share of the largest unit."""

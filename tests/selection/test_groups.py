@@ -149,7 +149,8 @@ def test_three_classes():
 @pytest.mark.parametrize("groups", [[0, 1], [0, 1, 3], [0, -1, 1], [0.0, 1.0, 2.0], "abc", [[0, 1, 2]]])
 def test_wrong_groups(groups):
     x = np.random.default_rng(0).normal(size=(20, 3))
-    with pytest.raises(ValueError, match="Expected groups to be whole numbers from 0 on, one for each of 3 features"):
+    match = r"Expected groups to be whole numbers from 0 on, one for each of 3 features.*np\.unique\(names"
+    with pytest.raises(ValueError, match=match):
         SpikeSlabRegressor(groups=groups).fit(x, x[:, 0])
 
 
@@ -219,6 +220,16 @@ def test_other_levels_and_other_containers_are_refused():
         model.predict(new.to_numpy())
     with pytest.raises(ValueError, match="NaN"):
         SpikeSlabRegressor().fit(frame.assign(city=frame["city"].where(frame["city"] != "a")), y)
+
+
+@pytest.mark.parametrize("kind", [object, "string"])
+def test_text_is_refused(kind):
+    """Until it is made categorical, as the message says; also where some of it is missing."""
+    frame, y = shops()
+    text = frame.assign(city=frame["city"].astype(kind).where(frame["city"] != "a", None))
+    with pytest.raises(ValueError, match=r"'city' holds text; pass X.astype\({'city': 'category'}\)"):
+        SpikeSlabRegressor().fit(text, y)
+    SpikeSlabRegressor(random_state=0).fit(frame.astype({"city": kind}).astype({"city": "category"}), y)
 
 
 def test_sparse_features_are_refused():

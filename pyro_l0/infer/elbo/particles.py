@@ -55,7 +55,7 @@ def over_particles(
 
             return torch.vmap(one, randomness="different")(tensors)
     except RuntimeError as error:
-        if "vmap" not in str(error):
+        if "vmap" not in str(error) and "functorch" not in str(error):
             raise
         raise ValueError(
             "Expected a model whose particles can be evaluated at once, but torch.vmap can't map it; set "

@@ -9,7 +9,7 @@ import torch
 from pyro import poutine
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer import AutoSpikeSlab, check_fit, fit
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
 from pyro_l0.infer.posterior import fit as fitting
 from pyro_l0.infer.posterior.evidence import log_ratios
 from tests.infer.regressions import correlated_guide, leave_one_out
@@ -191,6 +191,21 @@ def test_a_model_that_cannot_be_mapped(monkeypatch):
     elbo = leave_one_out(vectorize_particles=True)
     with pytest.raises(ValueError, match=r"torch\.vmap can't map it; set vectorize_particles=False"):
         elbo.differentiable_loss(branching, guide)
+
+
+def test_parameters_can_not_be_made_in_many_particles_at_once():
+    """Pyro makes them at their first call."""
+
+    def coin():
+        pyro.sample("z", BernoulliGate(logits=pyro.param("logits", torch.zeros(2))).to_event(1))
+
+    def toss():
+        z = pyro.sample("z", BernoulliGate(probs=torch.full((2,), 0.5)).to_event(1))
+        pyro.sample("y", dist.Normal(z.sum(), 1.0), obs=torch.ones(()))
+
+    elbo = L0_ELBO("free_energy", estimator="leave_one_out", num_particles=2, vectorize_particles=True)
+    with pytest.raises(ValueError, match=r"set vectorize_particles=False"):
+        elbo.differentiable_loss(toss, coin)
 
 
 # ------------------------------------------------------------ dtypes and sizes
