@@ -93,9 +93,10 @@ def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
 def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
     from pandas.api.types import infer_dtype
 
-    for j, (name, column) in enumerate(frame.items()):
-        if j not in levels and infer_dtype(column, skipna=True) == "string":
-            raise ValueError(
-                f"Expected numbers or a categorical column, but {name!r} holds text; pass "
-                f"X.astype({{{name!r}: 'category'}})."
-            )
+    columns = enumerate(frame.items())
+    text = [name for j, (name, column) in columns if j not in levels and infer_dtype(column, skipna=True) == "string"]
+    if text:
+        raise ValueError(
+            f"Expected numbers or categorical columns, but {text} hold text; pass "
+            f"X.astype({dict.fromkeys(text, 'category')})."
+        )

@@ -227,7 +227,7 @@ def test_text_is_refused(kind):
     """Until it is made categorical, as the message says; also where some of it is missing."""
     frame, y = shops()
     text = frame.assign(city=frame["city"].astype(kind).where(frame["city"] != "a", None))
-    with pytest.raises(ValueError, match=r"'city' holds text; pass X.astype\({'city': 'category'}\)"):
+    with pytest.raises(ValueError, match=r"\['city'\] hold text; pass X.astype\({'city': 'category'}\)"):
         SpikeSlabRegressor().fit(text, y)
     SpikeSlabRegressor(random_state=0).fit(frame.astype({"city": kind}).astype({"city": "category"}), y)
 
