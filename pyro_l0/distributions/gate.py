@@ -48,7 +48,7 @@ class GateDistribution(TorchDistribution):
     guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's; override those that are needed.
 
     Everything works with ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)``; third derivatives
-    of a mixture's draws and quantiles, and of draws from a tail, do not exist. Under ``torch.vmap`` and
+    of a mixture's draws and quantiles, and of draws from a tail, are missing. Under ``torch.vmap`` and
     ``torch.compile`` no Python code can read a value, so parameters, values and rates are not validated there;
     ``torch.vmap`` needs ``randomness="different"`` or ``"same"`` for draws.
 

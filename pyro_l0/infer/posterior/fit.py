@@ -88,7 +88,7 @@ def fit(
         num_particles: draws per step, at least 2.
         learning_rate: the gates' learning rate at the start; see :meth:`AutoSpikeSlab.parameter_groups`.
         seed: seed of all random numbers.
-        progress: whether to print the loss ten times, to the standard error.
+        progress: whether to print the loss about ten times per restart, to the standard error.
         **kwargs: keyword arguments of the model.
 
     Returns:
