@@ -168,7 +168,7 @@ class SparsityTarget:
     def optimiser_options(self) -> dict[str, float | tuple[float, float]]:
         """Keywords for the parameter group of ``guide.locations()`` in Adam, whatever the loss's scale.
 
-        An AutoGate over hard concretes has no other parameters. Those of other families stay out of the optimiser: at
+        An AutoGate over hard concretes has no other parameters. Leave those of other families out of the optimiser: at
         this rate they would move far from where gates close.
         """
         return {"lr": self.gate_learning_rate, "betas": _BETAS, "eps": _EPS, "weight_decay": 0.0}
