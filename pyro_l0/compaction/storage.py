@@ -60,7 +60,7 @@ class Compacted:
         permissions of the old one. A killed process may leave a file ``.pyro_l0-*.tmp``, which can be deleted.
 
         Args:
-            path: the file, with or without ``.safetensors``.
+            path: the file without its ending ``.safetensors``.
 
         Raises:
             ValueError: a tensor or the certificate is not finite; nothing is written.
@@ -107,8 +107,8 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
         >>> network = nn.Sequential(nn.Linear(2, 3), L0Gate(3), nn.Linear(3, 1))
         >>> small = compact(network, {"1": torch.tensor([1.0, 0.0, 1.0])}, torch.ones(1, 2))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     small.save(f"{folder}/small.safetensors")
-        ...     again = load_compacted(network, f"{folder}/small.safetensors")
+        ...     small.save(f"{folder}/small")
+        ...     again = load_compacted(network, f"{folder}/small")
         >>> again.network[0].out_features
         2
     """
