@@ -6,14 +6,13 @@ Units and inputs that no weight reads any more leave while it trains. The table 
 - ``median``: the slabs' means behind gates that are more likely open than not, of which only the weights on a path from
   an input to an output count;
 - ``draws``: predictions averaged over draws of these weights;
-- ``rounded``: the median network with as many bits as the posterior's spread asks for, saved and loaded again;
 - one deterministic network, five of them (an ensemble), and one trained and drawn with dropout, all for equal steps.
 
 ``AUROC``: how well predictions' entropy tells test images from ones turned by a quarter, and from CIFAR-10's in grey.
 
 ``python examples/bayesian_mlp.py`` takes a minute on scikit-learn's digits; ``--data cancer`` takes scikit-learn's
 breast cancer, each seed another split; ``--data mnist --hidden 600 600 --steps 7200 --prior-active-prob 0.05`` takes
-half an hour a seed. It writes ``reliability.png``, and the rounded network as ``rounded.npz``, to ``--out``.
+half an hour a seed. It writes ``reliability.png`` to ``--out``.
 """
 
 from common import command
@@ -21,17 +20,17 @@ from common import command
 if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
+from common.bayesian import fit
 from common.cifar import load_cifar
 from common.data import Images, load_images
 from common.sweep import spread
@@ -42,6 +41,7 @@ from pyro_l0.plots import plot_curves, save_figure
 __all__ = ["Options", "main"]
 
 SLAB_RATE, GATE_RATE, DROPOUT, ENSEMBLE = 5e-3, 3e-2, 0.5, 5  # of learning, of dropout
+FIXED = 20.0  # logit of a gate that is open or closed for good
 Row = dict[str, float]
 
 
@@ -56,6 +56,7 @@ class Options:
         hidden: units of the hidden layers.
         steps: of every training.
         prior_active_prob: prior probability that a weight is not zero.
+        prior_scale: standard deviation of the slabs.
         draws: of predictions.
         rivals: whether to train the deterministic networks.
         seeds: each a run.
@@ -68,6 +69,7 @@ class Options:
     hidden: tuple[int, ...] = (100, 100)
     steps: int = 2400
     prior_active_prob: float = 0.05
+    prior_scale: float = 1.0
     draws: int = 20
     rivals: bool = True
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -107,24 +109,22 @@ def _run(images: Images, options: Options, seed: int) -> dict[str, Row]:
         mlp = bayes.InputSkipMLP(*sizes, activation=nn.Sequential(nn.ReLU(), nn.Dropout(dropout)))
         return nn.Sequential(mlp, OneLogit()) if is_binary else mlp
 
-    net = bayes.bayesian(network(), bayes.SpikeSlabPrior(options.prior_active_prob))
+    net = bayes.bayesian(network(), bayes.SpikeSlabPrior(options.prior_active_prob, options.prior_scale))
     groups = [(p, GATE_RATE if name.endswith("logits") else SLAB_RATE) for name, p in net.named_parameters()]
     optimiser = torch.optim.Adam({"params": p, "lr": rate} for p, rate in groups)
-    shrinker = Shrinker(net, bayes.WeightGates(net, example), example, optimiser, patience=1)
-    _fit(net, images, options.steps, optimiser, lambda: bayes.kl(net), shrinker.step)
+    shrinker = Shrinker(net, bayes.WeightGates(net, example, 2 * options.prior_active_prob), example, optimiser)
+    fit(net, images, options.steps, optimiser, lambda: bayes.kl(net), shrinker.step)
+    _fix_gates(net, bayes.active_weights(net, example))
+    shrinker.step()
+    slabs = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], SLAB_RATE)
+    fit(net, images, options.steps // 5, slabs, lambda: bayes.kl(net))
 
     active = bayes.active_weights(net, example)
-    precision = bayes.bit_precision(net, active)
-    rounded, file = bayes.quantise(bayes.plain_network(net, keep=active), precision), options.out / "rounded.npz"
-    size = bayes.save_quantised(rounded, precision, file)
-    rounded.load_state_dict(bayes.load_quantised(file))
     weights = float(sum(int(on.sum()) for on in active.values()))
-    bits = sum(precision[path].bits * int(on.sum()) for path, on in active.items()) / max(1.0, weights)
     draws = [bayes.plain_network(net, sample=True, keep=active) for _ in range(options.draws)]
     methods: dict[str, tuple[Sequence[nn.Module], Row]] = {
         "median": ([bayes.plain_network(net, keep=active)], {"weights": weights}),
         "draws": (draws, {"weights": weights}),
-        "rounded": ([rounded], {"weights": weights, "bits": bits, "bytes": float(size)}),
     }
     if options.rivals:
         ensemble = [_deterministic(network(), images, options.steps) for _ in range(ENSEMBLE)]
@@ -138,27 +138,18 @@ def _run(images: Images, options: Options, seed: int) -> dict[str, Row]:
     return {name: _evaluate(nets, images, options) | row for name, (nets, row) in methods.items()}
 
 
-def _fit(net: nn.Module, images: Images, steps: int, optimiser: Any, price: Callable[[], Tensor], after: Any) -> None:
-    """Train on the loss of all data plus a price, with rates that fall over the second half; ``after`` each epoch."""
-    x, y, batch = images.train_x, images.train_y, min(500, len(images.train_x) // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, max(0.02, 2 * (1 - step / steps))))
-    step = 0
-    while step < steps:
-        for index in torch.randperm(len(x))[: len(x) // batch * batch].split(batch):
-            optimiser.zero_grad()
-            (len(x) * F.cross_entropy(net(x[index]), y[index]) + price()).backward()
-            optimiser.step()
-            schedule.step()
-        step += len(x) // batch
-        after()
-    net.eval()
+def _fix_gates(net: nn.Module, active: Mapping[str, Tensor]) -> None:
+    """Open the gates of active weights and close the others for good."""
+    with torch.no_grad():
+        for path, on in active.items():
+            net.get_submodule(path).logits.requires_grad_(False).copy_(torch.where(on, FIXED, -FIXED))
 
 
 def _deterministic(net: nn.Module, images: Images, steps: int) -> nn.Module:
     """A network trained by Adam with a weight decay of 1e-4 of the mean loss."""
     optimiser = torch.optim.Adam(net.parameters(), 1e-3)
     decay = 0.5e-4 * len(images.train_x)
-    _fit(net, images, steps, optimiser, lambda: decay * sum(p.square().sum() for p in net.parameters()), lambda: None)
+    fit(net, images, steps, optimiser, lambda: decay * sum(p.square().sum() for p in net.parameters()))
     return net
 
 

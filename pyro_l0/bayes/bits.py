@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import lzma
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,12 +91,12 @@ def quantise(network: nn.Module, precision: Mapping[str, Precision]) -> nn.Modul
 
 
 def save_quantised(network: nn.Module, precision: Mapping[str, Precision], path: Path | str) -> int:
-    """Save a network that was rounded, as whole numbers in a compressed file of NumPy; returns the file's bytes.
+    """Save a network that was rounded, as whole numbers in a file of NumPy packed by ``lzma``; returns its bytes.
 
     Args:
         network: what :func:`quantise` returned.
         precision: of its layers.
-        path: of the file, which ends in ``.npz``.
+        path: of the file, such as ``weights.npz.xz``.
 
     Raises:
         ValueError: a weight is no multiple of its layer's step.
@@ -114,9 +115,10 @@ def save_quantised(network: nn.Module, precision: Mapping[str, Precision], path:
         arrays[name] = codes.numpy(force=True).astype(np.min_scalar_type(-1 - int(codes.abs().max())))
         arrays[name + _STEP] = np.float32(step)
     stream = io.BytesIO()
-    np.savez_compressed(stream, **arrays)
-    replace_file(Path(path), stream.getvalue())
-    return len(stream.getvalue())
+    np.savez(stream, **arrays)  # whose headers repeat each other, so that the whole is packed and not each array
+    packed = lzma.compress(stream.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+    replace_file(Path(path), packed)
+    return len(packed)
 
 
 def load_quantised(path: Path | str) -> dict[str, Tensor]:
@@ -125,7 +127,7 @@ def load_quantised(path: Path | str) -> dict[str, Tensor]:
     Args:
         path: of the file.
     """
-    with np.load(path, allow_pickle=False) as arrays:
+    with lzma.open(path) as file, np.load(io.BytesIO(file.read()), allow_pickle=False) as arrays:
         found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     steps = {name.removesuffix(_STEP): found.pop(name) for name in list(found) if name.endswith(_STEP)}
     return {name: value * steps[name] if name in steps else value for name, value in found.items()}

@@ -45,12 +45,12 @@ def test_a_rounded_network_comes_back_from_its_file(tmp_path):
     net = trained()
     precision = bit_precision(net)
     with pytest.raises(ValueError, match="quantise the network first"):
-        save_quantised(plain_network(net), precision, tmp_path / "net.npz")
+        save_quantised(plain_network(net), precision, tmp_path / "net.npz.xz")
     plain = quantise(plain_network(net), precision)
-    size = save_quantised(plain, precision, tmp_path / "net.npz")
-    assert size == (tmp_path / "net.npz").stat().st_size
+    size = save_quantised(plain, precision, tmp_path / "net.npz.xz")
+    assert size == (tmp_path / "net.npz.xz").stat().st_size
     again = plain_network(trained(seed=1))
-    again.load_state_dict(load_quantised(tmp_path / "net.npz"))
+    again.load_state_dict(load_quantised(tmp_path / "net.npz.xz"))
     x = torch.randn(4, 6)
     torch.testing.assert_close(again(x), plain(x), rtol=1e-5, atol=1e-6)
     assert torch.equal(again[0].weight == 0, plain[0].weight == 0)
