@@ -56,7 +56,6 @@ class Options:
         hidden: units of the hidden layers.
         steps: of every training.
         prior_active_prob: prior probability that a weight is not zero.
-        prior_scale: standard deviation of the slabs.
         draws: of predictions.
         rivals: whether to train the deterministic networks.
         seeds: each a run.
@@ -69,7 +68,6 @@ class Options:
     hidden: tuple[int, ...] = (100, 100)
     steps: int = 2400
     prior_active_prob: float = 0.05
-    prior_scale: float = 1.0
     draws: int = 20
     rivals: bool = True
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -109,15 +107,13 @@ def _run(images: Images, options: Options, seed: int) -> dict[str, Row]:
         mlp = bayes.InputSkipMLP(*sizes, activation=nn.Sequential(nn.ReLU(), nn.Dropout(dropout)))
         return nn.Sequential(mlp, OneLogit()) if is_binary else mlp
 
-    net = bayes.bayesian(network(), bayes.SpikeSlabPrior(options.prior_active_prob, options.prior_scale))
+    net = bayes.bayesian(network(), bayes.SpikeSlabPrior(options.prior_active_prob))
     groups = [(p, GATE_RATE if name.endswith("logits") else SLAB_RATE) for name, p in net.named_parameters()]
     optimiser = torch.optim.Adam({"params": p, "lr": rate} for p, rate in groups)
-    shrinker = Shrinker(net, bayes.WeightGates(net, example, 2 * options.prior_active_prob), example, optimiser)
+    shrinker = Shrinker(net, bayes.WeightGates(net, example), example, optimiser, patience=2)
     fit(net, images, options.steps, optimiser, lambda: bayes.kl(net), shrinker.step)
     _fix_gates(net, bayes.active_weights(net, example))
-    shrinker.step()
-    slabs = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], SLAB_RATE)
-    fit(net, images, options.steps // 5, slabs, lambda: bayes.kl(net))
+    fit(net, images, options.steps // 5, optimiser, lambda: bayes.kl(net), shrinker.step)
 
     active = bayes.active_weights(net, example)
     weights = float(sum(int(on.sum()) for on in active.values()))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.bayes.layer import BayesianLayer
 from pyro_l0.bayes.network import bayesian_layers
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
 
@@ -101,29 +102,32 @@ def active_weights(network: nn.Module, example: Tensor) -> dict[str, Tensor]:
         {'0': tensor([[ True, False],
                 [False, False]]), '2': tensor([[ True, False]])}
     """
-    slopes = _slopes(network, example, threshold=0.5, bias=0.0)
+    slopes = _slopes(network, example, lambda layer: layer.active_prob > 0.5, bias=0.0)
     return {path: slope > 0 for path, slope in slopes.by_layer.items()}
 
 
 class WeightGates:
     """The gates of a network's weights as :class:`~pyro_l0.compaction.Shrinker` asks for them: whole units at a time.
 
-    A unit behind an :class:`OpenUnits` is closed when no weight that is open with a probability above the threshold
-    leads from it to an output. Its removal changes no output by more than such weights do.
+    A unit behind an :class:`OpenUnits` is closed when each path from it to an output has a weight that is open with at
+    most twice its prior probability (at most 1/2): gates that nothing in the data needs rest at the prior's.
 
     Args:
         network: what :func:`~pyro_l0.bayes.bayesian` returned, with :class:`OpenUnits` where units may leave, such as
             an :class:`InputSkipMLP`.
         example: a batch of inputs.
-        threshold: q(z = 1) from which on a weight counts as open.
     """
 
-    def __init__(self, network: nn.Module, example: Tensor, threshold: float = 0.01) -> None:
-        self.network, self.example, self.threshold = network, example, threshold
+    def __init__(self, network: nn.Module, example: Tensor) -> None:
+        self.network, self.example = network, example
 
     def posterior(self) -> dict[str, UnitProbs]:
         """Whether a unit of each site is open, as a probability of 0 or 1."""
-        slopes = _slopes(self.network, self.example, self.threshold, bias=1.0)
+
+        def is_open(layer: BayesianLayer) -> Tensor:
+            return layer.active_prob > min(0.5, 2 * layer.prior.active_prob)
+
+        slopes = _slopes(self.network, self.example, is_open, bias=1.0)
         return {site: UnitProbs((slope > 0).float()) for site, slope in slopes.by_site.items()}
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
@@ -152,7 +156,7 @@ class _Slopes(NamedTuple):
     by_site: dict[str, Tensor]
 
 
-def _slopes(network: nn.Module, example: Tensor, threshold: float, bias: float) -> _Slopes:
+def _slopes(network: nn.Module, example: Tensor, is_open: Callable[[BayesianLayer], Tensor], bias: float) -> _Slopes:
     """How much of the summed outputs of a network without signs goes through weights and units; positive on a path.
 
     All weights are 1 over the number of inputs where they are open and 0 elsewhere, so that nothing can cancel.
@@ -163,8 +167,8 @@ def _slopes(network: nn.Module, example: Tensor, threshold: float, bias: float) 
             new.set_submodule(path, nn.Identity())
     weights = {}
     for path, layer in bayesian_layers(new).items():
-        plain, is_open = layer.layer, layer.active_prob > threshold
-        plain.weight = nn.Parameter(is_open.double() / is_open[0].numel())
+        plain, on = layer.layer, is_open(layer)
+        plain.weight = nn.Parameter(on.double() / on[0].numel())
         if isinstance(plain.bias, Tensor):
             plain.bias = nn.Parameter(torch.full_like(plain.bias, bias))
         new.set_submodule(path, plain)
