@@ -1,13 +1,13 @@
 """How many bits the weights of a pruned network need, and how small its file gets.
 
 ``examples/mnist.py`` prunes a network and saves it; this takes its folder. The weights become the means of Gaussian
-slabs and stay where they are; the spike-and-slab bound without gates (Eq. 20 of the L0 paper) finds their spread, and
-that says to how many bits each layer's weights are rounded (arXiv:1705.08665). The table has the pruned network and
-the rounded one, saved and loaded again:
+slabs and stay where they are. The spike-and-slab bound (Eq. 20 of the L0 paper) trains the slabs' spread and, with
+``--prior-active-prob``, a gate for each weight. The spread says to how many bits each layer's weights are rounded
+(arXiv:1705.08665). The table has the pruned network, the median probability model, and that rounded, saved and loaded:
 
-- ``weights``: how many there are, and how many times less that is than before the pruning;
+- ``weights``: how many are not zero, and how many times less that is than before the pruning;
 - ``bits``: of a weight, on average, and the rate with these bits in place of 32;
-- ``bytes``: of the whole file, with biases and the places of units, and its rate to the original weights in 32 bits.
+- ``bytes``: of the whole file, with biases and places, and its rate to the original weights in 32 bits.
 
 ``python examples/mnist.py`` and then ``python examples/bayesian_bits.py`` take half a minute on the digits. For MNIST
 give ``mnist.py`` a recipe of docs/lab/recipes_tables.md.
@@ -20,6 +20,7 @@ from common import command
 if __name__ == "__main__":  # before torch, whose import takes seconds
     command.answer_signals()
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ class Options:
         run: folder that ``examples/mnist.py`` wrote, on the same data.
         data_dir: folder with MNIST's four files, if the run was on MNIST; downloaded if not given.
         steps: of the training.
+        prior_active_prob: prior probability that a weight is not zero; without, weights have no gates.
         nats: that rounding may cost, per weight.
         seed: of everything random.
         out: folder for the files.
@@ -54,6 +56,7 @@ class Options:
     run: Path = field(default=Path("runs/mnist"))
     data_dir: Path | None = None
     steps: int = 1200
+    prior_active_prob: float | None = None
     nats: float = 0.02
     seed: int = 1
     out: Path = field(default=Path("runs/bayesian_bits"))
@@ -70,20 +73,30 @@ def main(options: Options) -> dict[str, dict[str, float]]:
     total = sum(p.numel() for p in original.parameters() if p.dim() > 1)
     with command.folder(options.out):
         weights = torch.cat([p.detach().flatten() for p in pruned.parameters() if p.dim() > 1])
-        net = bayes.bayesian(pruned, bayes.SpikeSlabPrior(scale=float(weights.square().mean().sqrt())), gates=None)
-        spread = [p for name, p in net.named_parameters() if name.endswith("log_scale")]
-        fit(net, images, options.steps, torch.optim.Adam(spread, LEARNING_RATE), lambda: bayes.kl(net))
+        net = bayes.bayesian(
+            pruned,
+            bayes.SpikeSlabPrior(options.prior_active_prob or 0.5, float(weights.square().mean().sqrt())),
+            gates="weight" if options.prior_active_prob else None,
+            init_active_prob=0.9,
+            init_scale=0.02,
+        )
+        trained = [p for name, p in net.named_parameters() if name.endswith(("log_scale", "logits"))]
+        optimiser = torch.optim.Adam(trained, LEARNING_RATE)
+        fit(net, images, options.steps, optimiser, lambda: bayes.kl(net))
 
-        precision = bayes.bit_precision(net, nats=options.nats)
-        rounded, file = bayes.quantise(bayes.plain_network(net), precision), options.out / "rounded.npz.xz"
+        active = bayes.active_weights(net, images.train_x[:2])
+        precision = bayes.bit_precision(net, active, options.nats)
+        median, file = bayes.plain_network(net, keep=active), options.out / "rounded.npz.xz"
+        rounded = bayes.quantise(copy.deepcopy(median), precision)
         size = bayes.save_quantised(rounded, precision, file)
         rounded.load_state_dict(bayes.load_quantised(file))
-        numbers = {path: layer.weight.numel() for path in precision if (layer := rounded.get_submodule(path))}
-        bits = sum(precision[path].bits * number for path, number in numbers.items())
+        numbers = {path: int(on.sum()) for path, on in active.items()}
+        number, bits = sum(numbers.values()), sum(precision[path].bits * n for path, n in numbers.items())
+        small = {"bits": bits / number, "rate of bits": 32 * total / bits, "bytes": size, "rate": 4 * total / size}
         rows = {
             "pruned": _row(pruned, images, total, len(weights)),
-            "rounded": _row(rounded, images, total, len(weights))
-            | {"bits": bits / len(weights), "rate of bits": 32 * total / bits, "bytes": size, "rate": 4 * total / size},
+            "median": _row(median, images, total, number),
+            "rounded": _row(rounded, images, total, number) | small,
         }
         text = _table(rows)
         (options.out / "table.md").write_text(text + "\n")
