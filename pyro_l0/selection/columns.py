@@ -91,10 +91,11 @@ def coded(x: ArrayLike, levels: dict[int, pandas.Index]) -> ArrayLike:
 
 
 def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
-    from pandas.api.types import infer_dtype
+    import pandas
 
+    infer = pandas.api.types.infer_dtype
     columns = enumerate(frame.items())
-    text = [name for j, (name, column) in columns if j not in levels and infer_dtype(column, skipna=True) == "string"]
+    text = [name for j, (name, column) in columns if j not in levels and infer(column, skipna=True) == "string"]
     if text:
         raise ValueError(
             f"Expected numbers or categorical columns, but {text} hold text; pass "
