@@ -5,7 +5,6 @@ import pytest
 import bayesian_bits
 import mnist
 
-
 pytestmark = pytest.mark.slow
 
 
