@@ -3,7 +3,7 @@
 ``examples/mnist.py`` prunes a network and saves it; this takes its folder. The weights become the means of Gaussian
 slabs and stay where they are. The spike-and-slab bound (Eq. 20 of the L0 paper) trains the slabs' spread and, with
 ``--prior-active-prob``, a gate for each weight. The spread says to how many bits each layer's weights are rounded
-(arXiv:1705.08665). The table has the pruned network, the median probability model, and that rounded, saved and loaded:
+(arXiv:1705.08665). The table has the pruned network, draws of the posterior, the median probability model, and that rounded, saved and loaded:
 
 - ``weights``: how many are not zero, and how many times less that is than before the pruning;
 - ``bits``: of a weight, on average, and the rate with these bits in place of 32;
@@ -36,7 +36,7 @@ from pyro_l0.compaction import load_compacted
 
 __all__ = ["Options", "main"]
 
-LEARNING_RATE = 1e-2
+LEARNING_RATE, DRAWS = 1e-2, 20
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def main(options: Options) -> dict[str, dict[str, float]]:
         active = bayes.active_weights(net, images.train_x[:2])
         precision = bayes.bit_precision(net, active, options.nats)
         median, file = bayes.plain_network(net, keep=active), options.out / "rounded.npz.xz"
+        draws = [bayes.plain_network(net, sample=True, keep=active) for _ in range(DRAWS)]
         rounded = bayes.quantise(copy.deepcopy(median), precision)
         size = bayes.save_quantised(rounded, precision, file)
         rounded.load_state_dict(bayes.load_quantised(file))
@@ -94,9 +95,10 @@ def main(options: Options) -> dict[str, dict[str, float]]:
         number, bits = sum(numbers.values()), sum(precision[path].bits * n for path, n in numbers.items())
         small = {"bits": bits / number, "rate of bits": 32 * total / bits, "bytes": size, "rate": 4 * total / size}
         rows = {
-            "pruned": _row(pruned, images, total, len(weights)),
-            "median": _row(median, images, total, number),
-            "rounded": _row(rounded, images, total, number) | small,
+            "pruned": _row([pruned], images, total, len(weights)),
+            "draws": _row(draws, images, total, number),
+            "median": _row([median], images, total, number),
+            "rounded": _row([rounded], images, total, number) | small,
         }
         text = _table(rows)
         (options.out / "table.md").write_text(text + "\n")
@@ -105,18 +107,23 @@ def main(options: Options) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _row(net: nn.Module, images: Images, total: int, weights: int) -> dict[str, float]:
-    """Error in percent, weights, and how many times fewer there are than in the original."""
-    error = bayes.scores(bayes.predictive([net.eval()], images.test_x), images.test_y).error
-    return {"error, %": error, "weights": weights, "rate of weights": total / weights}
+def _row(nets: list[nn.Module], images: Images, total: int, weights: int) -> dict[str, float]:
+    """Scores of networks together, weights of each, and how many times fewer there are than in the original."""
+    found = bayes.scores(bayes.predictive([net.eval() for net in nets], images.test_x), images.test_y)
+    scores = {"error, %": found.error, "nll": found.nll, "ece": found.ece}
+    return scores | {"weights": weights, "rate of weights": total / weights}
 
 
 def _table(rows: dict[str, dict[str, float]]) -> str:
     """Rows as Markdown."""
     columns = list(rows["rounded"])
+
+    def digits(value: float) -> int:
+        return 3 if value < 0.1 else 2 if value < 100 else 0
+
     lines = [f"| network | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for name, row in rows.items():
-        cells = (f"{row[key]:,.{2 if row[key] < 100 else 0}f}" if key in row else "" for key in columns)
+        cells = (f"{row[key]:,.{digits(row[key])}f}" if key in row else "" for key in columns)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
