@@ -1,4 +1,4 @@
-"""How many bits a weight needs, by how sure the posterior is of it, and files of so many."""
+"""Bits that a weight needs, by how sure the posterior is of it, and files of rounded networks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _STEP = "#step"
 
 
 class Precision(NamedTuple):
-    """Of a layer's weights.
+    """Step and bits of a layer's rounded weights; :func:`bit_precision` has an example.
 
     Attributes:
-        step: between neighbouring values.
-        bits: of each weight that is not zero.
+        step: Distance between neighbouring values.
+        bits: Bits of each weight that is not zero, its sign included.
     """
 
     step: float
@@ -37,23 +37,37 @@ class Precision(NamedTuple):
 def bit_precision(
     network: nn.Module, keep: Mapping[str, Tensor] | None = None, nats: float = 0.05
 ) -> dict[str, Precision]:
-    r"""The coarsest rounding of each layer's weights that the posterior allows.
+    r"""Find the coarsest rounding of each layer's weights that the posterior allows.
 
     Rounding to multiples of :math:`\delta` changes a weight by a variance of :math:`\delta^2 / 12`. At a maximum of the
     bound the curvature of the loss is about :math:`1 / s^2`, so that this costs :math:`\delta^2 / (24 s^2)` nats. The
     step is where the mean of that over the layer's weights is ``nats``; what the posterior's own noise costs is 1/2.
 
     Args:
-        network: what :func:`~pyro_l0.bayes.bayesian` returned, trained.
-        keep: by path of each Bayesian layer, which weights count, such as :func:`~pyro_l0.bayes.active_weights`;
-            without, those of the median probability model.
-        nats: that rounding may cost, per weight.
+        network: The trained result of :func:`~pyro_l0.bayes.bayesian`.
+        keep: Which weights count, by path of each Bayesian layer, such as the result of
+            :func:`~pyro_l0.bayes.active_weights`; by default those of the median probability model.
+        nats: Mean cost of rounding a weight, in nats.
 
     Returns:
-        By path of each Bayesian layer; a layer without any weight has 0 bits.
+        The precision by path of each Bayesian layer; a layer that has no weights left has 0 bits.
 
     Raises:
         ValueError: ``nats`` is not positive, or the network has no Bayesian layers.
+
+    Example:
+        Round a network, save it, and load it into one of the same shapes:
+
+        >>> import tempfile
+        >>> from pyro_l0.bayes import bayesian, plain_network
+        >>> net = bayesian(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), init_active_prob=0.9)
+        >>> precision = bit_precision(net)
+        >>> rounded = quantise(plain_network(net), precision)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     size = save_quantised(rounded, precision, f"{folder}/weights.npz.xz")
+        ...     state = load_quantised(f"{folder}/weights.npz.xz")
+        >>> plain_network(net).load_state_dict(state)
+        <All keys matched successfully>
 
     References:
         Louizos, Ullrich, Welling (2017), arXiv:1705.08665, Section 3.3, takes the bits from the variances, too.
@@ -78,11 +92,11 @@ def quantise(network: nn.Module, precision: Mapping[str, Precision]) -> nn.Modul
     """Round the weights and biases of a plain network, in place, to multiples of the layers' steps.
 
     Args:
-        network: what :func:`~pyro_l0.bayes.plain_network` returned.
-        precision: by path of layers, as :func:`bit_precision` has it.
+        network: The result of :func:`~pyro_l0.bayes.plain_network`; :func:`bit_precision` has an example.
+        precision: The result of :func:`bit_precision`.
 
     Returns:
-        The network.
+        The same network.
     """
     for path, (step, _) in precision.items():
         for parameter in network.get_submodule(path).parameters():
@@ -91,15 +105,18 @@ def quantise(network: nn.Module, precision: Mapping[str, Precision]) -> nn.Modul
 
 
 def save_quantised(network: nn.Module, precision: Mapping[str, Precision], path: Path | str) -> int:
-    """Save a network that was rounded, as whole numbers in a file of NumPy packed by ``lzma``; returns its bytes.
+    """Save a rounded network as integers, in a NumPy file that ``lzma`` compresses.
 
     Args:
-        network: what :func:`quantise` returned.
-        precision: of its layers.
-        path: of the file, such as ``weights.npz.xz``.
+        network: The result of :func:`quantise`; :func:`bit_precision` has an example.
+        precision: What it was rounded with.
+        path: The file to write, such as ``weights.npz.xz``.
+
+    Returns:
+        The size of the file in bytes.
 
     Raises:
-        ValueError: a weight is no multiple of its layer's step.
+        ValueError: A weight is not a multiple of its layer's step.
     """
     arrays = {}
     for name, value in network.state_dict().items():
@@ -122,10 +139,13 @@ def save_quantised(network: nn.Module, precision: Mapping[str, Precision], path:
 
 
 def load_quantised(path: Path | str) -> dict[str, Tensor]:
-    """The state dict of a network that :func:`save_quantised` saved, for a plain network of the same shapes.
+    """Read a network that :func:`save_quantised` saved; :func:`bit_precision` has an example.
 
     Args:
-        path: of the file.
+        path: The file.
+
+    Returns:
+        A state dict for a plain network of the same shapes.
     """
     with lzma.open(path) as file, np.load(io.BytesIO(file.read()), allow_pickle=False) as arrays:
         found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}

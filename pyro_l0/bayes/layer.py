@@ -16,11 +16,11 @@ __all__ = ["BayesianLayer", "SpikeSlabPrior"]
 
 
 class SpikeSlabPrior(NamedTuple):
-    """The prior of every weight of a network: zero, or normal.
+    """The prior of every weight of a network: zero, or normal. :func:`~pyro_l0.bayes.bayesian` has an example.
 
     Attributes:
-        active_prob: prior probability that a gate is open, in (0, 1).
-        scale: standard deviation of the slab.
+        active_prob: Prior probability that a gate is open, in (0, 1).
+        scale: Standard deviation of the slab.
     """
 
     active_prob: float = 0.1
@@ -41,15 +41,20 @@ class BayesianLayer(nn.Module):
     model: the slab's mean where :math:`\pi > 1/2`, and 0 elsewhere.
 
     Args:
-        layer: a module that is linear in ``weight``, such as ``nn.Linear`` or ``nn.Conv2d``; its weights become the
+        layer: A module that is linear in ``weight``, such as ``nn.Linear`` or ``nn.Conv2d``; its weights become the
             means of the slabs.
-        prior: of every weight.
-        has_gates: whether the weights have gates.
+        prior: The prior of every weight.
+        has_gates: Whether the weights have gates.
         init_active_prob: q(z = 1) at the start.
-        init_scale: standard deviation of the slabs at the start.
+        init_scale: Standard deviation of the slabs at the start.
 
     Shape:
-        That of the layer.
+        As of the layer.
+
+    Example:
+        >>> layer = BayesianLayer(nn.Linear(3, 2), SpikeSlabPrior(0.1), True, init_active_prob=0.5, init_scale=0.05)
+        >>> layer(torch.ones(4, 3)).shape, layer.active_prob[0]
+        (torch.Size([4, 2]), tensor([0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>))
 
     References:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312, Eq. 20; Kingma, Salimans, Welling (2015), arXiv:1506.02557.
@@ -106,7 +111,7 @@ class BayesianLayer(nn.Module):
         """KL of posterior to prior in nats, summed over weights (Eq. 20), shape ``()``.
 
         Args:
-            unit_prob: of each output, the probability that a gate on it is open; without, they are open.
+            unit_prob: Probability that the gate on each output is open, if there are such gates; shape ``(outputs,)``.
         """
         of_slab = kl_divergence(self.slab, Normal(0.0, self.prior.scale))
         if self.logits is None:

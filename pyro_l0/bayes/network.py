@@ -32,25 +32,28 @@ def bayesian(
     init_active_prob: float = 0.5,
     init_scale: float = 0.05,
 ) -> nn.Module:
-    r"""A copy of a network whose weights are Gaussian slabs behind gates, for Eq. 20 of the L0 paper.
+    r"""Copy a network and make its weights Gaussian slabs behind gates, for Eq. 20 of the L0 paper.
 
     Train it by any loop of torch, in nats over all data: ``num_data * cross_entropy(net(x), y) + kl(net)``. Under Pyro
     the model adds ``factor("kl", -kl(net))``. Weights of a trained network become the means of the slabs. In
     evaluation mode it is the median probability model; :func:`plain_network` makes plain networks of it.
 
     Args:
-        network: dense layers and convolutions are chosen; it is not changed, and weights are not shared.
-        prior: of the weights, or of the units' gates and the weights.
+        network: A network with dense layers or convolutions, whose weights are not shared; it is not changed.
+        prior: The prior of the weights and of the gates.
         gates: ``"weight"`` for a binary gate per weight, ``"unit"`` for a hard concrete gate
             (:class:`~pyro_l0.nn.L0Gate`) on each output of all chosen layers but the last, which then stand with it
             in an ``nn.Sequential``, and None for none.
-        layers: paths of the layers; without, all ``nn.Linear`` and convolutions.
+        layers: Paths of the layers to change; by default all ``nn.Linear`` and convolutions.
         init_active_prob: P(z != 0) at the start.
-        init_scale: standard deviation of the slabs at the start.
+        init_scale: Standard deviation of the slabs at the start.
+
+    Returns:
+        The changed copy.
 
     Raises:
-        ValueError: there is no such layer, a path is none, a number is out of range, or a weight has two names.
-        TypeError: an argument is of another kind.
+        ValueError: A path is not that of such a layer, there is none, a number is out of range, or a weight is shared.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), SpikeSlabPrior(0.05))
@@ -80,10 +83,10 @@ def bayesian(
 
 
 def bayesian_layers(network: nn.Module) -> dict[str, BayesianLayer]:
-    """The Bayesian layers of a network by path.
+    """Find the Bayesian layers of a network, by path.
 
     Raises:
-        ValueError: it has none.
+        ValueError: There are none.
     """
     found = {path: module for path, module in network.named_modules() if isinstance(module, BayesianLayer)}
     if not found:
@@ -92,7 +95,9 @@ def bayesian_layers(network: nn.Module) -> dict[str, BayesianLayer]:
 
 
 def kl(network: nn.Module) -> Tensor:
-    r"""KL of a network's posterior to its prior in nats (Eq. 20), shape ``()``; to be added to the expected loss.
+    r"""Compute the KL of a network's posterior to its prior in nats (Eq. 20), shape ``()``.
+
+    Add it to the expected loss of all data; :func:`bayesian` has an example.
 
     .. math:: \sum_j KL(q(z_j) \,\|\, p(z_j)) + q(z_j \neq 0)\, KL(q(w_j) \,\|\, p(w_j)).
 
@@ -100,10 +105,10 @@ def kl(network: nn.Module) -> Tensor:
     follows the layer in an ``nn.Sequential``. Its prior has the layer's ``active_prob``.
 
     Args:
-        network: what :func:`bayesian` returned, or a network around it.
+        network: The result of :func:`bayesian`, or a network around it.
 
     Raises:
-        ValueError: the network has no Bayesian layers.
+        ValueError: The network has no Bayesian layers.
     """
     sequences = [list(module) for module in network.modules() if isinstance(module, nn.Sequential)]
     behind = {first: second for modules in sequences for first, second in pairwise(modules)}
@@ -122,17 +127,20 @@ def kl(network: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def plain_network(network: nn.Module, *, sample: bool = False, keep: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """A copy of a network with plain layers in the place of Bayesian ones, in evaluation mode.
+    """Copy a network in evaluation mode, with plain layers instead of Bayesian ones.
 
     Args:
-        network: what :func:`bayesian` returned; gates on units stay, for :func:`~pyro_l0.compaction.compact`.
-        sample: whether weights are drawn from the posterior, gates included; else they are the slabs' means behind the
-            gates that are more likely open than not, the median probability model.
-        keep: by path of each Bayesian layer, which weights are not zero, such as :func:`active_weights`; they take the
-            place of the gates.
+        network: The result of :func:`bayesian`; gates on units stay, for :func:`~pyro_l0.compaction.compact`.
+        sample: Whether to draw the weights from the posterior, gates included. By default they are those of the median
+            probability model: the slab's mean where the gate is more likely open than closed.
+        keep: The weights that are not zero, by path of each Bayesian layer, such as the result of
+            :func:`active_weights`; they replace the gates.
+
+    Returns:
+        The plain copy.
 
     Raises:
-        ValueError: the network has no Bayesian layers, or ``keep`` has other ones.
+        ValueError: The network has no Bayesian layers, or ``keep`` has other paths.
 
     Example:
         >>> net = bayesian(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)))

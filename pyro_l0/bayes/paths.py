@@ -17,11 +17,13 @@ __all__ = ["InputSkipMLP", "OpenUnits", "WeightGates", "active_weights"]
 
 
 class OpenUnits(GateLayer):
-    """Marks units that leave a network when no open weight of a Bayesian layer reads them; it changes nothing itself.
+    """Marks units that :class:`~pyro_l0.compaction.Shrinker` removes once no open weight reads them.
+
+    It returns its input. :class:`InputSkipMLP` has one behind each hidden layer.
 
     Args:
-        size: number of units.
-        dim: dimension of the input that holds them; -1 for features, 1 for feature maps.
+        size: Number of units.
+        dim: Dimension of the units: -1 for features, 1 for feature maps.
     """
 
     def __init__(self, size: int, dim: int = -1) -> None:
@@ -42,16 +44,19 @@ class OpenUnits(GateLayer):
 
 
 class InputSkipMLP(nn.Module):
-    """A multilayer perceptron whose layers all read the input, beside the units before them.
+    """A multilayer perceptron in which each layer reads the input as well as the units before it.
 
-    So a layer that is not needed can close whole, and the depth is learned (arXiv:2503.10496).
+    A layer that is not needed can thus close as a whole, so the depth is learned (arXiv:2503.10496).
 
     Args:
-        *sizes: of the input, the hidden layers and the output.
-        activation: of the hidden units, zero at zero.
+        *sizes: Sizes of the input, the hidden layers and the output.
+        activation: Activation of the hidden units; it must be zero at zero.
 
     Shape:
         ``(n, sizes[0])`` to ``(n, sizes[-1])``.
+
+    Raises:
+        ValueError: There are fewer than two sizes.
 
     Example:
         >>> InputSkipMLP(4, 3, 2)(torch.ones(5, 4)).shape
@@ -80,18 +85,18 @@ class InputSkipMLP(nn.Module):
 
 
 def active_weights(network: nn.Module, example: Tensor) -> dict[str, Tensor]:
-    r"""Which weights of the median probability model lie on a path from an input to an output.
+    r"""Find the weights of the median probability model that lie on a path from an input to an output.
 
     A weight with :math:`q(z = 1) > 1/2` is active if there is a chain of such weights from an input through it to an
     output. The others change no prediction but by constants, which the biases of the next layer hold.
 
     Args:
-        network: what :func:`~pyro_l0.bayes.bayesian` returned, of layers that are joined by increasing activations,
-            pooling, sums and concatenations; where an activation is not zero at zero, all units count as reached.
-        example: a batch of inputs.
+        network: The result of :func:`~pyro_l0.bayes.bayesian`. Increasing activations, pooling, sums and
+            concatenations may join its layers; after an activation that is not zero at zero all units count as reached.
+        example: A batch of inputs.
 
     Returns:
-        By path of each Bayesian layer, True for active weights, the weight's shape.
+        True for active weights, by path of each Bayesian layer, in the shape of its weight.
 
     Example:
         >>> from pyro_l0.bayes import bayesian
@@ -107,22 +112,29 @@ def active_weights(network: nn.Module, example: Tensor) -> dict[str, Tensor]:
 
 
 class WeightGates:
-    """The gates of a network's weights as :class:`~pyro_l0.compaction.Shrinker` asks for them: whole units at a time.
+    """Tells :class:`~pyro_l0.compaction.Shrinker` which units the gates of the weights have closed.
 
     A unit behind an :class:`OpenUnits` is closed when each path from it to an output has a weight that is open with at
     most twice its prior probability (at most 1/2): gates that nothing in the data needs rest at the prior's.
 
     Args:
-        network: what :func:`~pyro_l0.bayes.bayesian` returned, with :class:`OpenUnits` where units may leave, such as
-            an :class:`InputSkipMLP`.
-        example: a batch of inputs.
+        network: The result of :func:`~pyro_l0.bayes.bayesian`, with :class:`OpenUnits` where units may be removed,
+            such as an :class:`InputSkipMLP`.
+        example: A batch of inputs.
+
+    Example:
+        >>> from pyro_l0.bayes import bayesian
+        >>> from pyro_l0.compaction import Shrinker
+        >>> net, example = bayesian(InputSkipMLP(4, 3, 2)), torch.ones(1, 4)
+        >>> optimiser = torch.optim.Adam(net.parameters())
+        >>> shrinker = Shrinker(net, WeightGates(net, example), example, optimiser)
     """
 
     def __init__(self, network: nn.Module, example: Tensor) -> None:
         self.network, self.example = network, example
 
     def posterior(self) -> dict[str, UnitProbs]:
-        """Whether a unit of each site is open, as a probability of 0 or 1."""
+        """Probabilities of 0 or 1 that the units of each site are open."""
 
         def is_open(layer: BayesianLayer) -> Tensor:
             return layer.active_prob > min(0.5, 2 * layer.prior.active_prob)
@@ -131,7 +143,7 @@ class WeightGates:
         return {site: UnitProbs((slope > 0).float()) for site, slope in slopes.by_site.items()}
 
     def keep(self, units: Mapping[str, Tensor]) -> dict[nn.Parameter, tuple[nn.Parameter | None, Tensor]]:
-        """Nothing: the units have no parameters of their own."""
+        """Return no parameters, since the units have none of their own."""
         return {}
 
 

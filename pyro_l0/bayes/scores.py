@@ -15,13 +15,13 @@ __all__ = ["Reliability", "Scores", "auroc", "predictive", "reliability", "score
 
 
 class Scores(NamedTuple):
-    """Of predicted probabilities, smaller is better.
+    """What :func:`scores` returns; smaller is better.
 
     Attributes:
-        error: percent of examples whose likeliest class is another.
-        nll: mean negative log likelihood, in nats.
-        brier: mean squared distance of the probabilities from the label's, from 0 to 2.
-        ece: expected calibration error, from 0 to 1.
+        error: Percentage of examples whose most probable class is wrong.
+        nll: Mean negative log likelihood, in nats.
+        brier: Mean squared distance of the probabilities from the label's, from 0 to 2.
+        ece: Expected calibration error, from 0 to 1.
     """
 
     error: float
@@ -31,12 +31,12 @@ class Scores(NamedTuple):
 
 
 class Reliability(NamedTuple):
-    """Confidence and accuracy by bins of equal width, each of shape ``(bins,)``; zeros in empty bins.
+    """What :func:`reliability` returns: tensors of shape ``(bins,)``, zero in empty bins.
 
     Attributes:
-        confidence: mean probability of the likeliest class.
-        accuracy: share of examples where it is right.
-        examples: how many there are.
+        confidence: Mean probability of the most probable class.
+        accuracy: Share of examples where this class is right.
+        examples: Number of examples.
     """
 
     confidence: Tensor
@@ -46,18 +46,18 @@ class Reliability(NamedTuple):
 
 @torch.no_grad()
 def predictive(networks: Iterable[nn.Module], x: Tensor, batch_size: int = 1000) -> Tensor:
-    """Class probabilities averaged over networks, such as draws of a posterior or an ensemble.
+    """Average the class probabilities of several networks, such as draws of a posterior or an ensemble.
 
     Args:
-        networks: whose outputs are logits; each stays in its mode, so that a network with dropout may be drawn.
-        x: inputs, shape ``(n, ...)``.
-        batch_size: of each call.
+        networks: Networks whose outputs are logits. Each stays in its mode, so that dropout may stay on.
+        x: Inputs, shape ``(n, ...)``.
+        batch_size: Examples per call of a network.
 
     Returns:
-        Shape ``(n, classes)``.
+        Probabilities, shape ``(n, classes)``.
 
     Raises:
-        ValueError: there is no network.
+        ValueError: ``networks`` is empty.
 
     Example:
         >>> predictive([nn.Identity(), nn.Identity()], torch.zeros(1, 2))
@@ -74,15 +74,23 @@ def predictive(networks: Iterable[nn.Module], x: Tensor, batch_size: int = 1000)
 
 
 def reliability(probs: Tensor, labels: Tensor, bins: int = 15) -> Reliability:
-    """Confidence and accuracy in bins of confidence (Guo et al. 2017, arXiv:1706.04599).
+    """Compare accuracy with confidence, in bins of confidence (Guo et al. 2017, arXiv:1706.04599).
 
     Args:
-        probs: of each class, shape ``(n, classes)``.
-        labels: shape ``(n,)``.
-        bins: of equal width.
+        probs: Class probabilities, shape ``(n, classes)``.
+        labels: Integer classes, shape ``(n,)``.
+        bins: Number of bins of equal width.
+
+    Returns:
+        Confidence, accuracy and number of examples of each bin.
 
     Raises:
-        ValueError: shapes do not fit each other.
+        TypeError: An argument is not a tensor.
+        ValueError: The shapes do not match.
+
+    Example:
+        >>> reliability(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 0]), bins=2).accuracy
+        tensor([0.0000, 0.5000], dtype=torch.float64)
     """
     _check(probs, labels)
     expect_count(1, bins=bins)
@@ -96,15 +104,16 @@ def reliability(probs: Tensor, labels: Tensor, bins: int = 15) -> Reliability:
 
 
 def scores(probs: Tensor, labels: Tensor, bins: int = 15) -> Scores:
-    """Error, log likelihood, Brier score and calibration error of predicted probabilities.
+    """Score predicted probabilities: error, log likelihood, Brier score and calibration error.
 
     Args:
-        probs: of each class, shape ``(n, classes)``.
-        labels: shape ``(n,)``.
-        bins: of the calibration error.
+        probs: Class probabilities, shape ``(n, classes)``.
+        labels: Integer classes, shape ``(n,)``.
+        bins: Number of bins of the calibration error.
 
     Raises:
-        ValueError: shapes do not fit each other.
+        TypeError: An argument is not a tensor.
+        ValueError: The shapes do not match.
 
     Example:
         >>> scores(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 1]))
@@ -121,11 +130,14 @@ def scores(probs: Tensor, labels: Tensor, bins: int = 15) -> Scores:
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The probability that a score is larger outside of a distribution than inside, ties counting half.
+    """Estimate the probability that a score is larger outside a distribution than inside; ties count half.
 
     Args:
-        inside: a score such as the predictive entropy of test data, shape ``(n,)``.
-        outside: the same of data from elsewhere, shape ``(m,)``.
+        inside: A score of test data, such as the entropy of its predictions, shape ``(n,)``.
+        outside: The same score of data from elsewhere, shape ``(m,)``.
+
+    Raises:
+        TypeError: An argument is not a tensor.
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.9]))
