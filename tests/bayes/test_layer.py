@@ -129,6 +129,7 @@ def test_pyro_and_a_plain_loop_have_the_same_loss():
     assert under_pyro == pytest.approx(float(plain.detach()), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_exact_bound_of_one_weight_by_enumeration():
     """Trained, the bound of a regression with one weight is near log p(y), and q(z = 1) near its posterior."""
     torch.manual_seed(0)

@@ -97,6 +97,7 @@ def test_missing_files(tmp_path):
         load_cifar(tmp_path)
 
 
+@pytest.mark.slow
 def test_costs_of_wide_residual_networks():
     """WRN-28-10 has 5.24 billion multiply-adds; those of a pruned network are torch's count of the compacted one."""
     cost = NetworkCost(wide_resnet(28, 10), torch.zeros(1, 3, 32, 32))

@@ -58,6 +58,7 @@ def test_within_monte_carlo_error(name):
     assert run.chain.unique().tolist() == list(range(16))
 
 
+@pytest.mark.slow
 def test_standard_errors_are_those_of_repetitions():
     """Of 40 short runs: the deviation of their averages, which itself is known to 11 %."""
     collapsed = CollapsedQuadratic(Regression.drawn(60, 4, 1, rho=0.9).dense(), 0.5)

@@ -75,6 +75,7 @@ def test_a_few_lines_prune_a_network(kind, target):
     assert list(pyro.get_param_store().keys()) == ["mine"]
 
 
+@pytest.mark.slow
 def test_a_pretrained_network_keeps_what_it_knows():
     """At half of the multiply-adds, in few steps, most digits are told as before; a network of chance tells a tenth."""
     network, (x, y) = Mlp(), digits(1600)

@@ -147,6 +147,7 @@ def test_nothing_changes_without_it():
     assert not same(run().network, run(distil=(0.5, 2.0)).network)
 
 
+@pytest.mark.slow
 def test_resumed_runs(tmp_path):
     """Bit for bit, and of the same teacher, weight and temperature or function."""
     path = tmp_path / "run.pt"

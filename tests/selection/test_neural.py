@@ -232,6 +232,7 @@ def test_unselected_features_have_no_effect(fitted):
     assert not np.allclose(selector.predict(x), selector.predict(other))
 
 
+@pytest.mark.slow
 def test_three_classes_with_names():
     x, y = load_wine(return_X_y=True)
     labels = np.array(["barolo", "grignolino", "barbera"])[y]

@@ -119,6 +119,7 @@ def test_the_trace_has_the_joint_density():
     torch.testing.assert_close(trace.log_prob_sum(), density, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_predictive_draws_jointly():
     """One by one and in a plate; of two features that stand for each other seldom both are open."""
     guide = correlated(known)
@@ -188,6 +189,7 @@ def test_copies_files_and_states_give_the_same_draws():
 # ------------------------------------------------------------ the posterior is right
 
 
+@pytest.mark.slow
 def test_fit_and_check_on_near_duplicates(exact):
     """Autoregressive: within .05 of the enumeration, a tight bound and no alarm. A mean field is found out."""
     probs, evidence = exact.inclusion, exact.log_evidence
@@ -252,6 +254,7 @@ def test_gates_of_groups():
         assert bool((draws["w"][closed.expand(50, 4, 2)] != 0).all())  # these have their prior
 
 
+@pytest.mark.slow
 def test_two_pairs_of_sites_and_gates_as_an_event(exact):
     """One pair in a plate and one as events: the same posterior as of all three in one site."""
 
@@ -272,6 +275,7 @@ def test_two_pairs_of_sites_and_gates_as_an_event(exact):
     assert check_fit(model, guide).ok
 
 
+@pytest.mark.slow
 def test_hard_concrete_gates_with_structured_slabs():
     """Against importance sampling from the prior; chains, which know two values, refuse them."""
 

@@ -77,6 +77,7 @@ def exact(taus=None):
 # ------------------------------------------------------------ right
 
 
+@pytest.mark.slow
 def test_a_random_intercept():
     """Within .02 of the enumeration, and so are the check and a refined posterior; nothing is named."""
     probs, effect, evidence = exact()
@@ -117,6 +118,7 @@ def test_a_mean_field_and_its_check():
     )
 
 
+@pytest.mark.slow
 def test_named_latents_are_drawn_before_the_gates():
     """Their check follows each chain's own draw."""
     probs, _, _ = exact()

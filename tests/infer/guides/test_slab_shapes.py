@@ -170,6 +170,7 @@ def test_slabs_without_a_registered_kl_are_sampled(q, p, low):
     assert abs(slope.mean() - gate.active_prob * difference) < 5 * slope.std() / math.sqrt(draws)
 
 
+@pytest.mark.slow
 def test_a_joint_slab_takes_one_gate_per_event():
     """A multivariate normal against independent normals, sampled; by element it has no KL."""
     q = dist.MultivariateNormal(torch.zeros(3, dtype=DOUBLE), torch.eye(3, dtype=DOUBLE) + 0.5)

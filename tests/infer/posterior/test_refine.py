@@ -30,6 +30,7 @@ def design(p, **options):
     return Design("linear", x, y, **options), GaussianPosterior(x, y, 1.0, 0.5, 0.2).summary()
 
 
+@pytest.mark.slow
 def test_tempered_gibbs_is_the_posterior():
     linear, exact = design(7)
     guide = AutoSpikeSlab(linear.model, slab=SLAB, slabs="structured")
@@ -69,6 +70,7 @@ def test_mean_field_of_independent_features():
         guide.refine(x, y, method="exact")
 
 
+@pytest.mark.slow
 def test_a_rate_and_a_noise_of_the_model():
     one = torch.ones((), dtype=torch.float64)
     linear, _ = design(5, rate=dist.Beta(one, 4.0), sigma=dist.HalfNormal(one))
@@ -86,6 +88,7 @@ def test_a_rate_and_a_noise_of_the_model():
         AutoSpikeSlab(linear.model, slab=SLAB, hyper=()).refine(linear.x, linear.y)
 
 
+@pytest.mark.slow
 def test_groups_switch_together():
     x = torch.randn(80, 3, 2, dtype=torch.float64)
     y = (x[:, 1] @ torch.tensor([0.6, -0.4]).double()) + torch.randn(80, dtype=torch.float64)
