@@ -32,11 +32,12 @@ def bayesian(
     init_active_prob: float = 0.5,
     init_scale: float = 0.05,
 ) -> nn.Module:
-    r"""Copy a network and make its weights Gaussian slabs behind gates, for Eq. 20 of the L0 paper.
+    r"""Copy a network and make its weights Gaussian slabs behind gates.
 
-    Train it by any loop of torch, in nats over all data: ``num_data * cross_entropy(net(x), y) + kl(net)``. Under Pyro
-    the model adds ``factor("kl", -kl(net))``. Weights of a trained network become the means of the slabs. In
-    evaluation mode it is the median probability model; :func:`plain_network` makes plain networks of it.
+    The objective is Eq. 20 of the L0 paper. Train the copy by any loop of torch, in nats over all data:
+    ``num_data * cross_entropy(net(x), y) + kl(net)``. Under Pyro the model adds ``factor("kl", -kl(net))``.
+    Weights of a trained network become the means of the slabs. In evaluation mode it is the median probability model;
+    :func:`plain_network` makes plain networks of it.
 
     Args:
         network: A network with dense layers or convolutions, whose weights are not shared; it is not changed.
@@ -95,9 +96,9 @@ def bayesian_layers(network: nn.Module) -> dict[str, BayesianLayer]:
 
 
 def kl(network: nn.Module) -> Tensor:
-    r"""Compute the KL of a network's posterior to its prior in nats (Eq. 20), shape ``()``.
+    r"""Compute the KL of a network's posterior to its prior in nats, shape ``()``.
 
-    Add it to the expected loss of all data; :func:`bayesian` has an example.
+    This is the second part of Eq. 20. Add it to the expected loss of all data; :func:`bayesian` has an example.
 
     .. math:: \sum_j KL(q(z_j) \,\|\, p(z_j)) + q(z_j \neq 0)\, KL(q(w_j) \,\|\, p(w_j)).
 

@@ -95,7 +95,9 @@ class NetworkGates:
 
 
 def penalty(network: nn.Module, cost: Cost) -> Tensor:
-    r"""The price of a network's open L0Gates in nats, shape ``()``; add it to the task's loss (Eq. 22).
+    r"""The price of a network's open L0Gates in nats, shape ``()``; add it to the task's loss.
+
+    The sum is Eq. 22.
 
     .. math:: \sum_j c_j P(z_j \neq 0) \quad \text{for prices } c, \qquad c(P(z \neq 0)) \quad \text{for a function } c.
 

@@ -73,11 +73,12 @@ def fit(
     progress: bool = False,
     **kwargs: object,
 ) -> Fit:
-    """Train a guide on the spike-and-slab bound until it matches the posterior or the steps are used up (Eq. 20).
+    """Train a guide on the spike-and-slab bound until it matches the posterior or the steps are used up.
 
-    It uses Adam with a learning rate that falls by a cosine, tempers the likelihood for the gates over the first third,
-    and draws all particles in one run of the model if ``torch.vmap`` can map it. Training ends early once the log ratio
-    of model and guide hardly varies over draws: half its variance estimates the gap between bound and evidence.
+    The bound is Eq. 20. Adam's learning rate falls by a cosine, the likelihood is tempered for the gates over the first
+    third, and all particles are drawn in one run of the model if ``torch.vmap`` can map it. Training ends early once
+    the log ratio of model and guide hardly varies over draws: half its variance estimates the gap between bound and
+    evidence.
 
     Args:
         model: a Pyro model.
