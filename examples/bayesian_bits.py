@@ -66,6 +66,8 @@ class Options:
 def main(options: Options) -> dict[str, dict[str, float]]:
     """Train, write the files, print the table; returns its rows."""
     command.check(options)
+    if not (options.run / "metrics.json").exists():
+        raise ValueError(f"Expected run to be a folder of examples/mnist.py, but got {options.run}; run that first.")
     metrics = json.loads((options.run / "metrics.json").read_text())
     images = load_images(metrics["options"]["data"], options.data_dir)
     torch.manual_seed(options.seed)
@@ -86,13 +88,15 @@ def main(options: Options) -> dict[str, dict[str, float]]:
         fit(net, images, options.steps, optimiser, lambda: bayes.kl(net))
 
         active = bayes.active_weights(net, images.train_x[:2])
+        numbers = {path: int(on.sum()) for path, on in active.items()}
+        if not any(numbers.values()):
+            raise ValueError("Expected some weights to stay, but all gates closed; raise prior_active_prob.")
         precision = bayes.bit_precision(net, active, options.nats)
         median, file = bayes.plain_network(net, keep=active), options.out / "rounded.npz.xz"
         draws = [bayes.plain_network(net, sample=True, keep=active) for _ in range(DRAWS)]
         rounded = bayes.quantise(copy.deepcopy(median), precision)
         size = bayes.save_quantised(rounded, precision, file)
         rounded.load_state_dict(bayes.load_quantised(file))
-        numbers = {path: int(on.sum()) for path, on in active.items()}
         number, bits = sum(numbers.values()), sum(precision[path].bits * n for path, n in numbers.items())
         small = {"bits": bits / number, "rate of bits": 32 * total / bits, "bytes": size, "rate": 4 * total / size}
         rows = {

@@ -1,7 +1,9 @@
 """Active weights against paths that are enumerated, and units that leave while a network trains."""
 
 import itertools
+import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -101,6 +103,17 @@ def test_units_that_nothing_reads_leave_with_their_optimiser_states():
     whole.train()
     kl(whole).backward()
     optimiser.step()
+
+
+@pytest.mark.parametrize(("prior", "limit"), [(0.05, 0.1), (0.4, 0.5), (0.9, 0.5)])
+def test_units_are_closed_up_to_twice_the_prior_probability(prior, limit):
+    net = bayesian(InputSkipMLP(3, 2, 1), SpikeSlabPrior(prior))
+    gates = WeightGates(net, torch.ones(1, 3))
+    for probability, is_open in ((limit - 0.01, 0.0), (limit + 0.01, 1.0)):
+        with torch.no_grad():
+            for layer in net.layers:
+                layer.logits.fill_(math.log(probability / (1 - probability)))
+        assert all((unit.test_gate == is_open).all() for unit in gates.posterior().values())
 
 
 def test_closed_gates_on_units_compact_a_bayesian_network():
