@@ -116,6 +116,7 @@ class WeightGates:
 
     A unit behind an :class:`OpenUnits` is closed when each path from it to an output has a weight that is open with at
     most twice its prior probability (at most 1/2): gates that nothing in the data needs rest at the prior's.
+    Gates may sink at first and rise again, so begin after some epochs, or give the Shrinker more patience.
 
     Args:
         network: The result of :func:`~pyro_l0.bayes.bayesian`, with :class:`OpenUnits` where units may be removed,
