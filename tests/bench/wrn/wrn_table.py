@@ -107,7 +107,7 @@ def print_table(lines: list[Line]) -> None:
 
 def draw(lines: list[Line], path: Path) -> None:
     """Error and expected multiply-adds over the epochs, means of the seeds of each row on CIFAR-10."""
-    error, macs = "test error, %", "expected multiply-adds an image, millions"
+    error, macs = "test error, %", "expected multiply-adds, millions"
     panels: dict[str, dict[str, list[float]]] = {error: {}, macs: {}}
     for row, (name, *_) in ROWS.items():
         runs = [line for line in lines if (line["data"], line["row"]) == ("cifar10", row)]
@@ -115,7 +115,9 @@ def draw(lines: list[Line], path: Path) -> None:
             epochs = range(runs[0]["epochs"])
             panels[error][name] = [statistics.mean(run["test_error_percent"][i] for run in runs) for i in epochs]
             panels[macs][name] = [statistics.mean(run["expected_macs"][i] for run in runs) / 1e6 for i in epochs]
-    save_figure(plot_training(panels), path)
+    axes = plot_training(panels)
+    axes[1].legend().remove()  # the rows are those of the first panel
+    save_figure(axes, path)
 
 
 def main() -> None:
