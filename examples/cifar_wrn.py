@@ -71,7 +71,7 @@ class Options:
         gate_learning_rate: SGD's step for the gates, on the mean loss.
         seed: seed of everything random.
         device: where to train; the images lie there too.
-        amp: bfloat16 where autocast takes it.
+        amp: bfloat16 where autocast takes it; CPUs without AVX-512 emulate it, many times slower than float32.
         shrink: take maps whose gates are closed for good out of the network after each epoch.
         max_steps: stop an epoch early, to try things out.
         hold_out: set so many training images aside and report on them instead of the test images.
