@@ -14,8 +14,8 @@ import torch
 # Several processes that each take every core slow one another down.
 torch.set_num_threads(1)
 
-# Seconds of processor time that a test may take by default, its child processes included: what others run beside it
-# makes it no longer. CI, which measures coverage, too, and has slow machines, refuses twice as much.
+# Seconds of processor time on a quiet machine that a test may take by default, its child processes included. CI refuses
+# ten times as much: with coverage, and on a slow or busy machine, the same test takes more than three times as long.
 LONGEST = 2.0
 IN_CI = bool(os.environ.get("CI"))
 _PROPERTY = "processor seconds"
@@ -34,14 +34,14 @@ def fresh_state() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test in CI that takes long and is not marked as slow; below CI, note how long it took."""
+    """Note how long a test took that is not marked as slow, and fail it in CI if it is far too long."""
     before = os.times()
     yield
     seconds = sum(after - start for after, start in zip(os.times()[:4], before[:4], strict=True))
     if seconds <= LONGEST or item.get_closest_marker("slow"):
         return
     item.user_properties.append((_PROPERTY, seconds))
-    if IN_CI and seconds > 2 * LONGEST:
+    if IN_CI and seconds > 10 * LONGEST:
         pytest.fail(
             f"Expected a test of at most {LONGEST:.0f} seconds of processor time, but it took {seconds:.1f}; make it "
             "cheaper, or mark it by pytest.mark.slow."
