@@ -41,9 +41,9 @@ class Compacted:
     """
 
     network: nn.Module
-    plan: Plan
+    plan: Plan = field(repr=False)
     certificate: Certificate
-    before: tuple[Plan, ...] = ()
+    before: tuple[Plan, ...] = field(default=(), repr=False)
     reasons: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property

@@ -70,6 +70,6 @@ class Pruned:
     network: nn.Module
     report: PruningReport
     certificate: float
-    history: tuple[Mapping[str, float], ...]
-    plan: Plan
+    history: tuple[Mapping[str, float], ...] = field(repr=False)
+    plan: Plan = field(repr=False)
     on_the_way: tuple[Pruned, ...] = field(default=())

@@ -168,6 +168,12 @@ def test_numbers_of_another_type_are_refused(saved):
     assert torch.equal(outputs(path), expected)
 
 
+def test_it_prints_without_the_indices_of_its_plan():
+    printed = repr(compacted(1))
+    assert "certificate=" in printed
+    assert "Plan(" not in printed
+
+
 def test_numbers_that_are_not_finite_are_neither_saved_nor_loaded(saved, monkeypatch):
     """The tensor is named, and the old file stays."""
     path, content, _ = saved

@@ -71,6 +71,7 @@ def test_a_few_lines_prune_a_network(kind, target):
     assert result.report.left["parameters"] == tuple(numbers)
     assert result.report.target.of_budget == pytest.approx(left / full / target)
     assert result.certificate < 1e-4
+    assert "Plan(" not in repr(result)
     check_saved(result.network, x[:5])
     assert list(pyro.get_param_store().keys()) == ["mine"]
 
