@@ -98,7 +98,7 @@ def print_table(lines: list[Line]) -> None:
             )
             seconds = [run["processor_seconds"] for run in runs]
             last = _mean([of[-1] / of[0] for of in seconds], 2)
-            maps = ", ".join("-".join(map(str, run.get("architecture", ["all"]))) for run in runs)
+            maps = ", ".join(dict.fromkeys("-".join(map(str, run.get("architecture", ["all"]))) for run in runs))
             certificate = max((run["certificate"] for run in runs if "certificate" in run), default=None)
             shown = "" if certificate is None else f"{certificate:.1e}"
             seeds = ", ".join(str(run["seed"]) for run in runs)
