@@ -90,6 +90,7 @@ def print_table(lines: list[Line]) -> None:
     for data in ("cifar10", "cifar100"):
         for row, (name, *_) in ROWS.items():
             runs = [line for line in lines if (line["data"], line["row"]) == (data, row)]
+            runs.sort(key=lambda run: run["seed"])
             if not runs:
                 continue
             errors = _mean([run["test_error_percent"][-1] for run in runs], 2)
