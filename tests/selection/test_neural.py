@@ -19,7 +19,7 @@ from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO
 from pyro_l0.selection import NeuralFeatureSelector
 from pyro_l0.selection.network_inputs.cross_fitting import CrossFit, Fold
-from pyro_l0.selection.network_inputs.elimination import eliminate, held_out_losses, train_for_subsets
+from pyro_l0.selection.network_inputs.elimination import _least_missed, eliminate, held_out_losses, train_for_subsets
 from pyro_l0.selection.network_inputs.gate_training import _Training
 from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, InputGates
 from pyro_l0.selection.network_inputs.networks import make_networks
@@ -165,6 +165,13 @@ def test_elimination_of_equals_goes_by_what_they_tell_alone():
     y = 3 * x[:, 0] + 10 * x[:, 3] + 0.1 * torch.randn(len(x), dtype=torch.float64)
     for alone, ranks in (([3.0, 2.0, 1.0, 0.0], [1, 2, 3, 1]), ([1.0, 3.0, 2.0, 0.0], [3, 1, 2, 1])):
         assert eliminate(fit._replace(y=y), n_features=2, alone=torch.tensor(alone)).tolist() == ranks
+
+
+def test_rounding_alone_orders_no_candidates():
+    """Losses that are above others at every observation, by rounding and by more."""
+    losses = torch.rand(60, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    losses = torch.stack([losses, losses + 1e-15, losses + 1e-6])
+    assert _least_missed(losses, torch.tensor([3.0, 2.0, 1.0])).tolist() == [1, 0, 2]
 
 
 def test_networks_learn_to_do_without_an_input():
