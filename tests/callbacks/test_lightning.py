@@ -112,7 +112,10 @@ def test_gates_are_those_of_a_plain_loop():
 
 @pytest.mark.slow
 def test_accumulated_gradients_and_mixed_precision():
-    """Float16 gradients come unscaled, so the multiplier is that of float32; an overflow leaves the gates finite."""
+    """Float16 gradients come unscaled, so the multiplier is that of float32; an overflow leaves the gates finite.
+
+    Rounding moves gates past others, and the multiplier by up to 2.5; a scale that is left in moves it by 65,536.
+    """
     found = {}
     for name, bad_step in (("32-true", -1), ("16-mixed", 30), ("bf16-mixed", -1)):
         module = Classifier()
@@ -124,8 +127,8 @@ def test_accumulated_gradients_and_mixed_precision():
         assert callback.target.steps == 60
         assert 0.3 < float(callback.target.fraction()) <= 0.4
         found[name] = float(callback.target.multiplier)
-    assert found["16-mixed"] == pytest.approx(found["32-true"], rel=0.5)
-    assert found["bf16-mixed"] == pytest.approx(found["32-true"], rel=0.5)
+    for name in ("16-mixed", "bf16-mixed"):
+        assert 0.2 < found[name] / found["32-true"] < 5
 
 
 class Seeded(Classifier):
