@@ -9,8 +9,9 @@ from pyro_l0.maths.chains import bulk_ess, r_hat
 
 def chains(n):
     """Four chains of four variables: good, one chain apart, one wide, one binary."""
-    t = torch.arange(4 * n, dtype=torch.float64).reshape(4, n)
-    noise = torch.sin(12.9898 * t**1.5) * 43758.5453 % 1  # irregular, and the same on every machine
+    # Irregular, and the same on every processor, unlike torch's powers of this size.
+    noise = [math.sin(12.9898 * t**1.5) * 43758.5453 % 1 for t in range(4 * n)]
+    noise = torch.tensor(noise, dtype=torch.float64).reshape(4, n)
     x = torch.stack([noise] * 4, -1)
     x[0, :, 1] += 0.5
     x[0, :, 2] *= 3
@@ -25,10 +26,10 @@ def test_values_of_arviz():
     for k in range(1, 200):
         slow[:, k] = 0.8 * slow[:, k - 1] + x[:, k, 0] - 0.5
     draws = torch.cat((x, slow.unsqueeze(-1)), -1)
-    expected = torch.tensor([0.9978867735885503, 1.2292785043539136, 1.2000271497918888, 0.9976523757240952])
+    expected = torch.tensor([0.9978874801627915, 1.2292785043539136, 1.2000271497918888, 0.9976523757240952])
     torch.testing.assert_close(r_hat(draws)[:4].float(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(r_hat(slow).item(), 1.023742561362267, rtol=1e-9, atol=0)
-    expected = torch.tensor([852.7518454559265, 13.205940546219857, 19.14183334147707, 736.8070301583131])
+    expected = torch.tensor([852.727750104287, 13.205940546219857, 19.14183334147707, 736.8070301583131])
     torch.testing.assert_close(bulk_ess(draws)[[0, 3]].float(), expected[[0, 3]], rtol=1e-6, atol=0)
     torch.testing.assert_close(bulk_ess(draws)[[1, 2]].float(), expected[[1, 2]], rtol=0.03, atol=0)
     torch.testing.assert_close(bulk_ess(slow).item(), 108.86840831274637, rtol=1e-9, atol=0)
