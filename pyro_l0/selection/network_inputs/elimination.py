@@ -13,7 +13,7 @@ from pyro_l0.selection.network_inputs.cross_fitting import BATCH, CrossFit, rand
 __all__ = ["eliminate", "held_out_losses", "train_for_subsets"]
 
 _SHARE = 0.05  # of the inputs that have to go, closed at once
-_ROUNDING = 100  # epsilons of the largest loss: what a network's order of additions may change
+_ROUNDING = 100  # epsilons of the mean loss: what a network's order of additions may change
 
 
 def train_for_subsets(fit: CrossFit, *, steps: int) -> None:
@@ -87,9 +87,10 @@ def _least_missed(losses: Tensor, alone: Tensor) -> Tensor:
     means = losses.mean(1)
     if bool(means.isnan().any()):
         raise ValueError("Expected a net whose outputs stay finite in training, but its loss became nan.")
-    above = losses - losses[means.argmin()]
+    best = losses[means.argmin()]
+    above = losses - best
     # Losses of exact copies differ by rounding alone, which may exceed its own standard error.
-    rounding = _ROUNDING * torch.finfo(losses.dtype).eps * losses.abs().max()
+    rounding = _ROUNDING * torch.finfo(losses.dtype).eps * best.abs().mean()
     is_tied = above.mean(1) <= above.std(1) / math.sqrt(losses.shape[1]) + rounding
     is_tied |= alone.isinf()
     by_loss = means.argsort(stable=True)
