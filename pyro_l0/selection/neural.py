@@ -63,7 +63,8 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     Args:
         net: a ``torch.nn.Module`` that takes standardised features, shape ``(n, p)``, and returns a number per row for
             regression, or a logit per class (with two classes, one is enough); or a function from the number of
-            features to such a module. A module is copied. None: two hidden layers of 64 units.
+            features to such a module, called under ``random_state``. A module is copied with the weights that it has.
+            None: two hidden layers of 64 units.
         n_features: number of features to select; None: as many as earn their price.
         task: ``"regression"``, ``"classification"``, or ``"auto"`` to infer it from y as scikit-learn's
             ``type_of_target`` does: real numbers that are not all whole are a regression.
