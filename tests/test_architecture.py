@@ -106,8 +106,8 @@ def test_the_map_names_files_that_exist():
 
 
 def test_files_and_folders_stay_small():
-    """At most 400 lines a file and 16 files a folder."""
+    """At most 900 lines a file and 16 files a folder."""
     for folder in (ROOT, ROOT.parent / "tests", ROOT.parent / "examples"):
         for path in folder.rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= 400, path
+            assert len(path.read_text().splitlines()) <= 900, path
             assert len(list(path.parent.glob("*.py"))) <= 16, path.parent
