@@ -1,7 +1,6 @@
 """What a gate becomes: nothing, fixed gates, a selection of units, zeros between units, or a smaller gate."""
 
-from __future__ import annotations
-
+# Without annotations as strings, which torch.jit.script can't read.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,14 +42,7 @@ class Select(_Indexed):
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The selected units."""
-        if self.is_done:
-            return x
-        if x.shape[self.dim] != self.size:
-            raise ValueError(
-                f"Expected {self.size} units in dimension {self.dim}, of which {len(self.index)} are read, but got a "
-                f"tensor of shape {tuple(x.shape)}."
-            )
-        return x.index_select(self.dim, self.index)
+        return x if self.is_done else _selected(x, self.index, self.dim, self.size)
 
 
 class Expand(_Indexed):
@@ -58,13 +50,32 @@ class Expand(_Indexed):
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
         """All units."""
-        shape = list(x.shape)
-        shape[self.dim] = self.size
-        return x.new_zeros(shape).index_copy(self.dim, self.index, x)
+        return _expanded(x, self.index, self.dim, self.size)
+
+
+def _selected(x: Tensor, index: Tensor, dim: int, size: int) -> Tensor:
+    is_script = torch.jit.is_scripting()  # type: ignore[attr-defined]
+    if (is_script or torch._C._get_tracing_state() is None) and x.shape[dim] != size:
+        raise ValueError(
+            f"Expected {size} units in dimension {dim}, of which {len(index)} are read, but got a tensor of shape "
+            f"{list(x.shape)}."
+        )
+    return x.index_select(dim, index)
+
+
+def _expanded(x: Tensor, index: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = size
+    return x.new_zeros(shape).index_copy(dim, index, x)
+
+
+# Symbolic traces take them whole, as they can't follow sizes.
+torch.fx.wrap("_selected")
+torch.fx.wrap("_expanded")
 
 
 class NoGate(nn.Identity):
-    """What is left of an L0Gate whose values are 1 or went into weights, for code that calls it with a dimension."""
+    """What is left of a gate whose values are 1 or went into weights, for code that calls it with a dimension."""
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
         """The units."""
@@ -114,6 +125,7 @@ class GateChange:
     reads_input: bool  # whether what comes in is an input of the network that nothing else reads
     fixed: tuple[float, ...] | None  # the gates of ``units``; None if all are 1, went into weights, or stay random
     random: bool  # whether the gate stays a site of a model
+    takes_dim: bool = True  # whether code calls it with a dimension; plans of earlier versions do not say
 
 
 def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:
@@ -122,7 +134,7 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
     assert isinstance(gate, GateLayer)
     before: nn.Module = nn.Identity()
     after: nn.Module = nn.Identity()
-    new: nn.Module = nn.Identity() if isinstance(gate, Gate) else NoGate()
+    new: nn.Module = NoGate() if change.takes_dim and not isinstance(gate, Gate) else nn.Identity()
     if change.read != tuple(range(change.size)):
         before = Select(change.read, gate.dim, change.size, change.reads_input).to(like.device)
     if change.put != tuple(range(change.out)):
@@ -132,11 +144,9 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
             gate.narrow(torch.tensor(change.units, dtype=torch.long))
         gate.site_name = change.site
         new = gate
-    else:
-        if change.fixed is not None and change.units:
-            new = FixedGate(torch.tensor(change.fixed, dtype=torch.float64).to(like), gate.dim)
-        new.register_forward_pre_hook(keep_being_called)
-    new.train(gate.training)
+    elif change.fixed is not None and change.units:
+        new = FixedGate(torch.tensor(change.fixed, dtype=torch.float64).to(like), gate.dim)
+        new._forward_pre_hooks.clear()
     holder = network.get_submodule(path.rpartition(".")[0])
     if isinstance(holder, RoutedGate):
         holder.narrow(before, new, after)
@@ -144,6 +154,9 @@ def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor)
         return
     if not (isinstance(before, nn.Identity) and isinstance(after, nn.Identity)):
         new = RoutedGate(before, new, after)
+    fused = [layer for layer in network.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
+    if not isinstance(new, (GateLayer, nn.Identity)) and any(gate in layer.modules() for layer in fused):
+        new.register_forward_pre_hook(keep_being_called)
     replace_gate(network, gate, new.train(gate.training), change.size)
 
 

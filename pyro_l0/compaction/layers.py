@@ -1,55 +1,57 @@
 """Torch's layers with constants of removed inputs, and its norms with removed units, which count as zeros."""
 
-from __future__ import annotations
-
+# Without annotations as strings, which torch.jit.script can't read.
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["ReducedLayerNorm", "ReducedRMSNorm", "add_shift", "as_whole_norms", "pads_zeros", "reduce_norm"]
 
 
-class _Shifted(nn.Module):
-    """A layer that adds a constant to its output: the contribution of inputs that were removed."""
+class ShiftedLinear(nn.Linear):
+    """A dense layer plus a constant: the contribution of inputs that were removed."""
 
     shift: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output plus the constant."""
-        out: Tensor = super().forward(input)
-        return out + self.shift
+        return F.linear(input, self.weight, self.bias) + self.shift
 
 
-class ShiftedLinear(_Shifted, nn.Linear):
-    """A dense layer plus a constant."""
+def _add_map(self: Any, input: Tensor) -> Tensor:
+    return self._conv_forward(input, self.weight, self.bias) + self.shift  # type: ignore[no-any-return]
 
 
-class ShiftedConv1d(_Shifted, nn.Conv1d):
+class ShiftedConv1d(nn.Conv1d):
     """A convolution plus a map."""
 
+    forward = _add_map
 
-class ShiftedConv2d(_Shifted, nn.Conv2d):
+
+class ShiftedConv2d(nn.Conv2d):
     """A convolution plus a map."""
 
+    forward = _add_map
 
-class ShiftedConv3d(_Shifted, nn.Conv3d):
+
+class ShiftedConv3d(nn.Conv3d):
     """A convolution plus a map."""
 
+    forward = _add_map
 
-_SHIFTED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: ShiftedLinear,
-    nn.Conv1d: ShiftedConv1d,
-    nn.Conv2d: ShiftedConv2d,
-    nn.Conv3d: ShiftedConv3d,
-}
+
+_KINDS = (ShiftedLinear, ShiftedConv1d, ShiftedConv2d, ShiftedConv3d)
+_SHIFTED: dict[type[nn.Module], type[nn.Module]] = {kind.__mro__[1]: kind for kind in _KINDS}
 
 
 def add_shift(module: nn.Module, shift: Tensor) -> None:
     """Let a dense layer or a convolution add a constant, shape ``(1, ...)``, beside those that it adds already."""
-    if isinstance(module, _Shifted):
-        module.shift = module.shift + shift
+    if isinstance(module, _KINDS):
+        module.shift = module.get_buffer("shift") + shift
         return
     if type(module) not in _SHIFTED:
         raise TypeError(f"Expected a dense layer or a convolution of torch, but got {type(module).__name__}.")
@@ -81,8 +83,10 @@ class ReducedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over the units that are left and the zeros that are not there."""
-        dims = tuple(range(-len(self.normalized_shape), 0))
-        left = self.normalized_shape[0] if len(dims) == 1 else torch.Size(self.normalized_shape).numel()
+        dims = list(range(-len(self.normalized_shape), 0))
+        left = 1
+        for size in self.normalized_shape:
+            left *= size
         mean = input.sum(dims, keepdim=True) / self.size
         centred = input - mean
         squares = centred.square().sum(dims, keepdim=True) + (self.size - left) * mean.square()
@@ -99,11 +103,20 @@ class ReducedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the units that are left and the zeros that are not there."""
-        dims = tuple(range(-len(self.normalized_shape), 0))
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        dims = list(range(-len(self.normalized_shape), 0))
+        eps = _epsilon(x) if self.eps is None else self.eps
         out = x * torch.rsqrt(x.square().sum(dims, keepdim=True) / self.size + eps)
         return out if self.weight is None else out * self.weight
 
+
+def _epsilon(x: Tensor) -> float:
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return torch.finfo(x.dtype).eps
+    one = x.new_ones(())  # a script knows no finfo
+    return float(torch.nextafter(one, 2 * one) - one)
+
+
+torch.fx.wrap("_epsilon")  # symbolic traces, which do not know the type, take it whole
 
 _REDUCED: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: ReducedLayerNorm, nn.RMSNorm: ReducedRMSNorm}
 _WHOLE = {reduced: whole for whole, reduced in _REDUCED.items()}

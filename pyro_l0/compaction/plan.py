@@ -14,7 +14,7 @@ from pyro_l0.compaction.fold import Constant, contribution, gates_into_weights, 
 from pyro_l0.compaction.gate_change import GateChange, new_indices
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm
 from pyro_l0.compaction.sizes import Attributes, Size, torch_sizes
-from pyro_l0.nn.engine import Analysis, GateMap, Recording
+from pyro_l0.nn.engine import Analysis, GateMap, Operation, Recording
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
 from pyro_l0.nn.hooks import new_name
 
@@ -218,12 +218,18 @@ def _change(
         reads_input=_reads_input(recording, site),
         fixed=None if keep_gates or is_folded or is_one else tuple(left.tolist()),
         random=keep_gates,
+        takes_dim=any(call.arguments["takes_dim"] for call in _calls(recording, site)),
     )
+
+
+def _calls(recording: Recording, site: str) -> list[Operation]:
+    """The calls of a gate."""
+    return [x for x in recording.operations if x.name == "gate" and x.arguments["site"] == site]
 
 
 def _reads_input(recording: Recording, site: str) -> bool:
     """Whether a gate alone reads an input of the network."""
-    calls = [x for x in recording.operations if x.name == "gate" and x.arguments["site"] == site]
+    calls = _calls(recording, site)
     if len(calls) != 1 or not calls[0].value("input").is_input:
         return False
     return sum(calls[0].value("input") in operation.inputs for operation in recording.operations) == 1

@@ -47,6 +47,12 @@ class Compacted:
     reasons: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
+    def needs_pyro_l0(self) -> bool:
+        """Whether a pickle of the network holds code of this library, which it needs wherever it is loaded."""
+        parts = [(x, *x._forward_pre_hooks.values(), *x._forward_hooks.values()) for x in self.network.modules()]
+        return any(part.__module__.partition(".")[0] == "pyro_l0" for own in parts for part in own)
+
+    @property
     def differences(self) -> Certificate:
         """Deprecated: ``certificate``."""
         warnings.warn("Compacted.differences is deprecated. Use certificate.", FutureWarning, stacklevel=2)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_l0.fast.gated_linear import gated_linear
 from pyro_l0.fast.switch import is_open
 
-__all__ = ["defer_product", "has_top_hooks", "may_be_in_block", "may_defer", "multiply_along"]
+__all__ = ["aligned", "defer_product", "has_top_hooks", "may_be_in_block", "may_defer", "multiply_along"]
 
 _CONVOLUTIONS: dict[object, int] = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}  # and the dimensions of a batch
 _FLATTENINGS = {torch.flatten, Tensor.flatten}
@@ -72,7 +72,7 @@ class _DeferredProduct(Tensor):
             product.untyped_storage().resize_(product.numel() * product.element_size())
             with torch.no_grad():
                 # Not counted as a change of what has been saved for a gradient: there was nothing before.
-                torch.mul(plain, _along(plain, factor, kept["gated_dim"]), out=product.data)
+                torch.mul(plain, aligned(plain, factor, kept["gated_dim"]), out=product.data)
         return product
 
     @classmethod
@@ -106,7 +106,7 @@ class _DeferredProduct(Tensor):
             return layer(multiply_along(self.plain, factor, gated_dim), weight, *others, **options)
         factor = factor.to(weight.dtype)
         if gated_dim == 1 and _CONVOLUTIONS.get(layer) == self.plain.dim():
-            return layer(self.plain, weight * _along(weight, factor, 1), *others, **options)
+            return layer(self.plain, weight * aligned(weight, factor, 1), *others, **options)
         if gated_dim == -1 and layer is F.linear:
             if _is_autocast_on(weight.device.type):
                 return F.linear(self.plain, weight * factor, *others, **options)
@@ -187,14 +187,14 @@ def multiply_along(x: Tensor, z: Tensor, dim: int) -> Tensor:
     if type(x) is Tensor and x.is_nested:  # torch's transformers make them of padded batches, and don't broadcast them
         each = [multiply_along(example, z, dim - 1 if dim > 0 else dim) for example in x.unbind()]
         return torch.nested.as_nested_tensor(each)
-    return x * _along(x, z, dim)
+    return x * aligned(x, z, dim)
 
 
-def _along(x: Tensor, z: Tensor, dim: int) -> Tensor:
+def aligned(x: Tensor, z: Tensor, dim: int) -> Tensor:
     """``z`` in the type of ``x`` and in a shape whose last dimension stands at dimension ``dim`` of ``x``."""
     trailing = (x.dim() - dim if dim >= 0 else -dim) - 1
     if trailing:
-        z = z.reshape(z.shape + (1,) * trailing)
+        z = z.reshape(list(z.shape) + [1] * trailing)
     return z.to(x.dtype)
 
 

@@ -1,7 +1,6 @@
 """A network with its gates fixed to given values."""
 
-from __future__ import annotations
-
+# Without annotations as strings, which torch.jit.script can't read.
 import copy
 from collections.abc import Mapping
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.expect import expect
-from pyro_l0.fast.deferred import multiply_along
+from pyro_l0.fast.deferred import aligned, multiply_along
 from pyro_l0.nn.gate_layer import GateLayer, check_given, check_units, gate_names, keep_being_called
 
 __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
@@ -48,13 +47,22 @@ class FixedGate(nn.Module):
 
     def forward(self, x: Tensor, dim: int | None = None) -> Tensor:
         """Multiply the module's dimension of ``x`` by the gates; ``dim`` is accepted as by L0Gate, and ignored."""
-        if torch._C._get_tracing_state() is None:  # the sizes in a trace are no numbers
-            check_units(x, len(self.value), self.dim, self)
-        return multiply_along(x, self.value, self.dim)
+        return _multiply(x, self.value, self.dim)
 
     def extra_repr(self) -> str:
         """Size and dimension."""
         return f"{len(self.value)}, dim={self.dim}"
+
+
+def _multiply(x: Tensor, value: Tensor, dim: int) -> Tensor:
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if torch._C._get_tracing_state() is None:  # the sizes in a trace are no numbers
+            check_units(x, len(value), dim, f"FixedGate({len(value)}, dim={dim})")
+        return multiply_along(x, value, dim)
+    return x * aligned(x, value, dim)
+
+
+torch.fx.wrap("_multiply")  # symbolic traces take it whole, as they can't follow sizes
 
 
 def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:

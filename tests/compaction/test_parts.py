@@ -1,6 +1,8 @@
 """The parts of compaction by themselves: norms over fewer units, integers, what gates become, parts."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.sizes import torch_sizes
-from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn import Gate, L0Gate, fix_gates
 from tests.networks import Net
 
 
@@ -102,6 +104,82 @@ def test_gates_become_nothing_numbers_selections_or_zeros():
     with SelectedInputs(x).of(small) as selected:
         assert torch.equal(selected, x[:, [0, 2, 3]])
         torch.testing.assert_close(small(selected), fix_gates(net, gates).eval()(x), rtol=1e-13, atol=1e-13)
+
+
+def page():
+    """The example of docs/howto/export.md."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), L0Gate(16), nn.Linear(16, 2))
+    return net, {"2": (torch.arange(16) % 3 > 0).float()}
+
+
+def page_with_values():
+    """A gate on inputs, and one whose values a sigmoid keeps out of the weights."""
+    net = nn.Sequential(L0Gate(8), nn.Linear(8, 16), L0Gate(16), nn.Sigmoid(), nn.Linear(16, 2))
+    return net, {"0": torch.arange(8).remainder(2).float(), "2": torch.linspace(0.1, 0.9, 16)}
+
+
+class Stream(nn.Module):
+    """A branch of which some units are added to a stream, and norms that count what left as zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.gate, self.b, self.branch = nn.Linear(8, 6), L0Gate(6), nn.Linear(6, 6), L0Gate(6, dim=1)
+        self.layer_norm, self.rms_norm, self.c = nn.LayerNorm(6), nn.RMSNorm(6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.gate(self.a(x), 1)
+        x = x + self.branch(self.b(self.rms_norm(self.layer_norm(x))))
+        return self.c(x)
+
+
+def stream():
+    return Stream(), {"gate": torch.tensor([1.0, 1, 1, 0, 1, 1]), "branch": torch.tensor([0.0, 1, 1, 0, 1, 1])}
+
+
+def maps():
+    """A constant in front of padding, which becomes a map."""
+    net = nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)), L0Gate(2, dim=1), nn.Conv2d(2, 3, 1), L0Gate(3, dim=1), nn.Sigmoid()
+    )
+    return net.extend([nn.Conv2d(3, 2, 3, padding=1)]), {"1": torch.ones(2), "3": torch.tensor([1.0, 0.0, 1.0])}
+
+
+def onnx(net, x):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX is tested with the export extra")
+    pytest.importorskip("onnxscript", reason="ONNX is tested with the export extra")
+    file = io.BytesIO()
+    torch.onnx.export(net, (x,), dynamo=True, verbose=False).save(file)
+    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    return lambda x: torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+EXPORTS = {
+    "script": lambda net, x: torch.jit.script(net),
+    "trace": torch.jit.trace,
+    "symbolic trace": lambda net, x: torch.fx.symbolic_trace(net),
+    "export": lambda net, x: torch.export.export(net, (x,)).module(),
+    "compile": lambda net, x: torch.compile(net, backend="eager", fullgraph=True),
+    "pickle": lambda net, x: pickle.loads(pickle.dumps(net)),
+    "onnx": onnx,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own exporters
+@pytest.mark.parametrize("how", EXPORTS)
+@pytest.mark.parametrize("make", [page, page_with_values, stream, maps])
+def test_compact_networks_are_exported(make, how):
+    """Of plain torch, or with typed modules for what has to stay, without hooks; another network needs the library."""
+    torch.manual_seed(0)
+    net, gates = make()
+    found, x = compact(net, gates, torch.randn(4, 8)), torch.randn(4, 8)
+    small = found.network
+    assert found.needs_pyro_l0 == (make is not page)
+    assert {path for path, _ in small.named_modules()} >= {path for path, _ in net.named_modules()}
+    if make is maps:
+        assert [type(hook).__name__ for hook in small._forward_pre_hooks.values()] == ["InputSizes"]
+        small._forward_pre_hooks.clear()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in small.modules())
+    torch.testing.assert_close(EXPORTS[how](small, x)(x), small(x), rtol=1e-4, atol=1e-5)  # float32 kernels
 
 
 def test_plans_of_other_networks_are_refused():

@@ -252,13 +252,13 @@ class _Recorder(TorchDispatchMode):
             (gate.dim,) = dims
             check_units(x, gate.size, gate.dim, site)
             if x.shape[gate.dim] == gate.size:
-                return self._write_gate(x, site, gate.dim)
-            return self._write_gate(x.unsqueeze(-1), site, -1, is_whole=True).squeeze(-1)
+                return self._write_gate(x, site, gate.dim, takes_dim=dim is not None)
+            return self._write_gate(x.unsqueeze(-1), site, -1, dim is not None, is_whole=True).squeeze(-1)
 
         return forward
 
-    def _write_gate(self, x: Tensor, site: str, dim: int, is_whole: bool = False) -> Tensor:
-        self._gate = {"site": site, "dim": dim, "is_whole": is_whole}
+    def _write_gate(self, x: Tensor, site: str, dim: int, takes_dim: bool, is_whole: bool = False) -> Tensor:
+        self._gate = {"site": site, "dim": dim, "takes_dim": takes_dim, "is_whole": is_whole}
         try:
             return x.clone()  # the recorder sees the clone, and records the gate
         finally:
