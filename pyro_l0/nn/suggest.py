@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from pyro_l0.nn.calls import Calls, follow_calls
 from pyro_l0.nn.costs.cost import NetworkCost
 from pyro_l0.nn.engine.maps import Maps
 from pyro_l0.nn.engine.record import Example
-from pyro_l0.nn.engine.slots import Axis, Link, Read, Reshape
+from pyro_l0.nn.engine.slots import Axis, Link, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.tape import Operation, Recording, Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
@@ -143,7 +144,7 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
     """The tensors and dimensions that a gate could act on, and why not behind other modules."""
     found: Found = {}
     refused: dict[str, str] = {}
-    users, read = _users(calls.maps.recording), _read_outside(calls.maps.recording)
+    users, read, ends = _users(calls.maps.recording), _read_outside(calls.maps.recording), _Outputs(calls.maps)
     for path, module in network.named_modules():
         own = calls.of_one(module)
         is_gate = isinstance(module, GateLayer) or has_gate_behind(module)
@@ -157,8 +158,9 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
         elif not any(_has_other(network, path, calls, value) for value in values):
             dims = [[dim for dim in calls.unit_dims(value) if value.shape[dim] > 1 and dim > 0] for value in values]
             outputs = [(value, found_there[-1]) for value, found_there in zip(values, dims, strict=True) if found_there]
-            if any(_makes_output(calls.maps, users, *output) for output in zip(values, dims, strict=True)):
-                refused[path] = "it makes the network's output"
+            why = [reason for output in zip(values, dims, strict=True) if (reason := ends.reason(*output)) is not None]
+            if why:
+                refused[path] = why[0]
             elif not calls.are_same_units(outputs):
                 refused[path] = f"it is called {len(own)} times, on different units"
             elif outputs and len(outputs) == len(values):
@@ -227,24 +229,56 @@ def _without_passed_on(maps: Maps, users: Mapping[Value, list[Operation]], found
     return {path: outputs for path, outputs in found.items() if not all(is_passed_on(*output) for output in outputs)}
 
 
-def _makes_output(maps: Maps, users: Mapping[Value, list[Operation]], value: Value, dims: Iterable[int]) -> bool:
-    """Whether a tensor is an output, or becomes one with the same units, as classes do by a softmax or a new shape."""
-    outputs = {output for call in maps.recording.calls for output in call.outputs}
-    if value in outputs:
-        return True
-    todo, seen = [(value, maps.axes[value][dim]) for dim in dims], set[Axis]()
-    while todo:
-        last, unit = todo.pop()
-        if last in outputs:
-            return True
-        if unit in seen:
-            continue
-        seen.add(unit)
-        for operation in users.get(last, []):
-            shaped = [x for x in maps.relations[operation] if isinstance(x, Reshape) and unit in x.sources]
-            kept = [*_kept_by(maps, operation, unit), *(target for x in shaped for target in x.targets)]
-            todo += [(operation.output, axis) for axis in kept]
-    return False
+class _Outputs:
+    """Which entries of dimensions are outputs of the network, found from its end to its start.
+
+    By dimension, a mask of three columns: an entry becomes an output, as a class does by a softmax or a new shape; it
+    reaches one through sums, products and new shapes; a layer reads it.
+    """
+
+    def __init__(self, maps: Maps) -> None:
+        self._maps, self._masks = maps, dict[Axis, Mask]()
+        self._values = {output for call in maps.recording.calls for output in call.outputs}
+        for axis in (axis for value in self._values for axis in maps.axes[value]):
+            self._of(axis)[:, :2] = True
+        for operation in reversed(maps.recording.operations):
+            relations = maps.relations[operation]
+            passed = {x.source for x in relations if isinstance(x, Link)}
+            columns = np.array([len([x for x in operation.inputs if not x.names]) < 2, True, True])
+            for one in relations:
+                if isinstance(one, Link):
+                    self._pass(one, columns)
+                elif isinstance(one, Reshape):
+                    self._reshape(one, columns)
+                else:
+                    for axis in set(one.axes) - passed:  # a softmax reads its units and passes them on
+                        self._of(axis)[:, 2] |= True if one.where is None else one.where
+
+    def reason(self, value: Value, dims: Sequence[int]) -> str | None:
+        """Why units of the last of some dimensions of a tensor are outputs; None if they are not."""
+        plain, reached, read = (
+            self._of(self._maps.axes[value][dims[-1]]).T if dims else np.zeros((3, 1), dtype=np.bool_)
+        )
+        if value in self._values or plain.any():
+            return "it makes the network's output"
+        is_output = bool((reached & ~read).any())
+        return "it makes the network's output, through sums, products and new shapes alone" if is_output else None
+
+    def _of(self, axis: Axis) -> Mask:
+        return self._masks.setdefault(axis, np.zeros((axis.size, 3), dtype=np.bool_))
+
+    def _pass(self, link: Link, columns: Mask) -> None:
+        source, target = self._of(link.source), self._of(link.target)
+        found = (target if link.target_entries is None else target[link.target_entries]) & columns
+        found = found if link.where is None else found & link.where[:, None]
+        np.logical_or.at(source, np.arange(len(source)) if link.source_entries is None else link.source_entries, found)
+
+    def _reshape(self, relation: Reshape, columns: Mask) -> None:
+        for column, function in enumerate((np.logical_and, np.logical_and, np.logical_or)):
+            flat = outer(function, [self._of(axis)[:, column] & columns[column] for axis in relation.targets])
+            flat = flat.reshape([axis.size for axis in relation.sources])
+            for dim, axis in enumerate(relation.sources):
+                self._of(axis)[:, column] |= flat.any(axis=tuple(d for d in range(flat.ndim) if d != dim))
 
 
 def _has_other(network: nn.Module, path: str, calls: Calls, value: Value) -> bool:

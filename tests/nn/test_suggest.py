@@ -9,6 +9,7 @@ from pyro_l0 import prune
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
 from pyro_l0.nn.gate_layer import gate_names
+from tests.networks import Net
 
 
 class Residual(nn.Module):
@@ -109,6 +110,69 @@ def test_units_that_become_the_outputs_have_no_place(head):
         found = suggest_gates(network, example)
         assert set(found) == {"1"}
         assert found.refused["2"] == "it makes the network's output"
+
+
+def two(inputs, outputs, layer=nn.Linear, **options):
+    return nn.Sequential(layer(inputs, 8, **options), nn.ReLU(), layer(8, outputs, **options))
+
+
+def convs(inputs, outputs):
+    return two(inputs, outputs, nn.Conv2d, kernel_size=3, padding=1)
+
+
+EDGES = torch.tensor([0, 1, 1, 3]), torch.tensor([0, 2, 4, 3])
+OUTPUTS = {
+    "residual": (Net(lambda net, x: x + net.f(x), f=two(6, 6)), (2, 6)),
+    "denoiser": (Net(lambda net, x: x + net.f(x), f=convs(3, 3)), (2, 3, 6, 6)),
+    "forecast on persistence": (
+        Net(lambda net, x: x[:, -1:] + net.f(x.flatten(1)).view(-1, 4, 3), f=two(9, 12)),
+        (2, 3, 3),
+    ),
+    "bounded": (Net(lambda net, x: torch.tanh(x + net.f(x)), f=convs(3, 3)), (2, 3, 6, 6)),
+    "mask": (Net(lambda net, x: x * net.f(x).sigmoid(), f=convs(3, 3)), (2, 3, 6, 6)),
+    "several": (Net(lambda net, x: {"sum": x + net.f(x), "parts": (x * net.g(x),)}, f=two(6, 6), g=two(6, 6)), (2, 6)),
+    "side by side": (Net(lambda net, x: torch.cat([x + net.f(x), x * net.g(x)], 1), f=two(6, 6), g=two(6, 6)), (2, 6)),
+    "scaled": (Net(lambda net, x: x + net.s * net.f(x), f=two(6, 6), s=nn.Parameter(torch.ones(6))), (2, 6)),
+    "turned": (Net(lambda net, x: (x + net.f(x.mT).mT).reshape(2, -1), f=two(6, 6)), (2, 6, 4)),
+    "some of its units": (
+        Net(lambda net, x: (lambda h: (h[:, :3] + x, h[:, 3:].sum(1)))(net.f(x)), f=two(3, 6)),
+        (2, 3),
+    ),
+    "classes of nodes": (Net(lambda net, x: net.a @ net.f(x), f=two(6, 3), a=nn.Parameter(torch.rand(5, 5))), (5, 6)),
+    "sums over edges": (
+        Net(lambda net, x: torch.zeros(5, 3).index_add(0, EDGES[0], net.f(x)[EDGES[1]]), f=two(6, 3)),
+        (5, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_units_that_only_sums_take_to_the_output_have_no_place(name):
+    """Of an image that is corrected, say, every colour is an output: nothing else reads what the layer makes of it."""
+    network, shape = OUTPUTS[name]
+    found = suggest_gates(network, torch.randn(shape))
+    lasts = [f"{path}.2" for path, _ in network.named_children()]
+    assert set(found) == {f"{path}.1" for path, _ in network.named_children()}
+    assert all(found.refused[path].startswith("it makes the network's output") for path in lasts)
+
+
+def test_a_branch_that_a_layer_reads_is_no_output_though_it_reaches_one():
+    """A gate closes units of the first correction, which the second corrects."""
+    network = Net(lambda net, x: (lambda h: h + net.g(h))(x + net.f(x)), f=two(6, 6), g=two(6, 6))
+    assert set(suggest_gates(network, torch.randn(2, 6))) == {"f.1", "f.2", "g.1"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pruning_corrects_every_output():
+    """The units inside leave, none of the outputs; the report says where there is no gate."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 6)
+    network = Net(lambda net, x: x + net.f(x), f=nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 6)))
+    result = prune(
+        network, F.mse_loss, [(x[i : i + 16], x[i : i + 16].flip(1)) for i in range(0, 64, 16)], x[:2], 0.2, epochs=20
+    )
+    assert (result.network.f[0].out_features, result.network.f[2].out_features) == (6, 6)
+    assert "it makes the network's output" in result.report.skipped["f.2"]
 
 
 def test_suggestions_are_inserted_counted_and_compacted():
