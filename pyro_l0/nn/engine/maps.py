@@ -202,6 +202,13 @@ class Maps:
             self.reads((value, dim))
             self.pin(self.axes[value][dim].block)
 
+    def mixes(self, value: Value, *dims: int) -> None:
+        """Say that entries of an input's dimensions, which pass, share a number, such as a mean of all, zeros too."""
+        output = self.operation.output
+        for dim in dims:
+            self.reads((value, dim))
+            self.set_states(output, dim, np.full(output.shape[dim], self.axes[output][dim].state, dtype=np.uint8))
+
     def takes_constants(self, weight: Value, bias: Value | None) -> bool:
         """Whether constants may leave into a layer's bias: it is a parameter, or missing in a layer of torch's."""
         if not self.folds or not weight.names:

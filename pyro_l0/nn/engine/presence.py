@@ -92,7 +92,10 @@ class Presence:
                 return self._regroup(relation, axis)
             if isinstance(relation, Read) and relation.behind is axis:
                 groups = self.known[relation.axes[0]].reshape(2, relation.groups, -1)
-                return self.formulas.some_of_each(groups).repeat(axis.size // relation.groups, axis=1)
+                found = self.formulas.some_of_each(groups).repeat(axis.size // relation.groups, axis=1)
+                others = [x for x in operation.inputs if relation.axes[0] not in self.maps.axes[x]]
+                found[VARYING] = self.formulas.some_each(found[VARYING], self._together(operation, others)[VARYING])
+                return found
         if links:
             return self._links(operation, axis, links)
         return self._together(operation, operation.inputs).repeat(axis.size, axis=1)

@@ -53,7 +53,7 @@ def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
         for output in operation.made:
             if varying.intersection(given) or not given:
                 varying.add(output)
-            elif len(given) == 1 and operation.name in _MOVES and math.prod(output.shape) == math.prod(given[0].shape):
+            elif len(given) == 1 and operation.name in _MOVES and _sizes(output) == _sizes(given[0]):
                 source[output] = source.get(given[0], given[0])
     found: dict[Operation, dict[Value, Value]] = {}
     for product in maps.products:
@@ -137,6 +137,11 @@ def _read_with(maps: Maps, read: Read, weights: dict[Value, Value]) -> Iterator[
         for dim, axis in enumerate(maps.axes[value]):
             if axis in read.axes:
                 yield root, _dim_of(value, dim, root)
+
+
+def _sizes(value: Value) -> list[int]:
+    """The sizes of a tensor's dimensions in the order of size, those of 1 apart."""
+    return sorted(size for size in value.shape if size > 1)
 
 
 def _dim_of(value: Value, dim: int, root: Value) -> int:

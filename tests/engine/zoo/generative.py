@@ -89,6 +89,36 @@ class StyleNetwork(nn.Module):
         return self.head(self.gate(F.leaky_relu(self.norm(self.filters(h)) * scale, 0.2)))
 
 
+class Modulated(nn.Module):
+    """StyleGAN2's convolution: a style scales the inputs of each example's filters, which have length one then."""
+
+    def __init__(self, inputs, outputs, is_transposed):
+        super().__init__()
+        self.weight, self.style = nn.Parameter(torch.randn(outputs, inputs, 3, 3)), nn.Linear(5, inputs)
+        self.is_transposed = is_transposed
+
+    def forward(self, x, style):
+        weight = self.weight * self.style(style)[:, None, :, None, None]
+        weight = weight * torch.rsqrt(weight.square().sum((2, 3, 4), keepdim=True) + 1e-8)
+        flat = x.flatten(0, 1)[None]
+        if self.is_transposed:
+            out = F.conv_transpose2d(flat, weight.transpose(1, 2).flatten(0, 1), stride=2, groups=len(x))
+        else:
+            out = F.conv2d(flat, weight.flatten(0, 1), padding=1, groups=len(x))
+        return out.unflatten(1, (len(x), -1))[0]
+
+
+def modulated(is_transposed):
+    return Net(
+        lambda net, x, style: net.head(net.last(F.relu(net.blend(net.gate(F.relu(net.stem(x))), style)))),
+        stem=nn.Conv2d(3, 8, 1),
+        gate=Gate(8, dim=1),
+        blend=Modulated(8, 6, is_transposed),
+        last=Gate(6, dim=1),
+        head=nn.Conv2d(6, 3, 1),
+    )
+
+
 def flow():
     """A coupling layer: half of the inputs move the other half by a gated network; returns the log determinant."""
 
@@ -121,5 +151,13 @@ ENTRIES = {
         StyleNetwork, lambda batch: torch.randn(batch, 5),
         shapes={"scale.weight": (4, 3), "head.weight": (3, 4, 1, 1)},
     ),
+    **{
+        name: Entry(
+            lambda is_transposed=name.startswith("up"): modulated(is_transposed),
+            lambda batch: (torch.randn(batch, 3, 4, 4), torch.randn(batch, 5)),
+            shapes={"stem.weight": (4, 3, 1, 1), "blend.weight": (3, 8, 3, 3), "head.weight": (3, 3, 1, 1)},
+        )
+        for name in ("modulated", "up_modulated")
+    },
     "flow": Entry(flow, lambda batch: torch.randn(batch, 6), shapes={"hidden.weight": (5, 3), "moves.weight": (6, 5)}),
 }  # fmt: skip

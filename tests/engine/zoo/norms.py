@@ -119,6 +119,36 @@ class Film(nn.Module):
         return self.head(self.gate(F.relu(scale * self.norm(self.filters(x)) + shift)).mean((2, 3)))
 
 
+class StandardisedConv(nn.Conv2d):
+    """A norm-free network's convolution: each filter has mean 0 and length 1 over its inputs."""
+
+    def forward(self, x):
+        flat = self.weight.flatten(1)[None]
+        weight = F.batch_norm(flat, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+        return self._conv_forward(x, weight, self.bias)
+
+
+def standardised_weights():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.ReLU(), Gate(8, dim=1), StandardisedConv(8, 6, 3), nn.ReLU(), Gate(6, dim=1),
+        nn.Conv2d(6, 2, 1),
+    )  # fmt: skip
+
+
+class PositionGates(nn.Module):
+    """Gates on positions, over which a norm of channels takes its statistics in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.mix, self.gate = nn.Linear(6, 8), nn.Linear(8, 10), Gate(10)
+        self.norm, self.head, self.last = nn.BatchNorm1d(5), nn.Linear(10, 7), Gate(7)
+        self.out = nn.Linear(7, 2)
+
+    def forward(self, x):
+        h = self.gate(F.relu(self.mix(self.lift(x))))
+        return self.out(self.last(F.relu(self.head(self.norm(h)))))
+
+
 def l2_normalised():
     """An embedding of length one, as for retrieval."""
     return Net(
@@ -166,6 +196,13 @@ ENTRIES = {
     "film": Entry(
         Film, lambda batch: (torch.randn(batch, 3, 6, 6), torch.randn(batch, 5)),
         shapes={"scale.weight": (4, 5), "shift.weight": (4, 5), "filters.weight": (4, 3, 3, 3)},
+    ),
+    "standardised_weights": Entry(
+        standardised_weights, images(6), shapes={"0.weight": (4, 3, 1, 1), "3.weight": (3, 8, 3, 3)},
+    ),
+    "positions_before_a_norm": Entry(
+        PositionGates, lambda batch: torch.randn(batch, 5, 6),
+        shapes={"mix.weight": (5, 8), "head.weight": (4, 10), "out.weight": (2, 4)},
     ),
     "l2_normalised": Entry(l2_normalised, _rows, shapes={"layer.weight": (6, 6), "head.weight": (4, 6)}),
 }  # fmt: skip

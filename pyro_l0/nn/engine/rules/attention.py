@@ -17,7 +17,7 @@ def softmax(maps: Maps, operation: Operation) -> None:
     x, output = operation.value("self"), operation.output
     maps.passes_rest(x, output, least=CONSTANT)
     if x.rank:
-        maps.reads((x, operation.integer("dim") % x.rank))
+        maps.mixes(x, operation.integer("dim") % x.rank)
 
 
 @rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_l0.nn.engine.maps import Maps, Product, rule
-from pyro_l0.nn.engine.slots import CONSTANT, ZERO, States
+from pyro_l0.nn.engine.slots import CONSTANT, ZERO, Reshape, States
 from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
@@ -63,20 +63,25 @@ def _dense(maps: Maps, operation: Operation, x: Value, weight: Value, bias: Valu
 
 
 def _grouped(maps: Maps, x: Value, weight: Value, output: Value, groups: int, is_transposed: bool) -> None:
-    """The channels are pairs of a group and a place in the group; a group's outputs read its inputs."""
-    states, behind = maps.states(x, 1), maps.axes[output][1]
-    group, place_in, place_out = (
-        maps.slots.new(size) for size in (groups, x.shape[1] // groups, behind.size // groups)
-    )
-    maps.box([group, place_in], maps.axes[x][1].block)
-    maps.box([group, place_out], behind.block)
-    # In memory a weight is (out, in of a group), or transposed (in, out of a group).
-    full, part = (x, place_out) if is_transposed else (output, place_in)
-    maps.tie(maps.axes[weight][0], maps.axes[full][1])
-    maps.slots.join(maps.axes[weight][1].block, part)
-    for place, size in ((place_in, x.shape[1] // groups), (place_out, behind.size // groups)):
-        if size == 1:
-            maps.pin(place)
-    maps.reads((x, 1), where=states != ZERO, groups=groups, behind=behind)
+    """The channels are pairs of a group and a place in the group; a group's outputs read its inputs.
+
+    In memory a weight, which may be computed, is (out, in of a group), or transposed (in, out of a group).
+    """
+    states, inputs, behind = maps.states(x, 1), maps.axes[x][1], maps.axes[output][1]
+    group, place_in, place_out = map(maps.free, (groups, x.shape[1] // groups, behind.size // groups))
+    maps.box([group.block, place_in.block], inputs.block)
+    maps.box([group.block, place_out.block], behind.block)
+    maps.tie(maps.axes[weight][1], place_out if is_transposed else place_in)
+    for place in (place_in, place_out):
+        if place.size == 1:
+            maps.pin(place.block)
+    relations = maps.relations[maps.operation]
+    if is_transposed:
+        maps.reads((x, 1), (weight, 0), where=states != ZERO, groups=groups, behind=behind)
+        relations.append(Reshape((group, maps.axes[weight][1]), (behind,)))
+    else:
+        maps.same(weight, 0, output, 1)
+        relations.append(Reshape((group, maps.axes[weight][1]), (inputs,)))  # needed where one of these is
+        maps.reads((x, 1), where=states != ZERO, groups=groups, behind=behind)
     each: States = states.reshape(groups, -1).max(1).repeat(behind.size // groups)
     maps.set_states(output, 1, each)

@@ -227,7 +227,8 @@ def pixel_shuffle(maps: Maps, operation: Operation) -> None:
     is_unshuffled = operation.name == "aten::pixel_unshuffle"
     factor = operation.integer("downscale_factor" if is_unshuffled else "upscale_factor")
     (before if is_unshuffled else behind).append(maps.fixed(factor**2))
-    maps.fixes(x, -2, -1)
+    for value in (x, output):
+        maps.fixes(value, -2, -1)
     maps.passes_rest(x, output, -3, -2, -1)
     maps.reshape(before, behind)
 

@@ -22,7 +22,10 @@ __all__: list[str] = []
     "aten::batch_norm",
 )
 def batch_norm(maps: Maps, operation: Operation) -> None:
-    """Each channel by itself: a channel of zeros becomes constant, its shift."""
+    """Each channel by itself: a channel of zeros becomes constant, its shift.
+
+    Entries of the other dimensions share a mean and a scale, at the latest in training mode, and stay.
+    """
     x = operation.value("input")
     channel = min(1, x.rank - 1)
     is_zero = maps.states(x, channel) == ZERO
@@ -30,6 +33,7 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
     maps.zero_channels[operation.path] = is_zero if before is None else is_zero & before
     maps.passes_rest(x, operation.output, least=_least(maps, operation))
     _scale(maps, operation, channel)
+    maps.mixes(x, *(dim for dim in range(x.rank) if dim != channel))
 
 
 @rule("aten::instance_norm")
@@ -40,6 +44,7 @@ def instance_norm(maps: Maps, operation: Operation) -> None:
     _scale(maps, operation, 1)
     if operation.maybe("bias") is None and operation.maybe("running_mean") is None:
         maps.set_states(output, 1, maps.states(x, 1))
+    maps.mixes(x, *range(2, x.rank))
     maps.fixes(x, *range(2, x.rank))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyro_l0.nn.engine.maps import Maps, rule
 from pyro_l0.nn.engine.rules.pointwise import pointwise
 from pyro_l0.nn.engine.slots import CONSTANT, ZERO
-from pyro_l0.nn.engine.tape import Operation
+from pyro_l0.nn.engine.tape import Operation, Value
 
 __all__: list[str] = []
 
@@ -18,7 +18,7 @@ def sum_up(maps: Maps, operation: Operation) -> None:
 
 
 _NUMBERS = """mean amax amin max min prod any all argmax argmin var std var_mean std_mean logsumexp median nanmedian
-mode norm count_nonzero aminmax"""
+mode norm count_nonzero aminmax kthvalue"""
 
 
 @rule(*(f"aten::{name}" for name in _NUMBERS.split()))
@@ -39,15 +39,15 @@ def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
     keeps = bool(operation.arguments.get("keepdim", False))
     for dim in sorted(dims):
         maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
-    least = CONSTANT if operation.name == "aten::logsumexp" else ZERO  # which alone is not 0 at zeros
     rest = [dim for dim in range(x.rank) if dim not in dims]
     for output in operation.made:
+        least = _least(operation, output)
         maps.set_state(output, max(maps.state(x), least))
         for place, dim in enumerate(rest):
             maps.passes(x, dim, output, dim if keeps else place, least)
 
 
-_ORDERS = """cumsum cumprod cummax cummin logcumsumexp sort argsort topk kthvalue roll _fft_c2c _fft_r2c _fft_c2r"""
+_ORDERS = """cumsum cumprod cummax cummin logcumsumexp sort argsort topk roll _fft_c2c _fft_r2c _fft_c2r"""
 
 
 @rule(*(f"aten::{name}" for name in _ORDERS.split()))
@@ -57,10 +57,15 @@ def along(maps: Maps, operation: Operation) -> None:
     given = operation.integers("dims" if operation.name == "aten::roll" else "dim") or list(range(x.rank))
     dims = {dim % x.rank for dim in given} if x.rank else set()
     for output in operation.made:
-        is_place = not (output.dtype.is_floating_point or output.dtype.is_complex)
-        maps.passes_rest(x, output, *dims, least=CONSTANT if is_place else ZERO)
+        maps.passes_rest(x, output, *dims, least=_least(operation, output))
         maps.fixes(output, *dims)
     maps.fixes(x, *dims)
+
+
+def _least(operation: Operation, output: Value) -> int:
+    """What becomes of zeros: constants in sums of exponentials, and where places are returned."""
+    is_number = output.dtype.is_floating_point or output.dtype.is_complex
+    return CONSTANT if operation.name in ("aten::logsumexp", "aten::logcumsumexp") or not is_number else ZERO
 
 
 @rule("aten::tril", "aten::triu")
