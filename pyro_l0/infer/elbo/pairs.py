@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import get_args
 
 import torch
+from pyro.distributions import Unit
 from pyro.infer.util import is_validation_enabled
+from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
@@ -41,7 +45,20 @@ def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistributio
             raise ValueError(
                 f"The {what} of model and guide differ at site {name!r}: {site[what]} and {posterior[what]}."
             )
+    for one in (site, posterior):
+        check_shape(one, q.batch_shape)
     return gate
+
+
+def check_shape(site: Site, shape: torch.Size) -> None:
+    """Refuse a log probability whose shape is not that of the site's plates: too many terms would be summed.
+
+    A factor outside of plates is one term, which is given in parts.
+    """
+    is_batch = bool(shape) and not isinstance(site["fn"], Unit)
+    if (is_batch or site["cond_indep_stack"]) and is_validation_enabled():
+        shaped: Site = {**site, "log_prob": SimpleNamespace(shape=shape)}
+        check_site_shape(shaped, sys.maxsize)
 
 
 def _kind(fn: object, gate: GateDistribution | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -10,8 +9,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from pyro.distributions import Delta
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from pyro.infer.util import is_validation_enabled
-from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
@@ -20,6 +17,7 @@ from pyro_l0.distributions.wrappers import find_gate, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.blocks import Block, Kind
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero
+from pyro_l0.infer.elbo.pairs import check_shape
 from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.drawn import Drawn
 
@@ -197,9 +195,7 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
 def _log_prob_sum(site: Site, sign: float = 1.0) -> Tensor:
     """The log probability of a site's value, or its negative, under the site's scale and mask."""
     log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
-    if site["cond_indep_stack"] and is_validation_enabled():
-        shaped: Site = {**site, "log_prob": log_prob}
-        check_site_shape(shaped, sys.maxsize)
+    check_shape(site, log_prob.shape)
     scale, mask = site["scale"], site["mask"]
     if mask is None and not isinstance(scale, Tensor):
         # One number, not one per row; and no sum over one number.

@@ -169,3 +169,43 @@ def test_tensors_that_are_there_before_are_inherited():
     guide()
     assert len(runs) == 2
     assert all(torch.equal(gate.temperature, prior.temperature) for gate in guide.posterior().values())
+
+
+def in_plate(name, fn, obs=None, size=3):
+    with pyro.plate("units", size):
+        return pyro.sample(name, fn, obs=obs)
+
+
+GATES = HardConcrete(torch.zeros(3))
+SHAPES = {
+    "y": (lambda: pyro.sample("y", dist.Normal(torch.zeros(3, 1), 1.0), obs=torch.zeros(3)), gates),
+    "y, by its value": (lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.zeros(3)), gates),
+    "y, in a plate": (lambda: in_plate("y", dist.Normal(torch.zeros(3, 1), 1.0), torch.zeros(3)), gates),
+    "y, in an event": (lambda: pyro.sample("y", dist.Normal(torch.zeros(2, 3), 1.0).to_event(1), obs=X[:2]), gates),
+    "w": (
+        lambda: in_plate("w", dist.Normal(torch.zeros(3), 1.0)),
+        lambda: [gates(), pyro.sample("w", dist.Normal(torch.zeros(3), 1.0))],
+    ),
+    "w, auxiliary": (
+        lambda: in_plate("w", dist.Normal(torch.zeros(3), 1.0)),
+        lambda: [
+            gates(),
+            pyro.sample("w, auxiliary", dist.Normal(torch.zeros(3), 1.0), infer={"is_auxiliary": True}),
+            in_plate("w", dist.Normal(torch.zeros(3), 0.1)),
+        ],
+    ),
+    "v": (lambda: in_plate("v", GATES), lambda: [gates(), pyro.sample("v", GATES)]),
+    "v, of the model": (
+        lambda: pyro.sample("v, of the model", GATES),
+        lambda: [gates(), in_plate("v, of the model", GATES)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_outside_of_plates(name):
+    """Of data, latents and gates, in model and guide: as Pyro's own ELBOs refuse it."""
+    rest, guide = SHAPES[name]
+    site = name if name in ("w, auxiliary", "v, of the model") else name[0]
+    with pytest.raises(ValueError, match=f'at site "{site}", invalid log_prob shape'):
+        L0_ELBO("l0").loss(lambda: [gates(), rest()], guide)
