@@ -71,6 +71,22 @@ def test_gates_of_groups(name, form):
     assert (odds[:, 2] == 0).all()
 
 
+@pytest.mark.parametrize("form", ["dense", "wide"])
+@pytest.mark.parametrize("name", ["correlated", "copies", "more features than rows"])
+def test_products_of_gates(name, form):
+    """Elements that need one, two or three gates, and one that is always there."""
+    regression, z = REGRESSIONS[name], vectors(4)
+    gate_of = torch.tensor([[0, -1, -1], [0, 1, -1], [0, 1, 3], [-1, -1, -1], [2, 3, -1], [3, 2, -1]])
+
+    def on(z):
+        return torch.nn.functional.pad(z, (0, 1), value=1)[:, gate_of].prod(-1)
+
+    collapsed = CollapsedQuadratic(getattr(regression, form)(), SCALES, gate_of=gate_of)
+    close(collapsed.log_evidence(z), regression.log_evidence(on(z), SCALES))
+    both = [regression.log_evidence(on(with_each(z, v)), SCALES) for v in (1.0, 0.0)]
+    close(collapsed.conditionals(z)[0].flatten(), both[0] - both[1])
+
+
 def test_batches_of_bounded_room(monkeypatch):
     """One chain at a time, with room for two rows of the design, gives the same."""
     regression, z = REGRESSIONS["correlated"], vectors(6)

@@ -78,7 +78,8 @@ class AutoSpikeSlab(AutoGate, JointDraws):
             ``init_scale`` is not positive; when called, as AutoGate, and if ``slab`` or ``hyper`` names no such site
             of the model, a slab's support is neither the real line nor an interval, or ``init_loc`` has another shape
             or lies outside of it; in a guide that is not a mean field, also if a slab's prior is not normal, a site is
-            subsampled, or the model uses ``z`` and ``w`` other than as ``z * w``.
+            subsampled, or gates do anything else in the model than to switch slabs: ``z * w``, or a product of gates
+            as the gate of a group and that of a feature.
 
     Example:
         >>> import pyro

@@ -76,8 +76,8 @@ def correlated_posterior(
     """The posterior that a guide learns from, for a model with these sites in one run.
 
     ``hyper_names`` are the sites of the other latents; None for all of them, normal ones drawn with the slabs where
-    they can be. Refuses subsampled sites, priors and supports of another kind, and a model in which ``z`` and ``w`` do
-    not enter as their product.
+    they can be. Refuses subsampled sites, priors and supports of another kind, and a model in which gates do anything
+    else than to switch slabs, alone or as products of gates.
     """
     gate_names = [name for name, site in sites.items() if find_gate(site["fn"]) is not None]
     slab_names = [name for name in sites if name in slab]
@@ -100,9 +100,10 @@ def correlated_posterior(
     start = hyper.together(medians) if learned else like.new_zeros(0)
     values = {name: sites[name]["value"] for name in latent}
     values |= {x.name: sites[x.name]["fn"].mean.detach().expand_as(values[x.name]) for x in rates}
-    gate_of = _gates_of(sites, slab, slab_names, gates)
+    model = OpenModel(run_at, values, slabs, gates, hyper)
+    gate_of = model.switches(model.slab_prior(start)[1].detach(), start, _gates_of(sites, slab, slab_names, gates))
     held = _held(hyper, start, lambda at: run_at({**values, **hyper.apart(at)}))
-    expansion = expand(OpenModel(run_at, values, slabs, gates, hyper), start, gate_of, held)
+    expansion = expand(model, start, held)
     kind = StructuredSlabs if structure.structured else IndependentSlabs
     posterior = kind(expansion, gate_of)
     chain = GateChain(gates.size, hyper.size, structure.coupled, like) if structure.chain else None
@@ -179,7 +180,7 @@ def _odds(site: Site) -> Tensor | None:
 
 
 def _gates_of(sites: Mapping[str, Site], slab: Mapping[str, Switch], names: Sequence[str], gates: Layout) -> Tensor:
-    """Which gate switches each element of the slabs, shape ``(p,)``."""
+    """Which gate switches each element of the slabs, as the user says, shape ``(p,)``; -1 for none."""
     positions, found = gates.positions(), []
     for name in names:
         shape, own = sites[name]["value"].shape, torch.tensor(-1)

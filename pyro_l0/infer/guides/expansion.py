@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.elbo.runs import log_prob
 from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
-from pyro_l0.maths.spike_slab.collapsed import opened
+from pyro_l0.maths.spike_slab.collapsed import open_positions, opened
 from pyro_l0.maths.spike_slab.newton import Point, Step, find_maximum, jacobian, slope_and_curvature
 
 _LEAST_CURVATURE = 1e-6
@@ -21,6 +21,9 @@ _ROUNDS = 3  # of coefficients and other latents in turn
 _DRAWS = 4  # pairs of them, of the coefficients for the other latents' mode
 _STEP = 0.05  # of differences in other latents, on the real line
 
+
+_RANDOM = 12  # gate vectors at which a model is tried, beside those that tell any two gates apart
+_OTHERWISE = f"Sum the gates out by sample_posterior, or {MEAN_FIELD} and refine."
 
 RunAt = Callable[[Mapping[str, Tensor]], dict[str, Site]]  # a model's sites at values of its latent sites
 
@@ -57,33 +60,95 @@ class OpenModel(NamedTuple):
         return torch.stack([*found, self.hyper.log_jacobian(hyper)]).sum()
 
     @torch.no_grad()
-    def check_product(self, slab_scale: Tensor, hyper: Tensor, gate_of: Tensor) -> None:
-        """Refuse a model in which closed gates do not switch their slabs off: only the product of both may enter."""
-        closed = torch.zeros(self.gates.size, dtype=hyper.dtype, device=hyper.device)
-        slabs = 0.5 * slab_scale
-        first, again = (self.log_likelihood(slabs, hyper, closed) for _ in range(2))
+    def switches(self, slab_scale: Tensor, hyper: Tensor, gate_of: Tensor) -> Tensor:
+        """Which gate switches each slab: ``gate_of``, or shape ``(p, k)`` where only products of gates do.
+
+        Refuses a model in which gates do anything else. Its likelihood at any gates and slabs must be that at open
+        gates and the slabs times their gates, and no prior of another site may depend on gates.
+        """
+        # At generic values, as effects of gates may cancel or vanish at a mode.
+        generator = torch.Generator().manual_seed(0)
+        moves = (torch.rand(len(slab_scale) + len(hyper), generator=generator) - 0.5).to(hyper)
+        slabs, hyper = slab_scale * moves[: len(slab_scale)], hyper + moves[len(slab_scale) :]
+        first, again = (float(self.log_likelihood(slabs, hyper)) for _ in range(2))
         if not _is_close(first, again):
             raise ValueError(
                 "Expected a model whose log likelihood is the same in every run at the same values, but got "
-                f"{float(first):.6g} and {float(again):.6g}, as where a plate draws a part of the data anew; hand the "
-                f"part on by subsample=..., or {MEAN_FIELD}."
+                f"{first:.6g} and {again:.6g}, as where a plate draws a part of the data anew; hand the part on by "
+                f"subsample=..., or {MEAN_FIELD}."
             )
-        # Of any two gates one is open where the other is closed, which tells whose slab is whose.
-        number = torch.arange(self.gates.size, device=hyper.device)
-        bits = [(number >> bit & 1).to(hyper.dtype) for bit in range((self.gates.size - 1).bit_length())]
-        for gates in (closed, *bits, *(1 - bit for bit in bits)):
-            first = self.log_likelihood(slabs, hyper, gates)
-            second = self.log_likelihood(torch.where(opened(gates, gate_of) > 0, slabs, -2 * slabs), hyper, gates)
-            if bool(first.isfinite()) and not _is_close(first, second):
-                raise ValueError(
-                    f"Expected slabs {', '.join(map(repr, self.slabs.shapes))} to enter the model as products with "
-                    f"their gates, but with closed gates its log likelihood changes from {float(first):.6g} to "
-                    f"{float(second):.6g} when the slabs do; {MEAN_FIELD}."
-                )
+        vectors = gate_vectors(self.gates.size, hyper)
+        self._check_priors(slabs, hyper, vectors)
+        if self._misfit(slabs, hyper, vectors, gate_of) is None:
+            return gate_of
+        gate_of = self._products(slabs, hyper, gate_of)
+        misfit = self._misfit(slabs, hyper, vectors, gate_of)
+        if misfit is None:
+            return gate_of
+        gates, found, expected = misfit
+        alone = {x: torch.ones_like(gates).index_copy(0, own, gates[own]) for x, own in self.gates.positions().items()}
+        names = [name for name, x in alone.items() if self._misfit(slabs, hyper, x[None], gate_of)] or list(alone)
+        raise ValueError(
+            f"Expected slabs {_listed(self.slabs.shapes)} to enter the model as products with their gates, and gates "
+            f"in no other way, but closing gates of {_listed(names)} makes its log likelihood {found:.6g} where those "
+            f"products give {expected:.6g}. {_OTHERWISE}"
+        )
+
+    def _check_priors(self, slabs: Tensor, hyper: Tensor, vectors: Tensor) -> None:
+        """Refuse a prior, other than a gate's, that depends on gates."""
+        before = self.sites(slabs, hyper)
+        for gates in vectors:
+            sites = self.sites(slabs, hyper, gates)
+            for name in self.values:
+                densities = (float(log_prob(x[name]).sum()) for x in (before, sites))
+                if name not in self.gates.shapes and not _is_close(*densities):
+                    raise ValueError(
+                        f"Expected priors of slabs and other latents that do not depend on gates, but that of {name!r} "
+                        f"changes with gates of {_listed(self.gates.shapes)}. {_OTHERWISE}"
+                    )
+
+    def _misfit(
+        self, slabs: Tensor, hyper: Tensor, vectors: Tensor, gate_of: Tensor
+    ) -> tuple[Tensor, float, float] | None:
+        """The first gates at which the log likelihood is not that of the products, and both values."""
+        for gates in vectors:
+            found = float(self.log_likelihood(slabs, hyper, gates))
+            expected = float(self.log_likelihood(slabs * opened(gates, gate_of), hyper))
+            if not _is_close(found, expected):
+                return gates, found, expected
+        return None
+
+    def _products(self, slabs: Tensor, hyper: Tensor, gate_of: Tensor) -> Tensor:
+        """All gates of each slab, shape ``(p, k)``: its own, and those without which it has no slope."""
+        eye = torch.eye(self.gates.size + 1, dtype=slabs.dtype, device=slabs.device)[:, : self.gates.size]
+        with torch.enable_grad():
+            at = slabs.clone().requires_grad_()
+            slopes = [torch.autograd.grad(self.log_likelihood(at, hyper, 1 - closed), at)[0] for closed in eye]
+        silent = torch.stack(slopes, 1) == 0
+        needed = silent[:, :-1] & ~silent[:, -1:]
+        switched = (gate_of >= 0).nonzero().squeeze(1)
+        needed[switched, gate_of[switched]] = True
+        index, valid = open_positions(needed)
+        return index.where(valid, -1)
 
 
-def _is_close(x: Tensor, y: Tensor) -> bool:
-    return math.isclose(float(x), float(y), rel_tol=1e-5, abs_tol=1e-6)
+def gate_vectors(size: int, like: Tensor) -> Tensor:
+    """Gates at which to try a model, shape ``(n, size)``: of any two, one is open where the other is closed."""
+    number = torch.arange(size)
+    apart = [number >> bit & 1 for bit in range((size - 1).bit_length())]
+    mixed = (
+        torch.rand(_RANDOM, size, generator=torch.Generator().manual_seed(1))
+        < torch.linspace(0.4, 0.9, _RANDOM)[:, None]
+    )
+    return torch.stack([torch.zeros_like(number), *apart, *(1 - x for x in apart), *mixed.long()]).to(like)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _is_close(x: float, y: float) -> bool:
+    return math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6)
 
 
 def log_likelihood(sites: Mapping[str, Site]) -> Tensor:
@@ -119,15 +184,13 @@ class Expansion(NamedTuple):
 
 
 @torch.enable_grad()
-def expand(model: OpenModel, hyper: Tensor, gate_of: Tensor, held: Tensor) -> Expansion:
+def expand(model: OpenModel, hyper: Tensor, held: Tensor) -> Expansion:
     """Find the mode and expand about it.
 
-    The other latents start at ``hyper`` on the real line, and those of ``held`` stay there. ``gate_of`` says which gate
-    switches each coefficient; -1 for those that none does.
+    The other latents start at ``hyper`` on the real line, and those of ``held`` stay there.
     """
     slabs = torch.zeros(model.slabs.size, dtype=hyper.dtype, device=hyper.device)
     loc, scale = (x.detach() for x in model.slab_prior(hyper))
-    model.check_product(scale, hyper, gate_of)
     for _ in range(_ROUNDS if len(hyper) else 1):
         slabs, curvature = find_mode(model, slabs, hyper, loc, scale)
         if len(hyper):

@@ -33,7 +33,8 @@ class IndependentNormals(NamedTuple):
 class SlabPosterior(nn.Module):
     """Slabs of p elements given their gates and d other latents; where the gates are closed they have their prior.
 
-    ``gate_of`` says which gate switches each element, shape ``(p,)``; -1 for other latents, which none does.
+    ``gate_of`` says which gate switches each element, shape ``(p,)``, or which do together, shape ``(p, k)``; -1 for
+    other latents, which none does.
     """
 
     gate_of: Tensor

@@ -12,7 +12,7 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
-from pyro_l0.infer.guides.expansion import RunAt
+from pyro_l0.infer.guides.expansion import RunAt, gate_vectors
 from pyro_l0.infer.guides.layout import Layout
 from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
 from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
@@ -98,13 +98,14 @@ def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collap
 def _check_slabs(joint: CorrelatedPosterior) -> None:
     """Refuse slabs with gates and a prior mean, and gates without slabs."""
     slabs = joint.slab_posterior
-    gated = slabs.gate_of >= 0
+    gate_of = slabs.gate_of.reshape(len(slabs.loc), -1)
+    gated = (gate_of >= 0).any(1)
     if bool(slabs.loc[gated].any() or slabs.loc_shifts[gated].any()):
         raise ValueError(
             f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, but got means of up to "
             f"{float(slabs.loc[gated].abs().max()):.3g}."
         )
-    alone = (torch.bincount(slabs.gate_of[gated], minlength=joint.gates.size) == 0).nonzero().flatten()
+    alone = (torch.bincount(gate_of[gate_of >= 0], minlength=joint.gates.size) == 0).nonzero().flatten()
     if len(alone):
         raise ValueError(
             f"Expected gates that enter the model as products with their slabs, but got no slab of gate site "
@@ -121,9 +122,9 @@ def _prior(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> SiteGate
         found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
         return torch.cat([x.reshape(-1) for x in found])
 
-    opened = hyper.new_ones(joint.gates.size)
-    rows = [odds(row, opened) for row in hyper]
-    moved = (rows[0] - odds(hyper[0], torch.zeros_like(opened))).nonzero().flatten()
+    rows = [odds(row, hyper.new_ones(joint.gates.size)) for row in hyper]
+    others = torch.stack([odds(hyper[0], gates) for gates in gate_vectors(joint.gates.size, hyper)])
+    moved = (rows[0] != others).any(0).nonzero().flatten()
     if len(moved):
         raise ValueError(
             f"Expected gates that are independent given the other latents, but the prior of gate site "

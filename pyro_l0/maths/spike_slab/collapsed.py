@@ -25,8 +25,10 @@ class CollapsedQuadratic:
     """Log odds and evidence of gates in front of Gaussian slabs that are integrated out.
 
     The slabs' scale is a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S chains has its own. With
-    ``gate_of``, shape ``(p,)``, elements share gates; -1 is one that is always there. ``factor``, shape ``(S,)``,
-    multiplies A and b, such as the noise of each chain's own draw; ``linear``, shape ``(S, p)``, is b of each chain.
+    ``gate_of``, shape ``(p,)``, elements share gates; -1 is one that is always there. Of shape ``(p, k)``, it has the
+    gates of which all must be open, as the gate of a group and that of a feature, padded with -1. ``factor``, shape
+    ``(S,)``, multiplies A and b, such as the noise of each chain's own draw; ``linear``, shape ``(S, p)``, is b of each
+    chain.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class CollapsedQuadratic:
     def conditionals(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Log Bayes factors of all gates given the others, shape ``(S, G)``, and log evidence, shape ``(S,)``."""
         on = self.on(z)
-        parts = [self._conditionals(on[part], part) for part in self._parts(on, on.shape[1])]
+        parts = [self._conditionals(z[part], on[part], part) for part in self._parts(on, on.shape[1])]
         factors, evidence = map(torch.cat, zip(*parts, strict=True))
         return factors, evidence
 
@@ -106,7 +108,7 @@ class CollapsedQuadratic:
         if z.dim() != 2 or z.shape[1] != self.gates or self.chains not in (None, len(z)):
             chains = "S" if self.chains is None else self.chains
             raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
-        return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of)
+        return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of).bool()
 
     def _parts(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
         """Parts of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
@@ -123,12 +125,12 @@ class CollapsedQuadratic:
         inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
         return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
 
-    def _conditionals(self, on: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def _conditionals(self, z: Tensor, on: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         open_ = self._open(on, part)
         if self._groups is None:
             return _log_integral(*self._slab(open_, part)), open_.log_evidence
         elements, cross, rest = self._rest(open_, part)
-        factors = self._groups.log_bayes_factors(on, open_, cross, rest, elements.unit)
+        factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
         return factors, open_.log_evidence
 
     def _rest(self, open_: _Open, part: slice) -> tuple[_Elements, Tensor, Tensor]:
@@ -198,32 +200,44 @@ class _Open:
 class _Groups:
     """Gates that switch several elements each."""
 
+    gate_of: Tensor  # the gates of each element, shape (p, k)
     members: Tensor  # the elements of each gate, shape (G, m); 0 at a padding
     valid: Tensor  # where there is no padding
     blocks: Tensor  # A among them, shape (G, m, m)
 
     @staticmethod
     def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:
-        """From the gate of each element."""
-        if gate_of.shape != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
+        """From the gates of each element."""
+        if gate_of.shape[:1] != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
             raise ValueError(
                 f"Expected gate_of to be the index of a gate for each of {len(quadratic.linear)} elements, of dtype "
                 f"torch.long and at least -1, but got shape {tuple(gate_of.shape)} and {gate_of.dtype}."
             )
         gates = torch.arange(int(gate_of.max()) + 1, device=gate_of.device)
-        members, valid = open_positions(gate_of == gates[:, None])
-        return _Groups(members, valid, quadratic.blocks(members))
+        gate_of = gate_of.reshape(len(gate_of), -1)
+        members, valid = open_positions((gate_of == gates[:, None, None]).any(-1))
+        return _Groups(gate_of, members, valid, quadratic.blocks(members))
 
-    def log_bayes_factors(self, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor) -> Tensor:
+    def _switched(self, z: Tensor) -> Tensor:
+        """The members that a gate switches while the others stay, shape ``(S, G, m)``: their other gates are open."""
+        if self.gate_of.shape[1] == 1:
+            return self.valid.expand(len(z), -1, -1)
+        closed = ~torch.nn.functional.pad(z.bool(), (0, 1), value=True)
+        return self.valid & (closed[:, self.gate_of].sum(-1)[:, self.members] == closed[:, :-1, None])
+
+    def log_bayes_factors(
+        self, z: Tensor, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor
+    ) -> Tensor:
         """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, and the linear term that the open elements leave."""
+        switched = self._switched(z)
         unit = unit[:, self.members]
         columns = (cross[:, :, self.members] * unit[:, None]).movedim(1, 2)
         blocks = self.blocks * unit[..., :, None] * unit[..., None, :]
         schur = blocks - columns.mT @ columns
-        quadratic, log_root = _halves(schur, rest[:, self.members], self.valid, add=1 + _rounding(blocks))
+        quadratic, log_root = _halves(schur, rest[:, self.members], switched, add=1 + _rounding(blocks))
         closed = quadratic - log_root
 
-        is_open = on[:, self.members] & self.valid
+        is_open = on[:, self.members] & switched
         slot = torch.zeros_like(on, dtype=torch.long)
         slot = open_.placed(torch.arange(open_.index.shape[1]).to(slot).expand_as(open_.index), out=slot)
         place = slot[:, self.members]
@@ -256,8 +270,9 @@ def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
 
 
 def opened(gates: Tensor, gate_of: Tensor) -> Tensor:
-    """The gate of every element, shape ``(..., p)``; 1 for those with the number -1, which have none."""
-    return torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
+    """The gate of every element, or the product of its gates, shape ``(..., p)``; -1 is none, which counts as 1."""
+    own = torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
+    return own if gate_of.dim() == 1 else own.prod(-1)
 
 
 def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ def correlated(program=model, slab=SLAB, **options):
     ("options", "message"),
     [
         ({"prior": dist.Laplace(0.0, 1.0)}, "Expected a Normal prior of slab site 'w'.*Laplace.*"),
-        ({"combine": torch.add}, "Expected slabs 'w' to enter .* as products .* changes from .*"),
+        ({"combine": torch.add}, "Expected slabs 'w' to enter .* as products .* closing gates of 'z' makes .*"),
         ({"size": 4, "subsample_size": 2}, "Expected site 'z' in plates of their full size, but 'features' .*"),
     ],
 )
@@ -141,7 +141,7 @@ def test_gates_that_chains_do_not_know():
         with pyro.plate("features", 2):
             z = pyro.sample("z", BernoulliGate(probs=0.1 + rate * v))
             w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        u = pyro.sample("u", dist.Normal(0.0, 1.0)) if not offset else 1.0
+        u = pyro.sample("u", dist.Normal(0.0, 1.0)) if not offset else 0.0
         observe(u * v + (z * w) @ X.mT)
 
     for rate, offset, message in (
