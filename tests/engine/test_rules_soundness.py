@@ -51,7 +51,7 @@ OPERATIONS = {
     "roll": along(lambda x, dim: x.roll(1, dim)),
     "flip": along(lambda x, dim: x.flip(dim)),
     "tril": [torch.tril],
-    "resized": [lambda x, mode=mode: F.interpolate(x, size=(6, 6), mode=mode) for mode in ("nearest", "bicubic", "area")],
+    "resized": [lambda x, mode=mode: F.interpolate(x, (6, 6), mode=mode) for mode in ("nearest", "bicubic", "area")],
     "pooled": [lambda x: F.avg_pool2d(x, 2), lambda x: F.max_pool2d(x, 2), lambda x: F.lp_pool2d(x, 2.0, 2)],
     "unfolded": [lambda x: F.unfold(x, 2), lambda x: x.unfold(2, 2, 1)],
     "unshuffled": [lambda x: F.pixel_unshuffle(x, 2)],

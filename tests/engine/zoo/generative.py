@@ -153,11 +153,11 @@ ENTRIES = {
     ),
     **{
         name: Entry(
-            lambda is_transposed=name.startswith("up"): modulated(is_transposed),
+            make,
             lambda batch: (torch.randn(batch, 3, 4, 4), torch.randn(batch, 5)),
             shapes={"stem.weight": (4, 3, 1, 1), "blend.weight": (3, 8, 3, 3), "head.weight": (3, 3, 1, 1)},
         )
-        for name in ("modulated", "up_modulated")
+        for name, make in {"modulated": lambda: modulated(False), "up_modulated": lambda: modulated(True)}.items()
     },
     "flow": Entry(flow, lambda batch: torch.randn(batch, 6), shapes={"hidden.weight": (5, 3), "moves.weight": (6, 5)}),
 }  # fmt: skip
