@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ReducedLayerNorm", "ReducedRMSNorm", "add_shift", "as_whole_norms", "pads_zeros", "reduce_norm"]
+from pyro_l0.nn.engine.maps import runs_as
+
+__all__ = [
+    "ReducedLayerNorm",
+    "ReducedRMSNorm",
+    "add_shift",
+    "as_whole_norms",
+    "pads_zeros",
+    "reduce_norm",
+    "takes_shift",
+]
 
 
 class ShiftedLinear(nn.Linear):
@@ -53,10 +63,13 @@ def add_shift(module: nn.Module, shift: Tensor) -> None:
     if isinstance(module, _KINDS):
         module.shift = module.get_buffer("shift") + shift
         return
-    if type(module) not in _SHIFTED:
-        raise TypeError(f"Expected a dense layer or a convolution of torch, but got {type(module).__name__}.")
-    module.__class__ = _SHIFTED[type(module)]
+    module.__class__ = next(shifted for kind, shifted in _SHIFTED.items() if runs_as(module, kind))
     module.register_buffer("shift", shift.clone())
+
+
+def takes_shift(module: nn.Module) -> bool:
+    """Whether a layer can add a constant that differs between places: one whose forward is torch's."""
+    return isinstance(module, _KINDS) or any(runs_as(module, kind) for kind in _SHIFTED)
 
 
 def pads_zeros(module: nn.Module) -> bool:
@@ -124,7 +137,7 @@ _WHOLE = {reduced: whole for whole, reduced in _REDUCED.items()}
 
 def reduce_norm(module: nn.Module, size: int) -> None:
     """Let a norm, reduced before or not, count removed units as zeros; ``size`` is the number of units at the start."""
-    module.__class__ = _REDUCED.get(type(module), type(module))
+    module.__class__ = next((new for kind, new in _REDUCED.items() if runs_as(module, kind)), type(module))
     if not isinstance(module, (ReducedLayerNorm, ReducedRMSNorm)):
         raise TypeError(f"Expected nn.LayerNorm or nn.RMSNorm to lose units, but got {type(module).__name__}.")
     module.size = size

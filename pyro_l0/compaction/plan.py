@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.fold import Constant, contribution, gates_into_weights, input_dim, is_layer
+from pyro_l0.compaction.fold import Constant, NotConstantError, contribution, gates_into_weights, input_dim, is_layer
 from pyro_l0.compaction.gate_change import GateChange, new_indices
-from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm
+from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, takes_shift
 from pyro_l0.compaction.sizes import Attributes, Size, torch_sizes
 from pyro_l0.nn.engine import Analysis, GateMap, Operation, Recording
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
@@ -253,6 +253,8 @@ def _fold(layer: nn.Module, path: str, units: tuple[int, ...], constant: Constan
     value, is_map = contribution(layer, constant)
     if not is_map:
         return LayerFold(path, units, None)
+    if not takes_shift(layer):
+        raise NotConstantError(f"Expected a layer at {path!r} whose forward is torch's, which can add a map.")
     shape = list(value.shape[1:])
     rows = kept[f"{path}.weight"][1 - input_dim(layer)] if f"{path}.weight" in kept else None
     if rows is not None:

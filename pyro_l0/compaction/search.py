@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,7 +85,7 @@ def _checked(
 
 def _recordings(network: nn.Module, example: Example) -> Iterator[Recording]:
     """The network as it evaluates; and, where that was not enough, also its code for training if that differs."""
-    with as_whole_norms(network):
+    with _refusing(ValueError), as_whole_norms(network):
         evaluated = record(network, example)
     yield evaluated
     try:
@@ -120,18 +121,20 @@ class _Attempt:
     def certified(self, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         """A smaller network without units whose gates are closed; raises NotConstantError and CompactionError."""
         network = self.network
-        analysis = analyse(self.recording, closed, None if self.keep_gates else self.gates, folds)
-        units = constant_units(network, analysis)
-        if units is None:
-            raise NotConstantError("Expected constants in front of layers.")
-        reference = fix_gates(network, self.gates).eval()
-        if self.keep_gates:
-            reset_running_means(reference, {path: tuple(x.tolist()) for path, x in analysis.zero_channels.items()})
-        constants = layer_constants(reference, units, self.calls)
-        plan = make_plan(network, self.recording, analysis, self.gates, constants, units, self.keep_gates)
+        with _refusing(NotConstantError):
+            analysis = analyse(self.recording, closed, None if self.keep_gates else self.gates, folds)
+            units = constant_units(network, analysis)
+            if units is None:
+                raise NotConstantError("Expected constants in front of layers.")
+            reference = fix_gates(network, self.gates).eval()
+            if self.keep_gates:
+                reset_running_means(reference, {path: tuple(x.tolist()) for path, x in analysis.zero_channels.items()})
+            constants = layer_constants(reference, units, self.calls)
+            plan = make_plan(network, self.recording, analysis, self.gates, constants, units, self.keep_gates)
         check_seen(network, self.recording, plan.kept)
         small = copy.deepcopy(network).eval()
-        apply_in_place(small, plan, constants)
+        with _refusing():
+            apply_in_place(small, plan, constants)
         evaluated = self._fixed(small, plan) if self.keep_gates else small
         attributes = {path: dict(values) for path, values in plan.attributes.items()}
         for path, values in self._users_sizes(reference, evaluated, analysis).items():
@@ -246,6 +249,20 @@ class _Attempt:
         training = found.training_outputs, found.training_gradients
         gradients = found.gradients if is_small(found.gradients) else None
         return Certificate(found.outputs, gradients, *(training if all(map(is_small, training)) else ()))
+
+
+@contextmanager
+def _refusing(*known: type[Exception]) -> Iterator[None]:
+    """What the engine, or applying its plan, raises is a refusal, which callers expect; ``known`` errors are raised."""
+    try:
+        yield
+    except known:
+        raise
+    except Exception as error:
+        raise CompactionError(
+            f"Expected operations whose units can be followed, but that raises {type(error).__name__}: {error}. "
+            "Please report it with the network."
+        ) from error
 
 
 def _not_finite(network: nn.Module, calls: Sequence[Arguments]) -> str:

@@ -13,6 +13,7 @@ from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, fix_gates
+from pyro_l0.nn.engine import maps
 from pyro_l0.nn.gate_layer import gate_names
 from tests import networks
 
@@ -108,6 +109,60 @@ def test_code_of_any_kind_is_taken_and_the_network_left_alone(net, x):
     for rows in (1, 4):
         torch.testing.assert_close(small(x[:1].expand(rows, *x.shape[1:])), fixed(x[:1].expand(rows, *x.shape[1:])))
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in net.parameters())
+
+
+class Own(nn.Conv2d):
+    """A convolution that inherits its forward."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, 3, padding=1)
+
+
+class Doubled(Own):
+    """A convolution with a forward of its own, to which no map can be added."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Scaled(Own):
+    """A convolution that inherits its forward, and not all that it calls."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, 2 * weight, bias)
+
+
+class OwnNorm(nn.LayerNorm):
+    """A norm that inherits its forward."""
+
+
+@pytest.mark.parametrize("kind", [Own, Doubled, Scaled, nn.LayerNorm, OwnNorm])
+def test_subclasses_are_taken_as_what_they_inherit(kind):
+    """A constant meets padding, in a layer that reads it; a norm with an inherited forward counts what has left."""
+    if issubclass(kind, nn.LayerNorm):
+        net, x = Net(lambda net, x: net.b(net.gate(net.norm(net.gate(net.a(x))))), norm=kind(4)), VECTORS.double()
+    else:
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Gate(4, dim=1), nn.Sigmoid(), kind(4, 2)
+        net, x = nn.Sequential(*layers), IMAGES.double()
+    (site,) = gate_names(net)
+    result = compact(net.double(), {site: GATE.double()}, x)
+    assert result.certificate <= 1e-12
+    torch.testing.assert_close(result.network(x), fix_gates(net, {site: GATE.double()}).eval()(x), rtol=0, atol=1e-12)
+    if kind is not Doubled:
+        assert len(result.reasons[site]) == (kind is Scaled)
+        assert result.plan.changes
+
+
+@pytest.mark.parametrize("error", [AssertionError("rank"), IndexError("place"), ValueError("shape"), KeyError("z")])
+def test_what_the_analysis_raises_is_a_refusal(error, monkeypatch):
+    """Whatever a rule does, so that callers that go on without a cut can."""
+
+    def fail(maps, operation):
+        raise error
+
+    monkeypatch.setitem(maps._RULES, "aten::relu", fail)
+    net = nn.Sequential(nn.Linear(6, 4), Gate(4), nn.ReLU(), nn.Linear(4, 2))
+    refused(net, VECTORS, f"raises {type(error).__name__}", {"1": GATE}, CompactionError)
 
 
 def test_closed_units_that_stay_have_a_reason():

@@ -56,7 +56,7 @@ class GateMap:
 class ReducedNorm:
     """A LayerNorm or RMSNorm that loses units; the removed ones were zeros, and still count in its mean."""
 
-    path: str  # the module, an ``nn.LayerNorm`` or ``nn.RMSNorm`` and no class of the user's
+    path: str  # the module, an ``nn.LayerNorm`` or ``nn.RMSNorm``, or a subclass without a forward of its own
     size: int  # number of units that there were
     kept: Tensor  # those that stay
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine.slots import VARIES, ZERO, Axis, Box, Index, Link, Mask, Read, Reshape, Slots, States
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
 
-__all__ = ["ConstantInput", "GateCall", "Maps", "Product", "find_rule", "rule"]
+__all__ = ["ConstantInput", "GateCall", "Maps", "Product", "find_rule", "rule", "runs_as"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,6 +302,11 @@ class Maps:
 
     def _say(self, relation: Link | Reshape | Read) -> None:
         self.relations[self.operation].append(relation)
+
+
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is one of torch's class, or of a subclass that inherits its forward."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 Rule = Callable[[Maps, Operation], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from pyro_l0.nn.engine.maps import Maps, rule
+from pyro_l0.nn.engine.maps import Maps, rule, runs_as
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
 from pyro_l0.nn.engine.tape import Operation, Value
 
@@ -124,7 +124,7 @@ def _normalise_units(maps: Maps, operation: Operation, layer: type[nn.Module], x
     for dim in normed:
         maps.set_states(output, dim, np.full(x.shape[dim], max(maps.state(x), least), dtype=np.uint8))
     _scale(maps, operation, *normed)
-    if count == 1 and type(maps.module()) is layer:  # a class of the user's may do something else with its units
+    if count == 1 and runs_as(maps.module(), layer):  # other code may do something else with its units
         maps.norms.append((operation.path, maps.axes[x][-1]))
         maps.reads((x, x.rank - 1), where=maps.states(x, x.rank - 1) != ZERO)
     else:
