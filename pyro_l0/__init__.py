@@ -12,7 +12,6 @@ from pyro_l0.distributions import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.retired import retired_names
 
 if TYPE_CHECKING:
     from pyro_l0 import bayes as bayes
@@ -47,14 +46,13 @@ _PARTS = ("bayes", "compaction", "diagnostics", "fast", "infer", "nn", "plots", 
 _FUNCTIONS = {"diagnose": "diagnostics", "prune": "pruning"}
 
 if not TYPE_CHECKING:
-    _retired = retired_names(__name__, {"GateDistribution": "pyro_l0.distributions.gate.GateDistribution"})
 
     def __getattr__(name: str) -> object:
         if name in _PARTS:
             return importlib.import_module(f"{__name__}.{name}")
         if name in _FUNCTIONS:
             return getattr(importlib.import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)
-        return _retired(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_PARTS, *_FUNCTIONS})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyro_l0
 
 ROOT = Path(pyro_l0.__file__).parent
-COMMON = {"expect", "retired"}  # which import nothing
+COMMON = {"expect"}  # which imports nothing
 MAY_IMPORT = {
     "fast": set(),
     "maths": {"fast"},

@@ -18,8 +18,6 @@ from pyro_l0.compaction.sizes import set_attributes
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate_layer import GateLayer, check_given
-from pyro_l0.nn.hooks import new_name, old_names
-from pyro_l0.retired import renamed_arguments
 
 __all__ = [
     "Kept",
@@ -29,7 +27,6 @@ __all__ = [
     "constants_of",
     "cut",
     "move",
-    "names_before",
     "reset_running_means",
     "set_value",
     "slice_tensors",
@@ -39,7 +36,6 @@ Kept = Mapping[str, Sequence[Tensor | None]]
 """By name of a parameter or buffer, the indices that stay along each dimension; None for all."""
 
 
-@renamed_arguments(example_input="example")
 @torch.no_grad()
 def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -> nn.Module:
     """Apply a plan to a copy of a network and return it; nothing is certified.
@@ -64,7 +60,6 @@ def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -
     check_given(network)
     if not isinstance(plan, Plan):
         raise TypeError(f"Expected the plan of a compacted network, but got {plan!r}.")
-    plan = plan.renamed(names_before([plan], network))
     if plan.folds and example is None:
         raise ValueError("Expected an example, since constants of removed units are computed from it.")
     constants = constants_of(network, plan, [] if example is None else calls_of(example))
@@ -132,14 +127,6 @@ def reset_running_means(network: nn.Module, channels: Mapping[str, Sequence[int]
         mean = network.get_submodule(path).running_mean
         if isinstance(mean, Tensor):
             set_value(mean, mean.index_fill(0, torch.tensor(units, dtype=torch.long, device=mean.device), 0.0))
-
-
-def names_before(plans: Sequence[Plan], network: nn.Module) -> dict[str, str]:
-    """By module path in plans of an earlier version, the path in their network now; empty for plans of this version."""
-    old = old_names(network)
-    own = {name for name, _ in (*network.named_modules(), *_named_tensors(network))}
-    names = {name for plan in plans for name in (*plan.kept, *plan.changes)}
-    return old if any(name not in own and new_name(name, old) in own for name in names) else {}
 
 
 def _check(network: nn.Module, plan: Plan) -> None:

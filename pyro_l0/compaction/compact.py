@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.compaction.search import CompactionError, search, uncut
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.expect import expect
 from pyro_l0.nn.engine import Example
-from pyro_l0.retired import renamed_arguments
 
-__all__ = ["CompactionError", "compact", "compact_or_fix", "plan"]
+__all__ = ["CompactionError", "compact", "compact_or_fix"]
 
 
-@renamed_arguments(example_input="example")
 def compact(
     network: nn.Module,
     gates: Mapping[str, Tensor],
@@ -76,14 +72,6 @@ def compact_or_fix(
         return compact(network, gates, example), None
     except CompactionError as error:
         return uncut(network, gates, example), error
-
-
-def plan(network: nn.Module, gates: Mapping[str, Tensor], example_input: Example, keep_gates: bool = False) -> Plan:
-    """Deprecated: the plan of what :func:`compact` returns."""
-    message = "pyro_l0.compaction.plan is deprecated. Use compact(network, gates, example).plan."
-    warnings.warn(message, FutureWarning, stacklevel=2)
-    expect(bool, "True or False", keep_gates=keep_gates)
-    return search(network, gates, example_input, keep_gates).plan
 
 
 def _advice(network: nn.Module, gates: Mapping[str, Tensor], example: Example, tolerance: float | None) -> str:

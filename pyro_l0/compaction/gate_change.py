@@ -125,7 +125,7 @@ class GateChange:
     reads_input: bool  # whether what comes in is an input of the network that nothing else reads
     fixed: tuple[float, ...] | None  # the gates of ``units``; None if all are 1, went into weights, or stay random
     random: bool  # whether the gate stays a site of a model
-    takes_dim: bool = True  # whether code calls it with a dimension; plans of earlier versions do not say
+    takes_dim: bool  # whether code calls it with a dimension
 
 
 def change_gate(network: nn.Module, path: str, change: GateChange, like: Tensor) -> None:

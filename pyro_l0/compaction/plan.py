@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, takes_sh
 from pyro_l0.compaction.sizes import Attributes, Size, torch_sizes
 from pyro_l0.nn.engine import Analysis, GateMap, Operation, Recording
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
-from pyro_l0.nn.hooks import new_name
 
 __all__ = ["LayerFold", "Plan", "constant_units", "make_plan"]
 
@@ -77,15 +76,6 @@ class Plan:
             for name, indices in self.kept.items()
         }
 
-    def renamed(self, old: Mapping[str, str]) -> Plan:
-        """This plan with the present names, by :func:`~pyro_l0.compaction.apply.names_before`."""
-        folds = tuple(replace(fold, layer=new_name(fold.layer, old)) for fold in self.folds)
-        by_name = ("kept", "changes", "factors", "norms", "zero_channels", "attributes", "indices")
-        new: dict[str, Any] = {
-            field: {new_name(name, old): entry for name, entry in getattr(self, field).items()} for field in by_name
-        }
-        return replace(self, folds=folds, **new)
-
     def to_json(self) -> str:
         """The plan as JSON; floats keep every digit."""
         return json.dumps({"format": _FORMAT, **asdict(self)})
@@ -95,14 +85,11 @@ class Plan:
         """Read a plan from the text of :meth:`to_json`.
 
         Raises:
-            ValueError: the text is not a plan, or a plan of an earlier version.
+            ValueError: the text is not a plan.
         """
         try:
             values = json.loads(text)
-            number = values.pop("format")
-            if number == 1:
-                raise ValueError("it is of an earlier version; compact the network again")
-            if number != _FORMAT:
+            if values.pop("format") != _FORMAT:
                 raise ValueError("another format")
             values = {name: _with_tuples(value) for name, value in values.items()}
             values["changes"] = {path: GateChange(**change) for path, change in values["changes"].items()}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from pyro_l0.compaction.apply import apply_in_place, check_state, constants_of, move, names_before
+from pyro_l0.compaction.apply import apply_in_place, check_state, constants_of, move
 from pyro_l0.compaction.calls import is_constant
 from pyro_l0.compaction.checks import check_network
 from pyro_l0.compaction.plan import Plan
@@ -23,7 +23,6 @@ from pyro_l0.nn.costs.square_norms import square_norms
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate_layer import gate_names
-from pyro_l0.retired import renamed_arguments
 
 __all__ = ["GateObjective", "GatePosterior", "Replica", "Shrinker", "ShrinkerState"]
 
@@ -129,7 +128,6 @@ class Shrinker:
         (True, Linear(in_features=2, out_features=2, bias=True))
     """
 
-    @renamed_arguments(example_input="example")
     def __init__(
         self,
         network: nn.Module,
@@ -256,10 +254,8 @@ class Shrinker:
         Raises:
             ValueError: the state is of another network.
         """
-        plans = [Plan.from_json(text) for text in state["plans"]]
-        old = names_before(plans, self.main.network)
-        for found in plans:
-            self._apply(found.renamed(old), None)
+        for text in state["plans"]:
+            self._apply(Plan.from_json(text), None)
         if state["streaks"].keys() != self._streaks.keys():
             raise ValueError(f"Expected the state of gate sites {sorted(self._streaks)}.")
         self._streaks = {site: streak.clone() for site, streak in state["streaks"].items()}

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import stat
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.compaction.apply import apply_in_place, names_before
+from pyro_l0.compaction.apply import apply_in_place
 from pyro_l0.compaction.certificate import Certificate
 from pyro_l0.compaction.files import replace_file
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.nn.hooks import new_name
 
 __all__ = ["Compacted", "load_compacted"]
 
@@ -51,12 +49,6 @@ class Compacted:
         """Whether a pickle of the network holds code of this library, which it needs wherever it is loaded."""
         parts = [(x, *x._forward_pre_hooks.values(), *x._forward_hooks.values()) for x in self.network.modules()]
         return any(part.__module__.partition(".")[0] == "pyro_l0" for own in parts for part in own)
-
-    @property
-    def differences(self) -> Certificate:
-        """Deprecated: ``certificate``."""
-        warnings.warn("Compacted.differences is deprecated. Use certificate.", FutureWarning, stacklevel=2)
-        return self.certificate
 
     def save(self, path: str | Path) -> None:
         """Write ``path.safetensors``: the tensors, the plans, and a SHA-256 of both; no pickle is involved.
@@ -120,10 +112,8 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"Expected network to be the module that was compacted, but got {network!r}.")
-    state, saved, certificate = _read(path)
-    old = names_before(saved, network)
-    *before, plan = plans = [plan.renamed(old) for plan in saved]
-    state = {new_name(name, old): x for name, x in state.items()}
+    state, plans, certificate = _read(path)
+    *before, plan = plans
     try:
         small = copy.deepcopy(network).eval()
         for one in plans:
@@ -172,8 +162,6 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], list[Plan], Certificate]
     _require_safetensors()
     file = _file_at(path)
     metadata, state = _open(file)
-    if metadata is None and Path(f"{path}.json").is_file():
-        raise _refusal(file, "it was saved by an earlier version, beside a .json; compact the network again")
     if metadata is None or _PLANS not in metadata:
         raise _refusal(file, "it is a safetensors file of another program: no compaction plan is in it")
     text = metadata[_PLANS]

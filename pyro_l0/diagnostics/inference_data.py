@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from pyro_l0.diagnostics.at_draws import at_draws, is_observation, sites_of
-from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of, is_posterior
+from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of
 from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.runs import Program
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
@@ -117,12 +117,9 @@ def to_arviz(
 
 
 def _in_order(model: object, posterior: object) -> tuple[Program | None, object]:
-    """Model and posterior; a posterior may come alone, and came first in earlier versions."""
+    """Model and posterior; a posterior may come alone."""
     if posterior is None:
         return None, model
-    if is_posterior(model) and not is_posterior(posterior):
-        warnings.warn("to_arviz(posterior, model) is deprecated. Give the model first.", FutureWarning, stacklevel=3)
-        model, posterior = posterior, model
     if model is not None and not callable(model):
         raise TypeError(f"Expected a model, a function, but got {type(model).__name__}; give the model first.")
     return model, posterior

@@ -7,7 +7,6 @@ from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
 from pyro_l0.distributions.mixture_families import ExponentialGate, ExponentialUniformGate, PowerLawGate
 from pyro_l0.distributions.rectified import Rectified
 from pyro_l0.distributions.rectified_normal import RectifiedNormal
-from pyro_l0.retired import retired_names
 
 __all__ = [
     "BernoulliGate",
@@ -19,13 +18,3 @@ __all__ = [
     "Rectified",
     "RectifiedNormal",
 ]
-
-__getattr__ = retired_names(
-    __name__,
-    {
-        "GateDistribution": "pyro_l0.distributions.gate.GateDistribution",
-        "BinaryConcrete": "pyro_l0.distributions.binary_concrete.BinaryConcrete",
-        "kl_by_quadrature": "pyro_l0.distributions.kl.kl_by_quadrature",
-        "MixtureGate": "pyro_l0.distributions.mixture.MixtureGate",
-    },
-)

@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.fast.deferred import defer_product, may_defer, multiply_along
 
@@ -52,14 +51,12 @@ class GateLayer(nn.Module):
 class GateHolder(nn.Module):
     """Registers gates that act by hooks; when it is called, it does nothing.
 
-    ``levels`` is how many modules below the network it is, as a container can't hold it; ``old`` has, by module path in
-    earlier versions, which wrapped gated modules, the path now.
+    ``levels`` is how many modules below the network it is, as a container can't hold it.
     """
 
-    def __init__(self, levels: int, old: Mapping[str, str]) -> None:
+    def __init__(self, levels: int) -> None:
         super().__init__()
-        self.levels, self.old = levels, dict(old)
-        self.handle: RemovableHandle | None = None  # of the network's hook for files of earlier versions
+        self.levels = levels
 
     def forward(self, x: object) -> object:
         """The input."""

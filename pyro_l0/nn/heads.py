@@ -71,7 +71,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
 class _HeadsHook(GateHook):
     """A gate per head in front of a projection."""
 
-    inner, outer = "projection", "gate"
+    suffix = "gate"
 
     def __init__(self, projection: nn.Module, heads: int) -> None:
         super().__init__(Gate(heads, dim=-2))

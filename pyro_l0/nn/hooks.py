@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.gate_layer import GateHolder, GateLayer
 
-__all__ = ["GateHook", "arrange", "has_hook", "hooks_of", "module_at", "new_name", "old_names", "replace_gate"]
+__all__ = ["GateHook", "arrange", "has_hook", "hooks_of", "module_at", "replace_gate"]
 
 _HOLDER = "l0_gates"
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # run or count all that they hold
@@ -24,8 +24,7 @@ class GateHook:
     Pickles contain the handles, so that after loading torch gives their numbers to no other hook.
     """
 
-    inner: ClassVar[str]  # the module's name in the wrapper that earlier versions put around it
-    outer: ClassVar[str]  # the gate's name there, which is the last one of its site
+    suffix: ClassVar[str]  # of its site: the last name, behind the module's path
 
     def __init__(self, gate: nn.Module) -> None:
         self.gate = gate
@@ -79,31 +78,24 @@ def hooks_of(module: nn.Module, path: str = "", seen: set[nn.Module] | None = No
 
 
 def arrange(network: nn.Module) -> None:
-    """Register the gates of a network's hooks under one holder, at their sites, in place.
-
-    Sites keep the names of earlier versions, which put each gated module and its gate into a wrapper.
-    """
+    """Register the gates of a network's hooks under one holder, at their sites, in place."""
     holders = {path: module for path, module in network.named_modules() if isinstance(module, GateHolder)}
     own = next((path for path, module in holders.items() if not _above(path, module)), None)
     elsewhere = {inner for path, holder in holders.items() if path != own for inner in holder.modules()}
     if own is not None:
         _take_out(network, own)
     found = [(path, hook) for path, hook in hooks_of(network) if hook.gate not in elsewhere]
-    marks = _marks(found)
     taken = {path for path, module in network.named_modules() if isinstance(module, GateLayer)}
     sites: dict[nn.Module, str] = {}
     for path, hook in found:
-        before = marks[path][: marks[path].index(hook.inner)]
-        site = ".".join([_wrapped(path, {**marks, path: before}), hook.outer])
+        site = f"{path}.{hook.suffix}"
         while site in taken:
             site += ".1"
         sites.setdefault(hook.gate, site)
     if not sites:
         return
     at = _place_of_holder(network)
-    prefix = f"{at}.{_HOLDER}" if at else _HOLDER
-    old = {_wrapped(path, marks): path for path in marks} | {site: f"{prefix}.{site}" for site in sites.values()}
-    holder = GateHolder(len(at.split(".")) if at else 0, old)
+    holder = GateHolder(len(at.split(".")) if at else 0)
     for gate, site in sites.items():
         parent: nn.Module = holder
         *names, last = site.split(".")
@@ -116,15 +108,6 @@ def arrange(network: nn.Module) -> None:
             gate.place = site
     holder.train(network.training)
     network.get_submodule(at).add_module(_HOLDER, holder)
-    holder.handle = network.register_load_state_dict_pre_hook(_load_old)
-
-
-def _marks(hooks: Iterable[tuple[str, GateHook]]) -> dict[str, list[str]]:
-    """By module path, the names that it had in wrappers, from the outside in."""
-    marks: dict[str, list[str]] = {}
-    for path, hook in sorted(hooks, key=lambda one: ("0", "projection", "layer").index(one[1].inner)):
-        marks.setdefault(path, []).append(hook.inner)
-    return marks
 
 
 def _above(path: str, holder: GateHolder) -> str:
@@ -139,14 +122,6 @@ def _place_of_holder(network: nn.Module) -> str:
     trained = [path for path, module in layers.items() if not path or any(True for _ in module.parameters(False))]
     first: str = [*trained, *layers][0]
     return first
-
-
-def _wrapped(path: str, marks: Mapping[str, list[str]]) -> str:
-    """A module's path in a network of wrappers."""
-    names, wrapped = path.split("."), list[str]()
-    for length, name in enumerate(names, 1):
-        wrapped += [name, *marks.get(".".join(names[:length]), ())]
-    return ".".join(wrapped)
 
 
 def replace_gate(network: nn.Module, old: nn.Module, new: nn.Module, size: int) -> None:
@@ -167,48 +142,8 @@ def replace_gate(network: nn.Module, old: nn.Module, new: nn.Module, size: int) 
 
 
 def _take_out(network: nn.Module, path: str) -> None:
-    """Remove a module from a holder, and what is empty then; with a holder, its network's hook."""
+    """Remove a module from a holder, and what is empty then."""
     parent, _, name = path.rpartition(".")
     module = network.get_submodule(parent)._modules.pop(name)
-    if isinstance(module, GateHolder):
-        assert module.handle is not None
-        module.handle.remove()
-    elif not network.get_submodule(parent)._modules:
+    if not isinstance(module, GateHolder) and not network.get_submodule(parent)._modules:
         _take_out(network, parent)
-
-
-# ------------------------------------------------------------ names of earlier versions
-
-
-def old_names(network: nn.Module) -> dict[str, str]:
-    """By module path in earlier versions, the path now; paths below change with it."""
-    found: dict[str, str] = {}
-    for path, holder in network.named_modules():
-        if isinstance(holder, GateHolder):
-            above = _above(path, holder)
-            prefix = f"{above}." if above else ""
-            found.update({prefix + old: prefix + new for old, new in holder.old.items()})
-    return found
-
-
-def new_name(name: str, old: Mapping[str, str]) -> str:
-    """The name now of a module or tensor of an earlier version, by :func:`old_names`."""
-    end = len(name)
-    while end > 0:
-        if name[:end] in old:
-            return old[name[:end]] + name[end:]
-        end = name.rfind(".", 0, end)
-    return name
-
-
-def _load_old(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Before a state dict is loaded, give tensors of earlier versions their names of now."""
-    own = {prefix + name for name in module.state_dict()}
-    marks = _marks(hooks_of(module))  # pruning removed wrappers without a gate
-    ways = []
-    for old in ({}, old_names(module), old_names(module) | {_wrapped(path, marks): path for path in marks}):
-        inner = {name: new_name(name.removeprefix(prefix), old) for name in state if name.startswith(prefix)}
-        ways.append({name: prefix + new for name, new in inner.items()})
-    best = max(ways, key=lambda way: len(own.intersection(way.values())))
-    for name, value in [(name, state.pop(name)) for name in best]:
-        state[best[name]] = value

@@ -78,7 +78,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
 class _OutputHook(GateHook):
     """A gate behind a module."""
 
-    inner, outer = "0", "1"
+    suffix = "1"
 
     def __init__(self, module: nn.Module, gate: GateLayer) -> None:
         super().__init__(gate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,12 +53,6 @@ class Suggestions(Mapping[str, Gate]):
     def __init__(self, locations: tuple[Location, ...], refused: Mapping[str, str], heads: Mapping[str, int]) -> None:
         self.locations, self.refused, self.heads = locations, dict(refused), dict(heads)
         self._gates = {location.path: location.gate for location in locations}
-
-    @property
-    def places(self) -> tuple[Location, ...]:
-        """The name of :attr:`locations` in earlier versions."""
-        warnings.warn("Suggestions.places is deprecated. Use locations.", FutureWarning, stacklevel=2)
-        return self.locations
 
     def __getitem__(self, path: str) -> Gate:
         return self._gates[path]

@@ -153,7 +153,7 @@ def _check_tensors(state: object) -> None:
 class _WeightsHook(GateHook):
     """Gates on the weight of a layer, whose ``weight`` is their product while it is called."""
 
-    inner, outer = "layer", "gate"
+    suffix = "gate"
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(Gate(_weight(layer).numel()))

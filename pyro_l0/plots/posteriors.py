@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike
 
 from pyro_l0.expect import expect_count
 from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes, series
-from pyro_l0.retired import renamed_arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["plot_calibration", "plot_credible_sets", "plot_inclusion"]
 
 
-@renamed_arguments(pip="active_probs")
 def plot_inclusion(
     active_probs: ArrayLike,
     lower: ArrayLike,
@@ -127,7 +125,6 @@ def plot_credible_sets(
     return axes
 
 
-@renamed_arguments(pip="active_probs")
 def plot_calibration(active_probs: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: Axes | None = None) -> Axes:
     """Draw how often gates are open against their inclusion probabilities, with two standard errors.
 

@@ -32,7 +32,6 @@ from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import put_gates
 from pyro_l0.pruning.result import Pruned, PruningReport
 from pyro_l0.pruning.run import Cut, Evaluate, Run
-from pyro_l0.retired import renamed_arguments
 from pyro_l0.training.checkpoint import Checkpoint, checksum, saved_entry
 from pyro_l0.training.epochs import epochs as train_epochs
 from pyro_l0.training.processes import rank, share
@@ -45,7 +44,6 @@ Budgets = float | Sequence[float] | Mapping[str, float]
 Counted = Literal["macs", "weights", "parameters", "latency"]
 
 
-@renamed_arguments(target="budget", of="cost", optimiser="make_optimiser")
 def prune(
     network: nn.Module,
     loss_fn: LossFunction,
@@ -120,9 +118,8 @@ def prune(
         accumulate: number of batches for each step.
         autocast: type of numbers for :class:`torch.autocast`, such as ``torch.bfloat16``.
         callbacks: are called after every epoch with its entry of the history.
-        checkpoint: a file that is written after every epoch, with a SHA-256 of its contents; files of an earlier
-            version, without one, are read unchecked. The one before stays as ``.previous``; during the run ``.lock``
-            says which process holds the file.
+        checkpoint: a file that is written after every epoch, with a SHA-256 of its contents. The one before stays as
+            ``.previous``; during the run ``.lock`` says which process holds the file.
         resume: continue from that file, bit for bit, if it exists.
         device: where to train; by default where the network is. ``loader`` may give batches on another.
         progress: whether to print every epoch to the standard error.
@@ -292,13 +289,13 @@ def _costs(
 def _described(
     network: nn.Module, budget: object, cost: object, pretrained: bool, autocast: torch.dtype | None, run: Run
 ) -> dict[str, Any]:
-    """What a run and the one that resumes its checkpoint must agree in, under the names of earlier versions."""
+    """What a run and the one that resumes its checkpoint must agree in."""
     groups, taught = run.phase.optimiser.param_groups, run.loss.distillation
     of_epoch = [len(run.loader)] if isinstance(run.loader, Stream) else []
     return {
         "network": checksum(network.state_dict()),
-        "target": repr(budget),
-        "of": cost if isinstance(cost, str) else "a cost of the user's",
+        "budget": repr(budget),
+        "cost": cost if isinstance(cost, str) else "a cost of the user's",
         "steps": [run.gated_steps, run.further_steps, run.accumulate, *of_epoch],
         "pretrained": pretrained,
         "autocast": str(autocast),

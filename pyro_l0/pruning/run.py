@@ -32,7 +32,6 @@ __all__ = ["Cut", "Evaluate", "Run"]
 
 # Notes tell of undecided gates, and a branch may close.
 _TOLD_OTHERWISE = ("undecided-gates", "site-collapsed")
-_RENAMED = {"at_floor": "at_minimum"}  # of a report in a file of an earlier version
 Evaluate = Callable[[nn.Module], float]
 
 
@@ -210,7 +209,7 @@ class Run:
         self.cuts = []
         for saved in state["cuts"]:
             gates = {site: gate.to(self.loss.device) for site, gate in saved["gates"].items()}
-            report = {_RENAMED.get(name, name): value for name, value in saved["report"].items()}
+            report = saved["report"]
             cut = Cut(saved["budget"], gates, saved["state"], TargetReport(**report), error=saved["error"])
             if saved["network"] is not None:
                 self._compact(cut).network.load_state_dict(saved["network"])

@@ -8,7 +8,6 @@ if find_spec("sklearn") is None:
         "do: pip install 'pyro-l0[selection]'"
     )
 
-from pyro_l0.retired import retired_names
 from pyro_l0.selection.classifier import SpikeSlabClassifier
 from pyro_l0.selection.credible_sets import credible_sets
 from pyro_l0.selection.neural import NeuralFeatureSelector
@@ -22,15 +21,3 @@ __all__ = [
     "SpikeSlabRegressor",
     "credible_sets",
 ]
-
-__getattr__ = retired_names(
-    __name__,
-    {
-        "CredibleSet": "pyro_l0.selection.credible_sets.CredibleSet",
-        "exact_posterior": "pyro_l0.selection.methods.enumeration.exact_posterior",
-        "Draws": "pyro_l0.selection.posterior.Draws",
-        "SelectionPosterior": "pyro_l0.selection.posterior.SelectionPosterior",
-        "Prior": "pyro_l0.selection.problem.Prior",
-        "Problem": "pyro_l0.selection.problem.Problem",
-    },
-)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from pyro_l0.expect import expect
-from pyro_l0.retired import renamed_arguments
 
 __all__ = ["CredibleSet", "credible_sets", "open_gates"]
 
@@ -40,7 +39,6 @@ class CredibleSet:
         return f"{{{members}}} (probability {self.probability:.3f}, purity {self.purity:.2f})"
 
 
-@renamed_arguments(inclusion="active_probs")
 def credible_sets(
     gates: NDArray[np.bool_],
     active_probs: NDArray[np.float64],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from numbers import Integral
 from typing import Any, Literal, Self, cast
 
@@ -174,12 +173,6 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         predicted = self.predict(X)
         metric = r2_score if isinstance(self.response_, NormalResponse) else accuracy_score
         return float(metric(y, predicted))
-
-    @property
-    def active_probs_(self) -> Array:
-        """The old name of ``pip_``."""
-        warnings.warn("NeuralFeatureSelector.active_probs_ is deprecated. Use pip_.", FutureWarning, stacklevel=2)
-        return self.pip_
 
     def _fit(self, x: Array, response: Response, y: NDArray[Any]) -> None:
         """Train gates and networks; torch's random numbers are this estimator's own."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils import check_random_state
 
-from pyro_l0.selection.methods import METHODS, REMOVED
+from pyro_l0.selection.methods import METHODS
 
 __all__ = ["check_parameters", "checked_groups", "seed_of"]
 
@@ -49,12 +49,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_parameters(estimator: str, parameters: Mapping[str, Any]) -> None:
     """Refuse bad parameters of an estimator, as ``get_params`` gives them."""
-    method = parameters["method"]
-    if isinstance(method, str) and method in REMOVED:
-        raise ValueError(
-            f"The method {method!r} of {estimator} has been removed. Use 'auto', 'enumerate' or 'tempered'; "
-            f"{REMOVED[method]}."
-        )
     for name, (is_allowed, expected) in _RULES.items():
         if name in parameters and not is_allowed(parameters[name]):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,9 +69,3 @@ class SelectionPosterior:
         sd = (square - mean.square()).clamp(min=0).sqrt()
         error = None if standard_error is None else standard_error.numpy()
         return SelectionPosterior(active_probs.numpy(), mean.numpy(), sd.numpy(), log_evidence, draws, error)
-
-    @property
-    def inclusion(self) -> NDArray[np.float64]:
-        """The old name of ``active_probs``."""
-        warnings.warn("SelectionPosterior.inclusion is deprecated. Use active_probs.", FutureWarning, stacklevel=2)
-        return self.active_probs

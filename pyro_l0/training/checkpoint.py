@@ -20,7 +20,6 @@ from pyro_l0.training.stream import generators, random_state, set_random_state
 __all__ = ["Checkpoint", "checksum"]
 
 _FORMAT = 2
-_NEW = ("loss", "optimiser's numbers")  # what files of format 1 don't say of their run
 _LARGE = 1 << 30  # bytes of a tensor that holds fewer values than it has
 _SHORT = 40  # characters of a value that a message shows
 
@@ -28,8 +27,8 @@ _SHORT = 40  # characters of a value that a message shows
 class Checkpoint:
     """The file of a run, replaced atomically after every epoch; with several processes the first one writes.
 
-    The file has a SHA-256 of its contents; files of earlier versions have none and are read unchecked. The file before
-    stays as ``.previous``. Reading runs no code: it holds tensors and plain values.
+    The file has a SHA-256 of its contents, and the file before stays as ``.previous``. Reading runs no code: it holds
+    tensors and plain values.
 
     Args:
         path: the file.
@@ -138,9 +137,8 @@ class Checkpoint:
             )
 
     def _differences(self, version: int, described: Mapping[str, Any], randoms: list[Any]) -> list[str]:
-        new = _NEW if version == 1 else ()
-        other = [key for key in self._described if key not in new and described.get(key) != self._described[key]]
-        if version not in (1, _FORMAT):
+        other = [key for key in self._described if described.get(key) != self._described[key]]
+        if version != _FORMAT:
             other.append("its format")
         if len(randoms) != processes():
             other.append("the number of processes")
@@ -180,8 +178,7 @@ def _read(path: Path) -> dict[str, Any]:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("a part of it is compressed, which torch.save never does")
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    found = content.pop("sha256", None)
-    if (found is not None or content["format"] != 1) and found != checksum(content):
+    if content.pop("sha256", None) != checksum(content):
         raise ValueError("its SHA-256 is another one than it was when saved: it is damaged or was changed")
     return content
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.networks import lenet5, mlp
-from pyro_l0 import compaction
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.plan import Plan
@@ -254,18 +253,3 @@ def test_plans_and_saved_networks_come_back(tmp_path):
     loaded = load_compacted(example(seed=9)[0], tmp_path / "small")
     assert torch.equal(loaded.network(x), result.network(x))
     assert (loaded.plan, loaded.certificate) == (result.plan, result.certificate)
-
-
-def test_old_names_warn_and_work():
-    net, gates, x = example()
-    result = compact(net, gates, x)
-    with pytest.warns(FutureWarning, match=r"plan is deprecated. Use compact\(network, gates, example\).plan"):
-        assert compaction.plan(net, gates, x) == result.plan
-    with pytest.warns(FutureWarning, match=r"rewrite is deprecated. Use pyro_l0.compaction.apply.apply_plan"):
-        rewrite = compaction.rewrite
-    with pytest.warns(FutureWarning, match="example_input of apply_plan is deprecated. Use example"):
-        assert torch.equal(rewrite(net, result.plan, example_input=x)(x), result.network(x))
-    with pytest.warns(FutureWarning, match="example_input of compact is deprecated. Use example"):
-        again = compact(net, gates, example_input=x)
-    with pytest.warns(FutureWarning, match="Compacted.differences is deprecated. Use certificate"):
-        assert again.differences.outputs <= again.certificate == again.certificate.largest

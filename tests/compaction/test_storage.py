@@ -1,7 +1,6 @@
 """The file of a compacted network: whole at every moment, and refused by name when it is anything else."""
 
 import errno
-import json
 import os
 import random
 import stat
@@ -262,20 +261,13 @@ def test_of_saves_at_the_same_time_one_wins(tmp_path):
     assert any(torch.equal(outputs(tmp_path / "net"), result.network(X)) for result in results)
 
 
-def test_files_of_earlier_versions_are_refused(tmp_path):
-    """Pairs with a .json, and plans that go by the steps of a traced network."""
+def test_what_is_no_plan_is_refused(tmp_path):
     result, path = compacted(), tmp_path / "net"
     result.save(path)
     tensors = safetensors.load_file(f"{path}.safetensors")
     safetensors.save_file(tensors, f"{path}.safetensors")
-    Path(f"{path}.json").write_text("{}")
-    refused(path, "it was saved by an earlier version.* compact")
-    Path(f"{path}.json").unlink()
     with pytest.raises(ValueError, match=r"Expected the JSON of a compaction plan, but got '\{\}'"):
         Plan.from_json("{}")
-    old = {"format": 1, "input_shape": [2, 1], "gates": {}, "kept": {}, "offsets": {}, "maps": [], "shifts": []}
-    with pytest.raises(ValueError, match=r"it is of an earlier version; compact the network again"):
-        Plan.from_json(json.dumps(old))
 
 
 def test_plans_that_can_not_be_read_are_refused(saved):

@@ -11,7 +11,7 @@ from pyro import poutine
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.diagnostics import to_arviz
-from pyro_l0.infer import AutoGate, factor
+from pyro_l0.infer import factor
 
 X = torch.tensor([-1.0, 0.5, 1.0, 2.0])
 
@@ -194,17 +194,7 @@ def test_guides_of_minibatches_are_refused():
         to_arviz(None, part, X, draws=3)
 
 
-def test_the_order_of_earlier_versions():
-    """By type, with a warning; of two functions, the one with data is no guide."""
-    posterior = AutoGate(poutine.block(latents, expose=["z"]), BernoulliGate)
-    posterior()
-
-    def model():
-        pyro.sample("y", dist.Normal(pyro.sample("z", BernoulliGate(probs=torch.tensor(0.2))), 1.0), obs=X[0])
-
-    with pytest.warns(FutureWarning, match="Give the model first"):
-        old = to_arviz(posterior, model, draws=9, seed=1)
-    np.testing.assert_array_equal(old["posterior"]["z"], to_arviz(model, posterior, draws=9, seed=1)["posterior"]["z"])
+def test_the_model_comes_first():
     with pytest.raises(ValueError, match="got a model with data at site 'y'; give the model first"):
         to_arviz(guide, minibatch, X)
 

@@ -1,7 +1,6 @@
 """Gates that act by hooks: nothing of the network changes its place, and nothing is left when they are taken out."""
 
 import copy
-import json
 import pickle
 
 import pytest
@@ -12,10 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from pyro_l0.compaction import Shrinker, compact, load_compacted
-from pyro_l0.compaction.apply import apply_plan
-from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.storage import Compacted
+from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import Gate, fix_gates, gate_heads, gate_weights, insert_gates
 from pyro_l0.nn.gate_layer import gate_names, name_gates
@@ -50,20 +46,10 @@ class Net(nn.Module):
 
 
 PLACES = {"blocks.0": 12, "blocks.0.0": 12, "blocks.1": 8}
-SITES = {"attention.out.gate": 4, "blocks.0.0.0.1": 12, "blocks.0.1": 12, "blocks.1.1": 8}
+SITES = {"attention.out.gate": 4, "blocks.0.0.1": 12, "blocks.0.1": 12, "blocks.1.1": 8}
+
+
 # Earlier versions wrapped modules: names then, and now.
-EARLIER = {
-    "attention.out.projection": "attention.out",
-    "attention.out.gate": "l0_gates.attention.out.gate",
-    "blocks.0.0.0.0": "blocks.0.0",
-    "blocks.0.0.0.1": "l0_gates.blocks.0.0.0.1",
-    "blocks.0.0.1": "blocks.0.1",
-    "blocks.0.1": "l0_gates.blocks.0.1",
-    "blocks.1.0": "blocks.1",
-    "blocks.1.1": "l0_gates.blocks.1.1",
-}
-
-
 def example():
     torch.manual_seed(1)
     return torch.randn(2, 4, 5).double()
@@ -85,29 +71,12 @@ def half_closed(last=1.0):
     return values
 
 
-def earlier(name):
-    """A name of now as earlier versions had it."""
-    then = {now: before for before, now in EARLIER.items()}
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        if ".".join(parts[:end]) in then:
-            return ".".join([then[".".join(parts[:end])], *parts[end:]])
-    return name
-
-
-def earlier_plan(found):
-    values = json.loads(found.to_json())
-    for part in ("kept", "changes", "factors", "norms", "zero_channels", "attributes", "indices"):
-        values[part] = {earlier(name): entry for name, entry in values[part].items()}
-    return json.dumps(values)
-
-
 def hooks(network):
     return [hook for m in network.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
 
 
 def test_every_name_and_attribute_stays():
-    """Of modules, tensors and classes; sites are named as ever, and open gates change nothing."""
+    """Of modules, tensors and classes; sites are named by the modules' paths, and open gates change nothing."""
     net = plain()
     found = gated(net)
     assert {site: gate.size for site, gate in gate_names(found).items()} == SITES
@@ -174,33 +143,6 @@ def test_copies_and_pickles_have_gates_of_their_own(monkeypatch):
     assert seen
 
 
-def test_a_network_of_an_earlier_version_loads(tmp_path):
-    """State dicts, fixed ones too, plans and compacted networks."""
-    torch.manual_seed(2)
-    found, x, values = gated(), example(), half_closed(0.5)
-    fixed = fix_gates(found, values)
-    state = {earlier(name): value for name, value in fixed.state_dict().items()}
-    assert {"blocks.0.0.0.0.weight", "blocks.1.1.value", "attention.out.projection.bias"} <= state.keys()
-    torch.manual_seed(3)
-    other = fix_gates(gated(Net().double()), {site: torch.ones(size).double() for site, size in SITES.items()})
-    other.load_state_dict(state)
-    torch.testing.assert_close(other(x), fixed(x), rtol=0, atol=0)
-    outer = nn.ModuleDict({"net": other})
-    outer.load_state_dict({f"net.{name}": torch.zeros_like(value) for name, value in state.items()})
-    assert not outer["net"].blocks[0][0].weight.any()
-    small = compact(found, values, x)
-    plan = Plan.from_json(earlier_plan(small.plan))
-    assert plan.kept.keys() != small.plan.kept.keys()
-    torch.testing.assert_close(apply_plan(found, plan, x)(x), small.network(x), rtol=0, atol=0)
-
-    class Earlier(nn.Module):
-        def state_dict(self, **options):
-            return {earlier(name): value for name, value in small.network.state_dict(**options).items()}
-
-    Compacted(Earlier(), plan, 0.0).save(tmp_path / "small")
-    torch.testing.assert_close(load_compacted(found, tmp_path / "small").network(x), small.network(x), rtol=0, atol=0)
-
-
 def shrunk(times):
     """A network from which units left while it trained, so many times."""
     torch.manual_seed(0)
@@ -219,13 +161,12 @@ def shrunk(times):
 
 
 def test_units_leave_while_a_network_trains():
-    """Twice; a network of an earlier version shrinks alike."""
+    """Twice."""
     found, shrinker = shrunk(2)
     assert [gate.size for gate in gate_names(found).values()] == [1, 1, 1, 1]
     assert found.attention.q.out_features == 2
     state = shrinker.state_dict()
     assert len(state["plans"]) == 2
-    state["plans"] = [earlier_plan(one) for one in shrinker.plans]
     other, again = shrunk(0)
     again.load_state_dict(state)
     other.load_state_dict(found.state_dict())
@@ -334,25 +275,3 @@ def test_a_container_without_parameters():
     gated = insert_gates(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Flatten())), {"0.0": Gate(3)})
     assert list(gate_names(gated)) == ["0.0.1"]
     assert len(gated[0]) == 2
-
-
-def test_a_compacted_network_of_an_earlier_pruning_run_loads():
-    """Its checkpoint has no wrappers where no gate was left: here the heads' is gone, and that behind them stays."""
-    heads = gate_heads(plain(), {"attention.out": 4})
-    found = insert_gates(heads, {"attention.out": Gate(8)})
-    values = {
-        "attention.out.0.gate": torch.tensor([1.0, 0.0, 1.0, 1.0]),
-        "attention.out.1": (torch.arange(8) % 2) * 1.0,
-    }
-    small = compact(found, {site: value.double() for site, value in values.items()}, example()).network
-    then = {
-        name.replace("attention.out.", "attention.out.0.").replace("l0_gates.attention.out.0.", "attention.out."): value
-        for name, value in small.state_dict().items()
-    }
-    assert {"attention.out.0.weight", "attention.out.1.after.index"} <= then.keys()
-    other = copy.deepcopy(small)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other.load_state_dict(then)
-    torch.testing.assert_close(other(example()), small(example()), rtol=0, atol=0)

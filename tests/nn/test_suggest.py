@@ -215,8 +215,6 @@ def test_attention_and_places_that_are_refused():
 def test_a_network_where_no_gate_cuts_anything():
     found = suggest_gates(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3))
     assert len(found) == 0
-    with pytest.warns(FutureWarning, match="Use locations"):
-        assert found.places == found.locations == ()
     assert found.refused == {"0": "it makes the network's output"}
 
 

@@ -134,13 +134,6 @@ def test_names_lose_what_they_share(names, short):
     assert short_names(names) == short
 
 
-def test_old_names_warn():
-    from pyro_l0.diagnostics import plots
-
-    with pytest.warns(FutureWarning, match=r"Use pyro_l0\.plots\.plot_inclusion\."):
-        assert plots.plot_inclusion is not None
-
-
 @pytest.mark.parametrize(
     ("draw", "message"),
     [

@@ -302,11 +302,3 @@ def test_the_part_after_the_cut(batches, after):
     """35 % of the steps, unless fewer than 300 would have gates, and at least a quarter."""
     assert count_steps([0] * batches, 1, None, 1) == (batches - after, after)
     assert count_steps([0] * batches, 1, 0.4, 1) == (batches - round(0.4 * batches), round(0.4 * batches))
-
-
-def test_old_names_of_arguments():
-    """They work and warn."""
-    data = [(X[:40], Y[:40])] * 10
-    with pytest.warns(FutureWarning, match="The argument target of prune is deprecated. Use budget."):
-        result = prune(Mlp(), F.cross_entropy, data, X[:2], target=0.5, cost="weights", epochs=2)
-    assert result.report.left["weights"][0] <= 0.5 * result.report.left["weights"][1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, TypeVar
@@ -35,7 +34,6 @@ from pyro_l0.infer.guides.mean_field import (
 )
 from pyro_l0.infer.guides.parameters import Displaced, OptimiserWatch, enter_store, parameters_in, state_parameter
 from pyro_l0.infer.guides.prior import DrawsElsewhere, check_supports, inherited_options
-from pyro_l0.infer.guides.protocol import ActiveRate
 
 __all__ = ["AutoGate"]
 
@@ -350,14 +348,6 @@ class AutoGate(AutoGuide):
     def active_probs(self) -> dict[str, Tensor]:
         """P(z != 0) of every gate, by site and in its shape."""
         return {name: gate.active_prob.clone() for name, gate in self.posterior().items()}
-
-    @torch.no_grad()
-    def active_rate(self) -> ActiveRate:
-        """The means of :meth:`active_probs`; deprecated."""
-        warnings.warn("active_rate is deprecated. Use active_probs.", FutureWarning, stacklevel=2)
-        probs = self.active_probs()
-        overall = torch.cat([prob.flatten() for prob in probs.values()]).mean()
-        return ActiveRate({name: prob.mean() for name, prob in probs.items()}, overall)
 
     @torch.no_grad()
     def median(self, *args: object, **kwargs: object) -> dict[str, Tensor]:

@@ -33,7 +33,6 @@ from pyro_l0.infer.posterior.collapse import Collapsed, collapse
 from pyro_l0.infer.posterior.refine import Method, RefinedPosterior, refined
 from pyro_l0.infer.posterior.summaries import JointDraws
 from pyro_l0.maths.spike_slab.laplace import LogLikelihood
-from pyro_l0.retired import renamed_arguments
 
 __all__ = ["AutoSpikeSlab"]
 
@@ -340,7 +339,6 @@ class AutoSpikeSlab(AutoGate, JointDraws):
         """
         return super().active_probs() if self._joint is None else self._joint.active_probs(draws)
 
-    @renamed_arguments(number="n")
     @torch.no_grad()
     def draws(self, n: int) -> dict[str, Tensor]:
         """n joint draws of gates, slabs and the other latents, by site, shape ``(n, *shape of the site)``."""

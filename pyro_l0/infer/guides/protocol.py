@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = ["ActiveRate", "GateGuide", "check_guide"]
-
-
-class ActiveRate(NamedTuple):
-    """Means of P(z != 0) under the posterior, for the deprecated ``active_rate()``.
-
-    Attributes:
-        by_site: mean over the gates of each site, tensors of shape ``()``.
-        overall: mean over all gates, shape ``()``.
-    """
-
-    by_site: dict[str, Tensor]
-    overall: Tensor
+__all__ = ["GateGuide", "check_guide"]
 
 
 class GateGuide(Protocol):

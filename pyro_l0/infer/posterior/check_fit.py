@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,22 +44,6 @@ class FitCheck(NamedTuple):
     advice: str
 
 
-def _model_first(function: _Function) -> _Function:
-    """Accept the former order of arguments, without the model in front."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else kwargs.get("guide")
-        if isinstance(first, AutoSpikeSlab) and "model" not in kwargs:
-            message = "check_fit(guide, ...) is deprecated. Use check_fit(model, guide, ...)."
-            warnings.warn(message, FutureWarning, stacklevel=2)
-            args = (first.model, *(args or [kwargs.pop("guide")]))
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-@_model_first
 @torch.no_grad()
 def check_fit(
     model: Callable[..., object],

@@ -17,7 +17,6 @@ from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
 from pyro_l0.maths.spike_slab.expansion import gibbs_by_expansion
 from pyro_l0.maths.spike_slab.laplace import LogLikelihood
 from pyro_l0.maths.spike_slab.tempered_gibbs import collapsed_mean_field, tempered_gibbs
-from pyro_l0.retired import renamed_arguments
 
 __all__ = ["Method", "RefinedPosterior", "refined"]
 
@@ -61,7 +60,6 @@ class RefinedPosterior(JointDraws):
         """Marginal P(z != 0) of every gate, by site and in its shape."""
         return self._collapsed.gates.apart(self._probs)
 
-    @renamed_arguments(number="n")
     @torch.no_grad()
     def draws(self, n: int) -> dict[str, Tensor]:
         """n joint draws by site, shape ``(n, *shape of the site)``; the other latents are the same in all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.elbo.slabs import Alignment, Switch, gate_site
-from pyro_l0.retired import renamed_arguments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,12 +39,6 @@ class SiteSummary(NamedTuple):
     upper: Tensor
     r_hat: Tensor | None = None
     ess: Tensor | None = None
-
-    @property
-    def active_prob(self) -> Tensor | None:
-        """The former name of ``active_probs``."""
-        warnings.warn("active_prob is deprecated. Use active_probs.", FutureWarning, stacklevel=2)
-        return self.active_probs
 
     def __str__(self) -> str:
         """A row for each entry."""
@@ -118,7 +110,6 @@ class JointDraws:
         """n joint draws of the coefficients z * w by slab site, shape ``(n, *shape of the slab)``."""
         return self.products(self.draws(n))
 
-    @renamed_arguments(q="probs")
     def quantiles(self, probs: float | Sequence[float], draws: int | None = None) -> dict[str, Tensor]:
         """Quantiles of the coefficients z * w by slab site, and of the latents that are neither gates nor slabs.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,12 +36,6 @@ class TargetReport:
     def of_budget(self) -> float:
         """The largest share of a budget that is used; above 1 if a budget is not met."""
         return max(self.fraction[name] / self.budget[name] for name in self.budget)
-
-    @property
-    def at_floor(self) -> tuple[str, ...]:
-        """The old name of :attr:`at_minimum`."""
-        warnings.warn("TargetReport.at_floor is deprecated. Use at_minimum.", FutureWarning, stacklevel=2)
-        return self.at_minimum
 
     def __str__(self) -> str:
         lines = [f"step {self.step} of {self.steps}, {self.undecided:.1%} of the gates undecided"]

@@ -9,7 +9,7 @@ from pyro_l0.selection.methods.sampling import tempered_posterior
 from pyro_l0.selection.posterior import SelectionPosterior
 from pyro_l0.selection.problem import Problem
 
-__all__ = ["METHODS", "REMOVED", "find_posterior"]
+__all__ = ["METHODS", "find_posterior"]
 
 # Features up to which all subsets are summed over, which takes a second or less; other families need a Newton iteration
 # for each subset.
@@ -19,12 +19,6 @@ _FEW_GAUSSIAN, _FEW = 15, 8
 class _Method(Protocol):
     def __call__(self, problem: Problem, *, draws: int, seed: int) -> SelectionPosterior: ...
 
-
-# What methods of earlier versions are called now.
-REMOVED = {
-    "mean_field": "AutoSpikeSlab.refine(method='mean_field') fits independent gates",
-    "autoregressive": "AutoSpikeSlab(gates='autoregressive') fits gates that depend on one another",
-}
 
 METHODS: dict[str, _Method] = {
     "enumerate": enumerate_posterior,

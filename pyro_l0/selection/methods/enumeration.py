@@ -9,7 +9,6 @@ import torch
 from numpy.typing import ArrayLike
 
 from pyro_l0.expect import expect
-from pyro_l0.retired import renamed_arguments
 from pyro_l0.selection.design import make_design
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates
@@ -23,7 +22,6 @@ _MOST_FEATURES = 20
 _LEFT_OUT = 1e-10
 
 
-@renamed_arguments(random_state="seed")
 def exact_posterior(
     X: ArrayLike,  # noqa: N803
     y: ArrayLike,

@@ -70,13 +70,10 @@ def test_jitter_is_that_of_the_paper():
 
 
 def test_summaries():
-    """Test gates without a graph, probabilities and, as before, rates by site and overall."""
+    """Test gates without a graph, and probabilities."""
     guide = started(family=RectifiedNormal, init_jitter=0.0, init_active_prob=0.6)
     probs = guide.active_probs()
     assert all(x.flatten().tolist() == pytest.approx([0.6] * x.numel(), abs=1e-6) for x in probs.values())
-    with pytest.warns(FutureWarning, match="Use active_probs"):
-        rate = guide.active_rate()
-    assert [rate.by_site["a.z"].item(), rate.overall.item()] == pytest.approx([0.6] * 2, abs=1e-6)
     assert not guide.test_gates()["b"].requires_grad
 
 

@@ -56,8 +56,6 @@ def test_a_fit_is_right():
     summary = guide.summary()["w"]
     assert torch.equal(summary.active_probs, summary.active_probs[torch.tensor([0, *range(1, 14)])])
     torch.testing.assert_close(summary.active_probs, probs[GROUP], rtol=0, atol=0.02)
-    with pytest.warns(FutureWarning, match=r"Use check_fit\(model, guide"):
-        assert check_fit(guide, chains=9, flips=9, draws=9, seed=0).moved >= 0
     draws = guide.draws(50)
     assert torch.equal(guide.products(draws)["w"], draws["z"][:, GROUP] * draws["w"])
     found = to_arviz(model, guide, draws=20, seed=0)["posterior"]

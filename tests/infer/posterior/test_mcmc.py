@@ -265,5 +265,4 @@ def test_gates_alone_are_drawn_exactly():
     assert result.samples["z"].shape == (4, 50, 2)
     assert list(result.summary().to_frame().columns[-2:]) == ["r_hat", "ess"]
     assert "divergent transitions by chain: [0, 0, 0, 0]" in str(result.summary())
-    with pytest.warns(FutureWarning, match="The argument q of .* Use probs"):
-        assert torch.equal(result.quantiles(q=0.5)["z"], result.quantiles([0.5])["z"][0])
+    assert torch.equal(result.quantiles(0.5)["z"], result.quantiles([0.5])["z"][0])

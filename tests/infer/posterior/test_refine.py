@@ -111,8 +111,6 @@ def test_groups_switch_together():
     assert frame.loc["w[1, 0]", "mean"] == pytest.approx(float(summary["w"].mean[1, 0]))
     assert str(summary).splitlines()[1].startswith("w[0, 0]")
     assert len(str(summary["w"]).splitlines()) == 7
-    with pytest.warns(FutureWarning, match="Use active_probs"):
-        assert summary["w"].active_prob is summary["w"].active_probs
     pyro.set_rng_seed(1)
     interval = posterior.interval(0.8, draws=40)["w"]
     pyro.set_rng_seed(1)

@@ -326,8 +326,7 @@ def test_a_report():
     assert report.open == {"a": (3, 4), "b": (6, 6)}
     assert report.of_budget == pytest.approx(18 / 11)
     assert "a  3 of 4 gates open" in str(report)
-    with pytest.warns(FutureWarning, match="at_floor is deprecated. Use at_minimum"):
-        assert report.at_floor == report.at_minimum == ()
+    assert report.at_minimum == ()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 import torch
 from sklearn.exceptions import ConvergenceWarning
 
-from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor, credible_sets
+from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.methods import METHODS
-from pyro_l0.selection.methods.enumeration import exact_posterior
 
 
 def data(p=4, n=100):
@@ -62,26 +61,6 @@ def test_chains_that_disagree_are_reported(error, monkeypatch):
         expected = pytest.warns(ConvergenceWarning, match=r"feature 'x1' has a standard error of 0.06, and 1 of 4")
     with expected:
         model.fit(x, y)
-
-
-@pytest.mark.parametrize("method", ["mean_field", "autoregressive"])
-def test_methods_of_earlier_versions_name_what_to_use(method):
-    message = f"'{method}' .* has been removed. Use 'auto', 'enumerate' or 'tempered'; AutoSpikeSlab.*{method}"
-    with pytest.raises(ValueError, match=message):
-        SpikeSlabRegressor(method=method).fit(*data())
-
-
-def test_names_of_earlier_versions():
-    """Of an argument and of results; they warn."""
-    x, y = data()
-    new = exact_posterior(x, y, seed=3)
-    with pytest.warns(FutureWarning, match="random_state of exact_posterior is deprecated. Use seed"):
-        old = exact_posterior(x, y, random_state=3)
-    assert (old.active_probs == new.active_probs).all()
-    with pytest.warns(FutureWarning, match="inclusion is deprecated. Use active_probs"):
-        assert old.inclusion is old.active_probs
-    with pytest.warns(FutureWarning, match="inclusion of credible_sets is deprecated. Use active_probs"):
-        assert credible_sets(np.ones((5, 4), dtype=bool), inclusion=np.ones(4), x=x)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
