@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import GateDistribution, JointDraw
+from pyro_l0.distributions.gate import GateDistribution, JointDraw, probability
 from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
 from pyro_l0.maths.special import Number
 
@@ -117,6 +117,11 @@ class BernoulliGate(GateDistribution):
     mean = probs
 
     @property
+    def mode(self) -> Tensor:
+        """The likelier value, shape ``batch_shape``; NaN where both are equally likely, as in ``dist.Bernoulli``."""
+        return torch.where(self.logits == 0, math.nan, self.median)
+
+    @property
     def variance(self) -> Tensor:
         """Var[z], shape ``batch_shape``."""
         return torch.sigmoid(self.logits) * torch.sigmoid(-self.logits)
@@ -148,7 +153,8 @@ class BernoulliGate(GateDistribution):
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""
-        return (value > torch.sigmoid(-self.logits)).to(self.logits.dtype)
+        p = probability(value)
+        return torch.where(p.isnan(), p, p > torch.sigmoid(-self.logits)).to(self.logits.dtype)
 
     def _log_density(self, z: Tensor) -> Tensor:
         return torch.full_like(z + self.logits, -math.inf)

@@ -331,6 +331,11 @@ class JointDraw(NamedTuple):
     active_prob: Tensor  # of all gates side by side, shape (n,)
 
 
+def probability(value: Tensor) -> Tensor:
+    """A probability as it is, and NaN outside of [0, 1], where no gate has a quantile."""
+    return torch.where((value >= 0) & (value <= 1), value, math.nan)
+
+
 def concatenate(gates: Sequence[GateDistribution]) -> GateDistribution | None:
     """Several gates side by side as one of shape ``(n,)``, or None if their family cannot express it.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 from torch.types import _size
 
+from pyro_l0.distributions.gate import probability
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number
@@ -136,7 +137,7 @@ class Rectified(QuadratureGate):
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``, if the base has quantiles."""
-        return self.base.icdf(value).clamp(0, 1)
+        return self.base.icdf(probability(value)).clamp(0, 1)
 
     def base_distribution(self) -> Distribution:
         """The base that was given."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.gate import GateDistribution, probability
 from pyro_l0.distributions.parameters import Bounded
 from pyro_l0.distributions.quadrature import QuadratureGate
 from pyro_l0.maths import host, quadrature, special
@@ -127,7 +127,7 @@ class UnitIntervalGate(QuadratureGate, StretchedGate):
 
     def icdf(self, value: Tensor) -> Tensor:
         """The smallest z with P(Z <= z) >= ``value``."""
-        return self.rectify(self._unit_icdf(value))
+        return self.rectify(self._unit_icdf(probability(value)))
 
     def base_distribution(self) -> TorchDistribution:
         """The variable on the unit interval that is stretched and clipped."""
@@ -181,7 +181,7 @@ class _UnitVariable(TorchDistribution):
         return torch.exp(self.gate._unit_log_below(_inner_point(value)))
 
     def icdf(self, value: Tensor) -> Tensor:
-        return self.gate._unit_icdf(value)
+        return self.gate._unit_icdf(probability(value))
 
 
 def _inner_point(s: Tensor) -> Point:

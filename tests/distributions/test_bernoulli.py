@@ -3,6 +3,7 @@
 import math
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, TraceEnum_ELBO
@@ -32,6 +33,14 @@ def test_against_the_slow_twin(gate):
                 "entropy": -p0 * mp.log(p0) - p1 * mp.log(p1),
             }[name]
             assert value.item() == pytest.approx(float(expected), rel=1e-13)
+
+
+def test_mode():
+    """As Pyro's Bernoulli distribution; gates with a density have none, as a mass and a density do not compare."""
+    logits = torch.tensor([-1.0, 0.0, 2.0])
+    torch.testing.assert_close(BernoulliGate(logits=logits).mode, dist.Bernoulli(logits=logits).mode, equal_nan=True)
+    with pytest.raises(NotImplementedError, match="does not implement mode"):
+        _ = HardConcrete(logits).mode
 
 
 def test_enumeration(gate):

@@ -89,6 +89,12 @@ def test_cdf_and_icdf_are_galois_inverses(case):
     assert gate.icdf(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist() == [0.0, 1.0]
 
 
+def test_no_quantile_outside_of_the_unit_interval(case):
+    """NaN, as torch's distributions have, for each number below 0 or above 1."""
+    u = torch.tensor([-1.0, -1e-9, 0.5, 1 + 1e-9, 2.0, math.nan], dtype=torch.float64)
+    assert case.gate().icdf(u).isnan().tolist() == [True, True, False, True, True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_atoms_are_hit_as_often_as_their_mass_says(case, dtype):
     """A binomial test for each atom, on draws that equal it exactly."""

@@ -70,6 +70,7 @@ def test_other_bases(name):
     assert gate.mean.item() == pytest.approx(mean, rel=1e-7)
     square = p1 + inside(lambda z: z * z)
     assert gate.variance.item() == pytest.approx(square - mean**2, rel=1e-6)
+    assert gate.icdf(torch.tensor([-0.5, 0.5, 1.5])).isnan().tolist() == [True, False, True]
     entropy = -p0 * math.log(p0) - p1 * math.log(p1) - inside(law.logpdf)
     assert gate.entropy().item() == pytest.approx(entropy, rel=1e-6)
     torch.manual_seed(101)
