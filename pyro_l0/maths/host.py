@@ -16,14 +16,19 @@ _Result = TypeVar("_Result")
 _Options = TypeVar("_Options")
 
 
+def traced() -> bool:
+    """Whether what runs now is recorded for other values, by torch.compile or by ``torch.jit.trace``."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def transformed() -> bool:
-    """Whether torch.compile traces what runs now, or a transform of torch.func applies it."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    """Whether what runs now is traced, or a transform of torch.func applies it."""
+    return traced() or torch._C._are_functorch_transforms_active()
 
 
 def opaque(x: Tensor) -> bool:
     """Whether no branch may be taken on a tensor's values: traced, mapped by ``torch.vmap``, or without any."""
-    if torch.compiler.is_compiling() or x.is_meta:
+    if traced() or x.is_meta:
         return True
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):

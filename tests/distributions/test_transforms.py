@@ -1,7 +1,9 @@
 """torch.func, second derivatives and whole-graph compilation, through everything that a gate computes."""
 
+import pyro
 import pytest
 import torch
+from pyro.infer import SVI, JitTraceMeanField_ELBO
 from torch.autograd.functional import hessian
 from torch.distributions import kl_divergence
 
@@ -15,6 +17,7 @@ from pyro_l0.distributions import (
     RectifiedNormal,
 )
 from pyro_l0.distributions.binary_concrete import BinaryConcrete
+from pyro_l0.infer import AutoGate
 from tests.processes import python
 
 # torch's forward mode loads decompositions by its own deprecated torch.jit.
@@ -189,6 +192,51 @@ def test_draws_under_vmap(family):
     assert slopes.isfinite().all()
     with pytest.raises(RuntimeError, match="use the 'same' or 'different' randomness flags"):
         torch.vmap(drawn)(x)
+
+
+OTHER = {(): BinaryConcrete(0.1, 0.5), (0.0, 1.0): HardConcrete(0.1, 0.5)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("family", FAMILIES | OTHERS, **ids)
+def test_traces_are_of_any_parameters(family):
+    """``torch.jit.trace``, by which Pyro's Jit ELBOs run: values and gradients at other parameters, draws included."""
+    x = double((FAMILIES | OTHERS)[family].values())
+    found = {"mean": lambda gate: gate.mean, "kl": lambda gate: kl_divergence(gate, OTHER[gate.atoms])}
+    if family is BernoulliGate:
+        found["kl to itself"] = lambda gate: kl_divergence(gate, family(0.3))
+    if family in FAMILIES:
+        found["kl from another"] = lambda gate: kl_divergence(RectifiedNormal(0.3, 0.5), gate)
+        found["draw"] = lambda gate: (gate.rsample((30,)) ** 2).sum()
+    for name, quantity in found.items():
+
+        def function(x, quantity=quantity):
+            return quantity(make(family, x)) + 0 * x.sum()
+
+        def seeded(x, function=function):
+            torch.manual_seed(98)
+            return function(x)
+
+        traced = torch.jit.trace(function, (x.clone().requires_grad_(),), check_trace=False)
+        agree(f"trace of {name}", seeded(0.8 * x, traced), seeded(0.8 * x), 1e-8)
+        gradient = slope(lambda x, traced=traced, seeded=seeded: seeded(x, traced), 0.8 * x)
+        agree(f"gradient of the trace of {name}", gradient, slope(seeded, 0.8 * x), 1e-7)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("family", [HardConcrete, ExponentialGate, PowerLawGate], **ids)
+def test_pyros_jit_elbo(family):
+    """Without data it is minus the KL, which is exact, and goes on being so as the guide is trained."""
+
+    def model():
+        pyro.sample("z", RectifiedNormal(torch.tensor(0.3), 0.5))
+
+    guide = AutoGate(model, family)
+    guide()
+    steps = SVI(model, guide, pyro.optim.Adam({"lr": 0.5}), JitTraceMeanField_ELBO(ignore_jit_warnings=True))
+    for _ in range(3):
+        kl = kl_divergence(guide.posterior()["z"], RectifiedNormal(0.3, 0.5))
+        assert steps.step() == pytest.approx(kl.item(), rel=1e-5)
 
 
 def test_what_vmap_cannot_validate():
