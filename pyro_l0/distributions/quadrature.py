@@ -30,7 +30,8 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
 
     The function gets nodes, the stretch whose logit axis they lie on and the gates, which may have become double.
     """
-    dtype = reduce(torch.promote_types, (gate._like.dtype for gate in gates))
+    own = reduce(torch.promote_types, (gate._like.dtype for gate in gates))
+    dtype = torch.promote_types(own, torch.float32)  # a base of half precision alone is of a type below
     device = gates[0]._like.device
     stretch = _narrowest(gates)
     temperatures = [gate._node_temperature() for gate in gates]
@@ -58,7 +59,7 @@ def integrate(function: Callable[..., Tensor], *gates: GateDistribution) -> Tens
     nodes = quadrature.panel_nodes(stretch, edges, _NODES_PER_PANEL[dtype], double, device)
     if max(temperatures) <= _SINGLE:
         nodes = Nodes(*(x.to(dtype) for x in nodes))
-    return function(nodes, stretch, *gates).to(dtype)
+    return function(nodes, stretch, *gates).to(own)
 
 
 def _narrowest(gates: tuple[GateDistribution, ...]) -> Stretch:

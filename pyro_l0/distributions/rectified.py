@@ -38,7 +38,7 @@ class Rectified(QuadratureGate):
         ``rsample(sample_shape)`` gives ``sample_shape + batch_shape``.
 
     Raises:
-        ValueError: the base is not a univariate continuous distribution with pathwise draws.
+        ValueError: the base is not a univariate continuous distribution with a cdf and pathwise draws.
         TypeError: the base is not a distribution.
 
     Example:
@@ -63,6 +63,12 @@ class Rectified(QuadratureGate):
             )
         self.base = base
         super().__init__(base.batch_shape, validate_args=validate_args)
+        try:
+            base.cdf(self._at(0.5))
+        except NotImplementedError as error:
+            raise ValueError(f"Expected a base with a cdf, but {type(base).__name__} has none.") from error
+        except ValueError:  # 1/2 is outside of its support
+            pass
 
     def __repr__(self) -> str:
         return f"Rectified({self.base})"

@@ -91,6 +91,33 @@ def test_shapes_and_gradients():
     assert repr(gate).startswith("Rectified(Normal(")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", [dist.Normal, dist.Laplace, dist.Cauchy])
+def test_half_precision_stays_and_can_be_integrated(family, dtype):
+    """Moments, entropy and KLs of a base in half precision, within its rounding."""
+    numbers = torch.tensor([-0.5, 0.5, 0.75]), torch.tensor(0.5)
+    half, single = (Rectified(family(*(x.to(kind) for x in numbers))) for kind in (dtype, torch.float32))
+    for name in ("mean", "variance"):
+        assert getattr(half, name).dtype == dtype
+        torch.testing.assert_close(getattr(half, name).float(), getattr(single, name), rtol=0.03, atol=0.01)
+    torch.testing.assert_close(half.entropy().float(), single.entropy(), rtol=0.03, atol=0.03)
+    gate = HardConcrete(0.0)
+    torch.testing.assert_close(kl_divergence(half, gate).float(), kl_divergence(single, gate), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        dist.StudentT(3.0, 0.0, 1.0),
+        dist.Beta(1.0, 2.0),
+        dist.TransformedDistribution(dist.Normal(0.0, 1.0), [dist.transforms.AbsTransform()]),
+    ],
+)
+def test_a_base_without_a_cdf_is_refused(base):
+    with pytest.raises(ValueError, match=f"a base with a cdf, but {type(base).__name__} has none"):
+        Rectified(base)
+
+
 @pytest.mark.parametrize("base", [dist.Bernoulli(0.3), dist.Dirichlet(torch.ones(3))])
 def test_bad_bases(base):
     """Discrete and multivariate ones are refused by name."""
