@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import traceback
@@ -81,6 +82,15 @@ class GateDistribution(TorchDistribution):
         if any(isinstance(x, Tensor) and host.opaque(x) for x in self._state().values()):
             validate_args = False
         super().__init__(torch.Size(batch_shape), torch.Size(event_shape), validate_args=validate_args)
+
+    def __repr__(self) -> str:
+        """The learned parameters, and the others that are not the defaults; of larger tensors the shape."""
+        usual = {name: x.default for name, x in inspect.signature(self.from_active_prob).parameters.items()}
+        usual |= {name: getattr(self, f"default_{name}") for name in usual if hasattr(self, f"default_{name}")}
+        others = {k: x for k, x in self.fixed_options.items() if isinstance(x, Tensor) or x != usual[k]}
+        shown = {name: getattr(self, name) for name in self.learned} | others
+        values = {name: x.shape if isinstance(x, Tensor) and x.numel() != 1 else x for name, x in shown.items()}
+        return f"{type(self).__name__}({', '.join(f'{name}: {x}' for name, x in values.items())})"
 
     def _validate_sample(self, value: Tensor) -> None:
         if not (isinstance(value, Tensor) and host.opaque(value)):

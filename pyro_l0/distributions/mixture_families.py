@@ -22,11 +22,12 @@ class BetaMixtureGate(MixtureGate):
     def __init__(
         self,
         logits: Number,
-        beta: Number,
+        beta: Number | None = None,
         gamma: Number = -0.1,
         zeta: Number = 1.1,
         validate_args: bool | None = None,
     ) -> None:
+        beta = self.default_beta if beta is None else beta
         self._set(logits, validate_args, beta=beta, gamma=gamma, zeta=zeta)
 
     @classmethod
@@ -84,7 +85,7 @@ class ExponentialGate(BetaMixtureGate):
 
     Example:
         >>> import torch
-        >>> ExponentialGate(torch.tensor([-4.0, 4.0]), beta=30.0).active_prob
+        >>> ExponentialGate(torch.tensor([-4.0, 4.0])).active_prob
         tensor([0.0986, 0.9835])
 
     References:
@@ -123,7 +124,7 @@ class PowerLawGate(BetaMixtureGate):
 
     Example:
         >>> import torch
-        >>> PowerLawGate(torch.tensor([-4.0, 4.0]), beta=40.0).active_prob
+        >>> PowerLawGate(torch.tensor([-4.0, 4.0])).active_prob
         tensor([0.0771, 0.9810])
 
     References:
@@ -165,7 +166,7 @@ class ExponentialUniformGate(MixtureGate):
 
     Example:
         >>> import torch
-        >>> ExponentialUniformGate(torch.tensor([-4.0, 4.0]), beta=25.0, epsilon=0.1).active_prob
+        >>> ExponentialUniformGate(torch.tensor([-4.0, 4.0])).active_prob
         tensor([0.2179, 0.9775])
 
     References:
@@ -184,8 +185,8 @@ class ExponentialUniformGate(MixtureGate):
     def __init__(
         self,
         logits: Number,
-        beta: Number,
-        epsilon: Number,
+        beta: Number = 25.0,
+        epsilon: Number = 0.1,
         gamma: Number = -0.1,
         zeta: Number = 1.1,
         validate_args: bool | None = None,

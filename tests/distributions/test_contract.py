@@ -137,13 +137,25 @@ def test_validation_can_be_switched_off(family):
 
 
 def test_gates_say_what_they_are(case):
-    """A gate has its atoms at the ends, is reparametrised or else enumerable, and prints its parameters."""
+    """A gate has its atoms at the ends, is reparametrised or else enumerable, and prints what is no default."""
     gate = case.gate()
     assert isinstance(gate, GateDistribution)
     assert tuple(gate.atoms) == (0.0, 1.0)
     assert gate.has_rsample == case.family.interior
     assert gate.has_enumerate_support != case.family.interior
-    assert repr(gate).startswith(type(gate).__name__ + "(")
+    usual = type(gate).from_active_prob(0.5).fixed_options
+    shown = [f"{name}: {value}" for name, value in case.parameters.items() if value != usual.get(name)]
+    assert repr(gate) == f"{type(gate).__name__}({', '.join(shown)})"
+
+
+def test_fixed_parameters_have_defaults(family):
+    """Those of the rate's gate, which are a paper's, for all three ways to make one; larger tensors print a shape."""
+    learned = {name: torch.tensor([0.2, 0.6]) for name in family.gate.learned}
+    gate = family.gate(**learned)
+    assert gate.fixed_options == family.gate.from_active_prob(0.5).fixed_options
+    assert gate.fixed_options == family.gate.closed().fixed_options
+    expected = ", ".join(f"{name}: torch.Size([2])" for name in learned)
+    assert repr(gate) == f"{family.gate.__name__}({expected})"
 
 
 # --- expand, mask, to_event, copies -----------------------------------------------------------
