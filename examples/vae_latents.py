@@ -24,6 +24,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -101,7 +102,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    **{f"Bernoulli, {name}": Kind(BernoulliGate, 1, name) for name in get_args(EstimatorName)},
+    **{f"Bernoulli, {name}": Kind(partial(BernoulliGate, None), 1, name) for name in get_args(EstimatorName)},
     "concrete": Kind(BinaryConcrete, 2),
     "hard concrete at 2/3": Kind(HardConcrete),
     "hard concrete": Kind(HardConcrete, 2),

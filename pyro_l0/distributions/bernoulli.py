@@ -24,20 +24,21 @@ class BernoulliGate(GateDistribution):
     derivative, so :class:`~pyro_l0.infer.L0_ELBO` trains it with one of its ``estimators``. Pyro can also enumerate it
     if the gates of a plate act only inside the plate. If a likelihood outside the plate depends on several, Pyro gives
     them all one value; sample them with :func:`~pyro_l0.infer.sample_posterior`.
-    KL(Bernoulli || other gate) has a closed form; the reverse is infinite and refused.
+    KL(Bernoulli || other gate) has a closed form; the reverse is infinite and refused. KLs to and from Pyro's
+    ``Bernoulli`` are torch's.
 
     Args:
-        logits: log odds of an open gate, shape ``batch_shape``.
-        probs: probability of an open gate, in (0, 1), instead of ``logits``.
+        probs: probability of an open gate, in (0, 1), shape ``batch_shape``.
+        logits: log odds of an open gate, instead of ``probs``.
 
     Shape:
         ``sample(sample_shape)`` gives ``sample_shape + batch_shape``.
 
     Raises:
-        ValueError: both or neither of ``logits`` and ``probs`` are given, or a value is outside its constraint.
+        ValueError: both or neither of ``probs`` and ``logits`` are given, or a value is outside its constraint.
 
     Example:
-        >>> BernoulliGate(probs=torch.tensor([0.25, 0.75])).active_prob
+        >>> BernoulliGate(torch.tensor([0.25, 0.75])).active_prob
         tensor([0.2500, 0.7500])
 
     References:
@@ -50,10 +51,10 @@ class BernoulliGate(GateDistribution):
     has_enumerate_support = True
 
     def __init__(
-        self, logits: Number | None = None, probs: Number | None = None, validate_args: bool | None = None
+        self, probs: Number | None = None, logits: Number | None = None, validate_args: bool | None = None
     ) -> None:
         if (logits is None) == (probs is None):
-            raise ValueError(f"Expected one of logits and probs, but got logits {logits} and probs {probs}.")
+            raise ValueError(f"Expected one of probs and logits, but got probs {probs} and logits {logits}.")
         if probs is not None:
             (rate,), _ = as_parameters({}, probs=probs)
             if validate_args is not False:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-from pyro.distributions import Delta, Independent
+from pyro.distributions import Bernoulli, Delta, Independent
 from torch import Tensor
-from torch.distributions import Distribution, register_kl
+from torch.distributions import Distribution, kl_divergence, register_kl
 from torch.distributions.kl import _KL_MEMOIZE, _dispatch_kl
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
@@ -96,6 +96,12 @@ def _kl_bernoulli_bernoulli(q: BernoulliGate, p: BernoulliGate) -> Tensor:
     return special.klterm(q.log_prob_zero, p.log_prob_zero) + special.klterm(q.log_prob_one, p.log_prob_one)
 
 
+@register_kl(BernoulliGate, torch.distributions.Bernoulli)
+@register_kl(torch.distributions.Bernoulli, BernoulliGate)
+def _kl_of_plain(q: Distribution, p: Distribution) -> Tensor:
+    return kl_divergence(*(Bernoulli(logits=x.logits) if isinstance(x, BernoulliGate) else x for x in (q, p)))
+
+
 def kl_by_quadrature(q: GateDistribution, p: GateDistribution) -> Tensor:
     """KL(q || p) of any two gates with the same atoms, from log densities and log masses alone.
 
@@ -159,5 +165,5 @@ _refuse(GateDistribution, Distribution, f"a gate has point masses, which the oth
 _refuse(Distribution, GateDistribution, f"the first is no gate {_WRAPPERS}")
 _refuse(Delta, GateDistribution, "a point has no divergence from a gate; use a gate as the posterior")
 
-for _q, _p in product((*_FAMILIES, Independent), repeat=2):
+for _q, _p in product((*_FAMILIES, Bernoulli, Independent), repeat=2):
     _KL_MEMOIZE[_q, _p] = _dispatch_kl(_q, _p)

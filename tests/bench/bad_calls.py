@@ -110,14 +110,14 @@ def heads():
 def model(x=None):
     """A model with two gates and slabs."""
     with pyro.plate("gates", 2):
-        z, w = pyro.sample("z", BernoulliGate(0.0)), pyro.sample("w", dist.Normal(0.0, 1.0))
+        z, w = pyro.sample("z", BernoulliGate(logits=0.0)), pyro.sample("w", dist.Normal(0.0, 1.0))
     return pyro.sample("y", dist.Normal((z * w).sum(-1), 1.0), obs=torch.tensor(0.3))
 
 
 def only_gates():
     """A model with two gates alone."""
     with pyro.plate("gates", 2):
-        z = pyro.sample("z", BernoulliGate(0.0))
+        z = pyro.sample("z", BernoulliGate(logits=0.0))
     return pyro.sample("y", dist.Normal(z.sum(-1), 1.0), obs=torch.tensor(0.3))
 
 

@@ -135,7 +135,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="draws of at least 2, but got 1"):
         measure_gradient(elbo, model, guide, x, draws=1)
     with pytest.raises(TypeError, match="no pathwise derivative"):
-        pathwise_noise(BernoulliGate(0.0))
+        pathwise_noise(BernoulliGate(logits=0.0))
     report = measure_gradient(elbo, model, guide, x, name="it", draws=2)
     with pytest.raises(ValueError, match="'it' was measured without"):
         _ = report.bias

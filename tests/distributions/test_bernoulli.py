@@ -17,7 +17,7 @@ LOGITS = torch.tensor([[-90.0, -3.0], [-0.5, 0.0], [2.0, 90.0]], dtype=torch.flo
 
 @pytest.fixture
 def gate():
-    return BernoulliGate(LOGITS)
+    return BernoulliGate(logits=LOGITS)
 
 
 def test_against_the_slow_twin(gate):
@@ -50,16 +50,16 @@ def test_enumeration(gate):
     pyro.clear_param_store()
 
     def model():
-        z = pyro.sample("z", BernoulliGate(torch.tensor(0.0)))
+        z = pyro.sample("z", BernoulliGate(logits=torch.tensor(0.0)))
         pyro.factor("data", 3.0 * z)
 
     def guide():
         logits = pyro.param("logits", torch.tensor(0.4))
-        pyro.sample("z", BernoulliGate(logits), infer={"enumerate": "parallel"})
+        pyro.sample("z", BernoulliGate(logits=logits), infer={"enumerate": "parallel"})
 
     loss = TraceEnum_ELBO(max_plate_nesting=0).loss(model, guide)
     q = torch.sigmoid(torch.tensor(0.4))
-    kl = kl_divergence(BernoulliGate(torch.tensor(0.4)), BernoulliGate(torch.tensor(0.0)))
+    kl = kl_divergence(BernoulliGate(logits=torch.tensor(0.4)), BernoulliGate(logits=torch.tensor(0.0)))
     assert loss == pytest.approx((kl - 3 * q).item(), rel=1e-6)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceEnum_ELBO(max_plate_nesting=0))
     for _ in range(300):
@@ -70,12 +70,12 @@ def test_enumeration(gate):
 
 def test_kl():
     """Closed with another Bernoulli gate and with a gate that has its atoms; infinite the other way round."""
-    q, p = BernoulliGate(torch.tensor(0.3).double()), BernoulliGate(torch.tensor(-1.0).double())
+    q, p = BernoulliGate(logits=torch.tensor(0.3).double()), BernoulliGate(logits=torch.tensor(-1.0).double())
     expected = torch.distributions.kl_divergence(
         torch.distributions.Bernoulli(logits=q.logits), torch.distributions.Bernoulli(logits=p.logits)
     )
     torch.testing.assert_close(kl_divergence(q, p), expected)
-    near = BernoulliGate(q.logits + 1e-6)
+    near = BernoulliGate(logits=q.logits + 1e-6)
     slope_free = q.variance * 1e-12 / 2
     torch.testing.assert_close(kl_divergence(q, near), slope_free, rtol=1e-5, atol=0)
     concrete = HardConcreteReference(0.5, 2 / 3)
@@ -92,6 +92,17 @@ def test_kl():
             kl_divergence(other, q)
 
 
+@pytest.mark.parametrize("plain", [dist.Bernoulli, torch.distributions.Bernoulli])
+def test_kl_to_and_from_a_plain_bernoulli(plain):
+    """That of two plain ones with the same first argument; infinite where only the gate can be open."""
+    gates, never = torch.tensor([0.2, 0.7], dtype=torch.float64), torch.tensor([0.5, 0.0], dtype=torch.float64)
+    q, p = plain(gates), plain(never)
+    assert kl_divergence(q, p)[1] == math.inf
+    torch.testing.assert_close(kl_divergence(BernoulliGate(gates), p), kl_divergence(q, p))
+    torch.testing.assert_close(kl_divergence(p, BernoulliGate(gates)), kl_divergence(p, q))
+    torch.testing.assert_close(BernoulliGate(gates).active_prob, q.mean)
+
+
 def mp_log(x):
     return torch.tensor(x, dtype=torch.float64).log().item()
 
@@ -102,15 +113,17 @@ def test_what_it_refuses(gate):
     for call in (gate.rsample, gate.base_distribution, lambda: gate.rectify(LOGITS)):
         with pytest.raises(NotImplementedError):
             call()
-    assert BernoulliGate(0.0).log_prob(torch.tensor(0.5)) == -math.inf  # no density between the atoms
-    with pytest.raises(ValueError, match="one of logits and probs"):
+    assert BernoulliGate(logits=0.0).log_prob(torch.tensor(0.5)) == -math.inf  # no density between the atoms
+    with pytest.raises(ValueError, match="one of probs and logits"):
         BernoulliGate()
-    with pytest.raises(ValueError, match="one of logits and probs"):
-        BernoulliGate(0.0, 0.5)
+    with pytest.raises(ValueError, match="one of probs and logits"):
+        BernoulliGate(0.5, 0.0)
+    with pytest.raises(ValueError, match="probs strictly between 0 and 1"):
+        BernoulliGate(0.0)
     with pytest.raises(ValueError, match="probs strictly between 0 and 1"):
         BernoulliGate(probs=1.0)
     with pytest.raises(ValueError, match="logits"):
-        BernoulliGate(torch.tensor(float("nan")), validate_args=True)
+        BernoulliGate(logits=torch.tensor(float("nan")), validate_args=True)
 
 
 def test_from_active_prob():

@@ -102,7 +102,7 @@ def test_drop_in():
     loss = L0_ELBO("free_energy").differentiable_loss(model, guide)
     loss.backward()
     assert (guide.sites["z"]["log_alpha"].grad > 0).all()
-    for other in (HardConcrete(0.0), BernoulliGate(0.0)):
+    for other in (HardConcrete(0.0), BernoulliGate(logits=0.0)):
         for pair in ((BinaryConcrete(0.0), other), (other, BinaryConcrete(0.0))):
             with pytest.raises(TypeError, match=r"same atoms|infinite"):
                 kl_divergence(*pair)

@@ -24,7 +24,8 @@ from pyro_l0.infer.guides.layout import Layout
 from pyro_l0.infer.guides.mean_field import GatesPosterior, SitePosterior
 from pyro_l0.infer.guides.structured_slabs import SlabPosterior
 
-_normal, _beta, _bernoulli = (partial(family, validate_args=False) for family in (Normal, Beta, BernoulliGate))
+_normal, _beta = (partial(family, validate_args=False) for family in (Normal, Beta))
+_bernoulli = partial(BernoulliGate, None, validate_args=False)  # of logits
 
 
 class ConjugateRate(NamedTuple):

@@ -49,7 +49,7 @@ def guide_at(model, logits=LOGITS):
     return guide
 
 
-PRIOR = BernoulliGate(torch.full((GATES,), -0.5, dtype=torch.float64))
+PRIOR = BernoulliGate(logits=torch.full((GATES,), -0.5, dtype=torch.float64))
 
 
 def exact(model, logits, lam=0.3):
@@ -59,7 +59,7 @@ def exact(model, logits, lam=0.3):
     log_q = torch.distributions.Bernoulli(logits=logits).log_prob(states).sum(-1)
     nll = -dist.Normal((states * model.weight) @ X.T, 1.0).log_prob(Y).sum(-1)
     price = lam * torch.sigmoid(logits).sum()
-    loss = (log_q.exp() * nll).sum() + price + kl_divergence(BernoulliGate(logits), PRIOR).sum()
+    loss = (log_q.exp() * nll).sum() + price + kl_divergence(BernoulliGate(logits=logits), PRIOR).sum()
     return loss.detach(), torch.autograd.grad(loss, [logits, model.weight])
 
 
@@ -159,7 +159,7 @@ def test_terms_stay_analytic():
     elbo = L0_ELBO("free_energy", lam=0.3, estimator="arm")
     terms = elbo.terms(model, guide)
     torch.testing.assert_close(terms["l0"], 0.3 * torch.sigmoid(LOGITS).sum())
-    torch.testing.assert_close(terms["kl_gate"], kl_divergence(BernoulliGate(LOGITS), PRIOR).sum())
+    torch.testing.assert_close(terms["kl_gate"], kl_divergence(BernoulliGate(logits=LOGITS), PRIOR).sum())
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_pathwise_gates_beside_them():
     """A hard concrete keeps its pathwise gradient next to a Bernoulli gate."""
 
     def model():
-        a = pyro.sample("a", BernoulliGate(torch.zeros(2)).to_event(1))
+        a = pyro.sample("a", BernoulliGate(logits=torch.zeros(2)).to_event(1))
         b = pyro.sample("b", HardConcrete(torch.zeros(3)).to_event(1))
         pyro.sample("y", dist.Normal((a.sum() * b).sum(), 1.0), obs=torch.tensor(2.0))
 
@@ -201,7 +201,7 @@ def test_pathwise_gates_beside_them():
     b = torch.full((3,), 0.5, requires_grad=True)
 
     def guide():
-        pyro.sample("a", BernoulliGate(a).to_event(1))
+        pyro.sample("a", BernoulliGate(logits=a).to_event(1))
         pyro.sample("b", HardConcrete(b).to_event(1))
 
     pyro.set_rng_seed(87)
@@ -241,7 +241,7 @@ def test_gates_of_an_example_answer_for_its_own_cost(name):
     probs = torch.distributions.Bernoulli(logits=logits).log_prob(states).sum(-1).exp()
     expected = torch.autograd.grad((probs * cost(states)).sum(), logits)[0][:2]
     many = logits.expand(draws, number, gates)
-    q = BernoulliGate(many)
+    q = BernoulliGate(logits=many)
     if name == "leave_one_out":
         z = q.sample((2,))
         surrogate = leave_one_out(cost(z), q.log_prob(z).sum(-1), 1.0)
@@ -256,6 +256,6 @@ def test_gates_of_an_example_answer_for_its_own_cost(name):
 
 
 def test_a_cost_of_another_shape_than_the_gates_is_refused():
-    gates = {"z": BernoulliGate(torch.zeros(3, 2, requires_grad=True))}
+    gates = {"z": BernoulliGate(logits=torch.zeros(3, 2, requires_grad=True))}
     with pytest.raises(ValueError, match=r"first sizes of \(3, 2\), a site's gates, but got \(2,\)"):
         Estimators("arm")(lambda values: Evaluation({}, values["z"].sum(0)), gates, 1)

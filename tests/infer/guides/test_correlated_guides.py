@@ -112,7 +112,7 @@ def test_the_trace_has_the_joint_density():
     density = dist.Normal(joint.hyper_posterior.loc, joint.hyper_posterior.log_scale.exp()).log_prob(t).sum() - t.sum()
     shift = t - joint.hyper_start
     odds = joint.chain.log_odds(guide.sites["z"]["logits"], z[None], shift)
-    density = density + BernoulliGate(odds).log_prob(z).sum()
+    density = density + BernoulliGate(logits=odds).log_prob(z).sum()
     given = joint.slab_posterior.given(z[None], shift)
     precision = given.cholesky @ given.cholesky.mT  # the prior's deviations are 1
     density = density + dist.MultivariateNormal(given.mean, precision_matrix=precision).log_prob(w).sum()

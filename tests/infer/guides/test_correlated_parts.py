@@ -56,7 +56,7 @@ def test_gates_of_a_chain_given_those_before():
             torch.testing.assert_close(odds[i, j], exact.detach())
     torch.manual_seed(6)
     draws = gates.sample(base, shift.expand(n, 2))
-    exact = BernoulliGate(odds).log_prob(STATES).sum(-1).exp()
+    exact = BernoulliGate(logits=odds).log_prob(STATES).sum(-1).exp()
     torch.testing.assert_close(exact.sum(), X.new_ones(()))
     found = (draws[:, None] == STATES).all(-1).double().mean(0)
     assert bool(((found - exact).abs() < 4 * (exact * (1 - exact) / n).sqrt()).all())
@@ -66,7 +66,7 @@ def test_marginals_are_those_of_the_enumeration():
     """active_probs, the posterior's gates and draws, within the error that is promised."""
     guide = shaken(correlated(), 0.5)
     odds = guide.joint.chain.log_odds(guide.sites["z"]["logits"], STATES, X.new_zeros(8, 0)).detach()
-    exact = BernoulliGate(odds).log_prob(STATES).sum(-1).exp() @ STATES
+    exact = BernoulliGate(logits=odds).log_prob(STATES).sum(-1).exp() @ STATES
     torch.manual_seed(7)
     for found in (guide.active_probs()["z"], guide.posterior()["z"].active_prob, guide.draws(10_000)["z"].mean(0)):
         torch.testing.assert_close(found, exact, rtol=0, atol=0.02)
@@ -144,7 +144,7 @@ def exact_loss(guide, objective, lam):
     """The objective as a sum over all gates, slabs integrated out, differentiable for the guide's parameters."""
     base = guide.sites["z"]["logits"]
     odds = guide.joint.chain.log_odds(base, STATES, X.new_zeros(len(STATES), 0))
-    log_q = BernoulliGate(odds).log_prob(STATES).sum(-1)
+    log_q = BernoulliGate(logits=odds).log_prob(STATES).sum(-1)
     given = guide.joint.slab_posterior.given(STATES, X.new_zeros(len(STATES), 0))
     precision = torch.diag(X.new_full((P,), 1 / TAU)) @ given.cholesky @ given.cholesky.mT / TAU
     slabs = torch.distributions.MultivariateNormal(given.mean, precision_matrix=precision)
@@ -164,7 +164,7 @@ def exact_loss(guide, objective, lam):
 def test_leave_one_out_is_unbiased_over_all_draws(particles, temper):
     """Summed over every pair and triple of gates: the gradient of E[log q] and the tempered rest, without noise."""
     gates, base = chain(), X.new_tensor([0.4, -1.0, 0.2]).requires_grad_()
-    log_q = BernoulliGate(gates.log_odds(base, STATES, X.new_zeros(8, 0))).log_prob(STATES).sum(-1)
+    log_q = BernoulliGate(logits=gates.log_odds(base, STATES, X.new_zeros(8, 0))).log_prob(STATES).sum(-1)
     rest = STATES @ X.new_tensor([2.0, -3.0, 1.0]) + 4 * STATES[:, 0] * STATES[:, 1]  # of the loss, beside log q
     parameters = [base, gates.coupling]
     objective = (log_q.exp() * (log_q + temper * rest)).sum()
