@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,12 @@ from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.runs import Program
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
 from pyro_l0.infer.generators import seeded
+from pyro_l0.infer.posterior.summaries import import_arviz
 
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import
 
-__all__ = ["import_arviz", "inclusion_name", "inference_data", "to_arviz"]
+__all__ = ["inclusion_name", "inference_data", "to_arviz"]
 
 Arrays = dict[str, dict[str, Any]]
 """Arrays or tensors by group and name."""
@@ -156,14 +156,6 @@ def inference_data(
     is_new = int(arviz.__version__.split(".")[0]) >= 1
     found: InferenceData = arviz.from_dict(legal, **labels) if is_new else arviz.from_dict(**legal, **labels)
     return found
-
-
-def import_arviz() -> Any:
-    """Import arviz without the warning that it gives once a day, which is an error under ``python -W error``."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing a major refactor", FutureWarning)
-        import arviz
-    return arviz
 
 
 def _legal(arrays: Mapping[str, ArrayLike | Tensor]) -> dict[str, NDArray[Any]]:

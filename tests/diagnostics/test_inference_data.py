@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_l0.diagnostics.inference_data import import_arviz, inference_data
+from pyro_l0.diagnostics.inference_data import inference_data
+from pyro_l0.infer.posterior.summaries import import_arviz
 
 az = import_arviz()
 

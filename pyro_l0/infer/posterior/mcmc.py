@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from pyro.infer import HMC, MCMC, NUTS
 from torch import Tensor
@@ -17,9 +18,8 @@ from pyro_l0.infer.elbo.slabs import Switch, gate_site, product_name, switches_o
 from pyro_l0.infer.generators import seeded
 from pyro_l0.infer.posterior.log_joint import LogJoint, Model
 from pyro_l0.infer.posterior.recorded import recorded_with_slope
-from pyro_l0.infer.posterior.summaries import JointDraws, Summary, entry
+from pyro_l0.infer.posterior.summaries import JointDraws, Summary, entry, import_arviz
 from pyro_l0.infer.posterior.swaps import GatedSlab, moved_by_swaps, slabs_of
-from pyro_l0.maths.chains import bulk_ess, r_hat
 
 __all__ = ["PosteriorSamples", "sample_posterior"]
 
@@ -240,11 +240,28 @@ def _complete(
         probabilities[name] = x.reshape(values[name].shape)
     samples = {name: x.unflatten(0, by_chain) for name, x in values.items()}
     chain_probs = {name: x.unflatten(0, by_chain).mean(1) for name, x in probabilities.items()}
-    agreement = {name: r_hat(x) for name, x in samples.items()}
+    agreement, ess = chain_statistics(samples)
     moved = moved_by_swaps(posterior, flat, codes, slabs)
     problems = _problems(agreement, chain_probs, moved, sum(divergences) / len(flat))
-    ess = {name: bulk_ess(x) for name, x in samples.items()}
     return PosteriorSamples(samples, chain_probs, agreement, ess, moved, divergences, problems, switches)
+
+
+def chain_statistics(samples: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Rank-normalised split r-hat and bulk effective sample size of each entry, by site, in float64.
+
+    ArviZ computes both, from samples of shape ``(chains, draws, *shape)`` with at least four draws. It has no value for
+    draws that are all the same, as those of a closed gate: their r-hat is 1 here, and all of them count.
+    """
+    arviz = import_arviz()
+    data = arviz.convert_to_dataset({name: x.detach().double().cpu().numpy() for name, x in samples.items()})
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = arviz.rhat(data, method="rank"), arviz.ess(data, method="bulk")
+    agreement, ess = ({name: torch.as_tensor(one[name].values) for name in samples} for one in found)
+    for name, x in samples.items():
+        is_constant = x.cpu().flatten(0, 1).amin(0) == x.cpu().flatten(0, 1).amax(0)
+        agreement[name] = agreement[name].masked_fill(is_constant, 1.0)
+        ess[name] = ess[name].masked_fill(is_constant, x.shape[0] * x.shape[1])
+    return agreement, ess
 
 
 def _problems(

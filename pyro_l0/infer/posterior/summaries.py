@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from pyro_l0.infer.elbo.slabs import Alignment, Switch, gate_site
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["JointDraws", "SiteSummary", "Summary", "entry"]
+__all__ = ["JointDraws", "SiteSummary", "Summary", "entry", "import_arviz"]
 
 _DRAWS = 10_000
 
@@ -83,6 +84,14 @@ def entry(name: str, shape: torch.Size, i: int) -> str:
     """An entry of a site in words, such as ``w[1, 0]``."""
     index = [int(k) for k in torch.unravel_index(torch.tensor(i), shape)] if shape else []
     return f"{name}{index}" if index else name
+
+
+def import_arviz() -> Any:
+    """Import arviz without the warning that it gives once a day, which is an error under ``python -W error``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*ArviZ is undergoing a major refactor", FutureWarning)
+        import arviz
+    return arviz
 
 
 class JointDraws:
