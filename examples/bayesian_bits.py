@@ -30,8 +30,10 @@ import torch
 from torch import nn
 
 from common.bayesian import fit
+from common.bits import bit_precision, load_quantised, quantise, save_quantised
 from common.data import Images, load_images
 from common.networks import build
+from common.scores import predictive, scores
 from pyro_l0 import bayes
 from pyro_l0.compaction import load_compacted
 
@@ -91,12 +93,12 @@ def main(options: Options) -> dict[str, dict[str, float]]:
         numbers = {path: int(on.sum()) for path, on in active.items()}
         if not any(numbers.values()):
             raise ValueError("Expected some weights to stay, but all gates closed; raise prior_active_prob.")
-        precision = bayes.bit_precision(net, active, options.nats)
+        precision = bit_precision(net, active, options.nats)
         median, file = bayes.plain_network(net, keep=active), options.out / "rounded.npz.xz"
         draws = [bayes.plain_network(net, sample=True, keep=active) for _ in range(DRAWS)]
-        rounded = bayes.quantise(copy.deepcopy(median), precision)
-        size = bayes.save_quantised(rounded, precision, file)
-        rounded.load_state_dict(bayes.load_quantised(file))
+        rounded = quantise(copy.deepcopy(median), precision)
+        size = save_quantised(rounded, precision, file)
+        rounded.load_state_dict(load_quantised(file))
         number, bits = sum(numbers.values()), sum(precision[path].bits * n for path, n in numbers.items())
         small = {"bits": bits / number, "rate of bits": 32 * total / bits, "bytes": size, "rate": 4 * total / size}
         rows = {
@@ -114,9 +116,9 @@ def main(options: Options) -> dict[str, dict[str, float]]:
 
 def _row(nets: list[nn.Module], images: Images, total: int, weights: int) -> dict[str, float]:
     """Scores of networks together, weights of each, and how many times fewer there are than in the original."""
-    found = bayes.scores(bayes.predictive([net.eval() for net in nets], images.test_x), images.test_y)
-    scores = {"error, %": found.error, "nll": found.nll, "ece": found.ece}
-    return scores | {"weights": weights, "rate of weights": total / weights}
+    found = scores(predictive([net.eval() for net in nets], images.test_x), images.test_y)
+    row = {"error, %": found.error, "nll": found.nll, "ece": found.ece}
+    return row | {"weights": weights, "rate of weights": total / weights}
 
 
 def _table(rows: dict[str, dict[str, float]]) -> str:

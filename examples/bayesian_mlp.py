@@ -31,9 +31,10 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from common.bayesian import fit
+from common.bayesian import InputSkipMLP, fit
 from common.cifar import load_cifar
 from common.data import Images, load_images
+from common.scores import auroc, predictive, reliability, scores
 from common.sweep import spread
 from pyro_l0 import bayes
 from pyro_l0.compaction import Shrinker
@@ -105,7 +106,7 @@ def _run(images: Images, options: Options, seed: int) -> dict[str, Row]:
     sizes = example.shape[1], *options.hidden, 1 if is_binary else 10
 
     def network(dropout: float = 0.0) -> nn.Module:
-        mlp = bayes.InputSkipMLP(*sizes, activation=nn.Sequential(nn.ReLU(), nn.Dropout(dropout)))
+        mlp = InputSkipMLP(*sizes, activation=nn.Sequential(nn.ReLU(), nn.Dropout(dropout)))
         return nn.Sequential(mlp, OneLogit()) if is_binary else mlp
 
     net = bayes.bayesian(network(), bayes.SpikeSlabPrior(options.prior_active_prob))
@@ -151,13 +152,13 @@ def _deterministic(net: nn.Module, images: Images, steps: int) -> nn.Module:
 
 
 def _evaluate(nets: Sequence[nn.Module], images: Images, options: Options) -> Row:
-    probs = bayes.predictive(nets, images.test_x)
-    row: Row = bayes.scores(probs, images.test_y)._asdict()
+    probs = predictive(nets, images.test_x)
+    row: Row = scores(probs, images.test_y)._asdict()
     if options.data == "cancer":
         return row
 
     def tell(other: Tensor) -> float:
-        return bayes.auroc(*(torch.special.entr(p).sum(-1) for p in (probs, bayes.predictive(nets, other))))
+        return auroc(*(torch.special.entr(p).sum(-1) for p in (probs, predictive(nets, other))))
 
     _, height, width = images.image_shape
     row["AUROC turned"] = tell(images.test_x.view(-1, height, width).rot90(1, (1, 2)).flatten(1))
@@ -169,7 +170,7 @@ def _evaluate(nets: Sequence[nn.Module], images: Images, options: Options) -> Ro
 
 def _calibration(nets: Sequence[nn.Module], images: Images) -> Tensor:
     """Accuracy over confidence, shape ``(2, bins)``."""
-    found = bayes.reliability(bayes.predictive(nets, images.test_x), images.test_y, bins=10)
+    found = reliability(predictive(nets, images.test_x), images.test_y, bins=10)
     return torch.stack([found.confidence, found.accuracy])[:, found.examples > 0]
 
 

@@ -1,4 +1,4 @@
-"""What the examples of Bayesian networks share: their training."""
+"""What the examples of Bayesian networks share: a network whose depth is learned, and its training."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data import Images
+from pyro_l0.bayes import OpenUnits
 
-__all__ = ["fit"]
+__all__ = ["InputSkipMLP", "fit"]
+
+
+class InputSkipMLP(nn.Module):
+    """A multilayer perceptron in which each layer reads the input as well as the units before it.
+
+    A layer that is not needed can thus close as a whole, so the depth is learned (arXiv:2503.10496). The activation
+    must be zero at zero.
+    """
+
+    def __init__(self, *sizes: int, activation: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        first, *hidden, last = sizes
+        self.activation = activation
+        self.inputs = OpenUnits(first)
+        widths = [first, *(size + first for size in hidden)]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, [*hidden, last], strict=True))
+        self.units = nn.ModuleList(OpenUnits(size) for size in hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs."""
+        x = read = self.inputs(x)
+        *hidden, last = self.layers
+        for layer, units in zip(hidden, self.units, strict=True):
+            read = torch.cat([units(self.activation(layer(read))), x], -1)
+        out: Tensor = last(read)
+        return out
 
 
 def fit(

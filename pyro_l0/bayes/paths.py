@@ -13,13 +13,13 @@ from pyro_l0.bayes.layer import BayesianLayer
 from pyro_l0.bayes.network import bayesian_layers
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
 
-__all__ = ["InputSkipMLP", "OpenUnits", "WeightGates", "active_weights"]
+__all__ = ["OpenUnits", "WeightGates", "active_weights"]
 
 
 class OpenUnits(GateLayer):
     """Marks units that :class:`~pyro_l0.compaction.Shrinker` removes once no open weight reads them.
 
-    It returns its input. :class:`InputSkipMLP` has one behind each hidden layer.
+    It returns its input. Put one where units may leave: in front of the first layer, and behind each hidden one.
 
     Args:
         size: Number of units.
@@ -41,47 +41,6 @@ class OpenUnits(GateLayer):
     def extra_repr(self) -> str:
         """Size and dimension."""
         return f"{self.size}, dim={self.dim}"
-
-
-class InputSkipMLP(nn.Module):
-    """A multilayer perceptron in which each layer reads the input as well as the units before it.
-
-    A layer that is not needed can thus close as a whole, so the depth is learned (arXiv:2503.10496).
-
-    Args:
-        *sizes: Sizes of the input, the hidden layers and the output.
-        activation: Activation of the hidden units; it must be zero at zero.
-
-    Shape:
-        ``(n, sizes[0])`` to ``(n, sizes[-1])``.
-
-    Raises:
-        ValueError: There are fewer than two sizes.
-
-    Example:
-        >>> InputSkipMLP(4, 3, 2)(torch.ones(5, 4)).shape
-        torch.Size([5, 2])
-    """
-
-    def __init__(self, *sizes: int, activation: Callable[[Tensor], Tensor] = torch.relu) -> None:
-        super().__init__()
-        if len(sizes) < 2:
-            raise ValueError(f"Expected sizes of an input and an output at least, but got {sizes}.")
-        first, *hidden, last = sizes
-        self.activation = activation
-        self.inputs = OpenUnits(first)
-        widths = [first, *(size + first for size in hidden)]
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, [*hidden, last], strict=True))
-        self.units = nn.ModuleList(OpenUnits(size) for size in hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The outputs."""
-        x = read = self.inputs(x)
-        *hidden, last = self.layers
-        for layer, units in zip(hidden, self.units, strict=True):
-            read = torch.cat([units(self.activation(layer(read))), x], -1)
-        out: Tensor = last(read)
-        return out
 
 
 def active_weights(network: nn.Module, example: Tensor) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from common.bayesian import InputSkipMLP
 from pyro_l0.bayes import (
-    InputSkipMLP,
     OpenUnits,
     SpikeSlabPrior,
     WeightGates,
