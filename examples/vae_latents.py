@@ -31,13 +31,12 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import kl_divergence
+from torch.distributions import Distribution, kl_divergence
+from torch.distributions.relaxed_bernoulli import LogitRelaxedBernoulli
 
 from common.data import load_images
 from common.sweep import spread
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.distributions.binary_concrete import BinaryConcrete
-from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer.elbo.estimators import EstimatorName, Estimators, Evaluation, leave_one_out
 from pyro_l0.plots import plot_images, save_figure
 
@@ -96,14 +95,19 @@ def main(options: Options) -> dict[str, list[Result]]:
 
 
 class Kind(NamedTuple):
-    family: Callable[..., GateDistribution]  # makes gates of the encoder's outputs
+    family: Callable[..., Distribution]  # makes gates of the encoder's outputs
     outputs: int = 1  # of the encoder for each latent: its logit, and with two its temperature
     estimator: EstimatorName | None = None  # of the gradient; None where draws have a derivative
 
 
+def logit_concrete(logits: Tensor, temperature: Tensor) -> LogitRelaxedBernoulli:
+    """The logits of gates without atoms; the log ratio of two such is that of the gates."""
+    return LogitRelaxedBernoulli(temperature, logits=logits)
+
+
 KINDS = {
     **{f"Bernoulli, {name}": Kind(partial(BernoulliGate, None), 1, name) for name in get_args(EstimatorName)},
-    "concrete": Kind(BinaryConcrete, 2),
+    "concrete": Kind(logit_concrete, 2),
     "hard concrete at 2/3": Kind(HardConcrete),
     "hard concrete": Kind(HardConcrete, 2),
 }
@@ -122,25 +126,28 @@ class Vae(nn.Module):
         self.register_buffer("mean", mean)
         self.decoder[-1].bias.data = torch.logit(mean.clamp(0.01, 0.99))
 
-    def posterior(self, x: Tensor) -> GateDistribution:
+    def posterior(self, x: Tensor) -> Distribution:
         return self._gates(self.encoder(x - self.mean))
 
-    def prior(self) -> GateDistribution:
+    def prior(self) -> Distribution:
         return self._gates(self.of_prior)
 
-    def _gates(self, outputs: Tensor) -> GateDistribution:
+    def _gates(self, outputs: Tensor) -> Distribution:
         logits, *log_ratios = outputs.chunk(self.kind.outputs, -1)
         return self.kind.family(logits, *((2 / 3 * x.exp()).clamp(*TEMPERATURES) for x in log_ratios))
 
-    def cost(self, z: Tensor, x: Tensor) -> Tensor:
-        """-log p(x | z) in nats, of the batch shape of z."""
-        logits = self.decoder(z)
+    def gates(self, draws: Tensor) -> Tensor:
+        return draws.sigmoid() if self.kind.family is logit_concrete else draws
+
+    def cost(self, draws: Tensor, x: Tensor) -> Tensor:
+        """-log p(x | z) in nats, of the batch shape of draws."""
+        logits = self.decoder(self.gates(draws))
         return F.binary_cross_entropy_with_logits(logits, x.expand_as(logits), reduction="none").sum(-1)
 
     def forward(self, x: Tensor) -> Tensor:
         """The negative ELBO, a mean over images, with the gradient that the kind of latents has."""
         q, p = self.posterior(x), self.prior()
-        if self.kind.family is BinaryConcrete:
+        if self.kind.family is logit_concrete:
             z = q.rsample()
             return (self.cost(z, x) + (q.log_prob(z) - p.log_prob(z)).sum(-1)).mean()
         kl = kl_divergence(q, p).sum(-1).mean()
@@ -173,8 +180,9 @@ def evaluate(vae: Vae, test: Tensor, draws: int) -> Result:
     means, rows = [], []
     for x in test.split(BATCH):
         q, p = vae.posterior(x), vae.prior()
-        z = q.sample((draws,))
-        log_ratio = -vae.cost(z, x) + (p.log_prob(z) - q.log_prob(z)).sum(-1)
+        drawn = q.sample((draws,))
+        z = vae.gates(drawn)
+        log_ratio = -vae.cost(drawn, x) + (p.log_prob(drawn) - q.log_prob(drawn)).sum(-1)
         iwae = log_ratio.logsumexp(0) - math.log(draws)
         rows.append(torch.stack([log_ratio.mean(0), iwae, 100 * (z == 0).float().mean((0, 2))], -1))
         means.append(z.mean(0))

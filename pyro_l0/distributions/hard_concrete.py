@@ -25,7 +25,7 @@ from pyro_l0.maths.special import Number
 class HardConcrete(StretchedGate):
     r"""Gate on :math:`[0, 1]` with point masses at 0 and at 1.
 
-    Draw s from BinaryConcrete(log alpha, beta), stretch, then clip:
+    Draw s from a binary concrete (log alpha, beta), torch's ``RelaxedBernoulli``, stretch, then clip:
 
     .. math:: z = \min(1, \max(0, s(\zeta - \gamma) + \gamma)).
 

@@ -16,7 +16,6 @@ from torch.distributions import Distribution, kl_divergence, register_kl
 from torch.distributions.kl import _KL_MEMOIZE, _dispatch_kl
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
@@ -30,7 +29,6 @@ from pyro_l0.maths.special import Number
 
 _FAMILIES = (
     BernoulliGate,
-    BinaryConcrete,
     ExponentialGate,
     ExponentialUniformGate,
     HardConcrete,
@@ -75,12 +73,6 @@ def _kl_rectified_normal(q: RectifiedNormal, p: RectifiedNormal) -> Tensor:
         wide = (x.double() for x in (q.loc, q.scale, p.loc, p.scale))
         return rectified_normal.kl(*wide).float()
     return rectified_normal.kl(q.loc, q.scale, p.loc, p.scale)
-
-
-@register_kl(BinaryConcrete, BinaryConcrete)
-def _kl_binary_concrete(q: BinaryConcrete, p: BinaryConcrete) -> Tensor:
-    shape = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
-    return q.expand(shape).kl_to(p.expand(shape))
 
 
 @register_kl(BernoulliGate, GateDistribution)

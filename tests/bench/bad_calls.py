@@ -47,7 +47,6 @@ MODULES = {
     "plots": "plot_calibration plot_credible_sets plot_inclusion",
     "distributions": "BernoulliGate ExponentialGate ExponentialUniformGate HardConcrete HardKumaraswamy PowerLawGate "
     "RectifiedNormal",
-    "distributions.binary_concrete": "BinaryConcrete",
     "distributions.kl": "kl_by_quadrature",
     "distributions.rectified": "Rectified",
     "fast.switch": "disabled is_open",
@@ -173,7 +172,7 @@ GOOD = {
     "exact_gradient": lambda: dict(elbo=L0_ELBO("l0"), model=only_gates, guide=guide(AutoGate, only_gates)),
     "measure_gradient": lambda: dict(elbo=L0_ELBO("l0"), model=model, guide=guide(AutoGate), draws=3),
     **dict.fromkeys(("ExponentialGate", "PowerLawGate"), lambda: dict(logits=torch.zeros(2), beta=2.0)),
-    **dict.fromkeys(("HardConcrete", "BinaryConcrete"), lambda: dict(log_alpha=torch.zeros(2))),
+    "HardConcrete": lambda: dict(log_alpha=torch.zeros(2)),
     "ExponentialUniformGate": lambda: dict(logits=torch.zeros(2), beta=2.0, epsilon=0.1),
     "plot_credible_sets": lambda: dict(sets=[[0, 1]], correlation=torch.eye(3)),
     "pathwise_noise": lambda: dict(gate=HardConcrete(torch.zeros(2))),

@@ -16,7 +16,6 @@ from pyro_l0.distributions import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.infer import AutoGate
 from tests.processes import python
 
@@ -31,7 +30,7 @@ FAMILIES = {
     ExponentialUniformGate: dict(logits=0.3, beta=8.0, epsilon=0.2),
     PowerLawGate: dict(logits=0.3, beta=5.0),
 }
-OTHERS = {BernoulliGate: dict(logits=0.3), BinaryConcrete: dict(log_alpha=0.3, temperature=0.7)}
+OTHERS = {BernoulliGate: dict(logits=0.3)}
 STATISTICS = ("active_prob", "log_prob_zero", "log_prob_one", "log_interior_prob", "mean", "variance", "median")
 ATOMS_AND_INSIDE = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
 ids = {"ids": lambda family: family.__name__}
@@ -66,11 +65,6 @@ def quantities(family):
         del found["log_interior_prob"]  # minus infinity
         found["log_prob"] = lambda gate: gate.log_prob(double([0.0, 1.0])).sum()
         found["kl"] = lambda gate: kl_divergence(gate, HardConcrete(double([0.1])[0]))
-    if family is BinaryConcrete:
-        for name in STATISTICS[:4]:
-            del found[name]
-        found["log_prob"] = lambda gate: gate.log_prob(double([0.2, 0.7])).sum()
-        found["kl"] = lambda gate: kl_divergence(gate, BinaryConcrete(double([0.1])[0], 0.5))
     return found
 
 

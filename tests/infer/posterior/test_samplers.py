@@ -14,7 +14,6 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal, 
 from pyro.infer.mcmc.rwkernel import RandomWalkKernel
 
 from pyro_l0 import BernoulliGate, HardConcrete, RectifiedNormal
-from pyro_l0.distributions.binary_concrete import BinaryConcrete
 from pyro_l0.infer.reparam import RectifyReparam, complete_samples
 
 Y = torch.tensor(0.9)
@@ -45,7 +44,7 @@ def test_samplers_refuse_gates_with_a_density(kernel):
 
     def others():
         z = pyro.sample("z", BernoulliGate(logits=torch.tensor(0.3)))
-        v = pyro.sample("v", BinaryConcrete(torch.tensor(0.3)))
+        v = pyro.sample("v", dist.RelaxedBernoulli(torch.tensor(2 / 3), logits=torch.tensor(0.3)))
         pyro.sample("y", dist.Normal(z * v, 0.5), obs=Y)
 
     mcmc = MCMC(kernel(others), num_samples=2, warmup_steps=1, disable_progbar=True)
