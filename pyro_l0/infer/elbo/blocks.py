@@ -16,6 +16,7 @@ from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate,
 from pyro_l0.distributions.wrappers import active_prob, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.coefficients import Options, check_names
+from pyro_l0.infer.elbo.dependence import own_densities
 from pyro_l0.infer.elbo.pairs import check_auxiliary, check_draws, check_pair, check_slabs
 from pyro_l0.infer.elbo.slabs import gate_site
 from pyro_l0.infer.guides.drawn import Drawn
@@ -27,7 +28,7 @@ class Run(NamedTuple):
     """The recorded sites of one run of a model and its guide, by name."""
 
     model: dict[str, Site]
-    guide: dict[str, Site]
+    guide: Mapping[str, Site]
     joint_draws: Mapping[str, object]  # that sites of the guide are from
     at_draws: bool = False  # whether the log ratio of binary gates is taken at their draws, not its mean
 
@@ -114,7 +115,9 @@ class Block:
 
 def blocks_of(run: Run, options: Options) -> Iterator[Block]:
     """The blocks of a run: sites of other kinds as they come, then the gates; refuses what does not fit."""
-    model, guide, joint_draws, _ = run
+    model, joint_draws = run.model, run.joint_draws
+    guide = own_densities(options.slab, model, run.guide)
+    run = run._replace(guide=guide)
     gates: dict[str, GateDistribution] = {}
     for name, site in model.items():
         if site["type"] != "sample" or site_is_subsample(site):

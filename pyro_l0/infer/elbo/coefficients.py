@@ -28,6 +28,7 @@ class Options(Protocol):
     slab: dict[str, Switch]
     estimator: Estimators | None
     step: int
+    at_draws: set[str]
 
 
 def as_dict(value: Coefficient) -> BySite:

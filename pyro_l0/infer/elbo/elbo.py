@@ -19,6 +19,7 @@ from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.blocks import Kind, Run, blocks_of
 from pyro_l0.infer.elbo.coefficients import NAMES, Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
+from pyro_l0.infer.elbo.dependence import check_dependence
 from pyro_l0.infer.elbo.estimators import (
     EstimatorName,
     Estimators,
@@ -32,7 +33,8 @@ from pyro_l0.infer.elbo.particles import over_particles
 from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, check_arguments, odd_arguments, record_run
 from pyro_l0.infer.elbo.slabs import Switch, switches_of
 from pyro_l0.infer.elbo.terms import TERMS, Term, check_slab, terms_of
-from pyro_l0.infer.elbo.watch import Watch, bad_values, number_of_bad
+from pyro_l0.infer.elbo.watch import EVERY, Watch, bad_values, number_of_bad
+from pyro_l0.infer.generators import generators_kept
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 _LOG_Q = "log q(z)"  # beside the terms of a particle
@@ -174,6 +176,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         self._kls = {term.name for term in self.objective_terms if term.is_kl}
         self._by_kind = {k: [term for term in self.objective_terms if term.kind == k] for k in get_args(Kind)}
         self._watch = Watch()
+        self.at_draws: set[str] = set()  # sites whose KL is taken at their draws
+        self._checked: tuple[object, ...] | None = None  # the guide and the sites whose dependence was checked
 
     def differentiable_loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Tensor:
         """The loss in nats with its graph, shape ``()``; advances ``step`` unless gradients are off."""
@@ -257,7 +261,23 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
         with norms.during(decayed) if hasattr(norms, "during") else nullcontext():
             parts = found(model, guide, args, kwargs, runs)
+            if self._newly_at_draws(model, guide, args, kwargs, runs):
+                runs.clear()
+                parts = found(model, guide, args, kwargs, runs)
         return _Outcome(parts, runs, partial(self._explain, runs, model, args, kwargs))
+
+    def _newly_at_draws(self, model: Program, guide: Program, args: Args, kwargs: Kwargs, runs: Sequence[Run]) -> bool:
+        """Check what the sites depend on, in the first step and every hundredth; whether KLs change by that."""
+        key = (id(guide), *(name for of in (runs[0].model, runs[0].guide) for name in of)) if runs else (id(guide),)
+        if key == self._checked and (self.step % EVERY or not torch.is_grad_enabled()):
+            return False
+        with generators_kept(), torch.no_grad():
+            run = runs[0] if runs else self._get_trace(model, guide, args, kwargs)
+            before, leave_one_out = self.at_draws, self.estimator is not None and self.estimator.name == "leave_one_out"
+            run_model, run_guide = (partial(_under, program, args, kwargs) for program in (model, guide))
+            self.at_draws = check_dependence(run.model, run.guide, self.slab, run_model, run_guide, leave_one_out)
+        self._checked = key
+        return self.at_draws != before
 
     # ------------------------------------------------------------ three ways to a gradient
 
@@ -390,6 +410,11 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             causes += [f"{option} is not finite" for x in entries if not callable(x) and number_of_bad(x)]
         what = ", ".join(bad) or "every term is finite by itself"
         return f"{what}; {'; '.join(dict.fromkeys(causes)) or 'its inputs are finite'}."
+
+
+def _under(program: Program, args: Args, kwargs: Kwargs, record: Record) -> None:
+    with record:
+        program(*args, **kwargs)
 
 
 def _add(parts: _Parts, term: str, value: Tensor) -> None:

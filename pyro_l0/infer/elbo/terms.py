@@ -17,6 +17,7 @@ from pyro_l0.distributions.wrappers import find_gate, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.blocks import Block, Kind
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero
+from pyro_l0.infer.elbo.dependence import FACTORISED
 from pyro_l0.infer.elbo.pairs import check_shape
 from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.drawn import Drawn
@@ -119,7 +120,8 @@ def _square_norm(name: str, shape: torch.Size, options: Options) -> Tensor:
 
 
 def _gate_kl(block: Block, options: Options) -> Tensor:
-    if block.run.at_draws and isinstance(find_gate(block.posterior["fn"]), BernoulliGate):
+    at_draws = block.run.at_draws or not options.at_draws.isdisjoint(block.names)
+    if at_draws and isinstance(find_gate(block.posterior["fn"]), BernoulliGate):
         # The leave-one-out gradient has its share of the posterior's log probability, whose own has mean 0.
         ratios = [_log_prob_sum(one.posterior).detach() - _log_prob_sum(one.prior) for one in block.apart]
         return torch.stack(ratios).sum()
@@ -156,7 +158,8 @@ def _other_kl(block: Block, options: Options) -> Tensor:
     q = block.posterior["fn"]
     _check_pathwise(block.name, q)
     # The KL registered for a Delta leaves out its log density, which carries the Jacobian of an AutoContinuous guide.
-    kl = None if isinstance(inside_events(q), Delta) else _registered_kl(q, block.prior["fn"])
+    at_draws = block.name in options.at_draws or isinstance(inside_events(q), Delta)
+    kl = None if at_draws else _registered_kl(q, block.prior["fn"])
     return _log_ratio(block) if kl is None else block.total(kl)
 
 
@@ -184,8 +187,8 @@ def _slab_kl(block: Block, options: Options) -> Tensor:
     split = len(aligned.shape) - joint
     if any(size > 1 for size in aligned.shape[split:]):
         raise ValueError(
-            f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, whose joint distribution "
-            f"{inner} has no KL by element, but got gates of shape {aligned.shape} against {tuple(q.shape())}."
+            f"Expected one gate at site {gates.name!r} for every event of slab site {name!r}, as {inner} has no KL for "
+            f"each entry of {tuple(q.event_shape)}, but got gates of shape {aligned.shape}. {FACTORISED}."
         )
     kl = _kl_or_sample(name, inner, inner_prior, block.posterior["value"])
     active = aligned.of(gates.active_prob).reshape(aligned.shape[:split])

@@ -36,11 +36,16 @@ class LoneLatents(SitePosterior):
 
     def distribution(self, parameters: Mapping[str, Tensor]) -> Slab:
         """The distribution that these parameters give."""
-        family = LogNormal if isinstance(self.transform, ExpTransform) else Normal
-        slab: Slab = family(parameters["loc"], parameters["log_scale"].exp(), validate_args=False)
-        if family is Normal and self.transform is not None:
-            slab = TransformedDistribution(slab, [self.transform], validate_args=False)
-        return slab
+        return carried(parameters["loc"], parameters["log_scale"].exp(), self.transform)
+
+
+def carried(loc: Tensor, scale: Tensor, transform: Transform | None) -> Slab:
+    """Normals that a transform carries to another support; None for the real line."""
+    family = LogNormal if isinstance(transform, ExpTransform) else Normal
+    slab: Slab = family(loc, scale, validate_args=False)
+    if family is Normal and transform is not None:
+        slab = TransformedDistribution(slab, [transform], validate_args=False)
+    return slab
 
 
 def first_latents(
