@@ -23,7 +23,7 @@ class BernoulliGate(GateDistribution):
     The exact gate that the others smooth (eq. 2-3 of the L0 paper). It has atoms alone: draws have no pathwise
     derivative, so :class:`~pyro_l0.infer.L0_ELBO` trains it with one of its ``estimators``. Pyro can also enumerate it
     if the gates of a plate act only inside the plate. If a likelihood outside the plate depends on several, Pyro gives
-    them all one value; sample them with :func:`~pyro_l0.infer.sample_posterior`.
+    them all one value, in ``TraceEnum_ELBO`` and in NUTS; use :func:`~pyro_l0.infer.sample_posterior` instead.
     KL(Bernoulli || other gate) has a closed form; the reverse is infinite and refused. KLs to and from Pyro's
     ``Bernoulli`` are torch's.
 

@@ -186,6 +186,8 @@ class L0Gate(GateLayer):
     def kl(self, prior: GateDistribution) -> Tensor:
         """KL of the gates to a prior with the same atoms, summed over the gates, in nats (Eq. 21); shape ``()``.
 
+        Divide it by the number of training examples beside a loss that is their mean.
+
         Args:
             prior: prior of one gate or of each, such as ``HardConcrete.from_active_prob(0.1)``.
 
