@@ -22,46 +22,45 @@ __all__ = [
 ]
 
 
-class ShiftedLinear(nn.Linear):
-    """A dense layer plus a constant: the contribution of inputs that were removed."""
+class _Shifted(nn.Module):
+    """A layer that adds a constant to its output: the contribution of inputs that were removed."""
 
     shift: Tensor
+    _conv_forward: Any
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output plus the constant."""
-        return F.linear(input, self.weight, self.bias) + self.shift
+        out: Tensor = self._conv_forward(input, self.weight, self.bias)
+        return out + self.shift
 
 
-def _add_map(self: Any, input: Tensor) -> Tensor:
-    return self._conv_forward(input, self.weight, self.bias) + self.shift  # type: ignore[no-any-return]
+class ShiftedLinear(_Shifted, nn.Linear):
+    """A dense layer plus a constant."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
 
 
-class ShiftedConv1d(nn.Conv1d):
+class ShiftedConv1d(_Shifted, nn.Conv1d):
     """A convolution plus a map."""
 
-    forward = _add_map
 
-
-class ShiftedConv2d(nn.Conv2d):
+class ShiftedConv2d(_Shifted, nn.Conv2d):
     """A convolution plus a map."""
 
-    forward = _add_map
 
-
-class ShiftedConv3d(nn.Conv3d):
+class ShiftedConv3d(_Shifted, nn.Conv3d):
     """A convolution plus a map."""
-
-    forward = _add_map
 
 
 _KINDS = (ShiftedLinear, ShiftedConv1d, ShiftedConv2d, ShiftedConv3d)
-_SHIFTED: dict[type[nn.Module], type[nn.Module]] = {kind.__mro__[1]: kind for kind in _KINDS}
+_SHIFTED: dict[type[nn.Module], type[nn.Module]] = {kind.__bases__[1]: kind for kind in _KINDS}
 
 
 def add_shift(module: nn.Module, shift: Tensor) -> None:
     """Let a dense layer or a convolution add a constant, shape ``(1, ...)``, beside those that it adds already."""
-    if isinstance(module, _KINDS):
-        module.shift = module.get_buffer("shift") + shift
+    if isinstance(module, _Shifted):
+        module.shift = module.shift + shift
         return
     module.__class__ = next(shifted for kind, shifted in _SHIFTED.items() if runs_as(module, kind))
     module.register_buffer("shift", shift.clone())
@@ -96,13 +95,10 @@ class ReducedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over the units that are left and the zeros that are not there."""
-        dims = list(range(-len(self.normalized_shape), 0))
-        left = 1
-        for size in self.normalized_shape:
-            left *= size
-        mean = input.sum(dims, keepdim=True) / self.size
+        left = self.normalized_shape[0]
+        mean = input.sum(-1, keepdim=True) / self.size
         centred = input - mean
-        squares = centred.square().sum(dims, keepdim=True) + (self.size - left) * mean.square()
+        squares = centred.square().sum(-1, keepdim=True) + (self.size - left) * mean.square()
         out = centred * torch.rsqrt(squares / self.size + self.eps)
         if self.weight is not None:
             out = out * self.weight
@@ -116,20 +112,11 @@ class ReducedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the units that are left and the zeros that are not there."""
-        dims = list(range(-len(self.normalized_shape), 0))
-        eps = _epsilon(x) if self.eps is None else self.eps
-        out = x * torch.rsqrt(x.square().sum(dims, keepdim=True) / self.size + eps)
+        # In place of finfo(x.dtype).eps, which scripts and symbolic traces can't ask for.
+        eps = (3 * (x.new_full((), 4 / 3) - 1) - 1).abs() if self.eps is None else self.eps
+        out = x * torch.rsqrt(x.square().sum(-1, keepdim=True) / self.size + eps)
         return out if self.weight is None else out * self.weight
 
-
-def _epsilon(x: Tensor) -> float:
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return torch.finfo(x.dtype).eps
-    one = x.new_ones(())  # a script knows no finfo
-    return float(torch.nextafter(one, 2 * one) - one)
-
-
-torch.fx.wrap("_epsilon")  # symbolic traces, which do not know the type, take it whole
 
 _REDUCED: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: ReducedLayerNorm, nn.RMSNorm: ReducedRMSNorm}
 _WHOLE = {reduced: whole for whole, reduced in _REDUCED.items()}

@@ -194,6 +194,7 @@ def _change(
     if keep_gates and len(units) == gate.size:
         return None
     left = value.detach().double().cpu()[units]
+    calls = [x for x in recording.operations if x.name == "gate" and x.arguments["site"] == site]
     is_one = bool((left == 1).all())
     return GateChange(
         site=site,
@@ -202,21 +203,15 @@ def _change(
         read=tuple(i for i, unit in enumerate(inside) if unit in set(units)),
         put=tuple(i for i, unit in enumerate(behind) if unit in set(units)),
         out=len(behind),
-        reads_input=_reads_input(recording, site),
+        reads_input=_reads_input(recording, calls),
         fixed=None if keep_gates or is_folded or is_one else tuple(left.tolist()),
         random=keep_gates,
-        takes_dim=any(call.arguments["takes_dim"] for call in _calls(recording, site)),
+        takes_dim=any(call.arguments["takes_dim"] for call in calls),
     )
 
 
-def _calls(recording: Recording, site: str) -> list[Operation]:
-    """The calls of a gate."""
-    return [x for x in recording.operations if x.name == "gate" and x.arguments["site"] == site]
-
-
-def _reads_input(recording: Recording, site: str) -> bool:
-    """Whether a gate alone reads an input of the network."""
-    calls = _calls(recording, site)
+def _reads_input(recording: Recording, calls: list[Operation]) -> bool:
+    """Whether a gate with these calls alone reads an input of the network."""
     if len(calls) != 1 or not calls[0].value("input").is_input:
         return False
     return sum(calls[0].value("input") in operation.inputs for operation in recording.operations) == 1
