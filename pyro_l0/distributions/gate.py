@@ -48,9 +48,9 @@ class GateDistribution(TorchDistribution):
     the others in ``_fixed``, and writes the abstract methods. KLs to every other family, ``log_prob``, ``expand`` and
     guides follow. ``mean``, ``variance``, ``entropy`` and ``icdf`` are torch's; override those that are needed.
 
-    Everything works with ``torch.func``, second derivatives and ``torch.compile(fullgraph=True)``; third derivatives
-    of a mixture's draws and quantiles, and of draws from a tail, are missing. Under ``torch.vmap`` and
-    ``torch.compile`` no Python code can read a value, so parameters, values and rates are not validated there;
+    Everything works with ``torch.func``, second derivatives, ``torch.jit.trace`` and ``torch.compile(fullgraph=True)``;
+    third derivatives of a mixture's draws and quantiles, and of draws from a tail, are missing. Under ``torch.vmap``
+    and where torch traces no Python code can read a value, so parameters, values and rates are not validated there;
     ``torch.vmap`` needs ``randomness="different"`` or ``"same"`` for draws.
 
     Class attributes:

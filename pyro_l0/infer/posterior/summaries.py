@@ -59,7 +59,10 @@ class Summary(dict[str, SiteSummary]):
         self.notes = tuple(notes)
 
     def to_frame(self) -> pd.DataFrame:
-        """A pandas table: a row for each entry, such as ``w[0]``, a column for each field of :class:`SiteSummary`."""
+        """A pandas table: a row for each entry, such as ``w[1, 0]``, a column for each field of :class:`SiteSummary`.
+
+        Indices are those of the tensors: of two plates without ``dim``, Pyro puts the outer one last.
+        """
         import pandas as pd  # takes half a second
 
         frames = []

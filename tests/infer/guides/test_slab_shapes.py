@@ -12,7 +12,7 @@ from pyro import poutine
 from torch.distributions import kl_divergence
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer import L0_ELBO
+from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, fit
 
 DOUBLE = torch.float64
 
@@ -192,3 +192,24 @@ def test_a_slab_that_its_prior_does_not_admit():
     q, p = dist.Normal(torch.tensor([-5.0]), 0.1).to_event(1), dist.HalfNormal(torch.ones(1)).to_event(1)
     with pytest.raises(ValueError, match=r"posterior at site 'w' whose draws its prior .* admits"):
         slab_term(gates(), (q, p))
+
+
+@pytest.mark.filterwarnings("ignore:The loss was still falling")  # the closed gate is told from the others by then
+@pytest.mark.parametrize("dims", [(None, None), (-2, -1)])
+@pytest.mark.parametrize("options", [{}, {"gates": "autoregressive"}])
+def test_summaries_of_two_plates_are_indexed_as_tensors_are(dims, options):
+    """Without dimensions of their own Pyro puts the outer plate last; where it can't be open, the coefficient is 0."""
+
+    def model():
+        rates = torch.full((3, 2) if dims[0] else (2, 3), 0.5)
+        rates[1, 0] = 1e-6
+        with pyro.plate("rows", 3, dim=dims[0]), pyro.plate("columns", 2, dim=dims[1]):
+            z, w = pyro.sample("z", BernoulliGate(rates)), pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal((z * w).sum(), 10.0), obs=torch.tensor(1.0))
+
+    guide = AutoSpikeSlab(model, {"w": "z"}, **options)
+    fit(model, guide, steps=60, num_particles=16, seed=5)
+    found = guide.summary(500).to_frame()
+    assert found["active_probs"].idxmin() == found["sd"].idxmin() == "w[1, 0]"
+    sizes = (3, 2) if dims[0] else (2, 3)
+    assert list(found.index) == [f"w[{i}, {j}]" for i in range(sizes[0]) for j in range(sizes[1])]
