@@ -126,8 +126,11 @@ class Presence:
         found = np.full((2, axis.size), FALSE)
         if rest and all(link.target_entries is None for link in links):
             found = self._together(operation, rest).repeat(axis.size, axis=1)
+            found = _without_indices(found, rest)
         for link in links:
-            found = self.formulas.some_each(found, _spread(link, self.known[link.source]))
+            each = _spread(link, self.known[link.source])
+            of_link = [x for x in linked if any(link.source is axis for axis in self.maps.axes[x])]
+            found = self.formulas.some_each(found, _without_indices(each, of_link))
         read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
         if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
             found[VARYING] = self.formulas.some_of(found[VARYING])
@@ -155,6 +158,13 @@ def factors(maps: Maps, operation: Operation) -> list[Value] | None:
 def _rows(axis: Axis) -> Index:
     """The statements as far as the rules tell them."""
     return np.where(np.stack([axis.states != ZERO, axis.states == VARIES]), np.int64(TRUE), np.int64(FALSE))
+
+
+def _without_indices(entries: Index, values: Iterable[Value]) -> Index:
+    """Statements of a result that is zero with closed gates, so that indices, which are always there, add nothing."""
+    if any(value.dtype.is_floating_point or value.dtype.is_complex for value in values):
+        return entries
+    return np.stack([np.where(entries[NONZERO] == TRUE, FALSE, entries[NONZERO]), entries[VARYING]])
 
 
 def _spread(link: Link, entries: Index) -> Index:

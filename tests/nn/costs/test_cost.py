@@ -204,3 +204,28 @@ def test_wrong_gate_values_are_refused():
     for bad in (2.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"gates\['3'\] in \[0, 1\]"):
             cost.weights({"0": torch.ones(3), "3": torch.tensor([1.0, bad])})
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda x: x[:, torch.tensor([2, 0])],
+        lambda x: x.index_select(1, torch.tensor([2, 0])),
+        lambda x: x.gather(1, torch.tensor([2, 0]).view(1, 2, 1).expand(len(x), 2, 3)),
+        lambda x: x[torch.arange(len(x)), torch.tensor([1, 0])],
+    ],
+)
+def test_units_that_are_looked_up_leave_with_their_gates(look_up):
+    """The numbers of the places, which are no zeros, do not make closed units count."""
+
+    class Selecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.gate, self.two = nn.Linear(4, 3), Gate(3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.two(look_up(self.gate(self.one(x))))
+
+    cost = NetworkCost(Selecting(), torch.zeros(2, 5, 4))
+    assert cost.weights({"gate": torch.tensor([1.0, 0.0, 0.0])}) == 4 + 2
+    assert str(cost.report()) == "every unit leaves with its gate"
