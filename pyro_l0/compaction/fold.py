@@ -114,7 +114,10 @@ def contribution(layer: nn.Module, constant: Constant) -> tuple[Tensor, bool]:
 
 
 _UNITWISE = {"relu", "relu_", "leaky_relu", "leaky_relu_", "clone", "alias", "contiguous", "_to_copy", "abs", "neg"}
-_MOVING = {"view", "_unsafe_view", "reshape", "flatten", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand"}
+_MOVING = {
+    *("view", "_unsafe_view", "reshape", "flatten", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand"),
+    *("select", "slice"),
+}
 _POOLING = {
     *(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg", "_adaptive_avg") for n in (1, 2, 3)),
     *(f"max_pool{n}d_with_indices" for n in (2, 3)),
@@ -143,12 +146,26 @@ def gates_into_weights(
                 view = [1] * operation.output.rank
                 view[operation.integer("dim")] = -1
                 factor = gate.view(view).expand(operation.output.shape)
-                found = _follow(operation.output, factor, readers, found, layers)
+                weight = _weight_of(operation.value("input"), recording.operations)
+                if weight is None:
+                    found = _follow(operation.output, factor, readers, found, layers)
+                elif len(weight.names) == len(readers[id(weight)]) == 1 and weight.names[0] not in found:
+                    found[weight.names[0]] = factor.reshape(weight.shape)[0]
+                else:
+                    found = None
         if found is not None:
             folded.add(site)
             for name, factor in found.items():
                 factors[name] = factor * factors[name] if name in factors else factor
     return factors, folded
+
+
+def _weight_of(value: Value, operations: Sequence[Operation]) -> Value | None:
+    """The recurrent layer's weight that a gate multiplies, whose inputs may be grouped by direction."""
+    for operation in operations:
+        if value in operation.made and operation.name == "aten::view":
+            value = operation.value("self")
+    return value if value.rank == 2 and any("weight_" in name for name in value.names) else None
 
 
 def _follow(
@@ -159,19 +176,22 @@ def _follow(
     layers: Collection[str],
 ) -> dict[str, Tensor] | None:
     """Follow a factor to the weights of every layer that reads a value; None where that can't be done."""
-    if value.is_output or not readers.get(id(value)):
+    if value.is_output:
         return None
-    for operation in readers[id(value)]:
+    for operation in readers.get(id(value), ()):
         name = operation.name.removeprefix("aten::")
         if name in ("linear", "convolution", "conv1d", "conv2d", "conv3d"):
             weight = operation.value("weight")
             vector = _inputs_factor(operation, value, weight, factor)
             is_once = len(readers[id(weight)]) == 1 and len(weight.names) == 1
-            if vector is None or not is_once or weight.names[0] not in layers or weight.names[0] in found:
+            if vector is None or not is_once or weight.names[0] not in layers:
                 return None
-            found[weight.names[0]] = vector
+            found[weight.names[0]] = vector * found.get(weight.names[0], 1.0)  # along all ways to its one input
             continue
-        behind = _behind(operation, name, factor) if len(operation.inputs) == 1 else None
+        is_joined = name in ("cat", "index_select", "_pad_packed_sequence")
+        behind = _joined(operation, value, factor) if is_joined else None
+        if len(operation.inputs) == 1 and not is_joined:
+            behind = _behind(operation, name, factor)
         if behind is None or _follow(operation.output, behind, readers, found, layers) is None:
             return None
     return found
@@ -192,6 +212,17 @@ def _behind(operation: Operation, name: str, factor: Tensor) -> Tensor | None:
         shape = operation.output.shape
         return positions[..., 0].view(*factor.shape[:2], *[1] * (len(shape) - 2)).expand(shape)
     return None
+
+
+def _joined(operation: Operation, value: Value, factor: Tensor) -> Tensor | None:
+    """The factor behind a concatenation, or where examples and times are put elsewhere, with zeros between them."""
+    if operation.name == "aten::cat":
+        parts = [factor if x is value else torch.ones(x.shape, dtype=factor.dtype) for x in operation.inputs]
+        return torch.cat(parts, operation.integer("dim"))
+    rows, is_padded = factor.flatten(0, -2), bool(operation.arguments.get("padding_value"))
+    if is_padded or operation.integers("dim") in ([-1], [factor.dim() - 1]) or not bool((rows == rows[:1]).all()):
+        return None
+    return rows[0].expand(operation.output.shape)
 
 
 def _inputs_factor(operation: Operation, value: Value, weight: Value, factor: Tensor) -> Tensor | None:

@@ -70,6 +70,9 @@ def _torch_sizes(
         size = module.num_features
         (left,) = shapes.get("running_mean") or shapes.get("weight") or (shrunk.get(size, size),)
         return {"num_features": left}
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        end = "_l0" if isinstance(module, nn.RNNBase) else ""
+        return {"input_size": shapes[f"weight_ih{end}"][1], "hidden_size": shapes[f"weight_hh{end}"][1]}
     if isinstance(module, nn.GroupNorm):
         size, groups = module.num_channels, module.num_groups
         if "weight" not in shapes:
@@ -151,3 +154,5 @@ def set_attributes(network: nn.Module, attributes: Mapping[str, Mapping[str, Siz
         for name, value in values.items():
             is_list = isinstance(getattr(module, name), list)
             setattr(module, name, list(value) if is_list and isinstance(value, tuple) else value)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -23,7 +24,7 @@ class ModuleCall:
 
     behind: str  # in words, the module that made its first tensor
     input: Value | None  # its first tensor; None if there is none, or no operation uses it
-    output: Value | None  # what it returns; None if that is not a tensor
+    output: Value | None  # what it returns, of a recurrent layer its last state; None if that is not a tensor
     number: int  # of the network's call
 
 
@@ -64,6 +65,7 @@ def follow_calls(network: nn.Module, example: Example) -> Calls:
 
     def note(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        result = _hidden(module, result)
         seen.append((module, given, result, makers.get(id(given), "the network's input"), len(begun)))
         if isinstance(result, Tensor):
             makers[id(result)] = repr(paths[module])
@@ -83,6 +85,13 @@ def follow_calls(network: nn.Module, example: Example) -> Calls:
         call = ModuleCall(behind, values.get(id(given)), values.get(id(result)), number)
         calls.setdefault(module, []).append(call)
     return Calls(calls, analyse(recording, {}).maps)
+
+
+def _hidden(module: nn.Module, result: Any) -> object:
+    """What a module returns; of a recurrent layer or cell, the tensor of its hidden units."""
+    if isinstance(module, nn.RNNBase):
+        result = result[1]
+    return result[0] if isinstance(module, nn.LSTM | nn.LSTMCell) else result
 
 
 def refuse_computed(network: nn.Module) -> None:

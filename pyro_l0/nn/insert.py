@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pyro_l0.nn.calls import ModuleCall, follow_calls
 from pyro_l0.nn.engine.record import Example
@@ -23,6 +25,10 @@ _DROPOUT = (nn.Dropout, nn.AlphaDropout, *_MAPS)
 
 def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Example | None = None) -> nn.Module:
     """Copy a network and put gates behind named modules.
+
+    Behind ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` goes ``Gate(hidden_size)``. It multiplies hidden units of one number,
+    in all layers and directions, wherever they are read: in the recurrent weights and those between layers, in the
+    output and in the last hidden state. So nothing else depends on a closed unit, and the layer runs as one operation.
 
     The gates act by forward hooks: every module, parameter and attribute keeps its path, and a new module ``l0_gates``
     holds the gates. The site of the gate behind ``path`` is named ``path.1``. A module that is called several times has
@@ -49,7 +55,8 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
     _check_gates(network, gates, example)
     new = copy.deepcopy(network)
     for path, gate in gates.items():
-        _OutputHook(new.get_submodule(path), gate)
+        module = new.get_submodule(path)
+        (_RecurrentHook if isinstance(module, nn.RNNBase) else _OutputHook)(module, gate)
     arrange(new)
     return new
 
@@ -63,7 +70,7 @@ def _check_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
         if not isinstance(gate, GateLayer):
             raise TypeError(f"Expected a Gate for module {path!r}, but got {gate!r}.")
         calls = None if followed is None else followed.of_one(modules[path])
-        _check_place(modules, path, calls, [other for other in gates if modules.get(other) is modules[path]])
+        _check_place(modules, path, gate, calls, [other for other in gates if modules.get(other) is modules[path]])
         for call in calls or []:
             _check_size(path, gate, call.output)
         outputs = [(call.output, gate.dim) for call in calls or [] if call.output is not None and gate.size > 1]
@@ -84,10 +91,44 @@ class _OutputHook(GateHook):
         super().__init__(gate)
         self.handles.append(module.register_forward_hook(self))
 
-    def __call__(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
-        """The module's output times the gates."""
-        gated: Tensor = self.gate(output)
-        return gated
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+        """The module's output times the gates; of an LSTM's cell, the first one."""
+        if isinstance(module, nn.LSTMCell):
+            return self.gate(output[0]), output[1]
+        return self.gate(output)
+
+
+class _RecurrentHook(_OutputHook):
+    """A gate on the hidden units of a recurrent layer, wherever they are read."""
+
+    def __init__(self, module: nn.Module, gate: GateLayer) -> None:
+        super().__init__(module, gate)
+        self.handles.append(module.register_forward_pre_hook(self.gate_weights))
+        module._forward_hooks_always_called[self.handles[0].id] = True
+
+    def gate_weights(self, module: Any, args: object) -> None:
+        """Multiply the weights that read hidden units, of the same layer or the one in front, for one call."""
+        for place, name in enumerate(module._flat_weights_names):
+            if name.startswith("weight_") and not name.startswith("weight_ih_l0"):
+                module._flat_weights[place] = self._gated(module, module._flat_weights[place])
+
+    def __call__(self, module: Any, args: object, output: Any) -> Any:
+        """Put the weights back, and multiply the output and the last state."""
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        if output is None:
+            return None  # the call failed
+        sequence, state = output
+        is_packed = isinstance(sequence, PackedSequence)
+        gated = self._gated(module, sequence.data if is_packed else sequence)
+        return (
+            sequence._replace(data=gated) if is_packed else gated,
+            (self.gate(state[0]), state[1]) if isinstance(module, nn.LSTM) else self.gate(state),
+        )
+
+    def _gated(self, module: Any, x: Tensor) -> Tensor:
+        """The product with the units of each direction, which are side by side."""
+        gated: Tensor = self.gate(x.unflatten(-1, (-1, module.hidden_size)))
+        return gated.flatten(-2)
 
 
 def has_gate_behind(module: nn.Module) -> bool:
@@ -110,7 +151,9 @@ def _check_size(path: str, gate: GateLayer, output: Value | None) -> None:
         )
 
 
-def _check_place(modules: Mapping[str, nn.Module], path: str, calls: list[ModuleCall] | None, given: list[str]) -> None:
+def _check_place(
+    modules: Mapping[str, nn.Module], path: str, gate: GateLayer, calls: list[ModuleCall] | None, given: list[str]
+) -> None:
     """Refuse a module behind which a gate would not act, or not alone."""
     module, parent = modules[path], modules[path.rpartition(".")[0]]
     if isinstance(parent, nn.MultiheadAttention):
@@ -118,10 +161,16 @@ def _check_place(modules: Mapping[str, nn.Module], path: str, calls: list[Module
             f"Expected modules that are called, but nn.MultiheadAttention reads the weights of {path!r} and does not "
             "call it; put the gate behind the attention, on the first entry of what it returns."
         )
-    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+    if isinstance(module, nn.MultiheadAttention):
         raise ValueError(
             f"Expected modules that return a tensor, but {path!r} ({type(module).__name__}) returns a tuple; "
             "write a Gate for its first entry into the network's forward."
+        )
+    if isinstance(module, nn.RNNBase) and (module.proj_size or (gate.size, gate.dim) != (module.hidden_size, -1)):
+        found = f"proj_size={module.proj_size}" if module.proj_size else repr(gate)
+        raise ValueError(
+            f"Expected Gate({module.hidden_size}) for the hidden units of {path!r}, a recurrent layer without "
+            f"proj_size, but got {found}."
         )
     if calls == [] or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(

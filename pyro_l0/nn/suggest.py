@@ -114,9 +114,14 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         why = {stay.site: f"its units {stay.verdict}" for stay in reversed(cost.report().stays)}
         parameters, coupled = _shared(calls.maps, found)
         composites = _composites(calls.maps, found)
+        # Recurrent units are one in front of a gate and behind: they leave with it alone, or nothing does.
+        recurrent = {path for path in gates if isinstance(network.get_submodule(path), nn.RNNBase | nn.RNNCellBase)}
+        leaving = {path for path in recurrent if weights[sites[gates[path]]] > 0}
         for path, gate in gates.items():
-            site, others = sites[gate], coupled[path]
-            if weights[site] > 0 or macs[site] > 0:
+            site, others = sites[gate], () if path in leaving else coupled[path]
+            if others and leaving.issuperset(others):
+                refused[path] = f"its units are those of {_few(others)}"
+            elif weights[site] > 0 or macs[site] > 0 or (path in recurrent and others and site not in why):
                 saved = weights[site], macs[site]
                 locations.append(Location(path, gate, *saved, parameters[path], others, path in composites))
             else:
@@ -146,6 +151,8 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
         values = [call.output for call in own if call.output is not None]
         if path in read:
             refused[path] = "code outside of it reads its parameters"
+        elif isinstance(module, nn.RNNBase) and module.proj_size:
+            refused[path] = "proj_size projects its hidden units"
         elif len(values) < len(own):
             refused[path] = "it does not return a tensor that operations use"
         elif not any(_has_other(network, path, calls, value) for value in values):

@@ -31,7 +31,7 @@ def without_dropout(network):
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention | PlainAttention):
+        elif isinstance(module, nn.MultiheadAttention | PlainAttention | nn.RNNBase):
             module.dropout = 0.0
     return network
 

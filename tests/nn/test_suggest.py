@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
         self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
         self.up, self.more, self.down, self.act = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 8), nn.GELU()
-        self.rnn, self.last = nn.GRU(8, 4, batch_first=True), nn.Linear(4, 2)
+        self.rnn, self.last = nn.LSTM(8, 5, batch_first=True, proj_size=4), nn.Linear(4, 2)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -189,12 +189,13 @@ def test_suggestions_are_inserted_counted_and_compacted():
     assert small.certificate < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_attention_and_places_that_are_refused():
-    """Heads by gate_heads; what is called twice, makes no tensor, or is read by a barrier is named."""
+    """Heads by gate_heads; what is called twice or makes no tensor is named."""
     found = suggest_gates(Attention(), torch.tensor([[1, 4, 2]]))
     assert found.heads == {"out": 4}
     assert found.refused["act"] == "it is called 2 times, on different units"
-    assert "does not return a tensor" in found.refused["rnn"]
+    assert found.refused["rnn"] == "proj_size projects its hidden units"
     assert {"query", "key", "value"} <= set(found)
     assert found["query"].size == 8
     assert "last" not in found
@@ -244,3 +245,47 @@ def test_a_weight_that_is_computed_of_all_its_units_is_named(norm, called):
         assert "4" in suggest_gates(network, x)
         nn.utils.parametrize.remove_parametrizations(network[3], "weight")
     assert list(suggest_gates(network, x)) == ["0", "2", "4"]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and what is behind it; with ``added``, a residual stream goes past it."""
+
+    def __init__(self, behind, added=False):
+        super().__init__()
+        self.enter, self.layer, self.behind = nn.Linear(4, 8), nn.GRU(8, 8, batch_first=True), behind
+        self.last, self.added = nn.Linear(8, 2), added
+
+    def forward(self, x):
+        entered = self.enter(x)
+        states = self.layer(entered)[0]
+        return self.last(self.behind(states + entered if self.added else states)[:, -1])
+
+
+@pytest.mark.parametrize("behind", [nn.ReLU(), nn.Dropout(0.1)])
+def test_recurrent_units_have_their_gate_behind_the_layer(behind):
+    """Which closes them in the recurrence, as one behind the activation does not."""
+    found = suggest_gates(Recurrent(behind), torch.randn(2, 5, 4))
+    assert set(found) == {"enter", "layer"}
+    assert found.refused["behind"] == "its units are those of layer"
+    at = found.locations[1]
+    assert (at.gate.size, at.coupled, at.weights) == (8, (), 3 * (8 + 8 + 8) + 2)  # as the first to leave
+
+
+def test_recurrent_units_that_are_others_too_are_coupled():
+    """A norm makes another number of a zero, a stream adds one to it, and a decoder starts from an encoder's state."""
+
+    class Translation(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder, self.last = nn.LSTM(4, 8), nn.LSTM(3, 8), nn.Linear(8, 2)
+
+        def forward(self, one, other):
+            return self.last(self.decoder(other, self.encoder(one)[1])[0])
+
+    x = torch.randn(2, 5, 4)
+    found = [suggest_gates(Recurrent(nn.LayerNorm(8)), x), suggest_gates(Recurrent(nn.ReLU(), True), x)]
+    assert [{at.path: at.coupled for at in one.locations}["layer"] for one in found] == [
+        ("behind",),
+        ("enter", "behind"),
+    ]
+    assert set(suggest_gates(Translation(), (x, torch.randn(3, 5, 3)))) == {"encoder", "decoder"}

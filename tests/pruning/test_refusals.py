@@ -273,15 +273,17 @@ class Recurrent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.recurrent, self.first, self.last = nn.GRU(16, 24, batch_first=True), nn.Linear(24, 12), nn.Linear(12, 10)
+        self.recurrent = nn.LSTM(16, 40, batch_first=True, proj_size=24)
+        self.first, self.last = nn.Linear(24, 12), nn.Linear(12, 10)
 
     def forward(self, images):
         return self.last(F.relu(self.first(self.recurrent(images.reshape(-1, 4, 16))[0][:, -1])))
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_a_budget_that_the_places_of_gates_do_not_allow():
     """The message says where there is none, and why."""
-    message = r"one open gate per site meets.*no gate behind recurrent: it does not return a"
+    message = r"one open gate per site meets.*no gate behind recurrent: proj_size projects"
     with pytest.raises(ValueError, match=message):
         pruned(Recurrent(), budget=0.1)
 

@@ -15,7 +15,7 @@ from pyro_l0.nn.engine.tape import Operation, Value
 
 _MOVES = {
     *("aten::t", "aten::transpose", "aten::permute", "aten::numpy_T", "aten::mT"),
-    *("aten::view", "aten::reshape", "aten::alias", "aten::detach", "aten::contiguous"),
+    *("aten::view", "aten::reshape", "aten::alias", "aten::detach", "aten::contiguous", "gate"),
 }
 
 __all__ = ["Use", "find_readers", "find_writers", "weights_of"]
@@ -58,10 +58,11 @@ def weights_of(maps: Maps) -> dict[Operation, dict[Value, Value]]:
     found: dict[Operation, dict[Value, Value]] = {}
     for product in maps.products:
         operation = product.operation
+        lowest = 1 if operation.name.startswith("recurrent") else 0  # without the biases
         found[operation] = {
             value: source.get(value, value)
             for value in operation.inputs
-            if value not in varying and value is not operation.added and value.rank > 0 and not value.is_given
+            if value not in varying and value is not operation.added and value.rank > lowest and not value.is_given
         }
     return found
 

@@ -317,6 +317,7 @@ _WHOLE: dict[Callable[..., object], tuple[str, _Signature]] = {
         for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
         for cell in ("", "_cell")
     },
+    torch._VF._pad_packed_sequence: ("aten::_pad_packed_sequence", _signature("input batch_sizes first padding_value")),
 }
 
 

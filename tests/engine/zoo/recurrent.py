@@ -1,10 +1,11 @@
-"""Recurrent networks: torch's layers, which stay whole, and cells written out."""
+"""Recurrent networks: torch's layers and cells, with gates behind them and elsewhere, and cells written out."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from pyro_l0.nn import Gate
+from pyro_l0.nn import Gate, insert_gates
 from tests.engine.zoo.entry import Entry
 
 
@@ -60,6 +61,38 @@ class HandwrittenCell(nn.Module):
         return self.head(state)
 
 
+class PackedLayers(nn.Module):
+    """Two layers in both directions on sequences of two lengths, whose last state is the first one of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True, dropout=0.2)
+        self.second, self.head = nn.LSTM(12, 6, 2, bidirectional=True, bias=False), nn.Linear(12, 2)
+
+    def forward(self, x):
+        lengths = torch.tensor([3] + [x.shape[1]] * (len(x) - 1))
+        states, last = self.first(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        states, _ = pad_packed_sequence(states)
+        return self.head(torch.relu(self.second(states, last)[0][-1]))
+
+
+class Cells(nn.Module):
+    """Cells in a loop, of which the states of one are the inputs of the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru, self.rnn = nn.LSTMCell(4, 8), nn.GRUCell(8, 6, bias=False), nn.RNNCell(6, 10)
+        self.size, self.head = 6, nn.Linear(10, 2)
+
+    def forward(self, x):
+        first, second, third = None, x.new_zeros(len(x), self.size), None
+        for step in x.unbind(1):
+            first = self.lstm(step, first)
+            second = self.gru(first[0], second)
+            third = self.rnn(second, third)
+        return self.head(third)
+
+
 def _tokens(batch):
     return torch.randint(0, 20, (batch, 5))
 
@@ -73,8 +106,15 @@ ENTRIES = {
         Tagger, _tokens, shapes={"lstm.weight_hh_l0": (24, 6), "words.weight": (20, 4), "hidden.weight": (5, 6)},
     ),
     "last_state": Entry(
-        LastState, _steps, shapes={"first.weight_ih_l0": (24, 4), "head.weight": (2, 3)},
-        stays={"between": (4, "both sides are recurrent layers")},
+        LastState, _steps, shapes={"first.weight_ih_l0": (24, 4), "second.weight_ih_l0": (24, 4)},
+    ),
+    "packed_layers": Entry(
+        lambda: insert_gates(PackedLayers(), {"first": Gate(6), "second": Gate(6)}), _steps,
+        shapes={"first.weight_hh_l1": (12, 3), "second.weight_ih_l0_reverse": (12, 6), "head.weight": (2, 6)},
+    ),
+    "cells": Entry(
+        lambda: insert_gates(Cells(), {"lstm": Gate(8), "gru": Gate(6), "rnn": Gate(10)}), _steps,
+        shapes={"lstm.weight_ih": (16, 4), "gru.weight_hh": (9, 3), "rnn.weight_ih": (5, 3)},
     ),
     "handwritten_cell": Entry(HandwrittenCell, _steps, shapes={"read.weight": (5, 4), "state.weight": (5, 5)}),
 }  # fmt: skip

@@ -11,5 +11,6 @@ from pyro_l0.nn.engine.rules import (  # noqa: F401
     norms,
     pointwise,
     pooling,
+    recurrent,
     reductions,
 )

@@ -1,4 +1,4 @@
-"""Rules of sums of products: dense layers, matrix products, einsum, recurrent layers."""
+"""Rules of sums of products: dense layers, matrix products, einsum."""
 
 from __future__ import annotations
 
@@ -81,16 +81,6 @@ def einsum(maps: Maps, operation: Operation) -> None:
     if len(terms) != len(operands) or any(len(set(term)) < len(term) for term in [*terms, result]):
         return maps.barrier()
     contract(maps, list(zip(operands, terms, strict=True)), result)
-
-
-@rule("recurrent", "recurrent_cell")
-def recurrent(maps: Maps, operation: Operation) -> None:
-    """A barrier: features that go into a recurrent layer and that come out of it stay."""
-    maps.barrier()
-    x = operation.inputs[0]
-    for weight in operation.inputs:
-        if weight.names and weight.rank == 2:
-            maps.products.append(Product(operation, (*maps.axes[weight], *maps.axes[x][:-1])))
 
 
 def _digits(count: int) -> str:
