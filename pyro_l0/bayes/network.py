@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from pyro_l0.bayes.layer import BayesianLayer, SpikeSlabPrior
 from pyro_l0.distributions.parameters import check_rate
 from pyro_l0.expect import expect
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.l0_gate import L0Gate
 
 __all__ = ["bayesian", "bayesian_layers", "kl", "plain_network"]
@@ -73,7 +73,7 @@ def bayesian(
         check_rate(name, rate, "BernoulliGate")
     if min(prior.scale, init_scale) <= 0:
         raise ValueError(f"Expected positive scales, but got {prior.scale} of the prior and {init_scale} at the start.")
-    new = copy.deepcopy(network)
+    new = copied(network)
     paths = _paths(new, layers)
     for path in paths:
         layer = BayesianLayer(new.get_submodule(path), prior, gates == "weight", init_active_prob, init_scale)
@@ -148,7 +148,7 @@ def plain_network(network: nn.Module, *, sample: bool = False, keep: Mapping[str
         >>> plain_network(net, sample=True)[0]
         Linear(in_features=4, out_features=3, bias=True)
     """
-    new = copy.deepcopy(network).eval()
+    new = copied(network).eval()
     layers = bayesian_layers(new)
     if keep is not None and keep.keys() != layers.keys():
         raise ValueError(f"Expected which weights to keep for {sorted(layers)}, but got {sorted(keep)}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from pyro_l0.bayes.layer import BayesianLayer
 from pyro_l0.bayes.network import bayesian_layers
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
 
 __all__ = ["OpenUnits", "WeightGates", "active_weights"]
@@ -133,7 +133,7 @@ def _slopes(network: nn.Module, example: Tensor, is_open: Callable[[BayesianLaye
 
     All weights are 1 over the number of inputs where they are open and 0 elsewhere, so that nothing can cancel.
     """
-    new = copy.deepcopy(network).eval().double()
+    new = copied(network).eval().double()
     for path, module in list(new.named_modules()):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             new.set_submodule(path, nn.Identity())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -16,6 +15,7 @@ from pyro_l0.compaction.layers import add_shift, reduce_norm
 from pyro_l0.compaction.plan import LayerFold, Plan
 from pyro_l0.compaction.sizes import set_attributes
 from pyro_l0.nn.engine import Example, calls_of
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate_layer import GateLayer, check_given
 
@@ -63,7 +63,7 @@ def apply_plan(network: nn.Module, plan: Plan, example: Example | None = None) -
     if plan.folds and example is None:
         raise ValueError("Expected an example, since constants of removed units are computed from it.")
     constants = constants_of(network, plan, [] if example is None else calls_of(example))
-    small = copy.deepcopy(network)
+    small = copied(network)
     apply_in_place(small, plan, constants)
     return small if plan.keeps_gates else small.eval()
 

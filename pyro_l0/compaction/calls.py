@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_l0.nn.engine.record import keep_buffers
+from pyro_l0.nn.engine.record import keep_state
 
 __all__ = [
     "Arguments",
@@ -39,7 +39,7 @@ _NOISE = 1e-2  # of the example's largest number
 
 def run(network: nn.Module, call: Arguments, seed: int = _SEED) -> list[Tensor]:
     """The outputs that are tensors, under a seed and without dropout; inputs and buffers stay as they are."""
-    with keep_buffers(network):
+    with keep_state(network):
         return run_in_place(network, call, seed)
 
 

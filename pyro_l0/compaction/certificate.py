@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -23,7 +22,7 @@ from pyro_l0.compaction.calls import (
     with_another_row,
     with_noise,
 )
-from pyro_l0.nn.engine.record import keep_buffers
+from pyro_l0.nn.engine.record import copied, keep_state
 
 __all__ = ["Certificate", "certify", "difference", "tolerance_of"]
 
@@ -194,7 +193,7 @@ def _doubled(
 
 def _without_dropout(network: nn.Module) -> nn.Module:
     """A copy whose layers that call dropout inside of torch's code do not."""
-    new = copy.deepcopy(network)
+    new = copied(network)
     for module in new.modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             module.dropout = 0.0
@@ -207,7 +206,7 @@ def _gradients(network: nn.Module, call: Arguments) -> dict[str, Tensor]:
     order = iter(x.requires_grad_() for x in inputs.values())
     call = tree_map_only(Tensor, lambda x: next(order) if x.is_floating_point() else x, call)
     wanted = {**inputs, **{name: p for name, p in network.named_parameters() if p.requires_grad}}
-    with keep_buffers(network), torch.enable_grad():
+    with keep_state(network), torch.enable_grad():
         outputs = [y for y in run_in_place(network, call) if y.requires_grad]
         if not outputs or not wanted:
             return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import linecache
 import warnings
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from pyro_l0.compaction.calls import run, tensors
 from pyro_l0.nn.engine import Example, Recording, calls_of
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
 
@@ -79,7 +79,7 @@ def _copied(network: nn.Module) -> nn.Module:
     """A copy that draws its gates without reporting it."""
     try:
         with torch.no_grad():
-            new = copy.deepcopy(network)
+            new = copied(network)
     except Exception as error:
         raise ValueError(
             f"Expected a network that copy.deepcopy can copy, but it can't copy {type(network).__name__}: {error}"

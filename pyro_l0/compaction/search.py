@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,9 @@ from pyro_l0.compaction.plan import Plan, constant_units, make_plan
 from pyro_l0.compaction.sizes import Attributes, followed_sizes, set_attributes, sizes_to_try
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, record
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates, fix_gates
+from pyro_l0.nn.gate_layer import gate_names
 
 __all__ = ["CompactionError", "search", "uncut"]
 
@@ -45,9 +46,12 @@ def search(
     With ``keep_gates`` the gates that are not 0 stay, to train on, and their values stand for any others. The message
     of a CompactionError is of the first network that was tried.
     """
-    gates, tolerance = _checked(network, gates, example, tolerance)
+    own = gate_names(network) if isinstance(network, nn.Module) else {}
+    network, gates, tolerance = _checked(network, gates, example, tolerance)
     first: CompactionError | None = None
     for recording in _recordings(network, example):
+        for site, gate in gate_names(network).items():
+            own[site].dim = gate.dim  # as its calls give it
         attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance)
         for closed in _closed(gates):
             for folds in (True, False):
@@ -63,7 +67,7 @@ def search(
 
 def uncut(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> Compacted:
     """The whole network with fixed gates, and a plan that removes nothing."""
-    gates, tolerance = _checked(network, gates, example, None)
+    network, gates, tolerance = _checked(network, gates, example, None)
     opened = {site: torch.zeros(gate.shape, dtype=torch.bool) for site, gate in gates.items()}
     recording = next(_recordings(network, example))
     return _Attempt(network, gates, calls_of(example), recording, False, tolerance).certified(opened, folds=False)
@@ -71,8 +75,8 @@ def uncut(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> 
 
 def _checked(
     network: nn.Module, gates: Mapping[str, Tensor], example: Example, tolerance: float | None
-) -> tuple[dict[str, Tensor], float]:
-    """The gates where the network is, and the tolerance of its type."""
+) -> tuple[nn.Module, dict[str, Tensor], float]:
+    """A copy of the network without what its modules keep for evaluation, gates where it is, its type's tolerance."""
     for site, value in gates.items() if isinstance(gates, Mapping) else ():
         if getattr(value, "is_meta", False):
             raise ValueError(f"Expected gates[{site!r}] with values, but it is on the device meta.")
@@ -80,7 +84,7 @@ def _checked(
     check_gates(network, gates)
     like = next((p for p in network.parameters() if p.is_floating_point()), tensors(calls_of(example))[0])
     values = {site: gate.to(like.device) for site, gate in gates.items()}
-    return values, tolerance_of(like.dtype) if tolerance is None else tolerance
+    return copied(network).train(), values, tolerance_of(like.dtype) if tolerance is None else tolerance
 
 
 def _recordings(network: nn.Module, example: Example) -> Iterator[Recording]:
@@ -132,7 +136,7 @@ class _Attempt:
             constants = layer_constants(reference, units, self.calls)
             plan = make_plan(network, self.recording, analysis, self.gates, constants, units, self.keep_gates)
         check_seen(network, self.recording, plan.kept)
-        small = copy.deepcopy(network).eval()
+        small = copied(network).eval()
         with _refusing():
             apply_in_place(small, plan, constants)
         evaluated = self._fixed(small, plan) if self.keep_gates else small

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -18,6 +17,7 @@ from pyro_l0.compaction.apply import apply_in_place
 from pyro_l0.compaction.certificate import Certificate
 from pyro_l0.compaction.files import replace_file
 from pyro_l0.compaction.plan import Plan
+from pyro_l0.nn.engine.record import copied
 
 __all__ = ["Compacted", "load_compacted"]
 
@@ -115,7 +115,7 @@ def load_compacted(network: nn.Module, path: str | Path) -> Compacted:
     state, plans, certificate = _read(path)
     *before, plan = plans
     try:
-        small = copy.deepcopy(network).eval()
+        small = copied(network).eval()
         for one in plans:
             apply_in_place(small, one, None)
         expected = _distinct(small)

@@ -95,10 +95,10 @@ def _hidden(module: nn.Module, result: Any) -> object:
 
 
 def refuse_computed(network: nn.Module) -> None:
-    """Refuse modules that hold a tensor with a graph, such as a weight by ``spectral_norm``: torch can't copy it."""
+    """Refuse modules of which a hook computes a weight, as ``spectral_norm``: all of its units have to stay."""
     for path, module in network.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
+            if isinstance(value, Tensor) and not module._parameters.keys().isdisjoint((f"{name}_orig", f"{name}_v")):
                 raise ValueError(
                     f"Expected modules that hold parameters and buffers, but {name!r} of {path!r} was computed, as by "
                     "torch.nn.utils.spectral_norm; remove that first, by remove_spectral_norm or remove_weight_norm."

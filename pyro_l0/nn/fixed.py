@@ -1,7 +1,6 @@
 """A network with its gates fixed to given values."""
 
 # Without annotations as strings, which torch.jit.script can't read.
-import copy
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from pyro_l0.expect import expect
 from pyro_l0.fast.deferred import aligned, multiply_along
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate_layer import GateLayer, check_given, check_units, gate_names, keep_being_called
 
 __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
@@ -87,7 +87,7 @@ def fix_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     # Give deepcopy the replacements as if it had already copied the gates.
     memo: dict[int, object] = {id(layer): FixedGate(gates[name], layer.dim) for name, layer in layers.items()}
     with torch.no_grad():
-        return copy.deepcopy(network, memo)
+        return copied(network, memo)
 
 
 def check_gates(network: nn.Module, gates: Mapping[str, Tensor]) -> dict[str, GateLayer]:

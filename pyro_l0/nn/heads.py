@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from pyro_l0.nn.attention import PlainAttention
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.gate_layer import check_given
 from pyro_l0.nn.hooks import GateHook, arrange, has_hook, module_at
@@ -49,7 +49,7 @@ def gate_heads(network: nn.Module, heads: Mapping[str, int]) -> nn.Module:
         Voita, Talbot, Moiseev, Sennrich, Titov (2019), arXiv:1905.09418; section 5.1, with the gates in the same place.
     """
     check_given(network, heads, "numbers of heads by module path")
-    new = copy.deepcopy(network)
+    new = copied(network)
     for path, number in heads.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"Expected the number of heads at {path!r} to be an integer, but got {number!r}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pyro_l0.nn.calls import ModuleCall, follow_calls
-from pyro_l0.nn.engine.record import Example
+from pyro_l0.nn.engine.record import Example, copied
 from pyro_l0.nn.engine.tape import Value
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.gate_layer import GateLayer, check_given
@@ -53,7 +52,7 @@ def insert_gates(network: nn.Module, gates: Mapping[str, GateLayer], example: Ex
     """
     check_given(network, gates, "gates by module path, such as {'1': Gate(3)}")
     _check_gates(network, gates, example)
-    new = copy.deepcopy(network)
+    new = copied(network)
     for path, gate in gates.items():
         module = new.get_submodule(path)
         (_RecurrentHook if isinstance(module, nn.RNNBase) else _OutputHook)(module, gate)
@@ -231,7 +230,7 @@ def gate_dropout(network: nn.Module, example: Example) -> tuple[nn.Module, dict[
                 stacklevel=2,
             )
         made.setdefault(id(module), Gate(*found[0]))
-    new = copy.deepcopy(network, dict(made))
+    new = copied(network, dict(made))
     gates = {path: gate for path, gate in new.named_modules() if isinstance(gate, GateLayer)}
     return new, {path: 1 - paths[path].p for path in gates if path in paths}
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.gate_layer import GateLayer, check_given
@@ -51,7 +51,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
         Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 22, with groups of one weight.
     """
     check_given(network, dict.fromkeys(paths), "paths of layers")
-    new = copy.deepcopy(network)
+    new = copied(network)
     for path in paths:
         _WeightsHook(_layer(new, path))
     arrange(new)
@@ -79,7 +79,7 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     """
     values = {gate: gates[site] for site, gate in check_gates(network, gates).items()}
     with torch.no_grad():
-        new = copy.deepcopy(network)
+        new = copied(network)
         for (path, before), (_, hook) in zip(list(hooks_of(network)), list(hooks_of(new)), strict=True):
             if isinstance(hook, _WeightsHook) and isinstance(before.gate, GateLayer):
                 weight = _weight(new.get_submodule(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from pyro_l0.infer import AutoGate, SparsityTarget
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate_layer import gate_names
 from pyro_l0.pruning.batches import BatchLoss, LossFunction
 from pyro_l0.pruning.described import numbers, told
@@ -170,7 +170,7 @@ def prune(
     gated_steps, further_steps = count_steps(loader, epochs, finetune, accumulate)
     device = home if device is None else torch.device(device)
     example = tree_map_only(Tensor, lambda x: x.to(device), example)
-    given = copy.deepcopy(network).to(device)
+    given = copied(network).to(device)
     share(given)
     placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), budget, cost))
     loss = BatchLoss(loss_fn, device, autocast)

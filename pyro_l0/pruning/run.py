@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ from pyro_l0.infer.target.budget import Cost
 from pyro_l0.infer.target.report import TargetReport
 from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.engine import Example
+from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import FixedGate
 from pyro_l0.pruning.batches import BatchLoss, Loader, groups, renew_statistics
 from pyro_l0.pruning.latency import Latency
@@ -153,7 +153,7 @@ class Run:
             self.tuning = FineTuning(network, self.loss, steps, make_optimiser, make_schedule)
 
     def _compact(self, cut: Cut) -> Compacted:
-        network = copy.deepcopy(self.placed.network)
+        network = copied(self.placed.network)
         network.load_state_dict(cut.state)
         compacted, refusal = compact_or_fix(network, cut.gates, self.example)
         if refusal is not None:

@@ -1,6 +1,7 @@
 """What the code of a network may do, and networks, examples and gates that can't be taken, refused by name."""
 
 import copy
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -289,6 +290,8 @@ def test_networks_that_are_not_ready_are_named():
     refused(lazy, VECTORS, "'0.weight' is lazy; call the network once", {"1": torch.ones(4)})
     kept = Net(lambda net, x: net.b(net.gate(net.a(x))))
     kept.last = kept.a(VECTORS)  # a result with a graph
+    assert compact(kept, {"gate": GATE}, VECTORS).network.last.grad_fn is None
+    kept.lock = threading.Lock()
     refused(kept, VECTORS, "copy.deepcopy can copy, but it can't copy Net")
     refused(Gate(6), VECTORS, "but got a gate alone; put it into nn.Sequential")
 

@@ -1,5 +1,6 @@
 """What a recorded call holds, and that recording changes nothing."""
 
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -8,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pyro_l0.nn import Gate
+from pyro_l0.compaction import compact
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, suggest_gates
 from pyro_l0.nn.engine import Value, calls_of, record
 from tests.networks import Net
 
@@ -87,6 +89,85 @@ def test_recording_changes_nothing_when_the_network_fails():
     assert network.training
     assert "forward" not in network[1].__dict__
     assert not nn.modules.module._global_forward_hooks
+
+
+class Keeping(nn.Module):
+    """Heads with biases that it looks up once and keeps: in a dict, an attribute, or a list in a dict."""
+
+    def __init__(self, how, resets=False):
+        super().__init__()
+        self.qkv, self.out, self.gate = nn.Linear(6, 24), nn.Linear(8, 3), Gate(4, dim=1)
+        self.biases, self.how, self.kept, self.resets = nn.Parameter(torch.randn(4, 5)), how, {}, resets
+        self.heads = 4
+        self.register_buffer("index", torch.arange(9).reshape(3, 3) % 5)
+
+    def train(self, mode=True):
+        if mode and self.resets:
+            self.kept = {}
+        return super().train(mode)
+
+    def bias(self):
+        if self.how == "attribute":
+            if not hasattr(self, "bias_kept"):
+                self.bias_kept = self.biases[:, self.index]
+            return self.bias_kept
+        if self.how == "dict" and "cpu" not in self.kept:
+            self.kept["cpu"] = self.biases[:, self.index]
+        elif self.how == "list" and not self.kept.setdefault("all", []):
+            self.kept["all"].append(self.biases[:, self.index])
+        return self.kept["cpu"] if self.how == "dict" else self.kept["all"][0]
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(2, 3) + (self.biases[:, self.index] if self.training else self.bias())
+        return self.out(self.gate(scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")  # the parameter behind the kept
+@pytest.mark.parametrize("how", ["dict", "attribute", "list"])
+@pytest.mark.parametrize("before", ["never called", "called", "called without gradients", "called, resets"])
+def test_what_a_module_computes_and_keeps(how, before):
+    """The network's own is left as it is, and the compact one has none of other sizes; without a reset heads stay."""
+    torch.manual_seed(0)
+    network, x = Keeping(how, before == "called, resets").double().eval(), torch.randn(2, 3, 6, dtype=torch.float64)
+    if before != "never called":
+        with torch.set_grad_enabled(before != "called without gradients"):
+            network.bias()
+    kept = [vars(network).get("bias_kept"), *network.kept.values(), *network.kept.get("all", [])]
+    values = torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64)
+    NetworkCost(network, x)
+    suggest_gates(network, x)
+    small = compact(network, {"gate": values}, x).network
+    now = [vars(network).get("bias_kept"), *network.kept.values(), *network.kept.get("all", [])]
+    assert list(map(id, now)) == list(map(id, kept))
+    heads = 2 if before == "never called" or (before == "called, resets" and how != "attribute") else 4
+    assert len(small.biases) == heads
+    expected = fix_gates(network, {"gate": values})(x)
+    for _ in range(2):
+        torch.testing.assert_close(small(x), expected, rtol=0, atol=1e-12)
+    assert (small.train()(x) - fix_gates(network, {"gate": values}).train()(x)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("place", range(0, 200, 8))
+def test_an_interrupt_at_any_call_leaves_every_module_as_it_was(place):
+    """Within what is ours, the functions that give everything back included."""
+    network = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), Gate(3), nn.BatchNorm1d(3)).train()
+    network[3].eval()
+    before = [dict(vars(module)) for module in network.modules()]
+    calls = iter(range(10**6))
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename == record.__code__.co_filename and next(calls) == place:
+            raise KeyboardInterrupt
+
+    sys.settrace(trace)
+    try:
+        record(network, torch.ones(2, 2))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    assert [dict(vars(module)) for module in network.modules()] == before
 
 
 @dataclass

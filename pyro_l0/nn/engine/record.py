@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -21,7 +22,7 @@ from pyro_l0.nn.engine.held import follow_integers, given_sizes
 from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, SizeUse, Value
 from pyro_l0.nn.gate_layer import GateLayer, check_units, gate_names
 
-__all__ = ["Example", "calls_of", "keep_buffers", "record"]
+__all__ = ["Example", "calls_of", "copied", "keep_state", "record"]
 
 Example = Tensor | tuple[object, ...] | Mapping[str, object] | list[Any]
 _Function = Callable[..., object]
@@ -53,7 +54,19 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
         >>> [operation.name for operation in recording.operations]
         ['aten::linear', 'aten::relu']
     """
-    recorder = _Recorder(network)
+    held, recorder = _held(network), _Recorder(network)
+    try:
+        return _record(network, example, with_training, recorder)
+    finally:
+        try:
+            _give_back(held)
+        finally:  # once more, if an interrupt came meanwhile
+            _give_back(held)
+            for gate, dim in recorder.dims.items():
+                gate.dim = dim
+
+
+def _record(network: nn.Module, example: Example, with_training: bool, recorder: _Recorder) -> Recording:
     calls = []
     own_modules = [x for x in network.modules() if not type(x).__module__.startswith("torch.nn.")]
     with _undisturbed(network), follow_integers(network), recorder.follow_modules(), recorder.replace_gates():
@@ -102,6 +115,7 @@ class _Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.named: dict[str, Value] = {}
         self.sizes: list[SizeUse] = []
+        self.dims: dict[GateLayer, int] = {}  # of gates, as their calls give them
         self.is_paused = False
         self._gate: dict[str, object] | None = None
         self._paths: list[str] = [""]
@@ -250,6 +264,7 @@ class _Recorder(TorchDispatchMode):
                     "Make a gate for each."
                 )
             (gate.dim,) = dims
+            self.dims[gate] = gate.dim
             check_units(x, gate.size, gate.dim, site)
             if x.shape[gate.dim] == gate.size:
                 return self._write_gate(x, site, gate.dim, takes_dim=dim is not None)
@@ -361,33 +376,69 @@ def _tensors(result: object) -> list[Tensor]:
 
 @contextmanager
 def _undisturbed(network: nn.Module) -> Iterator[None]:
-    """Eval mode with gradients; afterwards everything is as before."""
-    modes = [(module, module.training) for module in network.modules()]
+    """Eval mode with gradients; afterwards everything but the modes is as before."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = {x.device for x in network.parameters() if x.device.type == "cuda"}
     try:
-        for module, _ in modes:
+        for module in network.modules():
             module.training = False
         torch.backends.mha.set_fastpath_enabled(False)  # it computes a whole layer as one operation
-        with keep_buffers(network), torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
+        with keep_state(network), torch.enable_grad(), torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, was_training in modes:
-            module.training = was_training
 
 
 @contextmanager
-def keep_buffers(network: nn.Module) -> Iterator[None]:
-    """Afterwards buffers are the tensors that they were, and hold what they held."""
-    buffers = [
-        (m, name, x, None if x is None else x.clone()) for m in network.modules() for name, x in m._buffers.items()
-    ]
+def keep_state(network: nn.Module) -> Iterator[None]:
+    """Afterwards modules hold what they held, such as an empty cache, and buffers the numbers that they held."""
+    held, buffers = _held(network), [(x, x.clone()) for x in network.buffers()]
     try:
         yield
     finally:
+        _give_back(held)
         with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and before is not None and not torch.equal(buffer, before):
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+
+_OWN = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)} - {"_buffers"}
+
+
+def _held(network: nn.Module) -> list[tuple[Any, Any]]:
+    """The attributes of modules, and the containers in them, each with a copy of what it holds."""
+    found: dict[int, tuple[Any, Any]] = {}
+    todo: list[Any] = [vars(module) for module in network.modules()]
+    while todo:
+        holder = todo.pop()
+        if id(holder) not in found:
+            kind = dict if isinstance(holder, dict) else list if isinstance(holder, list) else set
+            found[id(holder)] = holder, kind(holder)
+            todo += [x for x in _values(holder) if isinstance(x, (dict, list, set))]
+    return list(found.values())
+
+
+def _values(holder: Any) -> Iterable[object]:
+    """What a container holds; of a module's attributes, all but its parameters, modules and hooks."""
+    return [x for name, x in holder.items() if name not in _OWN] if isinstance(holder, dict) else holder
+
+
+def _give_back(held: Iterable[tuple[Any, Any]]) -> None:
+    """Let containers hold what they held."""
+    for holder, before in held:
+        if isinstance(holder, dict):
+            for name in holder.keys() - before.keys():
+                del holder[name]
+        else:
+            holder.clear()
+        (holder.extend if isinstance(holder, list) else holder.update)(before)
+
+
+def copied(network: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
+    """A deep copy. What a module computed and keeps, as in a cache, is kept as numbers there, without their graph.
+
+    ``memo`` has, by identity of an object, what takes its place.
+    """
+    cached = [x for holder, _ in _held(network) for x in _values(holder) if isinstance(x, Tensor) and x.grad_fn]
+    return copy.deepcopy(network, {id(x): x.detach().clone() for x in cached} | dict(memo or {}))
