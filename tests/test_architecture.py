@@ -27,7 +27,6 @@ MAY_IMPORT = {
 SELECTION_MAY_IMPORT = {
     "gate_vectors": {"problem", "posterior"},
     "methods": {"gate_vectors", "design", "problem", "posterior"},
-    "network_inputs": set(),
 }
 # Extras, and what takes seconds to import, which are imported where they are used.
 OPTIONAL = {

@@ -6,7 +6,6 @@ from numbers import Integral
 from typing import Any, Literal, Self, cast
 
 import numpy as np
-import pyro
 import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import softmax
@@ -19,11 +18,19 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
-from pyro_l0.selection.network_inputs.cross_fitting import CrossFit, Fold, refit
-from pyro_l0.selection.network_inputs.elimination import eliminate, train_for_subsets
-from pyro_l0.selection.network_inputs.gate_training import train_gates
-from pyro_l0.selection.network_inputs.networks import Net, check_outputs, make_networks
-from pyro_l0.selection.network_inputs.responses import ClassResponse, NormalResponse, Response
+from pyro_l0.selection.network_training import (
+    ClassResponse,
+    CrossFit,
+    Fold,
+    Net,
+    NormalResponse,
+    Response,
+    eliminate,
+    make_networks,
+    refit,
+    train_for_subsets,
+    train_gates,
+)
 from pyro_l0.selection.parameters import seed_of
 
 __all__ = ["NeuralFeatureSelector"]
@@ -130,8 +137,7 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         response = self._response(column_or_1d(target, warn=True))
         self.mean_, scale = x.mean(0), x.std(0)
         self.scale_ = np.where(x.max(0) > x.min(0), scale, 1.0)
-        # Torch's global state and Pyro's parameters stay as they are.
-        with torch.random.fork_rng(range(torch.cuda.device_count())), pyro.get_param_store().scope():
+        with torch.random.fork_rng(range(torch.cuda.device_count())):  # torch's global state stays as it is
             torch.manual_seed(seed_of(self.random_state))
             self._fit(x, response, target)
         self.response_ = response
@@ -176,12 +182,11 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, x: Array, response: Response, y: NDArray[Any]) -> None:
         """Train gates and networks; torch's random numbers are this estimator's own."""
-        networks = make_networks(self.net, x.shape[1], response.outputs, min(self.cv, len(x)))
+        networks = make_networks(self.net, response, self._standardised(x), min(self.cv, len(x)))
         like = next(networks[0].parameters())
         inputs = self._standardised(x).to(like)
         response.to(like)
         observations = response.encode(y).to(like.device)
-        check_outputs(networks[0], response, inputs[:2])
         folds = _folds(observations, len(networks), isinstance(response, ClassResponse))
         fit = CrossFit(networks, response, inputs, observations, folds)
         for name in ("pip_", "ranking_"):  # of an earlier fit
@@ -201,16 +206,11 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _check_parameters(self) -> None:
         """Refuse bad parameters; the number of features is known."""
         p = self.n_features_in_
-        for name, value, least, most in (
-            ("n_features", self.n_features, 1, p),
-            ("cv", self.cv, 2, None),
-            ("max_steps", self.max_steps, 1, None),
-        ):
-            if value is None and name == "n_features":
-                continue
+        number = p if self.n_features is None else self.n_features
+        for name, value, least in (("n_features", number, 1), ("cv", self.cv, 2), ("max_steps", self.max_steps, 1)):
             is_int = isinstance(value, Integral) and not isinstance(value, bool)
-            if not is_int or value < least or (most is not None and value > most):  # type: ignore[operator]
-                upper = "" if most is None else f" and at most {most}, the features of X"
+            if not is_int or value < least or (name == "n_features" and value > p):
+                upper = f" and at most {p}, the features of X" if name == "n_features" else ""
                 raise ValueError(f"Expected {name} to be an integer of at least {least}{upper}, but got {value!r}.")
         if self.task not in _TASKS:
             raise ValueError(f"Expected task to be one of {', '.join(map(repr, _TASKS))}, but got {self.task!r}.")
@@ -257,11 +257,11 @@ class NeuralFeatureSelector(SelectorMixin, BaseEstimator):  # type: ignore[misc]
 
 def _explained_alone(x: Array, y: NDArray[Any], of_classes: bool) -> Tensor:
     """How much each feature explains alone: the F statistic of its linear relation with y; 0 for a constant."""
-    told = np.zeros(x.shape[1])
+    explained = np.zeros(x.shape[1])
     varies = np.ptp(x, axis=0) > 0
     if varies.any():
-        told[varies] = (f_classif if of_classes else f_regression)(x[:, varies], y)[0]
-    return torch.from_numpy(np.nan_to_num(told))
+        explained[varies] = (f_classif if of_classes else f_regression)(x[:, varies], y)[0]
+    return torch.from_numpy(np.nan_to_num(explained))
 
 
 def _folds(y: Tensor, count: int, stratified: bool) -> list[Fold]:

@@ -16,14 +16,19 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from pyro_l0 import HardConcrete
-from pyro_l0.infer import L0_ELBO
 from pyro_l0.selection import NeuralFeatureSelector
-from pyro_l0.selection.network_inputs.cross_fitting import CrossFit, Fold
-from pyro_l0.selection.network_inputs.elimination import _least_missed, eliminate, held_out_losses, train_for_subsets
-from pyro_l0.selection.network_inputs.gate_training import _Training
-from pyro_l0.selection.network_inputs.input_gates import SITE, GatedNetworks, InputGates
-from pyro_l0.selection.network_inputs.networks import make_networks
-from pyro_l0.selection.network_inputs.responses import ClassResponse, NormalResponse
+from pyro_l0.selection.network_training import (
+    ClassResponse,
+    CrossFit,
+    Fold,
+    NormalResponse,
+    _gradients,
+    _least_missed,
+    eliminate,
+    held_out_losses,
+    make_networks,
+    train_for_subsets,
+)
 
 FAST = {"max_steps": 2, "cv": 2, "random_state": 0}
 
@@ -41,17 +46,25 @@ def fitted():
     return NeuralFeatureSelector(n_features=2, max_steps=300, random_state=0).fit(x, y), x, y
 
 
-def batch():
-    """Inputs and observations, five for each of two networks."""
-    return torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
-
-
-def gated(p=3, m=2, n=40):
+def two_networks(p=3, n=40):
+    """Linear networks that share gates, and observations of noise."""
     torch.manual_seed(0)
-    prior = HardConcrete(torch.linspace(-1, 2, p, dtype=torch.float64))
-    response = NormalResponse(np.arange(10.0)).double()
-    networks = [nn.Linear(p, 1).double() for _ in range(m)]
-    return GatedNetworks(networks, response, n, prior), InputGates(prior, n)
+    x, y = torch.randn(n, p, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
+    rows = torch.arange(n)
+    folds = [Fold(rows[rows % 4 != m], rows[rows % 4 == m]) for m in range(2)]
+    networks = [nn.Linear(p, 1).double() for _ in range(2)]
+    gates = HardConcrete(torch.linspace(-1, 2, p, dtype=torch.float64).requires_grad_())
+    return CrossFit(networks, NormalResponse(np.arange(10.0)).double(), x, y, folds), gates
+
+
+def gradients(fit, gates, price=0.0):
+    """Of the weights together, and of gates and noise."""
+    torch.manual_seed(1)
+    weights = [q for network in fit.networks for q in network.parameters()]
+    found = _gradients(fit, gates, weights, [gates.log_alpha, *fit.response.parameters()], price)
+    return torch.cat([x.flatten() for x in found[: len(weights)]]), torch.cat(
+        [x.view(-1) for x in found[len(weights) :]]
+    )
 
 
 # The objective
@@ -59,60 +72,38 @@ def gated(p=3, m=2, n=40):
 
 def test_price_is_that_of_one_gate_per_feature():
     """Drawing gates for each observation leaves the price at lambda sum P(z != 0), whatever the batch."""
-    model, guide = gated()
-    x, y = batch()
-    price = L0_ELBO("l0", lam=1.7 / 40).terms(model, guide, x, y)["l0"]
+    fit, gates = two_networks()
+    (weights, judged), (priced_weights, priced) = gradients(fit, gates), gradients(fit, gates, 1.7)
     # P(z != 0) = sigmoid(log alpha - temperature log(-gamma / zeta)), eq. 12
-    expected = 1.7 / (1 + np.exp(-(np.linspace(-1, 2, 3) - 2 / 3 * np.log(0.1 / 1.1))))
-    assert float(price) == pytest.approx(expected.sum(), rel=1e-12)
+    active = 1 / (1 + np.exp(-(np.linspace(-1, 2, 3) - 2 / 3 * np.log(0.1 / 1.1))))
+    np.testing.assert_allclose((priced - judged)[:3].numpy(), 1.7 * active * (1 - active), rtol=1e-10)
+    assert priced[3] == judged[3]
+    assert torch.equal(weights, priced_weights)
 
 
 def test_likelihood_is_of_the_whole_data_set():
-    """With gates that are all open: n times the mean negative log density."""
-    model, guide = gated()
+    """With gates that are all open: the noise's gradient of n times the mean negative log density, held out."""
+    fit, _ = two_networks()
     with torch.no_grad():
-        guide.log_alpha.fill_(60.0)
-        model.response.log_noise.fill_(np.log(0.5))
-    x, y = batch()
-    nll = L0_ELBO("l0").terms(model, guide, x, y)["nll"]
-    total = 0.0
-    for net, part, target in zip(model.networks, x.numpy(), y.numpy(), strict=True):
-        mean = part @ net.weight.detach().numpy()[0] + net.bias.item()
-        total += (0.5 * ((target - mean) / 0.5) ** 2 + np.log(0.5) + 0.5 * np.log(2 * np.pi)).sum()
-    assert float(nll) == pytest.approx(40 * total / 10, rel=1e-10)
+        fit.response.log_noise.fill_(np.log(0.5))
+    gates = HardConcrete(torch.full((3,), 60.0, dtype=torch.float64).requires_grad_())
+    slopes = []
+    for net, (_, rows) in zip(fit.networks, fit.folds, strict=True):
+        mean = fit.x[rows].numpy() @ net.weight.detach().numpy()[0] + net.bias.item()
+        slopes += (1 - ((fit.y[rows].numpy() - mean) / 0.5) ** 2).tolist()
+    assert float(gradients(fit, gates)[1][3]) == pytest.approx(40 * np.mean(slopes), rel=1e-10)
 
 
 @pytest.mark.parametrize("changed", ["train", "held_out"])
 def test_weights_and_gates_see_data_of_their_own(changed):
     """Observations of the training folds move the weights alone, held-out ones the gates and the noise alone."""
-
-    def after(shift):
-        model, guide = gated(m=1)
-        training = _Training(model, guide, 40, 100)
-        x, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
-        fold = Fold(torch.arange(30), torch.arange(30, 40))
-        y[getattr(fold, changed)] += shift * torch.arange(len(getattr(fold, changed)))
-        training.step(0.0, x, y, [fold])
-        weights = torch.cat([q.detach().flatten() for q in model.networks.parameters()])
-        # Adam's first step tells the sign alone; the gradient tells more.
-        return weights, torch.cat([guide.log_alpha.grad, model.response.log_noise.grad.view(1)])
-
-    (weights, judged), (other_weights, other_judged) = after(0.0), after(3.0)
+    fit, gates = two_networks()
+    fit = fit._replace(networks=fit.networks[:1], folds=fit.folds[:1])
+    weights, judged = gradients(fit, gates)
+    fit.y[getattr(fit.folds[0], changed)] += 3.0 * torch.arange(len(getattr(fit.folds[0], changed)))
+    other_weights, other_judged = gradients(fit, gates)
     assert torch.equal(judged, other_judged) == (changed == "train")
     assert torch.equal(weights, other_weights) == (changed == "held_out")
-
-
-def test_draws_of_the_guide_are_the_models():
-    """Each observation has gates of its own, shape (n, p)."""
-    model, guide = gated()
-    x, y = batch()
-    trace = pyro.poutine.trace(guide).get_trace(x, y)
-    drawn = trace.nodes[SITE]["value"]
-    assert drawn.shape == (10, 3)
-    assert len(drawn[:, 0].unique()) > 1
-    seen = pyro.poutine.trace(pyro.poutine.replay(model, trace)).get_trace(x, y)
-    weight, bias = model.networks[1].weight[0], model.networks[1].bias
-    assert torch.allclose(seen.nodes["y"]["fn"].loc[5:], (x[1] * drawn[5:]) @ weight + bias)
 
 
 # Backward elimination
@@ -181,8 +172,8 @@ def test_networks_learn_to_do_without_an_input():
     y = x[:, 0].clone()
     rows = torch.arange(200)
     folds = [Fold(rows[rows % 2 != m], rows[rows % 2 == m]) for m in range(2)]
-    networks = make_networks(None, 2, 1, 2)
     response = NormalResponse(y.numpy()).double()
+    networks = make_networks(None, response, x, 2)
     fit = CrossFit(networks, response, x, response.encode(y.numpy()), folds)
     train_for_subsets(fit, steps=300)
     for is_open in ([True, False], [False, True], [True, True]):
@@ -190,10 +181,10 @@ def test_networks_learn_to_do_without_an_input():
         assert losses.mean() - 0.5 * np.log(2 * np.pi) < 0.04  # a sum of both halves would leave 0.125
 
 
-@pytest.mark.parametrize(("n_features", "message"), [(2, "outputs stay finite"), (None, "loss is nan")])
-def test_losses_that_are_not_finite_are_refused(n_features, message):
+@pytest.mark.parametrize("n_features", [2, None])
+def test_losses_that_are_not_finite_are_refused(n_features):
     x, y = product(n=40)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="outputs stay finite"):
         NeuralFeatureSelector(Broken(), n_features, **FAST).fit(x, y)
 
 
@@ -276,8 +267,8 @@ def test_two_classes_take_one_logit_or_two():
         assert selector.predict_proba(x).shape == (60, 2)
     response = ClassResponse(np.array(["a", "b"]))
     raw = torch.tensor([[-2.0], [1.0]])
-    probabilities = response.distribution(response.output(raw)).probs
-    assert torch.allclose(probabilities[:, 1], torch.sigmoid(raw[:, 0]))
+    losses = response.losses(response.output(raw), torch.tensor([1, 1]))
+    assert torch.allclose(losses, -torch.nn.functional.logsigmoid(raw[:, 0]))
 
 
 # Conventions
