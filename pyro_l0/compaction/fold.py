@@ -180,15 +180,19 @@ def _follow(
         return None
     for operation in readers.get(id(value), ()):
         name = operation.name.removeprefix("aten::")
-        if name in ("linear", "convolution", "conv1d", "conv2d", "conv3d"):
-            weight = operation.value("weight")
-            vector = _inputs_factor(operation, value, weight, factor)
-            is_once = len(readers[id(weight)]) == 1 and len(weight.names) == 1
-            if vector is None or not is_once or weight.names[0] not in layers:
-                return None
-            found[weight.names[0]] = vector * found.get(weight.names[0], 1.0)  # along all ways to its one input
+        is_recurrent = name == "recurrent"
+        if is_recurrent or name in ("linear", "convolution", "conv1d", "conv2d", "conv3d"):
+            inputs = [x for x in operation.inputs if any("weight_ih_l0" in name for name in x.names)]
+            for weight in inputs if is_recurrent else [operation.value("weight")]:
+                vector = _inputs_factor(operation, value, weight, factor)
+                is_once = len(readers[id(weight)]) == 1 and len(weight.names) == 1
+                if vector is None or not is_once or not (is_recurrent or weight.names[0] in layers):
+                    return None
+                found[weight.names[0]] = vector * found.get(weight.names[0], 1.0)  # along all ways to its one input
+            if is_recurrent and not inputs:
+                return None  # they are computed
             continue
-        is_joined = name in ("cat", "index_select", "_pad_packed_sequence")
+        is_joined = name in ("cat", "index_select", "_pack_padded_sequence", "_pad_packed_sequence")
         behind = _joined(operation, value, factor) if is_joined else None
         if len(operation.inputs) == 1 and not is_joined:
             behind = _behind(operation, name, factor)
@@ -227,8 +231,8 @@ def _joined(operation: Operation, value: Value, factor: Tensor) -> Tensor | None
 
 def _inputs_factor(operation: Operation, value: Value, weight: Value, factor: Tensor) -> Tensor | None:
     """The factor of each input of a layer, if it is the same at every position."""
-    is_dense = operation.name == "aten::linear"
-    if operation.value("input") is not value or weight is value:
+    is_dense = operation.name in ("aten::linear", "recurrent")
+    if operation.inputs[0] is not value or weight is value:
         return None
     if not is_dense and (operation.arguments.get("transposed") or operation.integer("groups") != 1):
         return None
