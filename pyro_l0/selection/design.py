@@ -134,8 +134,13 @@ def make_design(
     features, observations = _checked(x, y, family)
     gaussian = family == "gaussian"
     number = float(len(features)) if weight is None else float(weight.sum())
-    if gaussian and fit_intercept and number < 2:
+    if gaussian and fit_intercept and len(features) < 2:
         raise ValueError("Expected at least 2 samples to learn from beside an intercept, but got n_samples = 1.")
+    if gaussian and fit_intercept and noise_scale is None and number <= 1:
+        raise ValueError(
+            f"Expected weights that sum to more than 1, as an intercept takes one observation, but got {number:.3g}. "
+            "Multiply relative weights by n / sum, or set noise_scale."
+        )
     labels = np.array(names or [f"x{j}" for j in range(features.shape[1])], dtype=object)
     _check_sizes(features, observations, labels)
     centre = np.average(features, 0, weight) if fit_intercept else np.zeros(features.shape[1])

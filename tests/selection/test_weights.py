@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import integrate, stats
 
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 from tests.selection.fitted import ESTIMATORS
@@ -75,3 +76,37 @@ def test_wrong_weights(weight):
     _, x, eta, _ = grouped(3, 30)
     with pytest.raises(ValueError, match=r"weight|empty"):
         SpikeSlabRegressor().fit(x, eta, sample_weight=weight)
+
+
+@pytest.mark.parametrize(("total", "noise"), [(1.5, None), (1.0, 0.5), (0.3, 0.5)])
+def test_weights_of_a_small_sum(total, noise):
+    """Of a known noise scale, or of more than the one observation that an intercept takes; against integrals."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=30), rng.random(30)
+    y, weight = 2 * x + rng.normal(size=30) * 0.5, weight * (total / weight.sum())
+    model = SpikeSlabRegressor(slab_scale=1.0, rate=0.3, noise_scale=noise, standardize=False)
+    model.fit(x[:, None], y, sample_weight=weight)
+    x, y = (part - np.average(part, weights=weight) for part in (x, y))
+    unit = np.sqrt(np.average(y**2, weights=weight))
+
+    def likelihood(scale, is_open):
+        precision = is_open * (weight * x * x).sum() / scale**2 + 1
+        fit = is_open * (weight * x * y).sum() / scale**2
+        log = fit**2 / precision / 2 - (weight * y * y).sum() / 2 / scale**2
+        return np.exp(log) * scale ** (1 - total) / np.sqrt(precision)
+
+    def over_noise(is_open):
+        def density(t):
+            return likelihood(np.exp(t), is_open) * stats.halfcauchy.pdf(np.exp(t), scale=unit) * np.exp(t)
+
+        return integrate.quad(density, -8, 25, limit=500)[0]
+
+    closed, opened = (over_noise(z) if noise is None else likelihood(noise, z) for z in (0, 1))
+    assert model.pip_[0] == pytest.approx(0.3 * opened / (0.3 * opened + 0.7 * closed), abs=1e-6)
+
+
+def test_weights_that_leave_nothing_beside_an_intercept():
+    """Relative weights, of an unknown noise scale."""
+    _, x, eta, _ = grouped(3, 30)
+    with pytest.raises(ValueError, match=r"weights that sum to more than 1, .* but got 1\. Multiply relative weights"):
+        SpikeSlabRegressor().fit(x, eta, sample_weight=np.full(30, 1 / 30))

@@ -55,7 +55,7 @@ class GaussianStates:
         self.problem = problem
         self._n, self._p = problem.size, x.shape[1]
         self._square_y = float(y @ y)
-        if not self._n:
+        if not len(y):
             raise ValueError("Expected at least one observation, and two with an intercept; got none to learn from.")
         if problem.prior.noise_scale is None and self._square_y == 0:
             raise ValueError("Expected y to vary, as the noise scale is unknown, but y is constant; set noise_scale.")

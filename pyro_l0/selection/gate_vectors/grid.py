@@ -83,7 +83,7 @@ class GridAxes:
             low = high = math.log(noise)
         derived = slab is not None and noise is None
         ratio = Axis(slab_range[0] - high, slab_range[1] - low, 2.0 * (most_open + 1 + (n if derived else 0)), _ERROR)
-        return GridAxes(prior, ratio, Axis(low, low if derived else high, 2.0 * n, _ERROR))
+        return GridAxes(prior, ratio, Axis(low, low if derived else high, 2.0 * max(n, 1.0), _ERROR))
 
     @staticmethod
     def without_noise(prior: Prior, most_open: int) -> GridAxes:
@@ -156,7 +156,7 @@ def _noise_range(
     between 1, below its unit, and -1.
     """
     below = min(2.0, 2 * math.sqrt(_NEGLIGIBLE / n))
-    above = min(_NEGLIGIBLE / n + 0.5, 2 * math.sqrt(_NEGLIGIBLE / n))
+    above = min(_NEGLIGIBLE / max(n, 1.0) + 0.5, 2 * math.sqrt(_NEGLIGIBLE / n))
     middle = 0.5 * math.log(square_y / n)
     top = max(middle, math.log(prior.noise_unit)) if n < 20 else middle
     low = smallest if least_residual <= 0 else max(0.5 * math.log(least_residual / n) - below, smallest)
