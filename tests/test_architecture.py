@@ -28,8 +28,10 @@ SELECTION_MAY_IMPORT = {
     "gate_vectors": {"problem", "posterior"},
     "methods": {"gate_vectors", "design", "problem", "posterior"},
 }
-# Extras, and what takes seconds to import, which are imported where they are used.
+# Extras, and what takes seconds to import, which are imported where they are used; and the one call against the
+# direction: nn tries the gates that it suggests.
 OPTIONAL = {
+    "pyro_l0.compaction.search.refusal",
     "arviz",
     "pandas",
     "matplotlib.pyplot",

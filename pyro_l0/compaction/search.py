@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates, fix_gates
 from pyro_l0.nn.gate_layer import gate_names
 
-__all__ = ["CompactionError", "search", "uncut"]
+__all__ = ["CompactionError", "refusal", "search", "uncut"]
 
 _CLOSE = 100  # times the tolerance: whether attributes are the right ones; the certificate asks for more
 
@@ -40,11 +41,12 @@ def search(
     example: Example,
     keep_gates: bool = False,
     tolerance: float | None = None,
+    is_trial: bool = False,
 ) -> Compacted:
     """Make a smaller network, as :func:`~pyro_l0.compaction.compact` does, which has the arguments and errors.
 
-    With ``keep_gates`` the gates that are not 0 stay, to train on, and their values stand for any others. The message
-    of a CompactionError is of the first network that was tried.
+    With ``keep_gates`` the gates that are not 0 stay, to train on, and their values stand for any others. In a trial
+    only outputs are compared. The message of a CompactionError is of the first network that was tried.
     """
     own = gate_names(network) if isinstance(network, nn.Module) else {}
     network, gates, tolerance = _checked(network, gates, example, tolerance)
@@ -52,7 +54,7 @@ def search(
     for recording in _recordings(network, example):
         for site, gate in gate_names(network).items():
             own[site].dim = gate.dim  # as its calls give it
-        attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance)
+        attempt = _Attempt(network, gates, calls_of(example), recording, keep_gates, tolerance, is_trial)
         for closed in _closed(gates):
             for folds in (True, False):
                 try:
@@ -63,6 +65,17 @@ def search(
                     first = first or error
     assert first is not None
     raise first
+
+
+def refusal(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> str | None:
+    """Why a network can't be cut by some values of its gates; None if it can. Gradients are not compared."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            search(network, gates, example, is_trial=True)
+    except Exception as error:  # of any kind, as the network's own code raises some
+        return str(error) or type(error).__name__
+    return None
 
 
 def uncut(network: nn.Module, gates: Mapping[str, Tensor], example: Example) -> Compacted:
@@ -121,6 +134,7 @@ class _Attempt:
     recording: Recording
     keep_gates: bool
     tolerance: float
+    is_trial: bool = False
 
     def certified(self, closed: Mapping[str, Tensor], folds: bool) -> Compacted:
         """A smaller network without units whose gates are closed; raises NotConstantError and CompactionError."""
@@ -222,7 +236,7 @@ class _Attempt:
             index = kept[name][1] if name in kept else None
             factors[name] = torch.tensor(values, dtype=torch.float64)[slice(None) if index is None else index]
         try:
-            found = certify(reference, small, self.calls, kept, factors)
+            found = certify(reference, small, self.calls, kept, factors, self.is_trial)
         except Exception as error:
             raise CompactionError(
                 f"Expected the network to run with fewer units as with all, but {where_raised(small, error)} raises "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,9 @@ from pyro_l0.nn.engine.record import Example
 from pyro_l0.nn.engine.slots import Axis, Link, Mask, Read, Reshape, outer
 from pyro_l0.nn.engine.tape import Operation, Recording, Value
 from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.gate_layer import GateLayer, gate_names
-from pyro_l0.nn.heads import is_dense
+from pyro_l0.nn.gate_layer import GateLayer, gate_names, name_gates
+from pyro_l0.nn.heads import gate_heads, is_dense
+from pyro_l0.nn.hooks import hooks_of
 from pyro_l0.nn.insert import has_gate_behind, insert_gates
 
 __all__ = ["Location", "Suggestions", "suggest_gates"]
@@ -46,12 +48,21 @@ class Suggestions(Mapping[str, Gate]):
 
     Attributes:
         locations: each suggested module with its gate, what a closed unit saves, and what it is coupled with.
-        refused: by path of other modules, why a gate behind them would cut nothing or also act elsewhere.
+        refused: by path of other modules, why a gate behind them would cut nothing or also act elsewhere, or why its
+            units can't be taken out.
         heads: by path of a dense layer, the number of attention heads that it reads, for ``gate_heads``.
+        in_the_way: those of ``refused`` that would have cut something, had it been possible to take their units out.
     """
 
-    def __init__(self, locations: tuple[Location, ...], refused: Mapping[str, str], heads: Mapping[str, int]) -> None:
-        self.locations, self.refused, self.heads = locations, dict(refused), dict(heads)
+    def __init__(
+        self,
+        locations: tuple[Location, ...],
+        refused: Mapping[str, str],
+        heads: Mapping[str, int],
+        in_the_way: Mapping[str, str],
+    ) -> None:
+        self.locations, self.heads, self.in_the_way = locations, dict(heads), dict(in_the_way)
+        self.refused = {**refused, **in_the_way}
         self._gates = {location.path: location.gate for location in locations}
 
     def __getitem__(self, path: str) -> Gate:
@@ -83,7 +94,8 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     """Find the modules behind which a gate would cut something.
 
     If modules pass units on one by one, as a layer and its activation do, it suggests the last one, where a closed gate
-    makes true zeros. The savings are counted on a copy of the network with all gates.
+    makes true zeros. The savings are counted on a copy of the network with all gates. What is suggested can be cut: a
+    copy is compacted with some gates of each closed by chance, and those that are in the way are refused.
 
     Args:
         network: the network; it is not changed.
@@ -106,6 +118,7 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     found, refused = _candidates(network, calls)
     gates = {path: _gate(*outputs[0]) for path, outputs in found.items()}
     locations: list[Location] = []
+    parts, composites = _parts(calls.maps, found)
     if gates:
         gated = insert_gates(network, gates)
         sites = {gate: site for site, gate in gate_names(gated).items()}
@@ -113,7 +126,6 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
         weights, macs = _saved(cost, "weights"), _saved(cost, "macs")
         why = {stay.site: f"its units {stay.verdict}" for stay in reversed(cost.report().stays)}
         parameters, coupled = _shared(calls.maps, found)
-        composites = _composites(calls.maps, found)
         # Recurrent units are one in front of a gate and behind: they leave with it alone, or nothing does.
         recurrent = {path for path in gates if isinstance(network.get_submodule(path), nn.RNNBase | nn.RNNCellBase)}
         leaving = {path for path in recurrent if weights[sites[gates[path]]] > 0}
@@ -127,7 +139,11 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
             else:
                 together = f"its units leave only together with those behind {_few(others)}"
                 refused[path] = why.get(site) or (together if others else "nothing leaves with its units")
-    return Suggestions(tuple(locations), refused, _heads(network, calls))
+    heads = _heads(network, calls)
+    in_the_way = Trial(network, example, locations, heads, parts).sort()
+    left = tuple(x for x in locations if (x.path, False) not in in_the_way)
+    heads = {path: number for path, number in heads.items() if (path, True) not in in_the_way}
+    return Suggestions(left, refused, heads, {path: why for (path, _), why in in_the_way.items()})
 
 
 Found = dict[str, list[tuple[Value, int]]]
@@ -335,21 +351,28 @@ def _attended(maps: Maps) -> set[int]:
     }
 
 
-def _composites(maps: Maps, found: Found) -> set[str]:
-    """The paths whose units are parts of others: of heads' features side by side, or of another path's units."""
-    units = maps.slots.units()
+def _parts(maps: Maps, found: Found) -> tuple[dict[str, int], set[str]]:
+    """By path whose units are parts side by side, such as heads or what is split, a part's size; and composites.
+
+    The units of a composite are parts of others that can have gates: of heads' features, or of another path's units.
+    """
+    units, parts, composites = maps.slots.units(), dict[str, int](), set[str]()
     roots = {
         path: {maps.slots.root(maps.axes[value][dim].block) for value, dim in outputs}
         for path, outputs in found.items()
     }
     wholes = _attended(maps).union(*roots.values())
-    flat = {
-        unit
-        for box in maps.boxes
-        if not wholes.isdisjoint(maps.slots.root(block) for block in box.factors)
-        for unit in units[box.flat].tolist()
-    }
-    return {path for path, own in roots.items() if not all(flat.isdisjoint(units[root].tolist()) for root in own)}
+    for box in maps.boxes:
+        flat, factors = set(units[box.flat].tolist()), {maps.slots.root(block) for block in box.factors}
+        for path, own in roots.items():
+            if not all(flat.isdisjoint(units[root].tolist()) for root in own):
+                parts[path] = len(units[box.factors[-1]])
+                composites.update([path] if not wholes.isdisjoint(factors) else [])
+    for links in maps.relations.values():
+        for link in (x for x in links if isinstance(x, Link)):
+            root, entries = maps.slots.root(link.source.block), link.source_entries
+            parts.update({path: len(entries) for path, own in roots.items() if entries is not None and root in own})
+    return parts, composites
 
 
 def _heads(network: nn.Module, calls: Calls) -> dict[str, int]:
@@ -357,7 +380,8 @@ def _heads(network: nn.Module, calls: Calls) -> dict[str, int]:
 
     Heads of queries that share keys and values leave together, and count as one.
     """
-    maps, found = calls.maps, dict[str, int]()
+    attention = {path: x for path, x in network.named_modules() if path and isinstance(x, nn.MultiheadAttention)}
+    maps, found = calls.maps, {f"{path}.out_proj": module.num_heads for path, module in attention.items()}
     attended = _attended(maps)
     boxes = [(maps.slots.root(box.flat), [maps.slots.root(block) for block in box.factors]) for box in maps.boxes]
     shared = {flat: factors[0] for flat, factors in boxes if flat in attended}
@@ -369,6 +393,115 @@ def _heads(network: nn.Module, calls: Calls) -> dict[str, int]:
                 if flat == last and len(factors) == 2 and attended.issuperset(factors):
                     found[path] = _size(maps, shared.get(factors[0], factors[0]))
     return found
+
+
+Key = tuple[str, bool]
+"""The path of a module, and whether it is the heads that it reads that have gates, or the units behind it."""
+
+
+class Trial:
+    """Cuts a random part of each site of a copy of a network, and finds those that can't be cut.
+
+    A site is a path, or several whose units leave only together. Sites of one kind, such as those of all layers of a
+    stack, are tried together.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        example: Example,
+        locations: Iterable[Location],
+        heads: Mapping[str, int],
+        parts: Mapping[str, int],
+    ) -> None:
+        self.network, self.example, self.heads, self.parts = network, example, heads, parts
+        self.gates = {x.path: x.gate for x in locations}
+        self.kinds: dict[object, list[tuple[Key, ...]]] = {}
+        alone = [((path, True),) for path in heads]
+        together = sorted(_together(locations), key=lambda paths: any(x.is_composite for x in paths))
+        for site in [*alone, *(tuple((x.path, False) for x in paths) for paths in together)]:
+            modules = {
+                (re.sub(r"\d+", "#", path), is_head, type(network.get_submodule(path))) for path, is_head in site
+            }
+            self.kinds.setdefault(frozenset(modules), []).append(site)
+        self._good: list[tuple[Key, ...]] = []
+        self._refused: dict[Key, str] = {}
+        self._random = torch.Generator().manual_seed(0)
+        self._masks: dict[object, Tensor] = {}
+
+    def sort(self) -> dict[Key, str]:
+        """Why some of the sites can't be cut, beside all others."""
+        if self.kinds:
+            self._add(list(self.kinds.values()))
+        return self._refused
+
+    def _add(self, kinds: Sequence[list[tuple[Key, ...]]]) -> None:
+        """Take those kinds of sites that can be cut with what is good already."""
+        sites = [site for kind in kinds for site in kind]
+        why = self._refusal([*self._good, *sites])
+        if why is None:
+            self._good += sites
+        elif len(kinds) > 1:
+            for half in (kinds[: len(kinds) // 2], kinds[len(kinds) // 2 :]):
+                self._add(half)
+        else:
+            first, *others = sites
+            if others:
+                self._add([[first]])
+            if others and first in self._good:
+                for more in (others[: len(others) // 2], others[len(others) // 2 :]):
+                    self._add([more] if more else [])
+            else:
+                self._refused.update({key: why for site in sites for key in site})
+
+    def _refusal(self, sites: Sequence[tuple[Key, ...]]) -> str | None:
+        """Why a network with gates at these sites can't be cut; None if it can."""
+        from pyro_l0.compaction.search import refusal
+
+        site_of = {key: site for site in sites for key in site}
+        gates = {path: self.gates[path] for path, is_head in site_of if not is_head}
+        try:
+            gated = gate_heads(self.network, {path: self.heads[path] for path, is_head in site_of if is_head})
+            gated = insert_gates(gated, {path: Gate(gate.size, gate.dim) for path, gate in gates.items()})
+        except (ValueError, TypeError) as error:
+            return str(error)
+        name_gates(gated)
+        keys = {hook.gate: (path, hook.suffix == "gate") for path, hook in hooks_of(gated)}
+        has_parts = any(is_head or path in self.parts for path, is_head in site_of)
+        for number in range(3 if has_parts else 1):
+            values = {site: torch.ones(gate.size) for site, gate in gate_names(gated).items()}
+            for site, gate in gate_names(gated).items():
+                key = keys.get(gate, ("", False))  # or one that the network had before
+                if key in site_of and (number or not key[1]):
+                    values[site] = self._values(key, site_of[key], gate.size, number)
+            why = refusal(gated, values, self.example)
+            if why is not None:
+                return why
+        return None
+
+    def _values(self, key: Key, site: tuple[Key, ...], size: int, number: int) -> Tensor:
+        """Gates of which a quarter to three are closed, the same at all of a site; at last the same in each part."""
+        part = self.parts.get(key[0], size) if number == 2 and not key[1] else size
+        part = part if size % part == 0 else size
+        name = site, size, part, number
+        if name not in self._masks:
+            order = torch.randperm(part, generator=self._random).repeat(size // part)
+            closed = int(torch.randint(max(1, part // 4), max(1, 3 * part // 4) + 1, (), generator=self._random))
+            self._masks[name] = (order >= min(closed, part - 1)).float()
+        return self._masks[name]
+
+
+def _together(locations: Iterable[Location]) -> Iterator[list[Location]]:
+    """The locations that share units, directly or by others."""
+    left = {x.path: x for x in locations}
+    while left:
+        todo, group = [next(iter(left))], list[Location]()
+        while todo:
+            at = left.pop(todo.pop(), None)
+            if at is not None:
+                group.append(at)
+                todo += at.coupled
+        yield group
 
 
 def _size(maps: Maps, block: int) -> int:

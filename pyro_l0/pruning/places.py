@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pyro_l0.compaction.search import CompactionError, search
+from pyro_l0.compaction.search import refusal
 from pyro_l0.expect import expect
 from pyro_l0.nn import Gate, L0Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.engine import Example
@@ -23,8 +22,6 @@ __all__ = ["GatedNetwork", "put_gates"]
 # A gate that is shared makes a plainer network: units leave the stream, with no zeros in their places.
 _AS_SMALL = 1.5
 _NAMED = 8  # of the modules without a gate, in a message
-# What compaction may raise of a network that holds sizes which can't be changed.
-_REFUSALS = (CompactionError, ValueError, TypeError)
 Sites = list[
     tuple[tuple[str, ...], Gate | int]
 ]  # the paths behind which a gate acts, and the gate or a number of heads
@@ -74,27 +71,28 @@ def put_gates(
         given = gates or {}
         together = {id(gate): [path for path in given if given[path] is gate] for gate in given.values()}
         gated = _with_gates(network, [(tuple(paths), given[paths[0]]) for paths in together.values()])
-        refusal = _refusal(gated, example)
-        if refusal is not None:
-            raise ValueError(f"Expected gates whose units can be taken out of the network, but: {refusal}")
+        halves = {site: (torch.arange(gate.size) < (gate.size + 1) // 2) for site, gate in gate_names(gated).items()}
+        for first in (True, False):
+            closed = {site: x.float() if first else x.float().flip(0) for site, x in halves.items()}
+            why = refusal(gated, closed, example)
+            if why is not None:
+                raise ValueError(f"Expected gates whose units can be taken out of the network, but: {why}")
         return GatedNetwork(gated)
     suggested = suggest_gates(network, example)
-    alone, inputs = _without_inputs(network, example, _alone(network, suggested))
+    places, inputs = _without_inputs(network, example, _alone(suggested))
     skipped = _why_not(suggested, inputs)
-    in_the_way: dict[str, str] = {}
-    places, found = _that_compact(network, example, alone, in_the_way)
+    found = _with_gates(network, places) if places else None
     if found is None or not suffices(found):
-        streams = _streams(network, example, suggested)
-        more, with_streams = _that_compact(network, example, [*places, *streams, *inputs], in_the_way)
-        if with_streams is not None:
-            places, found = more, with_streams
-    skipped = {path: why for path, why in skipped.items() if path not in _paths(places)} | in_the_way
+        more = [*places, *_streams(network, example, suggested), *inputs]
+        if len(more) > len(places):
+            places, found = more, _with_gates(network, more)
+    skipped = {path: why for path, why in skipped.items() if path not in _paths(places) or path in suggested.in_the_way}
     if found is None:
         raise ValueError(
             "Expected a network with a place behind which a closed gate makes it smaller, but found none; write Gate "
             f"layers into it, or give gates by module path. {_reasons(skipped)}"
         )
-    return GatedNetwork(found, skipped, in_the_way)
+    return GatedNetwork(found, skipped, suggested.in_the_way)
 
 
 def _why_not(suggested: Suggestions, inputs: Sites) -> dict[str, str]:
@@ -119,12 +117,11 @@ def _paths(sites: Sites) -> set[str]:
     return {path for paths, _ in sites for path in paths}
 
 
-def _alone(network: nn.Module, suggested: Suggestions) -> Sites:
+def _alone(suggested: Suggestions) -> Sites:
     """The heads, and the locations whose units leave alone."""
-    attention = [(path, x) for path, x in network.named_modules() if path and isinstance(x, nn.MultiheadAttention)]
-    heads = {**suggested.heads, **{f"{path}.out_proj": module.num_heads for path, module in attention}}
     alone = [x for x in suggested.locations if not x.coupled and not x.is_composite]
-    return [*(((path,), number) for path, number in heads.items() if number > 1), *(((x.path,), x.gate) for x in alone)]
+    heads = [((path,), number) for path, number in suggested.heads.items() if number > 1]
+    return [*heads, *(((x.path,), x.gate) for x in alone)]
 
 
 def _without_inputs(network: nn.Module, example: Example, sites: Sites) -> tuple[Sites, Sites]:
@@ -159,35 +156,6 @@ def _least(gated: nn.Module, example: Example) -> float:
     return float(counts.macs({site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}))
 
 
-def _that_compact(
-    network: nn.Module, example: Example, sites: Sites, skipped: dict[str, str]
-) -> tuple[Sites, nn.Module | None]:
-    """The sites whose units can be taken out, and the network with their gates; why others can't is written down."""
-    if not sites:
-        return sites, None
-    gated, _ = _tried(network, example, sites)
-    if gated is not None:
-        return sites, gated
-    good: Sites = []
-    for one in sites:  # one of them is in the way
-        alone, why = _tried(network, example, [one])
-        if alone is None:
-            skipped.update(dict.fromkeys(one[0], why))
-        else:
-            good.append(one)
-    return good, _tried(network, example, good)[0] if good else None
-
-
-def _tried(network: nn.Module, example: Example, sites: Sites) -> tuple[nn.Module | None, str]:
-    """The network with these gates, or None and why their units can't be taken out."""
-    try:
-        gated = _with_gates(network, sites)
-    except (ValueError, TypeError) as error:
-        return None, str(error)
-    refusal = _refusal(gated, example)
-    return (gated, "") if refusal is None else (None, refusal)
-
-
 def _with_gates(network: nn.Module, sites: Sites) -> nn.Module:
     """A copy with gates of its own; one that acts behind several modules is one gate."""
     gates: dict[str, Gate] = {}
@@ -198,20 +166,3 @@ def _with_gates(network: nn.Module, sites: Sites) -> nn.Module:
     gated = insert_gates(gate_heads(network, heads), gates)
     name_gates(gated)
     return gated
-
-
-def _refusal(gated: nn.Module, example: Example) -> str | None:
-    """Why the first of every site's units, or all but these, can't be taken out; None if they can."""
-    for first in (0.0, 1.0):
-        closed = {}
-        for site, gate in gate_names(gated).items():
-            value = torch.full((gate.size,), 1 - first)
-            value[: gate.size - gate.size // 2] = first
-            closed[site] = value if gate.size > 1 else torch.ones(1)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                search(gated, closed, example)
-        except _REFUSALS as error:
-            return str(error)
-    return None

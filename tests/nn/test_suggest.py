@@ -1,13 +1,15 @@
 """Places for gates in networks without any."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0 import prune
-from pyro_l0.compaction import compact
-from pyro_l0.nn import Gate, NetworkCost, insert_gates, suggest_gates
+from pyro_l0.compaction import compact, search
+from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.gate_layer import gate_names
 from tests.networks import Net
 
@@ -40,7 +42,7 @@ class Attention(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens)
         y = self.norm(x)
-        q, k, v = (m(y).unflatten(-1, (4, 2)).transpose(1, 2) for m in (self.query, self.key, self.value))
+        q, k, v = (m(y).unflatten(-1, (-1, 2)).transpose(1, 2) for m in (self.query, self.key, self.value))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         x = x + self.down(self.act(self.more(self.act(self.up(x)))))
         return self.last(self.rnn(x)[0])
@@ -196,7 +198,7 @@ def test_attention_and_places_that_are_refused():
     assert found.heads == {"out": 4}
     assert found.refused["act"] == "it is called 2 times, on different units"
     assert found.refused["rnn"] == "proj_size projects its hidden units"
-    assert {"query", "key", "value"} <= set(found)
+    assert {"query", "key", "value"} <= {*found, *found.in_the_way}  # two features a head, says its code
     assert found["query"].size == 8
     assert "last" not in found
     text = str(found)
@@ -289,3 +291,76 @@ def test_recurrent_units_that_are_others_too_are_coupled():
         ("enter", "behind"),
     ]
     assert set(suggest_gates(Translation(), (x, torch.randn(3, 5, 3)))) == {"encoder", "decoder"}
+
+
+# --- every gate that is suggested can be cut ------------------------------------------------------
+
+
+def width_of_the_input(net, x):
+    batch, length, width = (x := net.first(x)).shape
+    q, k, v = net.qkv(x).view(batch, length, 3, 2, -1).permute(2, 0, 3, 1, 4)
+    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width)))
+
+
+def literal_heads(net, x):
+    q, k, v = net.qkv(net.first(x)).chunk(3, -1)
+    q, k, v = (y.reshape(*y.shape[:-1], 2, 8).transpose(1, 2) for y in (q, k, v))
+    return net.out(net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+def pick(x):
+    if x.shape[-1] not in (12, 16):
+        raise RuntimeError("another width")
+    return x
+
+
+def checked_width(net, x):
+    return net.out(net.proj(pick(net.first(x).relu())).tanh())
+
+
+def literal_parts(net, x):
+    a, b, c = torch.split(net.qkv(net.first(x).relu()), [16, 16, 16], -1)
+    return net.out(net.proj(a) + b * c)
+
+
+@pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")
+@pytest.mark.parametrize("forward", [width_of_the_input, literal_heads, checked_width, literal_parts])
+def test_what_is_suggested_can_be_cut(forward):
+    """With other numbers closed than in the trial; what can't be cut is refused with what compaction says."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(3, 16), "qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16), "out": nn.Linear(16, 2)}
+    network, x = Net(forward, **layers).double().eval(), torch.randn(2, 5, 3).double()
+    suggested = suggest_gates(network, x)
+    assert suggested
+    assert suggested.in_the_way.items() <= suggested.refused.items()
+    assert all("Expected the network to run with fewer units" in why for why in suggested.in_the_way.values())
+    gated = gate_heads(insert_gates(network, suggested, x), suggested.heads)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        gates = {site: (torch.rand(gate.size) < 0.3 + 0.1 * seed).double() for site, gate in gate_names(gated).items()}
+        for gate in gates.values():
+            gate[0] = 1.0
+        assert compact(gated, gates, x).certificate < 1e-10
+
+
+def test_sites_of_one_kind_are_tried_together(monkeypatch):
+    """The first of eight layers that can't be cut is tried alone; what can be is still suggested."""
+    trials = []
+    tried = search.refusal
+    monkeypatch.setattr(search, "refusal", lambda *args: trials.append(1) or tried(*args))
+    checks = Net(lambda net, x: net.down(pick(net.up(x).relu())), up=nn.Linear(6, 12), down=nn.Linear(12, 6))
+    blocks = (copy.deepcopy(checks) for _ in range(8))
+    network = nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 2))
+    suggested = suggest_gates(network, torch.randn(3, 4))
+    assert set(suggested.in_the_way) == {f"{i}.up" for i in range(1, 9)}
+    assert "10" in suggested
+    assert len(trials) <= 8
+
+
+def test_heads_that_cannot_be_cut_are_refused():
+    """torch's attention with a bias for its keys has no plain twin."""
+    attention = nn.MultiheadAttention(8, 2, add_bias_kv=True, batch_first=True)
+    network = Net(lambda net, x: net.out(net.attention(x, x, x)[0]), attention=attention, out=nn.Linear(8, 2))
+    suggested = suggest_gates(network, torch.randn(2, 3, 8))
+    assert suggested.heads == {}
+    assert "without add_bias_kv" in suggested.refused["attention.out_proj"]
