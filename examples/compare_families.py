@@ -23,8 +23,9 @@ import torch
 
 import mnist
 from common.networks import FamilyName
+from common.plots import plot_frontier
 from common.sweep import results
-from pyro_l0.plots import plot_frontier, save_figure
+from pyro_l0.plots import save_figure
 
 __all__ = ["Options", "main"]
 

@@ -12,7 +12,6 @@ KINDS = {
     "measure_gradient": ["elbo", "draws", "exact"],
     "exact_gradient": ["elbo", "guide", "max_states"],
     "to_arviz": ["slab", "draws", "coords", "dims"],
-    "plot_calibration": ["bins", "axes"],
     "plot_credible_sets": ["axes"],
     "BernoulliGate": ["validate_args"],
     "HardConcrete.from_active_prob": ["active_prob", "one_given_active"],

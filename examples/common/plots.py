@@ -1,15 +1,20 @@
-"""The figures of the main example and of circuits."""
+"""Pictures that several examples share: trainings, frontiers, graphs, small images, and those of two examples."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pyro_l0.plots import figure_axes, plot_curves, plot_edges, plot_training, save_figure
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import ArrayLike
 
-__all__ = ["plot_circuit", "plot_history"]
+from pyro_l0.plots import figure_axes, plot_curves, save_figure, short_names
+from pyro_l0.plots.style import COLOURS, Array, as_array, scale, series
+
+__all__ = ["plot_circuit", "plot_edges", "plot_frontier", "plot_history", "plot_images", "plot_training"]
 
 
 def plot_history(history: list[dict[str, Any]], total_macs: int, sites: list[str], path: Path) -> None:
@@ -50,3 +55,120 @@ def plot_circuit(
     labels = {"xlabel": "edges kept", "ylabel": "KL to the transformer, nats a token"}
     plot_curves(curves, spreads=spreads, xscale="log", yscale="log", axes=plot, **labels)
     save_figure((graph, plot), path)
+
+
+def plot_training(
+    panels: Mapping[str, Mapping[str, ArrayLike]],
+    x: ArrayLike | None = None,
+    *,
+    xlabel: str = "epoch",
+    lines: Mapping[str, Mapping[str, float]] | None = None,
+    log: Collection[str] = (),
+    axes: Sequence[Axes] | None = None,
+) -> Sequence[Axes]:
+    """Draw how a training went, a panel for each quantity; ``lines`` has levels to compare with, by quantity."""
+    if axes is None:
+        axes = np.atleast_1d(figure_axes(1, len(panels), figsize=(4 * len(panels), 3.2))).tolist()
+    for panel, (quantity, curves) in zip(axes, panels.items(), strict=True):
+        named = dict(zip(short_names([*curves]), curves.values(), strict=True))
+        across = (lines or {}).get(quantity)
+        yscale: Literal["linear", "log"] = "log" if quantity in log else "linear"
+        plot_curves(named, x, xlabel=xlabel, ylabel=quantity, lines=across, yscale=yscale, axes=panel)
+        if quantity not in log:
+            panel.set_ylim(0, None)
+    return axes
+
+
+def plot_frontier(
+    measured: Mapping[str, ArrayLike],
+    published: Mapping[str, ArrayLike] | None = None,
+    *,
+    size: str = "weights left",
+    error: str = "test error, %",
+    dense: float | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw error against size on logarithmic scales: measured points joined by lines, published ones hollow.
+
+    By method, sizes and errors, shape ``(2, n)``, or ``(3, n)`` with the spread of the errors. A published method with
+    the name of a measured one has its colour.
+    """
+    found = {name: _frontier_points(name, points) for name, points in measured.items()}
+    theirs = {name: _frontier_points(name, points) for name, points in (published or {}).items()}
+    curves = {name: points[:2] for name, points in found.items()}
+    spreads = {name: points[2] for name, points in found.items() if len(points) == 3}
+    options: dict[str, Any] = {"xlabel": size, "ylabel": error, "xscale": "log", "yscale": "log"}
+    across = None if dense is None else {"dense": dense}
+    axes = plot_curves(curves, spreads=spreads, lines=across, axes=axes, **options)
+    places = {name: place for place, name in enumerate([*found, *(name for name in theirs if name not in found)])}
+    for name, points in theirs.items():
+        style = series(places[name]) | {"linestyle": "none", "markersize": 7, "markerfacecolor": "none"}
+        axes.plot(points[0], points[1], label=f"{name}, published", **style)
+    scale(axes, "log", "log")
+    axes.legend(fontsize="small")
+    return axes
+
+
+def _frontier_points(name: str, values: ArrayLike) -> Array:
+    """Sizes, errors and perhaps spreads, by size."""
+    found = as_array(values)
+    return found[:, found[0].argsort()]
+
+
+def plot_edges(
+    edges: Collection[tuple[Hashable, Hashable]],
+    places: Mapping[Hashable, tuple[float, float]],
+    *,
+    known: Collection[tuple[Hashable, Hashable]] | None = None,
+    title: str = "",
+    names: bool = True,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw a directed graph; edges that are not among the known ones are dashed, in another colour."""
+    axes = figure_axes(figsize=(5, 4)) if axes is None else axes
+    for name, (x, y) in places.items():
+        if names:
+            axes.text(x, y, str(name), ha="center", va="center", bbox={"boxstyle": "round", "fc": "white"}, zorder=3)
+    if not names:
+        across, up = np.transpose([*places.values()])
+        axes.scatter(across, up, s=12, color="0.3")
+    for source, target in edges:
+        right = known is None or (source, target) in known
+        arrow = {
+            "arrowstyle": "->",
+            "color": COLOURS[0] if right else COLOURS[4],
+            "linestyle": "-" if right else "--",
+            "shrinkA": 14 if names else 4,
+            "shrinkB": 14 if names else 4,
+        }
+        axes.annotate("", places[target], places[source], arrowprops=arrow)
+    across, up = zip(*places.values(), strict=True)
+    axes.set_xlim(min(across) - 0.5, max(across) + 0.5)
+    axes.set_ylim(min(up) - 0.5, max(up) + 0.5)
+    axes.set_title(title)
+    axes.axis("off")
+    return axes
+
+
+def plot_images(
+    images: Sequence[ArrayLike],
+    *,
+    titles: Sequence[str],
+    label: str,
+    limit: float,
+    axes: Sequence[Axes] | None = None,
+) -> Sequence[Axes]:
+    """Draw pictures of signed numbers, such as changes of pixels, in rows of ten; colours end at ``limit``."""
+    shown = [as_array(image) for image in images]
+    if axes is None:
+        rows, columns = -(-len(shown) // 10), min(len(shown), 10)
+        grid = np.atleast_1d(figure_axes(rows, columns, figsize=(columns + 1, 1.15 * rows))).ravel().tolist()
+        for place in grid[len(shown) :]:
+            place.remove()
+        axes = grid[: len(shown)]
+    for place, image, title in zip(axes, shown, titles, strict=True):
+        drawn = place.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        place.set(xticks=[], yticks=[])
+        place.set_title(title, fontsize="x-small")
+    axes[0].figure.colorbar(drawn, ax=list(axes), label=label)
+    return axes

@@ -1,19 +1,19 @@
-"""Curves over steps, errors against sizes, and bars side by side."""
+"""Curves over steps, and bars side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes, scale, series, short_names
+from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes, scale, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
 
-__all__ = ["plot_bars", "plot_curves", "plot_frontier", "plot_training"]
+__all__ = ["plot_bars", "plot_curves"]
 
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 
@@ -78,103 +78,6 @@ def plot_curves(
     return axes
 
 
-def plot_training(
-    panels: Mapping[str, Mapping[str, ArrayLike]],
-    x: ArrayLike | None = None,
-    *,
-    xlabel: str = "epoch",
-    lines: Mapping[str, Mapping[str, float]] | None = None,
-    log: Collection[str] = (),
-    axes: Sequence[Axes] | None = None,
-) -> Sequence[Axes]:
-    """Draw how a training went, a panel for each quantity: errors, open units, costs.
-
-    Args:
-        panels: by quantity, with its unit, the curves by name; a curve has shape ``(n,)``. Names of sites lose the
-            parts that all share.
-        x: the epochs or steps of the curves, shape ``(n,)``; 1, 2, 3 and so on if not given.
-        xlabel: what ``x`` counts.
-        lines: by quantity, levels to compare with, such as the cost of the dense network.
-        log: the quantities with a logarithmic scale; other scales begin at zero.
-        axes: one of matplotlib's axes for each panel; a new figure if not given.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: there is no panel, or a name of ``lines`` or ``log`` is no panel.
-
-    Example:
-        >>> error, units = plot_training(
-        ...     {"test error, %": {"": [4.0, 2.0]}, "open units": {"net.0.gate": [300, 120], "net.2.gate": [100, 60]}},
-        ...     log=["test error, %"],
-        ... )
-        >>> units.get_ylabel(), [line.get_label() for line in units.lines]
-        ('open units', ['net.0', 'net.2'])
-    """
-    unknown = ({*log} | {*(lines or {})}) - {*panels}
-    if not panels or unknown:
-        raise ValueError(f"Expected panels, among them those of lines and log, but got {[*panels]} and {[*unknown]}.")
-    if axes is None:
-        axes = np.atleast_1d(figure_axes(1, len(panels), figsize=(4 * len(panels), 3.2))).tolist()
-    for panel, (quantity, curves) in zip(axes, panels.items(), strict=True):
-        named = dict(zip(short_names([*curves]), curves.values(), strict=True))
-        across = (lines or {}).get(quantity)
-        yscale: Literal["linear", "log"] = "log" if quantity in log else "linear"
-        plot_curves(named, x, xlabel=xlabel, ylabel=quantity, lines=across, yscale=yscale, axes=panel)
-        if quantity not in log:
-            panel.set_ylim(0, None)
-    return axes
-
-
-def plot_frontier(
-    measured: Mapping[str, ArrayLike],
-    published: Mapping[str, ArrayLike] | None = None,
-    *,
-    size: str = "weights left",
-    error: str = "test error, %",
-    dense: float | None = None,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw error against size on logarithmic scales: measured points joined by lines, published ones hollow.
-
-    A published method with the name of a measured one has its colour.
-
-    Args:
-        measured: by method, sizes and errors, shape ``(2, n)``, or ``(3, n)`` with the spread of the errors.
-        published: by method, sizes and errors from papers, shape ``(2, n)``.
-        size: what the sizes count, with its unit.
-        error: what the errors are, with their unit.
-        dense: the error of the full network.
-        axes: one of matplotlib's axes; a new figure if not given.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: there is no method, a shape does not fit, or a size or an error is not positive.
-
-    Example:
-        >>> axes = plot_frontier({"gates": [[5e3, 2e4], [1.9, 1.6]]}, {"gates": [[1e4], [1.8]]})
-        >>> axes.get_legend_handles_labels()[1]
-        ['gates', 'gates, published']
-    """
-    found = {name: _frontier_points(name, points) for name, points in measured.items()}
-    theirs = {name: _frontier_points(name, points) for name, points in (published or {}).items()}
-    curves = {name: points[:2] for name, points in found.items()}
-    spreads = {name: points[2] for name, points in found.items() if len(points) == 3}
-    options: dict[str, Any] = {"xlabel": size, "ylabel": error, "xscale": "log", "yscale": "log"}
-    across = None if dense is None else {"dense": dense}
-    axes = plot_curves(curves, spreads=spreads, lines=across, axes=axes, **options)
-    places = {name: place for place, name in enumerate([*found, *(name for name in theirs if name not in found)])}
-    for name, points in theirs.items():
-        style = series(places[name]) | {"linestyle": "none", "markersize": 7, "markerfacecolor": "none"}
-        axes.plot(points[0], points[1], label=f"{name}, published", **style)
-    scale(axes, "log", "log")
-    axes.legend(fontsize="small")
-    return axes
-
-
 def plot_bars(
     groups: Mapping[str, ArrayLike],
     names: Sequence[str],
@@ -236,13 +139,3 @@ def _points(name: str, values: ArrayLike, x: ArrayLike | None) -> tuple[Array, A
             f"Expected y of the shape of x, {at.shape}, or of shape (2, n), but {name!r} has {found.shape}."
         )
     return at, found
-
-
-def _frontier_points(name: str, values: ArrayLike) -> Array:
-    """Sizes, errors and perhaps spreads, by size."""
-    found = as_array(values)
-    if found.ndim != 2 or len(found) not in (2, 3) or not found.size:
-        raise ValueError(f"Expected sizes and errors of shape (2, n) or (3, n), but {name!r} has {found.shape}.")
-    if not (found[:2] > 0).all():
-        raise ValueError(f"Expected sizes and errors above 0 on logarithmic scales, but {name!r} has others.")
-    return found[:, found[0].argsort()]

@@ -1,8 +1,7 @@
-"""Gates: those of a site, their densities, and the edges that they keep in a graph."""
+"""Gates: those of a site, and their densities."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
     from pyro_l0.distributions.gate import GateDistribution
 
-__all__ = ["plot_density", "plot_edges", "plot_gates"]
+__all__ = ["plot_density", "plot_gates"]
 
 
 def plot_gates(
@@ -105,63 +104,4 @@ def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None =
     axes.bar([0, 1], [float(atom) for atom in atoms], width=0.04, color=COLOURS[1], label="atom, probability")
     axes.set(xlabel="z", title=title, ylim=(0, 3))
     axes.legend(fontsize="small")
-    return axes
-
-
-def plot_edges(
-    edges: Collection[tuple[Hashable, Hashable]],
-    places: Mapping[Hashable, tuple[float, float]],
-    *,
-    known: Collection[tuple[Hashable, Hashable]] | None = None,
-    title: str = "",
-    names: bool = True,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw a directed graph; edges that are not among the known ones are dashed, in another colour.
-
-    Args:
-        edges: pairs of a source and a target.
-        places: by node, its x and y, in any unit.
-        known: the edges to compare with; if not given, all are drawn alike.
-        title: title of the picture.
-        names: whether each node is drawn as its name, or as a dot.
-        axes: one of matplotlib's axes; a new figure if not given.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: an edge names a node that has no place.
-
-    Example:
-        >>> axes = plot_edges([("a", "b")], {"a": (0, 0), "b": (1, 0)}, known=[("b", "a")])
-        >>> [text.get_text() for text in axes.texts]
-        ['a', 'b', '']
-    """
-    lost = {node for edge in edges for node in edge} - {*places}
-    if lost:
-        raise ValueError(f"Expected a place for each node, but there is none for {sorted(map(str, lost))}.")
-    axes = figure_axes(figsize=(5, 4)) if axes is None else axes
-    check_axes(axes)
-    for name, (x, y) in places.items():
-        if names:
-            axes.text(x, y, str(name), ha="center", va="center", bbox={"boxstyle": "round", "fc": "white"}, zorder=3)
-    if not names:
-        across, up = np.transpose([*places.values()])
-        axes.scatter(across, up, s=12, color="0.3")
-    for source, target in edges:
-        right = known is None or (source, target) in known
-        arrow = {
-            "arrowstyle": "->",
-            "color": COLOURS[0] if right else COLOURS[4],
-            "linestyle": "-" if right else "--",
-            "shrinkA": 14 if names else 4,
-            "shrinkB": 14 if names else 4,
-        }
-        axes.annotate("", places[target], places[source], arrowprops=arrow)
-    across, up = zip(*places.values(), strict=True)
-    axes.set_xlim(min(across) - 0.5, max(across) + 0.5)
-    axes.set_ylim(min(up) - 0.5, max(up) + 0.5)
-    axes.set_title(title)
-    axes.axis("off")
     return axes

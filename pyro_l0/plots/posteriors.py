@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pyro_l0.expect import expect_count
 from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # an extra
 
-__all__ = ["plot_calibration", "plot_credible_sets", "plot_inclusion"]
+__all__ = ["plot_credible_sets", "plot_inclusion"]
 
 
 def plot_inclusion(
@@ -122,49 +121,6 @@ def plot_credible_sets(
     for features in members:
         _frame(axes, start, len(features))
         start += len(features)
-    return axes
-
-
-def plot_calibration(active_probs: ArrayLike, gates: ArrayLike, *, bins: int = 10, axes: Axes | None = None) -> Axes:
-    """Draw how often gates are open against their inclusion probabilities, with two standard errors.
-
-    The standard errors are those of independent gates with these probabilities, about their mean: if the probabilities
-    are calibrated, most bars cross the diagonal.
-
-    Args:
-        active_probs: inclusion probabilities, of any shape.
-        gates: whether each gate was open when the data were simulated, in the same shape.
-        bins: number of bins of equal width in [0, 1]; empty bins are left out.
-        axes: one of matplotlib's axes; a new figure if not given.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: shapes differ, a probability is outside of [0, 1], a gate is neither 0 nor 1, or ``bins`` is not
-            positive.
-
-    Example:
-        >>> axes = plot_calibration([0.1, 0.2, 0.9], [0, 0, 1], bins=2)
-        >>> axes.get_ylabel()
-        'fraction of open gates'
-    """
-    expect_count(1, bins=bins)
-    probs = _probabilities(np.ravel(active_probs))
-    (opened,) = _like(probs, gates=np.ravel(gates))
-    if not np.isin(opened, (0, 1)).all():
-        raise ValueError("Expected gates that are 0 or 1, but got others.")
-    place = np.minimum((probs * bins).astype(int), bins - 1)
-    count = np.bincount(place, minlength=bins)
-    used = count > 0
-    stated, seen, variance = (
-        np.bincount(place, weights=x, minlength=bins)[used] / count[used] for x in (probs, opened, probs * (1 - probs))
-    )
-    axes = figure_axes(1, 1, figsize=(4.5, 4.5)) if axes is None else axes
-    check_axes(axes)
-    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-    axes.errorbar(stated, seen, yerr=2 * np.sqrt(variance / count[used]), fmt="o", capsize=3, color=COLOURS[0])
-    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="inclusion probability", ylabel="fraction of open gates")
     return axes
 
 

@@ -44,7 +44,7 @@ MODULES = {
     "diagnostics.doctor": "diagnose",
     "diagnostics.gradients": "exact_gradient measure_gradient pathwise_noise",
     "diagnostics.inference_data": "to_arviz",
-    "plots": "plot_calibration plot_credible_sets plot_inclusion",
+    "plots": "plot_credible_sets plot_inclusion",
     "distributions": "BernoulliGate ExponentialGate ExponentialUniformGate HardConcrete HardKumaraswamy PowerLawGate "
     "RectifiedNormal",
     "distributions.kl": "kl_by_quadrature",
@@ -177,7 +177,6 @@ GOOD = {
     "plot_credible_sets": lambda: dict(sets=[[0, 1]], correlation=torch.eye(3)),
     "pathwise_noise": lambda: dict(gate=HardConcrete(torch.zeros(2))),
     "to_arviz": lambda: dict(posterior=guide(), model=model, draws=3),
-    "plot_calibration": lambda: dict(active_probs=torch.rand(5), gates=torch.ones(5)),
     "plot_inclusion": lambda: dict(active_probs=torch.rand(3), lower=torch.zeros(3), upper=torch.ones(3)),
     "BernoulliGate": lambda: dict(logits=torch.zeros(2)),
     "HardKumaraswamy": lambda: dict(concentration1=torch.ones(2), concentration0=torch.ones(2)),

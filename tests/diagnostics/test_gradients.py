@@ -16,7 +16,6 @@ from pyro_l0 import (
 )
 from pyro_l0.diagnostics.gradients import exact_gradient, measure_gradient, pathwise_noise
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
-from pyro_l0.plots import plot_gradients
 from tests.cases import double
 
 
@@ -149,19 +148,6 @@ def test_refusals():
     both()
     with pytest.raises(ValueError, match="a guide of gates alone, but site 'w'"):
         exact_gradient(L0_ELBO("spike_slab", slab={"w": "z"}), slabs, both)
-
-
-def test_the_figure(tmp_path):
-    pytest.importorskip("matplotlib").use("Agg")
-    model, guide, x = two_gates(HardConcrete)
-    reports = [
-        measure_gradient(L0_ELBO("l0"), model, guide, x, name="a", draws=20, exact=True),
-        measure_gradient(L0_ELBO("l0", num_particles=2), model, guide, x, name="b", draws=20),
-    ]
-    figure = plot_gradients(reports)
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a", "b"]
-    figure.savefig(tmp_path / "noise.png")
-    assert (tmp_path / "noise.png").stat().st_size > 1000
 
 
 NAMES = ["a/b", "keys", "values", "items", "weight.x", "training", "a//b.c", "0"]

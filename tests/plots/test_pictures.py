@@ -8,19 +8,14 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
+from common.plots import plot_edges, plot_frontier, plot_images, plot_training
 from pyro_l0 import HardConcrete
 from pyro_l0.plots import (
     figure_axes,
     plot_bars,
     plot_curves,
     plot_density,
-    plot_edges,
-    plot_estimates,
-    plot_frontier,
     plot_gates,
-    plot_gradients,
-    plot_images,
-    plot_training,
     save_figure,
     short_names,
 )
@@ -95,12 +90,9 @@ def test_edges_that_are_not_known_are_dashed():
     assert [arrow.get_linestyle() for arrow in arrows] in (["-", "--"], ["solid", "dashed"])
 
 
-def test_bars_and_estimates():
+def test_bars():
     axes = plot_bars({"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["x", "y"], ylabel="loss, nats", spreads={"a": [0.1, 0.2]})
     assert [bar.get_height() for bar in axes.patches] == [1.0, 2.0, 3.0, 4.0]
-    cloud = plot_estimates({"one": torch.arange(400.0)}, 3.0, ylabel="gradient, nats")
-    assert len(cloud.collections[0].get_offsets()) == 300
-    assert cloud.texts[0].get_text() == "199.5000"
 
 
 def test_images_share_their_colours():
@@ -139,18 +131,10 @@ def test_names_lose_what_they_share(names, short):
     [
         (lambda: plot_curves({}, xlabel="x", ylabel="y"), "at least one curve"),
         (lambda: plot_curves({"a": [1, 2]}, [1, 2, 3], xlabel="x", ylabel="y"), r"'a' has \(2,\)"),
-        (lambda: plot_training({}, log=["error"]), "Expected panels"),
-        (lambda: plot_frontier({"a": [[0.0], [1.0]]}), "above 0 on logarithmic scales"),
-        (lambda: plot_frontier({"a": [1.0, 2.0]}), r"of shape \(2, n\) or \(3, n\)"),
         (lambda: plot_gates([1.5], name="z"), r"in \[0, 1\], but z has"),
         (lambda: plot_gates([1.0], shape=(2, 2)), "rows, columns.* of 1 gates"),
         (lambda: plot_density(HardConcrete(torch.zeros(2))), r"batch shape \(\), but got \(2,\)"),
-        (lambda: plot_edges([("a", "b")], {"a": (0, 0)}), r"none for \['b'\]"),
         (lambda: plot_bars({"a": [1.0]}, ["x", "y"], ylabel="y"), "Expected 2 heights of 'a'"),
-        (lambda: plot_estimates({"a": []}, ylabel="y"), "draws of shape"),
-        (lambda: plot_images([], titles=[], label="x", limit=1.0), "with a title each, but got"),
-        (lambda: plot_images([[1.0]], titles=["a"], label="x", limit=1.0), r"got \[\(1,\)\] and 1 titles"),
-        (lambda: plot_gradients([]), "at least one report"),
     ],
 )
 def test_what_is_refused(draw, message):

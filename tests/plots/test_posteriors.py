@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from pyro_l0.plots import plot_calibration, plot_credible_sets, plot_inclusion
+from pyro_l0.plots import plot_credible_sets, plot_inclusion
 
 CORRELATION = np.array([[1.0, 0.9, -0.2, 0.1], [0.9, 1.0, 0.3, 0.0], [-0.2, 0.3, 1.0, 0.95], [0.1, 0.0, 0.95, 1.0]])
 
@@ -53,28 +53,6 @@ def test_credible_sets_over_correlations():
     assert frames == [(-0.5, 1.5), (1.5, 2.5)]
 
 
-def test_calibration_bins():
-    """Means by bin and two standard errors; a probability of 1 is in the last bin, empty bins are left out."""
-    pip, gates = np.array([0.1, 0.2, 0.3, 0.8, 1.0]), np.array([0, 0, 1, 1, 1])
-    axes = plot_calibration(pip, gates, bins=2)
-    points, _, (bars,) = axes.containers[0]
-    np.testing.assert_allclose(points.get_xydata(), [[0.2, 1 / 3], [0.9, 1.0]])
-    error = 2 * np.sqrt(np.array([(0.09 + 0.16 + 0.21) / 3 / 3, 0.16 / 2 / 2]))
-    ends = np.array(bars.get_segments())[:, :, 1]
-    middle = np.array([1 / 3, 1.0])
-    np.testing.assert_allclose(ends, np.stack([middle - error, middle + error], 1))
-    assert len(plot_calibration(pip, gates, bins=10).containers[0][0].get_xdata()) == 5
-
-
-def test_calibrated_probabilities_meet_the_diagonal():
-    """Of 20,000 gates that are open as often as they say, at least 9 of 10 bars reach the diagonal."""
-    rng = np.random.default_rng(3)
-    pip = rng.random(20_000)
-    points, _, (bars,) = plot_calibration(pip, rng.random(20_000) < pip).containers[0]
-    ends = np.array(bars.get_segments())[:, :, 1]
-    assert ((ends[:, 0] < points.get_xdata()) & (points.get_xdata() < ends[:, 1])).sum() >= 9
-
-
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
@@ -89,9 +67,6 @@ def test_calibrated_probabilities_meet_the_diagonal():
         (lambda: plot_credible_sets([], CORRELATION), "at least one credible set"),
         (lambda: plot_credible_sets([[0], []], CORRELATION), "of a feature or more"),
         (lambda: plot_credible_sets([[0]], np.ones((5, 2))), r"shape \(p, p\), but got \(5, 2\)"),
-        (lambda: plot_calibration([0.5], [0.5]), "gates that are 0 or 1"),
-        (lambda: plot_calibration([0.5], [1], bins=0), "bins of at least 1"),
-        (lambda: plot_calibration([0.5], [1, 0]), "gates of the shape of active_probs"),
     ],
 )
 def test_what_is_refused(draw, message):

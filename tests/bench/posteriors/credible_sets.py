@@ -30,11 +30,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from pyro_l0.plots import figure_axes, plot_calibration, save_figure
+from pyro_l0.plots import figure_axes, save_figure
+from pyro_l0.plots.style import COLOURS
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.design import default_rate
 from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration
@@ -180,6 +183,25 @@ def main() -> None:
         if options.figure is not None:
             save_figure(panels, options.figure)
     sys.exit(not kept)
+
+
+def plot_calibration(active_probs: Tensor, gates: Tensor, *, axes: Axes, bins: int = 10) -> Axes:
+    """Draw how often gates are open against their inclusion probabilities, with two standard errors.
+
+    The standard errors are those of independent gates with these probabilities, about their mean: if the probabilities
+    are calibrated, most bars cross the diagonal.
+    """
+    probs, opened = np.ravel(active_probs), np.ravel(gates)
+    place = np.minimum((probs * bins).astype(int), bins - 1)
+    count = np.bincount(place, minlength=bins)
+    used = count > 0
+    stated, seen, variance = (
+        np.bincount(place, weights=x, minlength=bins)[used] / count[used] for x in (probs, opened, probs * (1 - probs))
+    )
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    axes.errorbar(stated, seen, yerr=2 * np.sqrt(variance / count[used]), fmt="o", capsize=3, color=COLOURS[0])
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="inclusion probability", ylabel="fraction of open gates")
+    return axes
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from pyro_l0.plots import figure_axes, plot_frontier, save_figure
+from common.plots import plot_frontier
+from pyro_l0.plots import figure_axes, save_figure
 
 ROWS = Path(__file__).with_suffix(".csv")
 PICTURE = Path(__file__).parents[3] / "docs" / "images" / "frontier.png"

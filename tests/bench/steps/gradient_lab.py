@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -44,7 +45,8 @@ from pyro_l0.diagnostics.gradients import GradientReport, measure_gradient, path
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.plots import figure_axes, plot_curves, plot_gradients, save_figure
+from pyro_l0.plots import figure_axes, plot_curves, save_figure
+from pyro_l0.plots.style import COLOURS, as_array
 
 __all__ = ["Options", "main"]
 
@@ -143,7 +145,7 @@ def _measure_all(options: Options) -> dict[str, list[GradientReport]]:
     for name, model, x, y in _models(options):
         reports[name] = [_measure(candidate, model, x, y, options) for candidate in CANDIDATES]
         text += [f"\n### {name}\n", _table(reports[name])]
-        save_figure(plot_gradients(reports[name]), options.out / f"{name.split(',')[0]}.png")
+        save_figure(_plot_gradients(reports[name]), options.out / f"{name.split(',')[0]}.png")
     (options.out / "gradient_lab.md").write_text("\n".join(text) + "\n")
     print("\n".join(text))
     return reports
@@ -258,6 +260,26 @@ def _location_of_mean(make: Callable[[Tensor, float], Any], value: float, mean: 
         middle = 0.5 * (low + high)
         low, high = (middle, high) if make(middle, value).mean < mean else (low, middle)
     return middle
+
+
+def _plot_gradients(reports: list[GradientReport]) -> Figure:
+    """Draw scaled variance, variance times seconds and, if known, bias in standard errors, by estimator."""
+    axes = figure_axes(1, 3, figsize=(12, 0.4 * len(reports) + 1.5), sharey=True)
+    places = range(len(reports))
+    noise = [report.scaled_variance for report in reports], [report.variance_seconds for report in reports]
+    labels = "variance of the gradient for E[z]", "variance × seconds a draw"
+    for axis, values, label in zip(axes, noise, labels, strict=False):
+        axis.boxplot([as_array(x).tolist() for x in values], orientation="horizontal", positions=[*places], widths=0.6)
+        axis.set(xscale="log", xlabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(list(places), [report.name for report in reports])
+    for place, report in zip(places, reports, strict=True):
+        if report.exact is not None:
+            deviations = (report.bias / report.standard_error.clamp(min=1e-300)).tolist()
+            axes[2].plot(deviations, [place] * len(deviations), "o", color=COLOURS[0], alpha=0.5)
+    axes[2].axvspan(-4, 4, alpha=0.15, color=COLOURS[3])
+    axes[2].set(xlabel="bias, standard errors", xscale="symlog")
+    return axes[0].figure
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from cifar_wrn import Options, Run
 from common.cifar import load_cifar
 from common.gated_run import train
-from pyro_l0.plots import plot_training, save_figure
+from common.plots import plot_training
+from pyro_l0.plots import save_figure
 from tests.bench.wrn.runs import BudgetRun, DropoutRun
 
 LINES = Path(__file__).parent / "runs.jsonl"
