@@ -1,10 +1,9 @@
-"""Gates on the single weights of a layer: dense matrices with zeros, and their storage without them."""
+"""Gates on the single weights of a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,9 +13,7 @@ from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.gate_layer import GateLayer, check_given
 from pyro_l0.nn.hooks import GateHook, arrange, has_hook, hooks_of, module_at, replace_gate
 
-__all__ = ["fix_weights", "gate_weights", "pack_zeros", "unpack_zeros"]
-
-_SHAPE, _BITS, _VALUES = "#shape", "#bits", "#values"
+__all__ = ["fix_weights", "gate_weights"]
 
 
 def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
@@ -29,7 +26,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
     ``guide.posterior()[site].active_prob``.
 
     Closed weights shrink nothing: :func:`~pyro_l0.nn.weights.fix_weights` writes them as zeros into the dense weight,
-    and :func:`~pyro_l0.nn.weights.pack_zeros` stores such weights without their zeros. If units have gates too, give
+    which ``weight.to_sparse()`` stores without them. If units have gates too, give
     :func:`~pyro_l0.compaction.compact` the result of ``fix_weights``, with the values of the other gates.
 
     Args:
@@ -88,68 +85,6 @@ def fix_weights(network: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     return new
 
 
-def pack_zeros(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Pack a state dict without zeros: for each tensor its shape, a bit per entry, and the entries that are not zero.
-
-    A tensor that this would not make smaller stays as it is. With a tenth of its weights left, a float32 matrix takes
-    an eighth of its bytes; lists of indices would take a fifth.
-
-    Args:
-        state: tensors by name, such as ``network.state_dict()``.
-
-    Raises:
-        TypeError: ``state`` is not a mapping of tensors.
-
-    Example:
-        >>> packed = pack_zeros({"weight": torch.eye(8)})
-        >>> {name: (len(x), x.dtype) for name, x in packed.items()}
-        {'weight#shape': (2, torch.int64), 'weight#bits': (8, torch.uint8), 'weight#values': (8, torch.float32)}
-        >>> torch.equal(unpack_zeros(packed)["weight"], torch.eye(8))
-        True
-    """
-    _check_tensors(state)
-    packed: dict[str, Tensor] = {}
-    for name, value in state.items():
-        value = value.detach()
-        is_other = value.flatten() != 0
-        shape, values = torch.tensor(value.shape), value.flatten()[is_other]
-        bits = torch.from_numpy(np.packbits(is_other.cpu().numpy())).to(value.device)
-        if value.dim() and sum(x.nbytes for x in (shape, bits, values)) < value.nbytes:
-            packed.update({name + _SHAPE: shape, name + _BITS: bits, name + _VALUES: values})
-        else:
-            packed[name] = value
-    return packed
-
-
-def unpack_zeros(packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Restore the state dict that was given to :func:`~pyro_l0.nn.weights.pack_zeros`, which has an example.
-
-    Args:
-        packed: what it returned, perhaps loaded from a file.
-
-    Raises:
-        TypeError: ``packed`` is not a mapping of tensors.
-        ValueError: parts of a tensor are missing or do not fit each other.
-    """
-    _check_tensors(packed)
-    state: dict[str, Tensor] = {}
-    for name, value in packed.items():
-        base, mark, part = name.rpartition("#")
-        if not mark:
-            state[name] = value
-        elif mark + part == _SHAPE:
-            state[base] = _from_parts(base, packed)
-        elif mark + part not in (_BITS, _VALUES) or base + _SHAPE not in packed:
-            raise ValueError(f"Expected {base!r} with {_SHAPE}, {_BITS} and {_VALUES}, but got {name!r} without them.")
-    return state
-
-
-def _check_tensors(state: object) -> None:
-    """Refuse all but a mapping of tensors by name."""
-    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
-        raise TypeError(f"Expected tensors by name, such as network.state_dict(), but got {state!r}.")
-
-
 class _WeightsHook(GateHook):
     """Gates on the weight of a layer, whose ``weight`` is their product while it is called."""
 
@@ -201,22 +136,3 @@ def _weight(layer: nn.Module) -> Tensor:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight
-
-
-def _from_parts(name: str, packed: Mapping[str, Tensor]) -> Tensor:
-    """A tensor from its shape, bits and values."""
-    parts = [packed.get(name + part) for part in (_SHAPE, _BITS, _VALUES)]
-    shape, bits, values = parts
-    if shape is None or bits is None or values is None:
-        raise ValueError(f"Expected {name!r} with {_SHAPE}, {_BITS} and {_VALUES}, but one of them is missing.")
-    sizes = shape.tolist()
-    count = int(np.prod(sizes))
-    flags = torch.from_numpy(np.unpackbits(bits.cpu().numpy())[:count].astype(bool)).to(values.device)
-    if len(flags) != count or int(flags.sum()) != len(values):
-        raise ValueError(
-            f"Expected parts of {name!r} that fit each other, but got {len(bits)} bytes of bits and {len(values)} "
-            f"values for a shape of {tuple(sizes)}."
-        )
-    tensor = values.new_zeros(count)
-    tensor[flags] = values
-    return tensor.view(sizes)

@@ -82,8 +82,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
                 dummy for each of its levels, all with one gate.
             y: observations, shape ``(n,)``.
             sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
-                weights give the posterior of repeated rows; others are powers of the likelihoods. Relative weights should
-                sum to n.
+                weights give the posterior of repeated rows; others are powers of the likelihoods. Relative weights
+                should sum to n.
 
         Returns:
             The estimator.

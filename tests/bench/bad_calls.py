@@ -62,7 +62,7 @@ MODULES = {
     "nn.costs.square_norms": "square_norms",
     "nn.network_gates": "NetworkGates penalty",
     "nn.suggest": "suggest_gates",
-    "nn.weights": "fix_weights gate_weights pack_zeros unpack_zeros",
+    "nn.weights": "fix_weights gate_weights",
     "pruning": "prune",
     "selection": "NeuralFeatureSelector SpikeSlabClassifier SpikeSlabPoissonRegressor SpikeSlabRegressor",
     "selection.credible_sets": "credible_sets",
@@ -205,10 +205,8 @@ GOOD = {
     "gate_weights": lambda: dict(network=plain()),
     "insert_gates": lambda: dict(network=plain(), gates={"1": Gate(3)}, example=ONE),
     "name_gates": lambda: dict(network=network()),
-    "pack_zeros": lambda: dict(state={"weight": torch.eye(8)}),
     "square_norms": lambda: dict(network=network(), example=ONE),
     "suggest_gates": lambda: dict(network=plain(), example=ONE),
-    "unpack_zeros": lambda: dict(packed={"weight": torch.eye(8)}),
     "prune": lambda: dict(
         network=plain(), loss_fn=nn.functional.mse_loss, loader=BATCHES, budget=0.5, example=ONE, epochs=8
     ),

@@ -1,9 +1,8 @@
-"""Gates on single weights: the product, the price and the count, zeros in plain layers, and their storage."""
+"""Gates on single weights: the product, the price and the count, and zeros in plain layers."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pyro_l0.compaction import compact
@@ -11,7 +10,7 @@ from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.factor import factor
 from pyro_l0.nn import Gate, fix_gates, gate_weights
 from pyro_l0.nn.gate_layer import gate_names, name_gates
-from pyro_l0.nn.weights import fix_weights, pack_zeros, unpack_zeros
+from pyro_l0.nn.weights import fix_weights
 from tests.nn.training import trained_gates
 
 LAYERS = {
@@ -96,34 +95,6 @@ def test_superfluous_weights_close():
 def test_a_network_that_is_the_layer_itself_is_refused():
     with pytest.raises(ValueError, match="inside of the network, but got ''"):
         gate_weights(nn.Linear(2, 1), "")
-
-
-def test_storage_without_zeros(tmp_path):
-    """What is loaded is what was saved, to the bit; a tenth of the weights takes about an eighth of the bytes."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 3, dtype=torch.bfloat16))
-    with torch.no_grad():
-        net[0].weight *= torch.rand(200, 300) < 0.1
-        net[2].weight.zero_()
-    state = net.state_dict()
-    packed = pack_zeros(state)
-    assert {"0.weight#bits", "2.weight#values", "0.bias", "1.num_batches_tracked"} <= packed.keys()
-    save_file(packed, tmp_path / "packed.safetensors")
-    save_file(state, tmp_path / "dense.safetensors")
-    loaded = unpack_zeros(load_file(tmp_path / "packed.safetensors"))
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], value) and loaded[name].dtype == value.dtype for name, value in state.items())
-    sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("packed", "dense")]
-    assert sizes[0] < sizes[1] / 6
-
-
-def test_incomplete_storage_is_refused():
-    packed = pack_zeros({"w": torch.eye(20)})
-    for part in ("#shape", "#bits", "#values"):
-        with pytest.raises(ValueError, match="'w' with #shape, #bits and #values"):
-            unpack_zeros({name: value for name, value in packed.items() if name != f"w{part}"})
-    with pytest.raises(ValueError, match=r"fit each other, but got 50 bytes of bits and 19 values for .*\(20, 20\)"):
-        unpack_zeros({**packed, "w#values": torch.ones(19)})
 
 
 def test_refused():
