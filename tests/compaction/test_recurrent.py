@@ -141,3 +141,20 @@ def test_gates_between_layers_go_into_the_weights_of_the_next_one():
     assert compacted.certificate < 1e-13
     assert (small.first.hidden_size, small.second.input_size, small.second.hidden_size) == (5, 10, 4)
     assert [type(module) for module in small.modules()] == [Stack, nn.LSTM, nn.GRU, nn.Linear]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_weights_of_the_caller_are_gated_too(kind):
+    """``torch.func.functional_call`` gives others for one call, before and after which the module has its own."""
+    torch.manual_seed(5)
+    network = fix_gates(insert_gates(Classifier(kind).double(), {"layer": Gate(8)}), {"layer.1": GATES}).eval()
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_()
+    before = network(X)
+    given = {name: x.clone() for name, x in other.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(network, given, (X,)), other(X))
+    torch.testing.assert_close(network(X), before)
+    network.load_state_dict(other.state_dict(), assign=True)
+    torch.testing.assert_close(network(X), other(X))
