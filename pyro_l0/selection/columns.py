@@ -12,7 +12,7 @@ from scipy.sparse import issparse
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Columns", "coded", "levels_of"]
+__all__ = ["Columns", "coded", "levels_of", "tabular"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,24 @@ class Columns:
         for j, levels in self.levels.items():
             found[:, self.feature_of == j] = x[:, [j]] == np.arange(len(levels))
         return found
+
+
+def tabular(x: ArrayLike) -> ArrayLike:
+    """A data frame of polars as one of pandas, without pyarrow, and sparse columns as dense ones; all else as it is."""
+    frame: Any = x
+    if hasattr(x, "get_columns"):
+        import pandas
+
+        columns = {column.name: column for column in frame.get_columns()}
+        factors = {name for name, column in columns.items() if str(column.dtype).startswith(("Categorical", "Enum"))}
+        frame = pandas.DataFrame({name: column.to_numpy() for name, column in columns.items()})
+        return frame.astype(dict.fromkeys(factors, "category"))  # type: ignore[no-any-return]
+    if hasattr(x, "iloc"):
+        sparse = [j for j, dtype in enumerate(frame.dtypes) if str(dtype).startswith("Sparse")]
+        frame = frame.copy() if sparse else frame
+        for j in sparse:
+            frame.isetitem(j, frame.iloc[:, j].sparse.to_dense())
+    return frame  # type: ignore[no-any-return]
 
 
 def levels_of(x: ArrayLike) -> dict[int, pandas.Index]:
@@ -99,5 +117,5 @@ def _refuse_text(frame: Any, levels: dict[int, pandas.Index]) -> None:
     if text:
         raise ValueError(
             f"Expected numbers or categorical columns, but {text} hold text; pass "
-            f"X.astype({dict.fromkeys(text, 'category')})."
+            f"X.astype({dict.fromkeys(text, 'category')}), or cast them to pl.Categorical in polars."
         )

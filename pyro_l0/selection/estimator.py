@@ -13,7 +13,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_selection import SelectorMixin
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from pyro_l0.selection.columns import Columns, coded, levels_of
+from pyro_l0.selection.columns import Columns, coded, levels_of, tabular
 from pyro_l0.selection.credible_sets import CredibleSet, credible_sets, open_gates
 from pyro_l0.selection.design import Design, make_design
 from pyro_l0.selection.inference_data import to_inference_data
@@ -78,8 +78,8 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """Find the posterior of the coefficients.
 
         Args:
-            X: features, shape ``(n, p)``, at least two observations. A categorical column of a data frame becomes a
-                dummy for each of its levels, all with one gate.
+            X: features, shape ``(n, p)``, at least two observations. A categorical column of a data frame, by pandas
+                or polars, becomes a dummy for each of its levels, all with one gate.
             y: observations, shape ``(n,)``.
             sample_weight: frequency weights, shape ``(n,)``: how many equal observations each row stands for. Whole
                 weights give the posterior of repeated rows; others are powers of the likelihoods. Relative weights
@@ -98,8 +98,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         """
         parameters = self.get_params(deep=False)
         check_parameters(type(self).__name__, parameters)
-        levels = levels_of(X)
-        x, target = self._validated(coded(X, levels), y)
+        table = tabular(X)
+        levels = levels_of(table)
+        x, target = self._validated(coded(table, levels), y)
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, x, ensure_non_negative=True)
         if weight is not None:
             counted = weight > 0
@@ -311,6 +312,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
     def _validated_features(self, x: ArrayLike) -> Array:
         """Features of new observations."""
         check_is_fitted(self)
+        x = tabular(x)
         levels_of(x)  # refuses sparse features by name
         found: Array = validate_data(self, coded(x, self._columns.levels), dtype=np.float64, reset=False)
         return self._columns.dummies(found)

@@ -232,6 +232,32 @@ def test_text_is_refused(kind):
     SpikeSlabRegressor(random_state=0).fit(frame.astype({"city": kind}).astype({"city": "category"}), y)
 
 
+def test_sparse_columns_of_a_frame():
+    """As dense ones, without scikit-learn's warning, in fits and predictions."""
+    frame, y = shops()
+    sparse = frame.assign(age=pd.arrays.SparseArray(frame["age"].where(frame["age"] > 0, 0.0), fill_value=0.0))
+    dense = sparse.assign(age=sparse["age"].sparse.to_dense())
+    first, second = (SpikeSlabRegressor(random_state=0).fit(data, y) for data in (dense, sparse))
+    np.testing.assert_array_equal(first.pip_, second.pip_)
+    np.testing.assert_array_equal(first.predict(dense), second.predict(sparse))
+    assert isinstance(sparse.dtypes["age"], pd.SparseDtype)
+
+
+def test_frames_of_polars():
+    """Categorical columns as those of pandas, and text is refused in the same words."""
+    pl = pytest.importorskip("polars")
+    frame, y = shops()
+    text = pl.DataFrame({name: column.to_numpy() for name, column in frame.astype({"city": object}).items()})
+    other = text.with_columns(pl.col("city").cast(pl.Enum(list("dbcaz"))), pl.col("day").cast(pl.String))
+    other = other.with_columns(pl.col("day").cast(pl.Categorical))
+    first, second = (SpikeSlabRegressor(random_state=0).fit(data, y) for data in (frame, other))
+    np.testing.assert_allclose(first.pip_, second.pip_, atol=1e-12)
+    np.testing.assert_allclose(first.predict(frame), second.predict(other), atol=1e-12)
+    assert second.summary().index.tolist() == first.summary().index.tolist()
+    with pytest.raises(ValueError, match=r"\['city'\] hold text; .* cast them to pl.Categorical in polars"):
+        SpikeSlabRegressor().fit(text, y)
+
+
 def test_sparse_features_are_refused():
     x = csr_array(np.eye(1000))
     with pytest.raises(TypeError, match=r"Expected a dense X, but got a sparse one: centring .* take 8 MB"):
