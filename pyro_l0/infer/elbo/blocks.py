@@ -33,6 +33,12 @@ class Run(NamedTuple):
     at_draws: bool = False  # whether the log ratio of binary gates is taken at their draws, not its mean
 
 
+def as_in_model(model: Mapping[str, Site], guide: Mapping[str, Site]) -> Mapping[str, Site]:
+    """A guide's sites, with the scales and masks of the model's where the guide leaves these to the model."""
+    left = {x: site for x, site in guide.items() if x in model and site["infer"].get("as_in_model")}
+    return {**guide, **{x: {**site, "scale": model[x]["scale"], "mask": model[x]["mask"]} for x, site in left.items()}}
+
+
 class Block:
     """Sites that a :class:`~pyro_l0.infer.elbo.terms.Term` takes at once: one, or gates of several drawn jointly.
 

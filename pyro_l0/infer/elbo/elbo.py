@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site
-from pyro_l0.infer.elbo.blocks import Kind, Run, blocks_of
+from pyro_l0.infer.elbo.blocks import Kind, Run, as_in_model, blocks_of
 from pyro_l0.infer.elbo.coefficients import NAMES, Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
 from pyro_l0.infer.elbo.dependence import check_dependence
 from pyro_l0.infer.elbo.estimators import (
@@ -350,7 +350,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
 
     def _run(self, model: Program, of_guide: Record, drawn: dict[str, Site], args: Args, kwargs: Kwargs) -> Run:
         """A guide's run, whose sites have the values that are given, and the model's at these."""
-        return Run(record_run(model, args, kwargs, self.step, drawn).sites, drawn, of_guide.joint_draws)
+        of_model = record_run(model, args, kwargs, self.step, drawn).sites
+        return Run(of_model, as_in_model(of_model, drawn), of_guide.joint_draws)
 
     def evaluate(
         self,

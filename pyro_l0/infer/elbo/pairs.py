@@ -20,13 +20,21 @@ from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.elbo.slabs import Switch, check_used, gate_site
 
+#: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
+SUM_OUT = (
+    "sum it out in the model, by MixtureSameFamily or by a factor of torch.logsumexp over its values, or take a "
+    "BernoulliGate for 0 and 1."
+)
+
 
 def check_pair(name: str, site: Site, posterior: Site | None) -> GateDistribution | None:
     """The posterior gate of a latent site, None for another latent; raises where model and guide disagree."""
     prior_gate = find_gate(site["fn"])
     kind = "Gate" if prior_gate is not None else "Latent"
     if posterior is None or posterior["type"] != "sample":
-        raise ValueError(f"{kind} site {name!r} of the model has no posterior in the guide.")
+        discrete = prior_gate is None and site["fn"].has_enumerate_support
+        how = f" It is discrete: {SUM_OUT}" if discrete else ""
+        raise ValueError(f"{kind} site {name!r} of the model has no posterior in the guide.{how}")
     q, p = posterior["fn"], site["fn"]
     gate = find_gate(q)
     if (gate is None) != (prior_gate is None):

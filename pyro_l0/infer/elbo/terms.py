@@ -18,7 +18,7 @@ from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.blocks import Block, Kind
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero
 from pyro_l0.infer.elbo.dependence import FACTORISED
-from pyro_l0.infer.elbo.pairs import check_shape
+from pyro_l0.infer.elbo.pairs import SUM_OUT, check_shape
 from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site
 from pyro_l0.infer.guides.drawn import Drawn
 
@@ -244,7 +244,7 @@ def _check_pathwise(name: str, q: Distribution) -> None:
     if not q.has_rsample:
         raise ValueError(
             f"Expected a reparameterised posterior at latent site {name!r}, whose gradient goes through its sample, "
-            f"but got {q}."
+            f"but got {q}{f'; {SUM_OUT}' if q.has_enumerate_support else '.'}"
         )
 
 

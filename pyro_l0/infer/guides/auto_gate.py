@@ -43,7 +43,7 @@ _Posterior = TypeVar("_Posterior", bound=SitePosterior)
 class AutoGate(AutoGuide):
     """Mean-field guide over every gate site of a model, and over its other latents.
 
-    The other latents get normals, mapped to the support of the prior. In an
+    Plates, scales and masks are the model's. The other latents get normals, mapped to the support of the prior. In an
     :class:`~pyro.infer.autoguide.AutoGuideList` they are left to the guides beside it. The first call makes the
     parameters.
 
@@ -103,6 +103,7 @@ class AutoGate(AutoGuide):
         self._mean_field = MeanField(self._posteriors)
         self._names: tuple[str, list[tuple[str, dict[str, nn.Parameter], str]]] | None = None
         self._watches: list[OptimiserWatch | Displaced] = []
+        self._is_scaled = False
 
     def __getstate__(self) -> dict[str, object]:
         # Pyro drops the model from the original when a guide is copied or pickled; drop it from the copy alone.
@@ -198,6 +199,9 @@ class AutoGate(AutoGuide):
         # The guide's own sites do not need the plates of the data.
         used = {plate for site in sites.values() for plate in plates_and_shape(site)[0]}
         self._prototype_frames = {name: frame for name, frame in self._prototype_frames.items() if name in used}
+        scales = [site["scale"] for site in sites.values()]
+        masked = any(site["mask"] is not None for site in sites.values())
+        self._is_scaled = masked or any(isinstance(x, Tensor) or x != 1 for x in scales)
         prototype.detach_()
         what = f"{type(self).__name__} (gate sites {', '.join(map(repr, self._of_kind(GatesPosterior)))})"
         self._watches = [displaced, OptimiserWatch(what, list(modules.parameters()))]
@@ -235,7 +239,7 @@ class AutoGate(AutoGuide):
             self._watches = [watch for watch in self._watches if not watch.is_over()]
         self._state_parameters()
         record = sole_record()
-        if record is not None and not self._prototype_frames:
+        if record is not None and not self._prototype_frames and not self._is_scaled:
             return self._drawing().draw_for(record)
         return self._drawing().draw(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 

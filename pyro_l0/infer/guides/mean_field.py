@@ -99,7 +99,8 @@ class MeanField:
                 if posterior.plates:  # each parameter is full-sized, and a subsampled plate picks its rows
                     dims = posterior.parameters_event_dim
                     parameters = {k: pyro.subsample(x, event_dim=dims) for k, x in parameters.items()}
-                values[name] = pyro.sample(name, posterior.in_events(posterior.distribution(parameters)))
+                fn = posterior.in_events(posterior.distribution(parameters))
+                values[name] = pyro.sample(name, fn, infer={"as_in_model": True})  # type: ignore[arg-type]
         return values
 
     def draw_for(self, record: Record) -> dict[str, Tensor]:

@@ -171,9 +171,9 @@ def test_tensors_that_are_there_before_are_inherited():
     assert all(torch.equal(gate.temperature, prior.temperature) for gate in guide.posterior().values())
 
 
-def in_plate(name, fn, obs=None, size=3):
-    with pyro.plate("units", size):
-        return pyro.sample(name, fn, obs=obs)
+def in_plate(name, fn, obs=None, **options):
+    with pyro.plate("units", 3):
+        return pyro.sample(name, fn, obs=obs, **options)
 
 
 GATES = HardConcrete(torch.zeros(3))
@@ -209,3 +209,57 @@ def test_a_shape_outside_of_plates(name):
     site = name if name in ("w, auxiliary", "v, of the model") else name[0]
     with pytest.raises(ValueError, match=f'at site "{site}", invalid log_prob shape'):
         L0_ELBO("l0").loss(lambda: [gates(), rest()], guide)
+
+
+OPEN = torch.tensor([True, False, True])
+
+
+@pytest.mark.parametrize("plated", [True, False])
+@pytest.mark.parametrize(
+    ("around", "factor_of", "gate"),
+    [
+        (lambda: poutine.mask(mask=OPEN), OPEN.float(), {}),
+        (lambda: poutine.scale(scale=0.5), 0.5 * torch.ones(3), {}),
+        (lambda: poutine.scale(scale=torch.tensor(0.5)), 0.5 * torch.ones(3), {}),
+        (lambda: poutine.mask(mask=True), torch.ones(3), {"obs": torch.ones(3), "obs_mask": ~OPEN}),
+    ],
+    ids=["mask", "scale", "tensor", "obs_mask"],
+)
+def test_scales_and_masks_of_a_model(around, factor_of, gate, plated):
+    """An AutoGate takes those around a gate, as it takes the plates."""
+    if not plated and (gate or factor_of.min() == 0):
+        pytest.skip("a mask is one of plates")
+
+    def model():
+        with around():
+            if plated:
+                in_plate("z", HardConcrete(torch.zeros(3)), **gate)
+            else:
+                gates()
+        pyro.sample("v", HardConcrete(0.0))
+
+    guide = AutoGate(model, init_active_prob=0.3, init_jitter=0.0)
+    if gate:
+        factor_of = OPEN.float()
+    elbo = L0_ELBO("free_energy", lam=2.0)
+    found = elbo.terms(model, guide)
+    q = guide.posterior()["v"]
+    kl = torch.distributions.kl_divergence(q, HardConcrete(0.0)).item()
+    assert found["l0"].item() == pytest.approx(2.0 * 0.3 * (1 + factor_of.sum().item()))
+    assert found["kl_gate"].item() == pytest.approx(kl * (1 + factor_of.sum().item()))
+
+
+def test_a_discrete_latent():
+    """Enumerated or not: summing it out is said to be the way."""
+
+    def model():
+        gates()
+        pyro.sample("k", dist.Categorical(torch.ones(3)), infer={"enumerate": "parallel"})
+
+    guide = AutoGate(poutine.block(model, hide=["k"]))
+    with pytest.raises(ValueError, match=r"site 'k' of the model has no posterior .*sum it out in the model"):
+        L0_ELBO("l0").loss(model, guide)
+    with pytest.raises(ValueError, match=r"posterior at latent site 'k'.*sum it out in the model"):
+        L0_ELBO("l0").loss(model, lambda: [gates(), pyro.sample("k", dist.Categorical(torch.ones(3)))])
+    with pytest.raises(ValueError, match=r"latent site 'k' to be a gate or continuous.* Sum it out in the model"):
+        AutoGate(model)()
