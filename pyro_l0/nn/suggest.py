@@ -266,8 +266,8 @@ class _Outputs:
                     self._pass(one, columns)
                 elif isinstance(one, Reshape):
                     self._reshape(one, columns)
-                else:
-                    for axis in set(one.axes) - passed:  # a softmax reads its units and passes them on
+                elif any(x.names for x in operation.inputs):
+                    for axis in set(one.axes) - passed:  # a norm reads its units and passes them on
                         self._of(axis)[:, 2] |= True if one.where is None else one.where
 
     def reason(self, value: Value, dims: Sequence[int]) -> str | None:

@@ -59,7 +59,7 @@ class Latency:
     def __init__(self, network: nn.Module, example: Example, measured: Mapping[str, float] | None = None) -> None:
         recording = record_called(network, example)
         dependencies = find_dependencies(recording)
-        self.measured = dict(measured or {})
+        self.measured = dict(measured or {"gates": float(sum(dependencies.sizes.values()))})
         self._network, self._example = network, example
         self._device = next(network.parameters()).device
         self._before: Run | None = None

@@ -21,6 +21,7 @@ __all__ = ["GatedNetwork", "put_gates"]
 
 # A gate that is shared makes a plainer network: units leave the stream, with no zeros in their places.
 _AS_SMALL = 1.5
+_ROOM = 0.5  # of a budget, which the least network may take
 _NAMED = 8  # of the modules without a gate, in a message
 Sites = list[
     tuple[tuple[str, ...], Gate | int]
@@ -45,14 +46,15 @@ def put_gates(
     network: nn.Module,
     example: Example,
     gates: Mapping[str, Gate] | None,
-    suffices: Callable[[nn.Module], bool],
+    suffices: Callable[[nn.Module, float], bool],
 ) -> GatedNetwork:
     """Put gates where a closed one makes a network smaller, and its units can be taken out.
 
     A gate per head of attention, and one per unit behind modules whose units leave alone, such as activations and the
-    norms of inner convolutions. If with these the network can't become as small as is wanted (``suffices``), a gate,
-    too, for every unit of a residual stream, at all locations where the stream is written or read, and for inputs of
-    the network. ``gates``, by module path, go in place of all these. A network that has gates already keeps them.
+    norms of inner convolutions. If with these the network can't become well smaller than is wanted (``suffices``, for
+    a part of the budget), a gate, too, for every unit of a residual stream, at all locations where the stream is
+    written or read, and for inputs of the network; and if even that is too large, for parts of larger units.
+    ``gates``, by module path, go in place of all these. A network that has gates already keeps them.
     """
     expect(Mapping | None, "a dict of gates by module path", gates=gates)
     own = [site for site, gate in gate_names(network).items() if isinstance(gate, L0Gate)]
@@ -82,10 +84,11 @@ def put_gates(
     places, inputs = _without_inputs(network, example, _alone(suggested))
     skipped = _why_not(suggested, inputs)
     found = _with_gates(network, places) if places else None
-    if found is None or not suffices(found):
-        more = [*places, *_streams(network, example, suggested), *inputs]
-        if len(more) > len(places):
-            places, found = more, _with_gates(network, more)
+    parts: Sites = [((x.path,), x.gate) for x in suggested.locations if x.is_composite and not x.coupled]
+    for room, more in ((_ROOM, [*_streams(network, example, suggested), *inputs]), (1.0, parts)):
+        if more and (found is None or not suffices(found, room)):
+            places = [*places, *more]
+            found = _with_gates(network, places)
     skipped = {path: why for path, why in skipped.items() if path not in _paths(places) or path in suggested.in_the_way}
     if found is None:
         raise ValueError(

@@ -24,7 +24,7 @@ from pyro_l0.nn.gate_layer import gate_names
 from pyro_l0.pruning.batches import BatchLoss, LossFunction
 from pyro_l0.pruning.described import numbers, told
 from pyro_l0.pruning.distillation import Distil, Distillation
-from pyro_l0.pruning.latency import measure_latency
+from pyro_l0.pruning.latency import Latency, measure_latency
 from pyro_l0.pruning.limits import check_limits, gates_at_least, gates_in_step
 from pyro_l0.pruning.notes import Note, largest_unit, looks_untrained, notes_on, notes_on_latency
 from pyro_l0.pruning.options import check_budget, check_callables, check_distil, check_network, count_steps, with_length
@@ -39,7 +39,7 @@ from pyro_l0.training.stream import Stream, some_batches
 
 __all__ = ["prune"]
 
-_ROOM = 0.5  # of a budget, which the least network may take
+_TIMED_ROOM = 0.75  # of a budget of time, which the least network may take as measured
 Budgets = float | Sequence[float] | Mapping[str, float]
 Counted = Literal["macs", "weights", "parameters", "latency"]
 
@@ -172,12 +172,25 @@ def prune(
     example = tree_map_only(Tensor, lambda x: x.to(device), example)
     given = copied(network).to(device)
     share(given)
-    placed = put_gates(given, example, gates, lambda gated: _suffices(NetworkCost(gated, example), budget, cost))
+    is_timed = _is_timed(budget, cost)
+    measured = saved_entry(checkpoint, "latency") if is_timed and resume and checkpoint is not None else None
+    latencies: dict[nn.Module, Latency] = {}
+
+    def suffices(gated: nn.Module, room: float) -> bool:
+        counts = NetworkCost(gated, example)
+        if measured is not None:
+            return bool(sum(counts.sizes.values()) == measured["gates"])  # as the run chose
+        if callable(cost) or not _suffices(counts, _costs(counts, budget, cost, counts.macs), budget, room):
+            return callable(cost)
+        if is_timed:
+            latencies[gated] = measure_latency(gated, example, None)
+        return _suffices(counts, _costs(counts, budget, cost, latencies.get(gated)), budget, max(room, _TIMED_ROOM))
+
+    placed = put_gates(given, example, gates, suffices)
     loss = BatchLoss(loss_fn, device, autocast)
     counts = NetworkCost(placed.network, example)
-    latency = None
-    if _is_timed(budget, cost):
-        measured = saved_entry(checkpoint, "latency") if resume and checkpoint is not None else None
+    latency = latencies.get(placed.network)
+    if is_timed and latency is None:
         latency = measure_latency(placed.network, example, measured)
     run = Run(
         placed,
@@ -246,16 +259,13 @@ def _print(entry: Mapping[str, Any], phase: str) -> None:
     print(f"epoch {entry['epoch']:.0f}, step {entry['step']:.0f}, {phase}: {found}", file=sys.stderr, flush=True)
 
 
-def _suffices(counts: NetworkCost, budget: Budgets, cost: str | Cost | Mapping[str, Cost]) -> bool:
-    """Whether a network with one open gate per site is well within its budget."""
-    if callable(cost):
-        return True
+def _suffices(counts: NetworkCost, costs: Mapping[str, Cost], budget: Budgets, room: float) -> bool:
+    """Whether a network with one open gate per site takes no more than a part of its budget."""
     smallest = min(budget) if isinstance(budget, Sequence) else budget
     budgets = smallest if isinstance(smallest, Mapping) else {"cost": smallest}
-    costs = _costs(counts, budget, cost, counts.macs)  # which tell as much of what a network can lose of its latency
     least = {site: (torch.arange(size) < 1).float() for site, size in counts.sizes.items()}
     full = {site: torch.ones(size) for site, size in counts.sizes.items()}
-    return all(float(costs[name](least)) <= _ROOM * part * float(costs[name](full)) for name, part in budgets.items())
+    return all(float(costs[name](least)) <= room * part * float(costs[name](full)) for name, part in budgets.items())
 
 
 def _is_timed(budget: Budgets, cost: object) -> bool:

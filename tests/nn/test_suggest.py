@@ -140,6 +140,14 @@ OUTPUTS = {
         Net(lambda net, x: (lambda h: (h[:, :3] + x, h[:, 3:].sum(1)))(net.f(x)), f=two(3, 6)),
         (2, 3),
     ),
+    "read by a coefficient": (
+        Net(
+            lambda net, x: net.f(x) * (net.f(x) * net.s).sum(-1, keepdim=True) + 1,
+            f=two(6, 3),
+            s=nn.Parameter(torch.ones(3)),
+        ),
+        (2, 6),
+    ),
     "classes of nodes": (Net(lambda net, x: net.a @ net.f(x), f=two(6, 3), a=nn.Parameter(torch.rand(5, 5))), (5, 6)),
     "sums over edges": (
         Net(lambda net, x: torch.zeros(5, 3).index_add(0, EDGES[0], net.f(x)[EDGES[1]]), f=two(6, 3)),

@@ -147,3 +147,62 @@ def test_a_gate_given_at_several_places_is_one():
     result = prune(Residual(), F.mse_loss, loader, x[:2], 0.4, epochs=20, gates=gates)
     assert len(result.report.target.open) == 1
     assert result.network.first.out_features == result.network.inner.in_features == result.network.last.in_features < 8
+
+
+EDGES = torch.randint(12, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+class Convolution(nn.Module):
+    """Sums over the edges of a graph."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.lin, self.bias = nn.Linear(inputs, outputs, bias=False), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x, edges):
+        h = self.lin(x)
+        return torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]) + self.bias
+
+
+class GraphAttention(Convolution):
+    """The same with coefficients of heads that stand side by side."""
+
+    def __init__(self, inputs, outputs, heads):
+        super().__init__(inputs, heads * outputs)
+        self.source, self.target = nn.Parameter(torch.randn(heads, outputs)), nn.Parameter(torch.randn(heads, outputs))
+
+    def forward(self, x, edges):
+        h = self.lin(x).view(-1, *self.source.shape)
+        a = (h * self.source).sum(-1)[edges[0]] + (h * self.target).sum(-1)[edges[1]]
+        mixed = torch.zeros_like(h).index_add(0, edges[1], a.sigmoid().unsqueeze(-1) * h[edges[0]])
+        return mixed.flatten(1) + self.bias
+
+
+class Graph(nn.Module):
+    """Two convolutions."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x, edges):
+        return self.second(F.elu(self.first(x, edges)), edges)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: (GraphAttention(16, 8, 4), GraphAttention(32, 3, 1)),
+        lambda: (Convolution(16, 16), Convolution(16, 3)),
+    ],
+)
+def test_graphs_are_pruned_and_keep_their_classes(layers):
+    """By gates that reach the budget together, behind units that leave only together too."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 16), torch.randint(3, (12,))
+    result = prune(Graph(*layers()), F.cross_entropy, [(x, EDGES, y)] * 20, (x, EDGES), 0.4, epochs=3)
+    left, full = result.report.left["macs"]
+    assert left <= 0.4 * full
+    assert result.network(x, EDGES).shape == (12, 3)
+    assert result.network.second.lin.out_features == 3
+    assert result.report.skipped["second.lin"].startswith("it makes the network's output")

@@ -13,7 +13,7 @@ from pyro_l0.pruning import latency
 from pyro_l0.pruning.latency import Latency, measure_latency, microseconds
 from pyro_l0.pruning.notes import notes_on_latency
 from tests.processes import in_two
-from tests.pruning.networks import Mlp, StoppedError, VisionTransformer, digits, same, stopping
+from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, VisionTransformer, digits, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network
 X, Y = digits(320)
@@ -63,6 +63,15 @@ def test_it_is_that_of_the_compacted_network():
     assert float(model({"3": torch.zeros(12), "9": torch.ones(30)})) < 0.3 * float(
         model({"3": torch.ones(12), "9": torch.ones(30)})
     )
+
+
+@pytest.mark.usefixtures("counted")
+def test_streams_get_gates_where_the_time_needs_them(monkeypatch):
+    """Times fall more slowly than multiply-adds, which gates of inner units alone would bring down far enough."""
+    monkeypatch.setattr(latency, "microseconds", lambda runs, *_: [count**0.3 for count in flops(runs, None)])
+    result = prune(ResidualCnn(), F.cross_entropy, BATCHES, X[:2], 0.6, cost="latency", epochs=3)
+    assert result.network.stem[0].out_channels < 8
+    assert result.report.target.fraction["cost"] <= 0.6
 
 
 def test_steps_are_found(counted, monkeypatch):

@@ -77,7 +77,7 @@ def measure(make: Callable[[], nn.Module], size: int, steps: int) -> tuple[float
     """Milliseconds of the plain gated step, and what the target adds to it on average."""
     pyro.set_rng_seed(0)
     x, y = torch.rand(size, 784), torch.randint(10, (size,))
-    gated = put_gates(make(), x[:2], None, lambda _: True).network
+    gated = put_gates(make(), x[:2], None, lambda *_: True).network
     cost = NetworkCost(gated, x[:2]).macs
     loss = BatchLoss(F.cross_entropy, torch.device("cpu"), None)
     phase = GatedPhase(
