@@ -136,7 +136,7 @@ def check_units(x: object, size: int, dim: int, name: object) -> None:
     if type(x) is Tensor and x.is_nested:
         for example in x.unbind():
             check_units(example, size, dim - 1 if dim > 0 else dim, name)
-    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or size not in (1, x.shape[dim]):
+    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or (size != 1 and size != x.shape[dim]):
         raise ValueError(
             f"Expected {size} units in dimension {dim} at gate {name}, but got an input of shape {tuple(x.shape)}."
         )

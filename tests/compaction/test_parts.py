@@ -158,7 +158,7 @@ EXPORTS = {
     "trace": torch.jit.trace,
     "symbolic trace": lambda net, x: torch.fx.symbolic_trace(net),
     "export": lambda net, x: torch.export.export(net, (x,)).module(),
-    "compile": lambda net, x: torch.compile(net, backend="eager", fullgraph=True),
+    "compile": lambda net, x: torch.compile(net, backend="eager", fullgraph=True, dynamic=True),
     "pickle": lambda net, x: pickle.loads(pickle.dumps(net)),
     "onnx": onnx,
 }
