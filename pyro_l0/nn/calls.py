@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,10 +45,15 @@ class Calls:
 
     def unit_dims(self, value: Value) -> list[int]:
         """The dimensions of a tensor that are dimensions of weights as well, so that closing entries cuts weights."""
-        slots, axes = self.maps.slots, self.maps.axes
+        root = self.maps.slots.root
+        return [dim for dim, axis in enumerate(self.maps.axes[value]) if root(axis.block) in self._of_weights]
+
+    @cached_property
+    def _of_weights(self) -> set[int]:
+        """The blocks of weights' dimensions."""
         weights = [weight for weight in self.maps.recording.named.values() if weight.rank > 1]
-        blocks = {slots.root(axis.block) for weight in weights for axis in axes[weight] if axis.size > 1}
-        return [dim for dim, axis in enumerate(axes[value]) if slots.root(axis.block) in blocks]
+        axes = [axis for weight in weights for axis in self.maps.axes[weight] if axis.size > 1]
+        return {self.maps.slots.root(axis.block) for axis in axes}
 
     def are_same_units(self, outputs: Iterable[tuple[Value, int]]) -> bool:
         """Whether dimensions of tensors, such as a module's at its calls, have the same units in the same order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,7 +116,7 @@ def suggest_gates(network: nn.Module, example: Example) -> Suggestions:
     """
     calls = follow_calls(network, example)
     found, refused = _candidates(network, calls)
-    gates = {path: _gate(*outputs[0]) for path, outputs in found.items()}
+    gates = {path: gate for path, outputs in found.items() if (gate := _gate(outputs)) is not None}
     locations: list[Location] = []
     parts, composites = _parts(calls.maps, found)
     if gates:
@@ -150,8 +150,13 @@ Found = dict[str, list[tuple[Value, int]]]
 """By path, what a module returns at each call, and the dimension of its units."""
 
 
-def _gate(value: Value, dim: int) -> Gate:
-    return Gate(value.shape[dim], -1 if dim == value.rank - 1 else dim)
+def _gate(outputs: Sequence[tuple[Value, int]]) -> Gate | None:
+    """A gate for the units at every call, counted from the front or from the end; None if no dimension has them all."""
+    value, dim = outputs[0]
+    dims = [dim - value.rank, dim] if dim == value.rank - 1 else [dim, dim - value.rank]
+    fitting = (d for d in dims if all(d in (own, own - other.rank) for other, own in outputs))
+    found = next(fitting, None)
+    return None if found is None else Gate(value.shape[dim], found)
 
 
 def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]]:
@@ -159,6 +164,11 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
     found: Found = {}
     refused: dict[str, str] = {}
     users, read, ends = _users(calls.maps.recording), _read_outside(calls.maps.recording), _Outputs(calls.maps)
+    paths = {part for path in {x.path for x in calls.maps.recording.operations} for part in _around(path)}
+    busy = {module for path, module in network.named_modules() if path in paths}
+    returned: dict[Value | None, dict[nn.Module, Value | None]] = {}
+    for module, made in calls.of.items():
+        returned.setdefault(made[0].output, {})[module] = made[0].input
     for path, module in network.named_modules():
         own = calls.of_one(module)
         is_gate = isinstance(module, GateLayer) or has_gate_behind(module)
@@ -171,7 +181,7 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
             refused[path] = "proj_size projects its hidden units"
         elif len(values) < len(own):
             refused[path] = "it does not return a tensor that operations use"
-        elif not any(_has_other(network, path, calls, value) for value in values):
+        elif not any(_has_other(module, returned.get(value, {}), busy, value) for value in values):
             dims = [[dim for dim in calls.unit_dims(value) if value.shape[dim] > 1 and dim > 0] for value in values]
             outputs = [(value, found_there[-1]) for value, found_there in zip(values, dims, strict=True) if found_there]
             why = [reason for output in zip(values, dims, strict=True) if (reason := ends.reason(*output)) is not None]
@@ -179,6 +189,8 @@ def _candidates(network: nn.Module, calls: Calls) -> tuple[Found, dict[str, str]
                 refused[path] = why[0]
             elif not calls.are_same_units(outputs):
                 refused[path] = f"it is called {len(own)} times, on different units"
+            elif outputs and _gate(outputs) is None:
+                refused[path] = f"it is called {len(own)} times, with its units in several dimensions"
             elif outputs and len(outputs) == len(values):
                 found[path] = outputs
     return _without_passed_on(calls.maps, users, found), refused
@@ -297,18 +309,14 @@ class _Outputs:
                 self._of(axis)[:, column] |= flat.any(axis=tuple(d for d in range(flat.ndim) if d != dim))
 
 
-def _has_other(network: nn.Module, path: str, calls: Calls, value: Value) -> bool:
+def _has_other(own: nn.Module, returned: Mapping[nn.Module, Value | None], busy: Set[nn.Module], value: Value) -> bool:
     """Whether another module returns the same tensor: one inside, one that made it, or one that changes it in place.
 
-    One that only passes it on, such as the Identity of a shortcut, may be one of several that use it.
+    By module that returns it, ``returned`` is what each got. One that only passes it on, such as the Identity of a
+    shortcut, may be one of several that use it; ``busy`` modules run operations.
     """
-    own = network.get_submodule(path)
-    inner = set(own.modules()) - {own}
-    returned = {module: made[0].input for module, made in calls.of.items() if made[0].output is value}
-    paths = {module: name for name, module in network.named_modules()}
-    busy = {part for operation in calls.maps.recording.operations for part in _around(operation.path)}
-    makers = {module for module, before in returned.items() if before is not value or paths[module] in busy}
-    if not inner.isdisjoint(returned) or (own not in makers and makers):
+    makers = {module for module, before in returned.items() if before is not value or module in busy}
+    if any(module in returned for module in own.modules() if module is not own) or (own not in makers and makers):
         return True
     return any(before is value and module is not own and module in makers for module, before in returned.items())
 

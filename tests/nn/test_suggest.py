@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.compaction import compact, search
-from pyro_l0.nn import Gate, NetworkCost, gate_heads, insert_gates, suggest_gates
+from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
 from pyro_l0.nn.gate_layer import gate_names
 from tests.networks import Net
 
@@ -227,6 +227,39 @@ def test_a_network_where_no_gate_cuts_anything():
     found = suggest_gates(nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3))
     assert len(found) == 0
     assert found.refused == {"0": "it makes the network's output"}
+
+
+@pytest.mark.parametrize("drop", [nn.Identity(), nn.Dropout(0.5), nn.ReLU()])
+def test_a_module_that_is_called_with_units_in_two_dimensions(drop):
+    """As features and as maps; where one number from the front or the end has them both times, a gate acts there."""
+
+    def forward(net, x):
+        maps = net.first(x)
+        rows = maps.flatten(2).transpose(1, 2)
+        rows = rows + net.drop(2 * net.a(rows))
+        back = net.b(rows).unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+        return net.out(maps + net.drop(back))
+
+    torch.manual_seed(0)
+    layers = {"first": nn.Conv2d(3, 8, 1), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "out": nn.Conv2d(8, 2, 1)}
+    network, x = Net(forward, drop=drop, **layers).double().eval(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    suggestions = suggest_gates(network, x)
+    assert "drop" not in suggestions
+    assert suggestions.refused["drop"] == "it is called 2 times, with its units in several dimensions"
+    both = Net(
+        lambda net, x: net.out(net.drop(net.drop(2 * net.first(x)).mean((2, 3)))),
+        drop=drop,
+        first=nn.Conv2d(3, 8, 1),
+        out=nn.Linear(8, 2),
+    )
+    suggested = suggest_gates(both.double().eval(), x)
+    assert suggested["drop"].dim == 1
+    for net, found in ((network, suggestions), (both, suggested)):
+        gated = insert_gates(net, found, x)
+        values = {site: (torch.arange(gate.size) % 2).double() for site, gate in gate_names(gated).items()}
+        small = compact(gated, values, x).network
+        torch.testing.assert_close(small(x), fix_gates(gated, values).eval()(x), rtol=0, atol=1e-12)
+        assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in net.parameters())
 
 
 def test_gates_that_are_there_already_stay():

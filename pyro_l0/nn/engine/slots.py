@@ -60,9 +60,11 @@ class Slots:
         self._sizes: list[int] = []
         self._parents: list[int] = []
         self._pairs: list[tuple[int, Index, int, Index]] = []
+        self._units: list[Index] | None = None  # as long as nothing is added or joined
 
     def new(self, size: int) -> int:
         """A block of entries that belong to nothing yet."""
+        self._units = None
         self._sizes.append(size)
         self._parents.append(len(self._parents))
         return len(self._parents) - 1
@@ -78,15 +80,22 @@ class Slots:
         """Entry i of one block is the same unit as entry i of the other."""
         one, other = self.root(one), self.root(other)
         assert self._sizes[one] == self._sizes[other]
+        self._units = self._units if one == other else None
         self._parents[max(one, other)] = min(one, other)
 
     def join_entries(self, one: int, entries: Index, other: int, others: Index) -> None:
         """Some entries of one block are the same units as some of the other."""
         if len(entries):
+            self._units = None
             self._pairs.append((one, entries, other, others))
 
     def units(self) -> list[Index]:
         """The unit of every entry, by block; joined blocks share their array."""
+        if self._units is None:
+            self._units = self._find_units()
+        return self._units
+
+    def _find_units(self) -> list[Index]:
         roots = [self.root(block) for block in range(len(self._parents))]
         starts, total = dict[int, int](), 0
         for root in dict.fromkeys(roots):
