@@ -19,16 +19,14 @@ from pyro_l0.compaction.fold import NotConstantError, layer_constants
 from pyro_l0.compaction.inputs import refuse_other_sizes
 from pyro_l0.compaction.layers import as_whole_norms
 from pyro_l0.compaction.plan import Plan, constant_units, make_plan
-from pyro_l0.compaction.sizes import Attributes, followed_sizes, set_attributes, sizes_to_try
+from pyro_l0.compaction.sizes import followed_sizes, set_attributes
 from pyro_l0.compaction.storage import Compacted
-from pyro_l0.nn.engine import Analysis, Example, Recording, analyse, calls_of, record
+from pyro_l0.nn.engine import Example, Recording, analyse, calls_of, record
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates, fix_gates
 from pyro_l0.nn.gate_layer import gate_names
 
 __all__ = ["CompactionError", "refusal", "search", "uncut"]
-
-_CLOSE = 100  # times the tolerance: whether attributes are the right ones; the certificate asks for more
 
 
 class CompactionError(RuntimeError):
@@ -155,13 +153,11 @@ class _Attempt:
             apply_in_place(small, plan, constants)
         evaluated = self._fixed(small, plan) if self.keep_gates else small
         attributes = {path: dict(values) for path, values in plan.attributes.items()}
-        for path, values in self._users_sizes(reference, evaluated, analysis).items():
-            module = network.get_submodule(path)
-            new = {name: value for name, value in values.items() if value != getattr(module, name)}
-            if new:
-                attributes.setdefault(path, {}).update(new)
+        for path, values in followed_sizes(network, analysis).items():
+            attributes.setdefault(path, {}).update(values)
+        for each in (small, evaluated):
+            set_attributes(each, attributes)
         plan = replace(plan, attributes=attributes, input_sizes=self._input_sizes(reference, evaluated, plan))
-        set_attributes(small, attributes)
         if plan.input_sizes is not None:
             refuse_other_sizes(small, plan.input_sizes)
         certificate = self._certify(reference, evaluated, plan)
@@ -176,31 +172,6 @@ class _Attempt:
             if change.random and not change.units:
                 del left[change.site]
         return fix_gates(small, left).eval()
-
-    def _users_sizes(self, reference: nn.Module, small: nn.Module, analysis: Analysis) -> Attributes:
-        """The integers of users' modules with which a smaller network computes the same, set in it."""
-        expected = [run(reference, call) for call in self.calls]
-        failure: Exception | None = None
-        for attributes in sizes_to_try(self.network, analysis.shrunk, followed_sizes(self.network, analysis)):
-            before: Attributes = {
-                path: {name: getattr(small.get_submodule(path), name) for name in values}
-                for path, values in attributes.items()
-            }
-            set_attributes(small, attributes)
-            try:
-                found = [difference(x, run(small, call)) for x, call in zip(expected, self.calls, strict=True)]
-                if all(apart <= _CLOSE * self.tolerance * scale for apart, scale in found):
-                    return attributes
-            except Exception as error:
-                failure = failure or error
-            set_attributes(small, before)
-        if failure is None:
-            return {}  # the certificate says how far it is
-        raise CompactionError(
-            f"Expected the network to run with fewer units, but {where_raised(small, failure)} raises: "
-            f"{str(failure).splitlines()[0] if str(failure) else type(failure).__name__}. "
-            f"{self._remedy(small, failure)}"
-        ) from failure
 
     def _remedy(self, small: nn.Module, failure: Exception) -> str:
         """What to do about an error in the smaller network, in words."""

@@ -1,9 +1,8 @@
-"""Integers that modules keep beside their tensors: torch's by their tensors, users' by their uses or by trying."""
+"""Integers that modules keep beside their tensors: torch's by their tensors, users' by their uses."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -11,15 +10,13 @@ from torch.nn.utils import parametrize
 from pyro_l0.nn.engine import Analysis
 from pyro_l0.nn.engine.shared_sizes import find_integers
 
-__all__ = ["Attributes", "Size", "followed_sizes", "set_attributes", "sizes_to_try", "torch_sizes"]
+__all__ = ["Attributes", "Size", "followed_sizes", "set_attributes", "torch_sizes"]
 
 Size = int | tuple[int, ...]
 Attributes = dict[str, dict[str, Size]]
 """By module path, the attributes that change and their new values."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
-_MOST_TRIED = 8
-_OTHERS = ("torch.nn.", "pyro_l0.")  # whose attributes are known
 _OF_WEIGHT: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("out_features", "in_features"),
     nn.Bilinear: ("out_features", "in1_features", "in2_features"),
@@ -95,56 +92,15 @@ def _groups_left(groups: int, size: int, index: Tensor | None) -> int:
 
 
 def followed_sizes(network: nn.Module, analysis: Analysis) -> Attributes:
-    """The integers of users' modules that operations took sizes from, with the values for the units that stay."""
-    maps = analysis.maps
-    uses = [use for use in maps.recording.sizes if use.value in maps.axes]
-    found = find_integers(uses, lambda use: analysis.solution.size(maps.axes[use.value][use.dim]))
+    """The integers of users' modules that code takes sizes from and that change with the units that stay."""
     attributes: Attributes = {}
-    for holder, value in found.items():
-        own = attributes.setdefault(holder.path, {})
-        before = own.get(holder.name, getattr(network.get_submodule(holder.path), holder.name))
-        if isinstance(before, int):
-            own[holder.name] = value
-        else:
-            own[holder.name] = tuple(value if i == holder.place else x for i, x in enumerate(before))
+    for holder, value in find_integers(analysis.maps, analysis.solution).items():
+        before = getattr(network.get_submodule(holder.path), holder.name)
+        own = attributes.get(holder.path, {}).get(holder.name, before)
+        new = value if isinstance(own, int) else tuple(value if i == holder.place else x for i, x in enumerate(own))
+        if new != own:
+            attributes.setdefault(holder.path, {})[holder.name] = new
     return attributes
-
-
-def sizes_to_try(
-    network: nn.Module, shrunk: Mapping[str, Mapping[int, int]], followed: Attributes
-) -> Iterator[Attributes]:
-    """What the integers of users' modules may become: those that are followed, and others that equal shrunken sizes.
-
-    Of the others first none, then those of one name in modules of one class, of two, ... By module path, ``shrunk`` has
-    old sizes and the new ones.
-    """
-    others: dict[tuple[str, str], dict[str, Size]] = {}
-    for path, module in network.named_modules():
-        if type(module).__module__.startswith(_OTHERS):
-            continue
-        sizes = {old: new for old, new in shrunk.get(path, {}).items() if old > 1}
-        for name, value in vars(module).items():
-            new = None if name.startswith("_") or name in followed.get(path, {}) else _replaced(value, sizes)
-            if new is not None:
-                others.setdefault((type(module).__qualname__, name), {})[path] = new
-    tried = list(others.items())[:_MOST_TRIED]
-    for count in range(len(tried) + 1):
-        for chosen in itertools.combinations(tried, count):
-            attributes = {path: dict(values) for path, values in followed.items()}
-            for (_, name), values in chosen:
-                for path, value in values.items():
-                    attributes.setdefault(path, {})[name] = value
-            yield attributes
-
-
-def _replaced(value: object, sizes: Mapping[int, int]) -> Size | None:
-    """An integer, or a tuple of integers, in which sizes are replaced; None if it holds none of them."""
-    if type(value) is int:
-        return sizes.get(value)
-    if isinstance(value, (tuple, list)) and all(type(entry) is int for entry in value):
-        new = tuple(sizes.get(entry, entry) for entry in value)
-        return new if new != tuple(value) else None
-    return None
 
 
 def set_attributes(network: nn.Module, attributes: Mapping[str, Mapping[str, Size]]) -> None:

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import Shrinker, compact, load_compacted
-from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.costs.square_norms import square_norms
@@ -156,13 +155,12 @@ def test_sizes_as_arguments(function):
     shrunk(behind_gates(function), images(), {"net.g": [1]})
 
 
-def test_the_number_of_units_as_an_argument_is_refused():
-    """The network's code would compute with the smaller number; nothing is cut."""
+def test_the_number_of_units_as_an_argument_stays():
+    """The network's code would compute with the smaller number; zeros take the place of what leaves."""
     model, guide, _, shrinker = started(behind_gates(lambda s, h: s.b(h / h.shape[1])).double(), images())
     guide.close("net.g", torch.tensor([1]))
-    with pytest.raises(CompactionError, match=r"differs .* by \d\.\d\de-01"):
-        shrinker.step()
-    assert model.net.a.out_channels == 4
+    shrinker.step()
+    assert (model.net.a.out_channels, model.net.b.in_channels) == (3, 4)
 
 
 @pytest.mark.parametrize(

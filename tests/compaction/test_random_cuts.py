@@ -4,13 +4,15 @@ import importlib.util
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
-from pyro_l0.nn import Gate, suggest_gates
+from pyro_l0.nn import Gate, insert_gates, suggest_gates
 from pyro_l0.nn.engine import analyse, record
-from tests.compaction.random_cuts import MODELS, gated, refusals
+from pyro_l0.nn.engine.held import Holder
+from tests.compaction.random_cuts import MODELS, gated, random_gates, refusals
 from tests.engine.zoo import ZOO
 from tests.networks import Net
 
@@ -93,7 +95,8 @@ def test_an_integer_is_one_size():
     """Entries of queries and values leave apart, but both have the size head_dim, so they stay; whole heads leave."""
     network, x = Attention().eval(), torch.randn(2, 5, 12)
     recording = record(network, x)
-    assert {use.integer.text for use in recording.sizes} == {"heads", "head_dim", "width"}
+    held = {source for comparison in recording.comparisons for source in comparison.sources}
+    assert {str(x) for x in held if isinstance(x, Holder)} == {"heads", "head_dim", "width"}
     assert type(network.heads) is int
     third = torch.arange(12) % 4 == 3
     closed = {f"gates.{i}": third for i in range(2)}
@@ -122,11 +125,93 @@ def test_the_integer_that_an_operation_used_is_changed_and_no_other_size():
     assert compact(network, gates, torch.randn(4, 3)).network[2].number == 5
 
 
+def heads_of(net, x, size):
+    """Attention of which the code takes the width from elsewhere."""
+    batch, time, width = size
+    heads = net.qkv(x).reshape(batch, time, 3, net.heads, width // net.heads).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(*heads, scale=1.0).transpose(1, 2).reshape(size)
+
+
+def scaled_heads(net, x):
+    q, k, v = net.qkv(x).unflatten(-1, (3, net.heads, -1)).permute(2, 0, 3, 1, 4)
+    return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def merged(net, x):
+    width = x.shape[-1]
+    x = torch.cat([x[:, ::2], x[:, 1::2]], -1).view(len(x), -1, 2 * width)
+    return x[..., :width] * x[..., width:]
+
+
+def checked(net, x):
+    if x.size() != (*x.shape[:-1], net.width):
+        raise ValueError(x.shape)
+    return x
+
+
+def in_parts(sizes):
+    def forward(net, x):
+        one, two, three = torch.split(net.qkv(x), sizes(net, x), dim=-1)
+        return torch.cat([net.up(one), two * three], -1)
+
+    return forward
+
+
+def halves(net, x):
+    one, two = net.qkv(x).split(net.qkv.out_features // 2, -1)
+    return torch.cat([one, two], -1)
+
+
+SIZES = {
+    "of the input": lambda net, x: x + heads_of(net, x, x.shape),
+    "of a layer": lambda net, x: heads_of(net, x, (*x.shape[:-1], net.qkv.in_features)),
+    "head from the input": lambda net, x: (
+        net.qkv(x).unflatten(-1, (3, -1, x.shape[-1] // net.heads)).mean(-2).flatten(2)
+    ),
+    "scale": scaled_heads,
+    "merged": merged,
+    "attributes": in_parts(lambda net, x: [net.width, net.width, net.width]),
+    "list": in_parts(lambda net, x: net.sizes),
+    "literals": in_parts(lambda net, x: [8, 8, 8]),
+    "shape": in_parts(lambda net, x: x.shape[-1]),
+    "halves": halves,
+    "slices": lambda net, x: torch.cat([net.qkv(x)[..., : net.width], net.qkv(x)[..., 2 * net.width :]], -1),
+    "range": lambda net, x: x * torch.arange(1, net.width + 1),
+    "line": lambda net, x: x + torch.linspace(0, 1, x.shape[-1], dtype=x.dtype),
+    "waves": lambda net, x: torch.cat([x[..., :1] * torch.arange(0, net.width, 2), net.qkv(x)], -1),
+    "compared": checked,
+    "mean": lambda net, x: x - x.sum(-1, keepdim=True) / x.shape[-1],
+    "branch": lambda net, x: x * 2 if x.shape[-1] == net.width and x.size(2) % net.heads == 0 else net.qkv(x),
+    "literal": lambda net, x: x if x.shape[-1] == 8 else net.qkv(x),
+    "unequal": lambda net, x: x.relu() if x.shape[1] != x.shape[2] else x,
+    "repeated": lambda net, x: x.unflatten(-1, (-1, 2)).repeat_interleave(net.heads, dim=2).flatten(2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_in_code_fit_or_units_stay(name):
+    """What code computes from shapes, attributes and literals, compares, or takes as a number."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(3, 8), "qkv": nn.Linear(8, 24), "up": nn.Linear(8, 5), "last": nn.LazyLinear(2)}
+    network = Net(
+        lambda net, x: net.last(SIZES[name](net, net.first(x))), heads=2, width=8, sizes=[8, 8, 8], **layers
+    ).eval()
+    example = torch.randn(2, 4, 3, dtype=torch.float64)
+    network.double()(example)
+    gated = insert_gates(network, suggest_gates(network, example), example)
+    for seed, rate in enumerate((0.4, 0.8)):
+        small = compact(gated, random_gates(gated, rate, seed), example)
+        assert small.certificate < 1e-12
+    assert (network.heads, network.width, network.sizes) == (2, 8, [8, 8, 8])
+    assert type(network.width) is int
+
+
 class Picky(nn.Module):
     """Asks for a number of units that operations do not tell."""
 
     def forward(self, x):
-        if x.shape[-1] % 4:
+        if len(x.mT) % 4:
             raise RuntimeError("a multiple of four")
         return x
 

@@ -43,8 +43,8 @@ class Attention(nn.Module):
             scale = 0.5 if "scale" in self.how else None
             return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa="gqa" in self.how)
         if "bmm" in self.how:
-            q, k, v = (y.reshape(b * 4, t, 6) for y in (q, k, v))
-            return torch.bmm(torch.baddbmm(q.new_zeros(1), q, k.mT, beta=0).softmax(-1), v).view(b, 4, t, 6)
+            q, k, v = (y.reshape(-1, t, 6) for y in (q, k, v))
+            return torch.bmm(torch.baddbmm(q.new_zeros(1), q, k.mT, beta=0).softmax(-1), v).view(b, -1, t, 6)
         weights = q @ k.transpose(-1, -2) / math.sqrt(6) + self.mask[:t, :t]
         return F.dropout(weights.softmax(-1), 0.1, self.training) @ v
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_l0.nn.engine import rules
 from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
 from pyro_l0.nn.engine.maps import ConstantInput, Maps, find_rule
-from pyro_l0.nn.engine.shared_sizes import keep_parts_even, pin_shared_sizes
+from pyro_l0.nn.engine.shared_sizes import keep_parts_even, keep_results, pin_shared_sizes
 from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Mask
 from pyro_l0.nn.engine.solve import Solution
 from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
@@ -147,7 +147,7 @@ def analyse(
     maps = _apply_rules(recording, _masks(recording, closed), values, folds)
     constants = settle_constants(maps)
     solution = Solution(maps)
-    while read_what_stays(maps, solution) or keep_parts_even(maps, solution):
+    while read_what_stays(maps, solution) or keep_parts_even(maps, solution) or keep_results(maps, solution):
         solution = Solution(maps)
     return _answer(maps, solution, constants)
 

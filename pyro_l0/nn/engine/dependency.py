@@ -69,13 +69,12 @@ def find_dependencies(recording: Recording) -> Dependencies:
     of_closed = {
         read: other
         for operation, relations in opened.relations.items()
-        # What one of them has more, at the end, are entries that stayed for the sake of even parts.
-        for read, other in zip(relations, all_closed.maps.relations[operation], strict=False)
+        for read, other in zip(relations, all_closed.maps.relations[operation], strict=True)
         if isinstance(read, Read) and isinstance(other, Read)
     }
     needs = Needs(opened, formulas, presence.passes, lambda read: presence.reads(read, of_closed[read].where))
     certain = [axis.block for call in recording.calls for x in (*call.inputs, *call.outputs) for axis in opened.axes[x]]
-    for block in [*certain, *(block for block, _ in opened.pins)]:
+    for block in [*certain, *(block for block, _ in (*opened.pins, *all_closed.maps.pins))]:
         kept.add(units[block], np.full(len(units[block]), TRUE))
     for read, entries in needs.read.items():
         kept.add(units[read.axes[0].block], entries)

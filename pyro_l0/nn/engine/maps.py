@@ -75,6 +75,7 @@ class Maps:
     zero_channels: dict[str, Mask] = field(default_factory=dict)  # by path of a BatchNorm, zero in front of it
     barriers: dict[Operation, str] = field(default_factory=dict)  # of which nothing is known
     pins: list[tuple[int, str]] = field(default_factory=list)  # blocks that have to stay, and why
+    kept: list[tuple[int, Index, str]] = field(default_factory=list)  # entries that also do, for these closed gates
     roots: list[Value] = field(default_factory=list)  # that the network's own code branches on
     _numbers: dict[Value, Axis] = field(default_factory=dict)
     _operation: Operation | None = None

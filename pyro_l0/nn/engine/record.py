@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_l0.nn.engine.held import follow_integers, given_sizes
-from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, SizeUse, Value
+from pyro_l0.nn.engine.held import KNOWN, Dimension, Held, Notes, follow_integers, note_sizes
+from pyro_l0.nn.engine.tape import WRITE, Call, Operation, Recording, Value
 from pyro_l0.nn.gate_layer import GateLayer, check_units, gate_names
 
 __all__ = ["Example", "calls_of", "copied", "keep_state", "record"]
@@ -58,6 +58,7 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
     try:
         return _record(network, example, with_training, recorder)
     finally:
+        recorder.notes.is_open = False
         try:
             _give_back(held)
         finally:  # once more, if an interrupt came meanwhile
@@ -69,7 +70,8 @@ def record(network: nn.Module, example: Example, with_training: bool = False) ->
 def _record(network: nn.Module, example: Example, with_training: bool, recorder: _Recorder) -> Recording:
     calls = []
     own_modules = [x for x in network.modules() if not type(x).__module__.startswith("torch.nn.")]
-    with _undisturbed(network), follow_integers(network), recorder.follow_modules(), recorder.replace_gates():
+    follow_integers(network, recorder.notes)
+    with _undisturbed(network), recorder.follow_modules(), recorder.replace_gates():
         for training, (args, kwargs) in product((False, True) if with_training else (False,), calls_of(example)):
             for module in own_modules:
                 module.training = training
@@ -87,7 +89,9 @@ def _record(network: nn.Module, example: Example, with_training: bool, recorder:
                 value.is_output = True
             calls.append(Call(tuple(inputs), tuple(outputs)))
     operations = tuple(_without_saved(recorder.operations))
-    return Recording(network, operations, tuple(calls), recorder.named, tuple(recorder.sizes))
+    return Recording(
+        network, operations, tuple(calls), recorder.named, tuple(recorder.notes), recorder.compared_dimensions()
+    )
 
 
 def calls_of(example: Example) -> list[tuple[tuple[object, ...], dict[str, object]]]:
@@ -114,13 +118,15 @@ class _Recorder(TorchDispatchMode):
         self.network = network
         self.operations: list[Operation] = []
         self.named: dict[str, Value] = {}
-        self.sizes: list[SizeUse] = []
         self.dims: dict[GateLayer, int] = {}  # of gates, as their calls give them
+        self.notes = Notes()
         self.is_paused = False
         self._gate: dict[str, object] | None = None
         self._paths: list[str] = [""]
         self._values: dict[int, Value] = {}
         self._in_memory: dict[int, dict[int, Tensor]] = {}  # by address, the tensors that were seen there
+        self._asked: list[Tensor] = []  # for their shapes; an id has to stay theirs
+        self._known = {path for path, x in network.named_modules() if type(x).__module__.startswith(KNOWN)}
         self._names: dict[int, list[str]] = {}
         for name, tensor in [
             *network.named_parameters(remove_duplicate=False),
@@ -159,6 +165,22 @@ class _Recorder(TorchDispatchMode):
             self.is_paused = False
         self._write(name, function, given, _bind(_WHOLE[function][1], *given), result)
         return result
+
+    def shape_of(self, tensor: Tensor) -> torch.Size:
+        """The shape of a tensor, which is followed if users' code asks for it."""
+        path = self._paths[-1]
+        if path in self._known:
+            return tensor.shape
+        self._asked.append(tensor)
+        text = f"of a tensor in {path or 'the network'}"
+        keys = [Dimension(id(tensor), dim) for dim in range(tensor.dim())]
+        sizes = zip(keys, tensor.shape, strict=True)
+        return torch.Size([Held.of(size, self.notes, f"shape[{key.dim}] {text}", key) for key, size in sizes])
+
+    def compared_dimensions(self) -> dict[Dimension, tuple[Value, int]]:
+        """The dimensions whose sizes were compared."""
+        keys = {key for comparison in self.notes for key in comparison.sources if isinstance(key, Dimension)}
+        return {key: (self._values[key.tensor], key.dim) for key in keys if key.tensor in self._values}
 
     def value_of(self, tensor: Tensor) -> Value:
         """The value that a tensor has now."""
@@ -288,18 +310,23 @@ class _WholeCalls(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs = kwargs or {}
         if func in _WHOLE and not self.recorder.is_paused:
-            return self.recorder.call_whole(_WHOLE[func][0], func, args, kwargs)
-        result = func(*args, **kwargs)
-        if not self.recorder.is_paused:
-            self.recorder.sizes += [
-                SizeUse(size, self.recorder.value_of(tensor), dim)
-                for size, tensor, dim in given_sizes((args, kwargs), result)
-            ]
+            result = self.recorder.call_whole(_WHOLE[func][0], func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if self.recorder.is_paused:
+            return result
+        if func in _SHAPES:
+            shape = self.recorder.shape_of(args[0])
+            return shape if isinstance(result, torch.Size) else shape[args[1] if len(args) > 1 else kwargs["dim"]]
+        note_sizes(self.recorder.notes, func, (args, kwargs), result)
         return result
+
+
+_SHAPES = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
 
 
 def _signature(names: str, dim: int | None = None) -> _Signature:

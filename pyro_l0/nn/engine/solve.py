@@ -65,6 +65,8 @@ class Solution:
                     self._keep(self.units[axis.block], text)
         for block, text in maps.pins:
             self._keep(self.units[block], text)
+        for block, entries, text in maps.kept:
+            self._keep(self.units[block][entries], text)
         for operation in maps.recording.operations:
             for relation in maps.relations[operation]:
                 if isinstance(relation, Read) and relation in self._needs.read:

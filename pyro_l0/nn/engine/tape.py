@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pyro_l0.nn.engine.held import Held
+from pyro_l0.nn.engine.held import Comparison, Dimension
 
-__all__ = ["WRITE", "Call", "Operation", "Recording", "SizeUse", "Value"]
+__all__ = ["WRITE", "Call", "Operation", "Recording", "Value"]
 
 WRITE = "write in place"  # the operation that stands for what a write does to the other views of its memory
 
@@ -101,15 +101,6 @@ class Operation:
         return [found] if isinstance(found, int) else [int(x) for x in cast(Sequence[int], found)]
 
 
-@dataclass(frozen=True, eq=False)
-class SizeUse:
-    """One size of a value that an integer of a module gave."""
-
-    integer: Held
-    value: Value
-    dim: int
-
-
 @dataclass(frozen=True)
 class Call:
     """Inputs and outputs of one recorded call."""
@@ -126,4 +117,5 @@ class Recording:
     operations: tuple[Operation, ...]  # in the order of their running
     calls: tuple[Call, ...]  # one for each example
     named: dict[str, Value]  # parameters and buffers that were used, by every name
-    sizes: tuple[SizeUse, ...] = ()  # which integers of the users' modules gave
+    comparisons: tuple[Comparison, ...] = ()  # of sizes and of integers of the users' modules
+    dimensions: Mapping[Dimension, tuple[Value, int]] = field(default_factory=dict)  # what these are sizes of

@@ -275,6 +275,23 @@ def sequence(size, length=5):
     return lambda batch: torch.randn(batch, length, size)
 
 
+class InputWidth(nn.Module):
+    """Vision transformers': the attention is as wide as its input, whose units therefore stay behind their gate."""
+
+    def __init__(self, size=12, heads=2):
+        super().__init__()
+        self.num_heads, self.first, self.gate = heads, nn.Linear(3, size), Gate(size)
+        self.qkv, self.output, self.head = nn.Linear(size, 3 * size), nn.Linear(size, size), nn.Linear(size, 2)
+        self.inner = Gate(size)
+
+    def forward(self, x):
+        x = self.gate(self.first(x))
+        batch, time, size = x.shape
+        heads = self.qkv(x).reshape(batch, time, 3, self.num_heads, size // self.num_heads)
+        attended = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4).unbind(0))
+        return self.head(self.inner(self.output(attended.transpose(1, 2).reshape(batch, time, size))))
+
+
 def language_model(**options):
     separate = {f"blocks.0.attention.{name}.weight": (6, 12) for name in ("query", "key", "value")}
     projections = {"blocks.0.attention.qkv.weight": (18, 12)} if options.get("fused") else separate
@@ -311,6 +328,9 @@ ENTRIES = {
     "vision_transformer": Entry(
         VisionTransformer, lambda batch: torch.randn(batch, 3, 8, 8),
         shapes={"branches.0.qkv.weight": (24, 12), "branches.0.output.weight": (12, 8)},
+    ),
+    "input_width": Entry(
+        InputWidth, sequence(3), shapes={"first.weight": (6, 3), "qkv.weight": (36, 12), "output.weight": (6, 12)},
     ),
     "mixer": Entry(Mixer, sequence(8, 6), shapes={"tokens.inner.weight": (5, 6), "features.inner.weight": (6, 8)}),
     "linear_attention": Entry(LinearAttention, sequence(12), shapes={"key.weight": (6, 12), "output.weight": (3, 6)}),

@@ -189,7 +189,41 @@ def images(size=8, maps=3):
     return lambda batch: torch.randn(batch, maps, size, size)
 
 
+class SplitMaps(nn.Module):
+    """YOLO's: halves as large as an attribute says, the second one through more convolutions."""
+
+    def __init__(self, half=5):
+        super().__init__()
+        self.half, self.gate = half, Gate(2 * half, dim=1)
+        self.first, self.last = nn.Conv2d(3, 2 * half, 1), nn.Conv2d(3 * half, 2, 1)
+        self.middle = nn.Conv2d(half, half, 3, padding=1)
+
+    def forward(self, x):
+        parts = list(self.gate(F.silu(self.first(x))).split((self.half, self.half), 1))
+        return self.last(torch.cat([*parts, self.middle(parts[-1])], 1))
+
+
+class Halving(nn.Module):
+    """An autoencoder's, which checks the width of what it is given."""
+
+    def __init__(self, channels=8):
+        super().__init__()
+        self.channels, self.conv = channels, nn.Conv2d(channels, channels, 3, 2)
+
+    def forward(self, x):
+        assert x.shape[1] == self.channels
+        return self.conv(x)
+
+
 ENTRIES = {
+    # Of the halves' units 3 and 2 are open; a zero is the third.
+    "split_maps": Entry(
+        SplitMaps, images(), shapes={"first.weight": (5, 3, 1, 1), "middle.weight": (5, 3, 3, 3)},
+    ),
+    "checked_width": Entry(
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), Gate(8, dim=1), Halving(), Gate(8, dim=1), nn.Conv2d(8, 2, 1)),
+        images(), shapes={"2.conv.weight": (4, 4, 3, 3), "4.weight": (2, 4, 1, 1)},
+    ),
     "lenet": Entry(lenet, images(10, 1), shapes={"4.weight": (3, 2, 3, 3), "8.weight": (5, 12)}),
     "padded_constants": Entry(padded_constants, images(), shapes={"0.weight": (3, 3, 3, 3)}),
     "densenet": Entry(Dense, images(), shapes={"stem.weight": (4, 3, 3, 3), "layers.2.6.weight": (3, 4, 3, 3)}),

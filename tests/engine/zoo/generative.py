@@ -131,7 +131,21 @@ def flow():
     return Net(forward, hidden=nn.Linear(3, 10), gate=Gate(10), moves=nn.Linear(10, 6))
 
 
+class Times(nn.Module):
+    """Diffusion's: sines and cosines of times, as many as an attribute says."""
+
+    def __init__(self, size=8):
+        super().__init__()
+        self.size, self.gate, self.dense, self.head = size, Gate(size), nn.Linear(size, 6), nn.Linear(6, 2)
+
+    def forward(self, t):
+        half = self.size // 2
+        angles = t * torch.exp(-torch.arange(half, dtype=t.dtype) / half)
+        return self.head(F.silu(self.dense(self.gate(torch.cat([angles.sin(), angles.cos()], -1)))))
+
+
 ENTRIES = {
+    "times": Entry(Times, lambda batch: torch.randn(batch, 1), shapes={"dense.weight": (6, 4)}),
     "unet": Entry(
         UNet, images(),
         shapes={"up.weight": (6, 4, 2, 2), "merge.0.weight": (4, 8, 3, 3), "last.0.weight": (3, 7, 3, 3)},

@@ -11,6 +11,7 @@ from pyro_l0.nn.engine.tape import Operation
 __all__ = ["create"]
 
 
+_ORDERED = ("aten::arange", "aten::linspace", "aten::logspace", "aten::hann_window", "aten::hamming_window")
 _LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
 
 
@@ -30,3 +31,5 @@ def create(maps: Maps, operation: Operation) -> None:
     state = VARIES if is_random else ZERO if is_zero else CONSTANT
     for output in operation.made:
         maps.set_state(output, state)
+        if operation.name in _ORDERED and output.shape[0] > 1:  # which numbers they are, code can't say of fewer
+            maps.pin(maps.axes[output][0].block)
