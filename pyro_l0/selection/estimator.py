@@ -126,6 +126,7 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         self._keep(design, posterior, seed)
         self._warn_of_chains()
         self._data = x, target, weight
+        self._warn_of_separation()
         self.credible_sets_: list[CredibleSet] = credible_sets(
             open_gates(self.draws_.coefficients, self._gate_of),
             self.pip_,
@@ -254,6 +255,9 @@ class SpikeSlabEstimator(SelectorMixin, BaseEstimator):  # type: ignore[misc]
         sample = self.sample(len(draws.rate))
         names = self._column_names(), self._gate_names()
         return to_inference_data(self._family(), draws, sample, self.pip_, x, y, *names)
+
+    def _warn_of_separation(self) -> None:
+        """Only classes can be separated."""
 
     def _warn_of_chains(self) -> None:
         """Name the least certain inclusion probability, if it is too uncertain."""

@@ -155,3 +155,14 @@ def test_wrong_questions(call, message):
 def test_before_a_fit(name):
     with pytest.raises(NotFittedError):
         getattr(SpikeSlabRegressor(), name)()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_wide_slab_beside_separated_classes_is_warned_of(classes):
+    """Where only the slab bounds the coefficients; not under a narrow one, nor where classes overlap."""
+    x = np.random.default_rng(1).normal(size=(30, 2))
+    y = np.digitize(x[:, 0], [-0.5, 0.5][: classes - 1])
+    with pytest.warns(UserWarning, match=r"separate the classes, .* Set a smaller slab_scale"):
+        SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, y)
+    SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=1.0).fit(x, y)
+    SpikeSlabClassifier(random_state=0, rate=0.5, slab_scale=50.0).fit(x, np.roll(y, 1))
