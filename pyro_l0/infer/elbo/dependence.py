@@ -162,6 +162,9 @@ def check_dependence(
     # What is computed from other draws, a Delta, is computed anew.
     drawn = {name: x for name, x in guide.items() if name not in latent or not isinstance(innermost(x["fn"]), Delta)}
     parents = _parents(run_guide, drawn, [x for x in latent if x in drawn and drawn[x]["value"].is_floating_point()])
+    jointly = [name for name, site in latent.items() if isinstance(site["fn"], Drawn)]
+    for i, name in enumerate(jointly):
+        parents[name] |= set(jointly[:i])
     for name, switch in slab.items():
         if not isinstance(guide[name]["fn"], Drawn):
             _check_slab(name, gate_site(switch), _links(model, guide), guide, parents)

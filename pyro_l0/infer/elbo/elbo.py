@@ -90,7 +90,9 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             event of its slab (in the same plates); gates with event dimensions switch its elements, and broadcast
             along the last dimensions as in ``z * w``. ``{"w": ("z", index)}`` is for ``z[..., index] * w``: integers
             along the last dimension of z, such as the group of each weight. A slab's KL without a registered closed
-            form (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw, which is unbiased.
+            form (Student-t, Cauchy, half-normal priors) is sampled at the slab's draw, which is unbiased. Slabs of
+            AutoNormal and AutoDiagonalNormal count with their own density; a guide's slab depends on no gate of its
+            own, and no other site on it.
         kl_scale: factor on every KL; a number, or a function of the step for annealing. The step is the number of
             losses taken so far with a gradient, kept in the attribute ``step``.
         weight_decay: coefficient of half the expected squared norm of the gated weights (Eq. 15 and 17),
@@ -114,7 +116,8 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
         TypeError: an option has the wrong type.
         ValueError: an option is out of range or does not fit the objective; when called, a coefficient names a site
             that is not a gate or has another shape, model and guide differ at a site, a latent variable is not
-            reparameterised, gates fit their slab in no way or in several, the minibatch is empty, the loss is not
+            reparameterised, gates fit their slab in no way or in several, sites depend on one another so that
+            their KL is no sum of KLs, the minibatch is empty, the loss is not
             finite, or the model has no likelihood.
 
     Warns:

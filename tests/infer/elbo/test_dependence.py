@@ -20,7 +20,7 @@ from pyro.infer.autoguide import (
 from torch.distributions import biject_to, kl_divergence
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.infer import L0_ELBO, AutoGate
+from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab
 
 REAL, POSITIVE, BOUNDED = dist.Normal(0.0, 1.0), dist.LogNormal(0.5, 1.0), dist.Uniform(-1.0, 2.0)
 
@@ -308,6 +308,26 @@ def test_the_kl_of_latents_at_the_draws():
     elbo = L0_ELBO(num_particles=50)
     assert abs(elbo.differentiable_loss(model, guide).item() - truth) < 5 * 0.19 / math.sqrt(50)
     assert elbo.at_draws == {"z"}
+
+
+def test_a_rate_that_is_drawn_given_its_gates():
+    """The loss without gradients is that with them, where AutoSpikeSlab draws gates, and then their rate."""
+
+    def model():
+        rate = pyro.sample("rate", dist.Beta(1.0, 3.0))
+        with pyro.plate("units", 4):
+            z, w = pyro.sample("z", BernoulliGate(rate + Z)), pyro.sample("w", normal())
+            pyro.sample("y", dist.Normal(z * w, 1.0), obs=Z + 1)
+
+    pyro.set_rng_seed(7)
+    guide = AutoSpikeSlab(model, slab={"w": "z"}, gates="autoregressive", slabs="structured")
+    elbo = slab_elbo(**OPEN)
+    elbo.loss(model, guide)
+    assert elbo.at_draws == {"z"}
+    pyro.set_rng_seed(8)
+    without = elbo.loss(model, guide)
+    pyro.set_rng_seed(8)
+    assert elbo.differentiable_loss(model, guide).item() == pytest.approx(without, rel=1e-5)
 
 
 def test_other_orders_without_a_dependence():
