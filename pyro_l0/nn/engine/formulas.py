@@ -176,7 +176,9 @@ class Formulas:
 
     def _shortest(self, clauses: list[Clause]) -> list[Clause]:
         """The clauses from which the others follow, short ones first."""
-        reduced = [self._beside(clause, clauses) for clause in clauses]
+        parts = [(other, literals) for other in clauses if (literals := self._with_clause.get(other))]
+        wanted = set[int]().union(*(literals for _, literals in parts))
+        reduced = [clause if clause.isdisjoint(wanted) else self._beside(clause, parts) for clause in clauses]
         ordered = sorted({clause: None for clause in reduced if clause is not None}, key=len)
         cases = [self._cases_with(clause) for clause in ordered]
         kept: list[int] = []
@@ -187,12 +189,14 @@ class Formulas:
                 kept.append(place)
         return [ordered[place] for place in kept]
 
-    def _beside(self, clause: Clause, clauses: list[Clause]) -> Clause | None:
-        """What a clause says beside others: its literals' statements without theirs; None if nothing."""
+    def _beside(self, clause: Clause, parts: list[tuple[Clause, set[int]]]) -> Clause | None:
+        """What a clause says beside others: its literals' statements without theirs; None if nothing.
+
+        ``parts`` are the others, each with the literals that stand for statements that have it.
+        """
         known: dict[int, list[Clause]] = {}
-        for other in clauses:
-            literals = self._with_clause.get(other)
-            if literals and other is not clause and not clause.isdisjoint(literals):
+        for other, literals in parts:
+            if other is not clause and not clause.isdisjoint(literals):
                 for literal in sorted(clause & literals):
                     known.setdefault(literal, []).append(other)
         if not known:
