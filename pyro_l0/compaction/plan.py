@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +96,25 @@ class Plan:
             values = {name: _with_tuples(value) for name, value in values.items()}
             values["changes"] = {path: GateChange(**change) for path, change in values["changes"].items()}
             values["folds"] = tuple(LayerFold(**fold) for fold in values["folds"])
-            return cls(**values)
+            plan = cls(**values)
+            for part in (plan, *plan.changes.values(), *plan.folds):
+                for name, kind in get_type_hints(type(part)).items():
+                    if not _fits(getattr(part, name), kind):
+                        raise ValueError(f"{name} is no {kind}")
+            return plan
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"Expected the JSON of a compaction plan, but got {text[:60]!r} ({error}).") from error
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a field's type, and finite."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if origin is not None:
+        entries = value.values() if isinstance(value, dict) else value
+        return isinstance(value, origin) and all(_fits(x, inner[0 if origin is tuple else 1]) for x in entries)
+    return type(value) in (int, float) and math.isfinite(value) if kind is float else type(value) is kind
 
 
 def _with_tuples(value: Any) -> Any:

@@ -1,6 +1,8 @@
 """The file of a compacted network: whole at every moment, and refused by name when it is anything else."""
 
 import errno
+import json
+import math
 import os
 import random
 import stat
@@ -268,6 +270,23 @@ def test_what_is_no_plan_is_refused(tmp_path):
     safetensors.save_file(tensors, f"{path}.safetensors")
     with pytest.raises(ValueError, match=r"Expected the JSON of a compaction plan, but got '\{\}'"):
         Plan.from_json("{}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("random", math.nan), ("random", []), ("random", 1), ("out", 2.0), ("units", ["0"]), ("fixed", [math.inf])],
+)
+def test_fields_of_another_type_are_refused(field, value):
+    """In what a gate becomes; and, beside it, an index that is true."""
+    plan = json.loads(compacted().plan.to_json())
+    path = next(iter(plan["changes"]))
+    assert Plan.from_json(json.dumps(plan)).changes[path].random is False
+    plan["changes"][path][field] = value
+    with pytest.raises(ValueError, match=f"Expected the JSON of a compaction plan.*{field} is no"):
+        Plan.from_json(json.dumps(plan))
+    plan["changes"], plan["kept"]["x"] = {}, [[True]]
+    with pytest.raises(ValueError, match="kept is no"):
+        Plan.from_json(json.dumps(plan))
 
 
 def test_plans_that_can_not_be_read_are_refused(saved):
