@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -50,6 +51,9 @@ def compact(
         CompactionError: no smaller network was found that computes the same within the tolerance; the message says
             which gates to open.
 
+    Warns:
+        UserWarning: gates are closed, and nothing is smaller.
+
     Example:
         >>> import torch
         >>> from pyro_l0.nn import Gate
@@ -59,9 +63,17 @@ def compact(
         (Linear(in_features=2, out_features=2, bias=True), ((0, 2), None))
     """
     try:
-        return replace(search(network, gates, example, tolerance=tolerance), before=tuple(before))
+        found = search(network, gates, example, tolerance=tolerance)
     except CompactionError as error:
         raise CompactionError(f"{error}{_advice(network, gates, example, tolerance)}") from error
+    stays = {site: next(iter(why.values())) for site, why in found.reasons.items() if why}
+    if stays and not found.plan.kept:
+        named = "; ".join(f"{site!r}: {why}" for site, why in stays.items())
+        warnings.warn(
+            f"Gates are closed, but nothing is smaller: units stay ({named}). Put gates where suggest_gates says.",
+            stacklevel=2,
+        )
+    return replace(found, before=tuple(before))
 
 
 def compact_or_fix(

@@ -162,7 +162,7 @@ class _Attempt:
             refuse_other_sizes(small, plan.input_sizes)
         certificate = self._certify(reference, evaluated, plan)
         warn_unseen(network, self.recording, analysis.shrunk)
-        return Compacted(small, plan, certificate, reasons=analysis.reasons)
+        return Compacted(small, plan, certificate, reasons=analysis.reasons, removed=analysis.removed)
 
     def _fixed(self, small: nn.Module, plan: Plan) -> nn.Module:
         """The smaller network with fixed gates, which it still has."""

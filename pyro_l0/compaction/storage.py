@@ -36,6 +36,7 @@ class Compacted:
             gradients, in evaluation and in training mode, are its attributes.
         before: the plans by which the network had shrunk before, if it did.
         reasons: by gate site, the closed units that stay, and why; empty for a network that was loaded.
+        removed: by gate site, the units that left behind the gate; empty for a network that was loaded.
     """
 
     network: nn.Module
@@ -43,6 +44,7 @@ class Compacted:
     certificate: Certificate
     before: tuple[Plan, ...] = field(default=(), repr=False)
     reasons: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    removed: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def needs_pyro_l0(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -17,7 +18,7 @@ from pyro_l0.pruning.distillation import Distillation
 from pyro_l0.training.processes import average_buffers
 from pyro_l0.training.stream import some_batches
 
-__all__ = ["BatchLoss", "Loader", "LossFunction", "groups", "renew_statistics"]
+__all__ = ["BatchLoss", "Loader", "LossFunction", "groups", "renew_statistics", "trained_modules"]
 
 LossFunction = Callable[..., Tensor]
 _BATCHES = 20  # for statistics of BatchNorm
@@ -159,3 +160,11 @@ def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> Non
             norm.momentum = momentum
         for module, training in modes.items():
             module.training = training
+
+
+def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[str]:
+    """The paths of the modules whose own parameters a loss trains; a copy is called, with random numbers of its own."""
+    copied = copy.deepcopy(network).train()
+    with torch.random.fork_rng([loss.device] if loss.device.type == "cuda" else []):
+        loss(copied, batch).backward()
+    return {name.rpartition(".")[0] for name, p in copied.named_parameters() if p.grad is not None}

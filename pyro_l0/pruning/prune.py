@@ -18,10 +18,11 @@ from pyro_l0.expect import expect
 from pyro_l0.infer import AutoGate, SparsityTarget
 from pyro_l0.infer.target.budget import BudgetTooSmallError, Cost
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
+from pyro_l0.nn.calls import record_example
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate_layer import gate_names
-from pyro_l0.pruning.batches import BatchLoss, LossFunction
+from pyro_l0.pruning.batches import BatchLoss, LossFunction, trained_modules
 from pyro_l0.pruning.described import numbers, told
 from pyro_l0.pruning.distillation import Distil, Distillation
 from pyro_l0.pruning.latency import Latency, measure_latency
@@ -186,8 +187,13 @@ def prune(
             latencies[gated] = measure_latency(gated, example, None)
         return _suffices(counts, _costs(counts, budget, cost, latencies.get(gated)), budget, max(room, _TIMED_ROOM))
 
+    loss, batch = BatchLoss(loss_fn, device, autocast), next(some_batches(loader))
+    dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
+    is_frozen = not any(p.requires_grad for p in dense.parameters())  # which is refused below
+    trained = set[str]() if is_frozen else trained_modules(dense, loss, batch)  # before what takes longer
     placed = put_gates(given, example, gates, suffices)
-    loss = BatchLoss(loss_fn, device, autocast)
+    called = {name.rpartition(".")[0] for name in record_example(given, example).named}
+    placed.skipped.update(dict.fromkeys(trained - called, "only the training uses it, and it is not counted"))
     counts = NetworkCost(placed.network, example)
     latency = latencies.get(placed.network)
     if is_timed and latency is None:
@@ -225,8 +231,6 @@ def prune(
         )
 
     with Checkpoint.held(checkpoint, resume), pyro.get_param_store().scope():
-        batch = next(some_batches(loader))
-        dense = fix_gates(given, {site: torch.ones(gate.size) for site, gate in gate_names(given).items()}).to(device)
         if distil is not None:
             loss.teach(Distillation(dense.eval(), *distil), batch)
         try:
@@ -322,7 +326,7 @@ def _described(
 def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
     """What is returned of the network at a budget, and the notes on it."""
     assert cut.compacted is not None
-    network = cut.compacted.network.eval()
+    network, removed = cut.compacted.network.eval(), cut.compacted.removed
     full = {site: torch.ones_like(gate) for site, gate in cut.gates.items()}
     is_open = full if cut.refusal is not None else {site: (gate != 0).float() for site, gate in cut.gates.items()}
     counts = {"macs": run.counts.macs, "weights": run.counts.weights, "parameters": run.counts.parameters}
@@ -345,6 +349,7 @@ def _result(run: Run, cut: Cut) -> tuple[Pruned, list[Note]]:
         end=run.error(network),
         largest_unit=largest,
         skipped=run.placed.skipped,
+        units={site: (len(gate) - len(removed.get(site, ())), len(gate)) for site, gate in cut.gates.items()},
         notes=tuple(note.text for note in notes),
     )
     return Pruned(network, report, cut.compacted.certificate, tuple(run.history), cut.compacted.plan), notes

@@ -27,6 +27,7 @@ class PruningReport:
         end: error of the network that is returned.
         largest_unit: the largest share of a budget that one unit takes, or one block of ``multiple_of`` units.
         skipped: by module path, why there is no gate.
+        units: by site, how many of its units stay, and of how many; less than are open where several leave together.
         notes: what may have gone better, and what to do.
     """
 
@@ -37,6 +38,7 @@ class PruningReport:
     end: float | None
     largest_unit: float
     skipped: Mapping[str, str]
+    units: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -49,6 +51,9 @@ class PruningReport:
         numbers = {"as given": self.dense, "as cut": self.cut, "at the end": self.end}
         lines += [f"{when}: {value:.4g}" for when, value in numbers.items() if value is not None]
         lines.append(str(self.target))
+        for site, (left, of) in self.units.items():
+            if left != self.target.open.get(site, (left, of))[0]:
+                lines.append(f"{site}: {left} of {of} units stay, as some leave only together")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

@@ -359,3 +359,22 @@ def test_gate_behind_a_recurrent_layer_is_named(layer):
     net = nn.Sequential(layer(3, 4), Gate(4), nn.Linear(4, 2))
     with pytest.raises(ValueError, match=r"module '1' \(Gate\).* a tensor at gate 1, but got a tuple; .*nn\.LSTM"):
         compact(net, {"1": torch.ones(4)}, torch.ones(2, 5, 3))
+
+
+def test_closed_gates_that_cut_nothing_are_told():
+    """Half of a state that goes around in a loop, whose other readers need all of it."""
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter, self.again, self.last, self.gate = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 2), Gate(3)
+
+        def forward(self, x):
+            h = x.new_zeros(x.shape[1], 6)
+            for one in x:
+                h = torch.tanh(self.enter(one) + self.again(h))
+            return h.sum() + self.last(torch.cat([self.gate(h[:, :3]) + h[:, :3], h[:, 3:]], -1))
+
+    with pytest.warns(UserWarning, match="closed, but nothing is smaller.*'gate'"):
+        small = compact(Loop(), {"gate": torch.tensor([1.0, 0.0, 0.0])}, torch.randn(4, 2, 3))
+    assert small.plan.kept == {}

@@ -1,6 +1,7 @@
 """A few lines of a user's prune networks of five kinds, and the result is a plain network of the user's own class."""
 
 import copy
+import importlib
 import io
 
 import pyro
@@ -206,3 +207,35 @@ def test_graphs_are_pruned_and_keep_their_classes(layers):
     assert result.network(x, EDGES).shape == (12, 3)
     assert result.network.second.lin.out_features == 3
     assert result.report.skipped["second.lin"].startswith("it makes the network's output")
+
+
+class Auxiliary(Mlp):
+    """With a head that only its training calls, and units that leave only in pairs."""
+
+    def __init__(self):
+        super().__init__(second=48)
+        self.last, self.auxiliary = nn.Linear(24, 10), nn.Linear(32, 10)
+
+    def forward(self, images):
+        h = F.relu(self.first(images.flatten(1)))
+        a, b = self.second(h).chunk(2, -1)
+        out = self.last(F.gelu(a) * b)
+        return out + 0.3 * self.auxiliary(h) if self.training else out
+
+
+def test_the_report_counts_units_that_leave_and_names_what_only_trains():
+    torch.manual_seed(0)
+    x, _ = digits()
+    report = prune(Auxiliary(), F.cross_entropy, digit_batches(), x[:2], 0.4, epochs=3).report
+    assert report.skipped["auxiliary"] == "only the training uses it, and it is not counted"
+    left, of = report.units["second.1"]
+    assert (left % 2, of) == (0, 48)
+    assert left < report.target.open["second.1"][0]
+    assert f"{left} of 48 units stay" in str(report)
+
+
+def test_the_loss_is_called_before_the_analysis(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("pyro_l0.pruning.prune"), "put_gates", None)
+    x, _ = digits()
+    with pytest.raises(ZeroDivisionError):
+        prune(Mlp(), lambda outputs, targets: 1 / 0, digit_batches(), x[:2], 0.4, epochs=3)
