@@ -91,6 +91,7 @@ def test_gates_behind_what_is_not_called_or_returns_more_are_refused(make, path,
         insert_gates(make(), {path: Gate(8)})
 
 
+@pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")
 def test_attributes_of_a_module_with_a_gate_are_read():
     """Its sizes, and its weights: the operations say what follows from that."""
 
