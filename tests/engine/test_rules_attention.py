@@ -162,7 +162,7 @@ class Stream(nn.Module):
         (nn.LayerNorm, True, True, True),
         (nn.LayerNorm, True, False, True),
         (nn.LayerNorm, False, True, False),
-        (type("OwnNorm", (nn.LayerNorm,), {}), True, True, False),
+        (type("OwnNorm", (nn.LayerNorm,), {}), True, True, True),
         (nn.RMSNorm, False, False, True),
         (nn.RMSNorm, True, True, True),
         (rms_norm, False, True, False),

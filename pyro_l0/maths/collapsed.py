@@ -1,0 +1,337 @@
+"""Gates of a quadratic log likelihood with the Gaussian slabs behind them integrated out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_l0.maths.second_order import BATCH, Quadratic
+
+
+class CollapsedQuadratic:
+    """Log odds and evidence of gates in front of Gaussian slabs that are integrated out.
+
+    The slabs' scale is a number or of shape ``(p,)``; ``(S, 1)`` or ``(S, p)`` where each of S chains has its own. With
+    ``gate_of``, shape ``(p,)``, elements share gates; -1 is one that is always there. Of shape ``(p, k)``, it has the
+    gates of which all must be open, as the gate of a group and that of a feature, padded with -1. ``factor``, shape
+    ``(S,)``, multiplies A and b, such as the noise of each chain's own draw; ``linear``, shape ``(S, p)``, is b of each
+    chain.
+    """
+
+    def __init__(
+        self,
+        quadratic: Quadratic,
+        scale: float | Tensor,
+        *,
+        gate_of: Tensor | None = None,
+        factor: Tensor | None = None,
+        linear: Tensor | None = None,
+    ) -> None:
+        linear = quadratic.linear if linear is None else linear
+        self.quadratic, self.gate_of = quadratic, gate_of
+        self._scale = _by_chain(
+            "scale", torch.as_tensor(scale, dtype=linear.dtype, device=linear.device), linear.shape[-1]
+        )
+        # A factor f is a change of unit: sqrt(f) beta has A itself, sqrt(f) b, and slabs that are sqrt(f) wider.
+        root = _by_chain("factor", linear.new_ones(1) if factor is None else factor.to(linear)[:, None], 1).sqrt()
+        unit = self._scale * root
+        self._elements = _Elements(unit, linear * root * unit, quadratic.diagonal * unit.square())
+        self._groups = None if gate_of is None else _Groups.of(gate_of, quadratic)
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviations of the slabs, shape ``(p,)``, or ``(S, p)`` where each chain has its own."""
+        return self._scale.squeeze(0)
+
+    @property
+    def gates(self) -> int:
+        """How many there are."""
+        return self._elements.unit.shape[1] if self._groups is None else len(self._groups.members)
+
+    @property
+    def chains(self) -> int | None:
+        """The number of chains with scales or factors of their own; None where all gate vectors share one."""
+        rows = len(self._elements.linear)
+        return None if rows == 1 else rows
+
+    def gibbs_logits(self, z: Tensor, prior_logits: Tensor) -> Tensor:
+        """Log odds of every gate given the others, from those of the prior; z are zeros and ones, shape ``(S, G)``."""
+        factors, _ = self.conditionals(z)
+        return factors + prior_logits.to(factors)
+
+    def conditionals(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Log Bayes factors of all gates given the others, shape ``(S, G)``, and log evidence, shape ``(S,)``."""
+        on = self.on(z)
+        parts = [self._conditionals(z[part], on[part], part) for part in self._parts(on, on.shape[1])]
+        factors, evidence = map(torch.cat, zip(*parts, strict=True))
+        return factors, evidence
+
+    def slab_moments(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log Bayes factor of every gate, and mean and variance of the slab behind it if it opens; each ``(S, p)``."""
+        if self._groups is not None:
+            raise ValueError("Expected each element to have a gate of its own, but some share one; draw the slabs.")
+        on = self.on(z)
+        parts = [self._slab(self._open(on[part], part), part) for part in self._parts(on, on.shape[1])]
+        precision, linear = map(torch.cat, zip(*parts, strict=True))
+        return _log_integral(precision, linear), linear / precision * self._scale, self._scale.square() / precision
+
+    def log_evidence(self, z: Tensor) -> Tensor:
+        """Log of the integral over the slabs, shape ``(S,)``; 0 where no gate is open."""
+        on = self.on(z)
+        return torch.cat([self._open(on[part], part).log_evidence for part in self._parts(on)])
+
+    def mean(self, z: Tensor) -> Tensor:
+        """Posterior mean of the coefficients z w given the gates, shape ``(S, p)``."""
+        on = self.on(z)
+        return self._slabs(on, torch.zeros_like(on, dtype=self._scale.dtype))
+
+    def draw_slabs(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A draw of the slabs w given the gates, shape ``(S, p)``; behind closed gates they follow their prior."""
+        on = self.on(z)
+        return self._slabs(on, torch.randn(on.shape, generator=generator, dtype=self._scale.dtype, device=on.device))
+
+    def on(self, z: Tensor) -> Tensor:
+        """Whether each element is open, shape ``(S, p)``."""
+        if z.dim() != 2 or z.shape[1] != self.gates or self.chains not in (None, len(z)):
+            chains = "S" if self.chains is None else self.chains
+            raise ValueError(f"Expected gates of shape ({chains}, {self.gates}), but got {tuple(z.shape)}.")
+        return z.bool() if self.gate_of is None else opened(z.bool(), self.gate_of).bool()
+
+    def _parts(self, on: Tensor, width: int | None = None) -> Iterator[slice]:
+        """Parts of the gate vectors that fit in memory, with ``width`` numbers for each open element."""
+        most = max(int(on.sum(1).max()), 1) if len(on) else 1
+        size = max(1, BATCH // (most * (width or most)))
+        return (slice(start, start + size) for start in range(0, max(len(on), 1), size))
+
+    def _open(self, on: Tensor, part: slice) -> _Open:
+        index, valid = open_positions(on)
+        unit, linear = (_at(_picked(x, part), index) * valid for x in self._elements[:2])
+        eye = torch.eye(index.shape[1]).to(unit)
+        precision = self.quadratic.blocks(index) * unit[:, :, None] * unit[:, None, :]
+        precision = precision + eye * (1 + _rounding(precision))
+        inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(precision), eye, upper=False)
+        return _Open(index, valid, unit, inverse, (inverse @ linear[:, :, None]).squeeze(2))
+
+    def _conditionals(self, z: Tensor, on: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        open_ = self._open(on, part)
+        if self._groups is None:
+            return _log_integral(*self._slab(open_, part)), open_.log_evidence
+        elements, cross, rest = self._rest(open_, part)
+        factors = self._groups.log_bayes_factors(z, on, open_, cross, rest, elements.unit)
+        return factors, open_.log_evidence
+
+    def _rest(self, open_: _Open, part: slice) -> tuple[_Elements, Tensor, Tensor]:
+        """The elements, L^-1 t A of shape ``(S, k, p)``, and the linear term that the open elements leave."""
+        elements = _Elements(*(_picked(x, part) for x in self._elements))
+        cross = (open_.inverse * open_.unit[:, None, :]) @ self.quadratic.rows(open_.index)
+        return elements, cross, elements.linear - elements.unit * (open_.whitened[:, None, :] @ cross).squeeze(1)
+
+    def _slab(self, open_: _Open, part: slice) -> tuple[Tensor, Tensor]:
+        """Precision and linear term of each slab alone, in units of its scale, if its gate is open."""
+        elements, cross, rest = self._rest(open_, part)
+        explained = elements.unit.square() * cross.square_().sum(1)
+        # The Schur complement of a semidefinite A is not negative; rounding may leave it so for a copy of an open one.
+        precision = (elements.diagonal - explained).clamp(min=0) + 1
+        variance = open_.inverse.square().sum(1)
+        return open_.placed(1 / variance, out=precision), open_.placed(open_.mean / variance, out=rest)
+
+    def _slabs(self, on: Tensor, noise: Tensor) -> Tensor:
+        """Posterior mean of the slabs plus noise times deviation; the noise alone behind closed gates."""
+        parts = []
+        for part in self._parts(on):
+            open_ = self._open(on[part], part)
+            parts.append(open_.placed(open_.coloured(open_.whitened + _at(noise[part], open_.index)), out=noise[part]))
+        return torch.cat(parts) * self._scale
+
+
+class _Elements(NamedTuple):
+    """What an element needs of its slab, in units of the slab's scale; each of shape ``(1 or S, p)``."""
+
+    unit: Tensor
+    linear: Tensor
+    diagonal: Tensor
+
+
+@dataclass(frozen=True)
+class _Open:
+    """The open elements of gate vectors, padded to the longest."""
+
+    index: Tensor  # which elements, shape (S, k); 0 at a padding
+    valid: Tensor  # where there is no padding
+    unit: Tensor  # their scales; 0 at a padding, where the precision is that of the prior alone
+    inverse: Tensor  # that of L, shape (S, k, k)
+    whitened: Tensor  # L^-1 t b, shape (S, k)
+
+    @property
+    def log_evidence(self) -> Tensor:
+        """Log of the integral over the slabs."""
+        return 0.5 * self.whitened.square().sum(1) + self.inverse.diagonal(dim1=1, dim2=2).log().sum(1)
+
+    @property
+    def mean(self) -> Tensor:
+        """Posterior mean, in units of the scale."""
+        return self.coloured(self.whitened)
+
+    def coloured(self, x: Tensor) -> Tensor:
+        """L'^-1 x."""
+        return (x[:, None, :] @ self.inverse).squeeze(1)
+
+    def placed(self, values: Tensor, out: Tensor) -> Tensor:
+        """Put values of the open elements into ``out``, of shape ``(S, p)``."""
+        chain, _ = self.valid.nonzero(as_tuple=True)
+        out[chain, self.index[self.valid]] = values[self.valid]
+        return out
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Gates that switch several elements each."""
+
+    gate_of: Tensor  # the gates of each element, shape (p, k)
+    members: Tensor  # the elements of each gate, shape (G, m); 0 at a padding
+    valid: Tensor  # where there is no padding
+    blocks: Tensor  # A among them, shape (G, m, m)
+
+    @staticmethod
+    def of(gate_of: Tensor, quadratic: Quadratic) -> _Groups:
+        """From the gates of each element."""
+        if gate_of.shape[:1] != quadratic.linear.shape or gate_of.dtype != torch.long or bool((gate_of < -1).any()):
+            raise ValueError(
+                f"Expected gate_of to be the index of a gate for each of {len(quadratic.linear)} elements, of dtype "
+                f"torch.long and at least -1, but got shape {tuple(gate_of.shape)} and {gate_of.dtype}."
+            )
+        gates = torch.arange(int(gate_of.max()) + 1, device=gate_of.device)
+        gate_of = gate_of.reshape(len(gate_of), -1)
+        members, valid = open_positions((gate_of == gates[:, None, None]).any(-1))
+        return _Groups(gate_of, members, valid, quadratic.blocks(members))
+
+    def _switched(self, z: Tensor) -> Tensor:
+        """The members that a gate switches while the others stay, shape ``(S, G, m)``: their other gates are open."""
+        if self.gate_of.shape[1] == 1:
+            return self.valid.expand(len(z), -1, -1)
+        closed = ~torch.nn.functional.pad(z.bool(), (0, 1), value=True)
+        return self.valid & (closed[:, self.gate_of].sum(-1)[:, self.members] == closed[:, :-1, None])
+
+    def log_bayes_factors(
+        self, z: Tensor, on: Tensor, open_: _Open, cross: Tensor, rest: Tensor, unit: Tensor
+    ) -> Tensor:
+        """Of every gate, from L^-1 t A, of shape ``(S, k, p)``, and the linear term that the open elements leave."""
+        switched = self._switched(z)
+        unit = unit[:, self.members]
+        columns = (cross[:, :, self.members] * unit[:, None]).movedim(1, 2)
+        blocks = self.blocks * unit[..., :, None] * unit[..., None, :]
+        schur = blocks - columns.mT @ columns
+        quadratic, log_root = _halves(schur, rest[:, self.members], switched, add=1 + _rounding(blocks))
+        closed = quadratic - log_root
+
+        is_open = on[:, self.members] & switched
+        slot = torch.zeros_like(on, dtype=torch.long)
+        slot = open_.placed(torch.arange(open_.index.shape[1]).to(slot).expand_as(open_.index), out=slot)
+        place = slot[:, self.members]
+        columns = open_.inverse.mT[torch.arange(len(on), device=on.device)[:, None, None], place].mT
+        mean = open_.mean.gather(1, place.flatten(1)).view_as(is_open)
+        inverse = columns.mT @ columns
+        quadratic, log_root = _halves(inverse, mean, is_open, add=_rounding(inverse))
+        return torch.where(is_open.any(2), quadratic + log_root, closed)
+
+
+def _rounding(matrix: Tensor) -> Tensor:
+    """What to add to the diagonal, so that rounding leaves a matrix definite; shape ``(..., k, 1)``."""
+    k = matrix.shape[-1]
+    return 2 * k * torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+def _halves(matrix: Tensor, vector: Tensor, valid: Tensor, add: Tensor) -> tuple[Tensor, Tensor]:
+    """Halves of v' M^-1 v and of log det M, with ``add`` on the diagonal of M and without invalid rows."""
+    both = valid[..., :, None] & valid[..., None, :]
+    eye = torch.eye(matrix.shape[-1]).to(matrix)
+    matrix = torch.where(both, matrix + add * eye, eye)
+    root = torch.linalg.cholesky(matrix)
+    solved = torch.linalg.solve_triangular(root, (vector * valid)[..., None], upper=False)
+    return 0.5 * solved.square().sum((-2, -1)), root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _log_integral(precision: Tensor, linear: Tensor) -> Tensor:
+    """Log of the integral of exp(h x - (e - 1) x^2 / 2) over a standard normal x."""
+    return 0.5 * (linear.square() / precision - precision.log())
+
+
+def opened(gates: Tensor, gate_of: Tensor) -> Tensor:
+    """The gate of every element, or the product of its gates, shape ``(..., p)``; -1 is none, which counts as 1."""
+    own = torch.nn.functional.pad(gates, (0, 1), value=1)[..., gate_of]
+    return own if gate_of.dim() == 1 else own.prod(-1)
+
+
+def open_positions(on: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of the true entries of each row, padded with 0, and which are no padding; at least one column."""
+    row, element = on.nonzero(as_tuple=True)
+    count = on.sum(1)
+    slot = torch.arange(len(row), device=on.device) - (count.cumsum(0) - count)[row]
+    index = row.new_zeros(len(on), max(int(count.max()), 1) if len(on) else 1)
+    valid = torch.zeros_like(index, dtype=torch.bool)
+    index[row, slot], valid[row, slot] = element, True
+    return index, valid
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Entries of the rows of x, which may have one row for all."""
+    return x.expand(len(index), -1).gather(1, index)
+
+
+def _picked(x: Tensor, chain: slice) -> Tensor:
+    """Rows of some chains, where each has its own."""
+    return x if len(x) == 1 else x[chain]
+
+
+def _by_chain(name: str, x: Tensor, width: int) -> Tensor:
+    """A row for each chain, or one for all."""
+    if x.dim() > 2 or x.shape[-1:] not in ((), (1,), (width,)):
+        raise ValueError(
+            f"Expected {name} to be one number, one for each of {width} elements, or such a row for each chain, but "
+            f"got shape {tuple(x.shape)}."
+        )
+    if not bool(((x > 0) & torch.isfinite(x)).all()):
+        raise ValueError(f"Expected {name} to be positive and finite, but got {x.flatten()[:5].tolist()}.")
+    return x.expand(x.shape[0] if x.dim() == 2 else 1, width)
+
+
+class SlabGivenGates(NamedTuple):
+    """The Gaussian of slabs given their gates, for a batch of n gate vectors over p elements."""
+
+    cholesky: Tensor  # L, shape (n, p, p)
+    mean: Tensor  # of the slabs, shape (n, p)
+    scale: Tensor  # standard deviations of the prior, shape (n, p) or what broadcasts to it
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """Slabs from standard normal noise, shapes ``(n, p)``."""
+        spread: Tensor = torch.linalg.solve_triangular(self.cholesky.mT, noise.unsqueeze(-1), upper=True)
+        return self.mean + self.scale * spread.squeeze(-1)
+
+    def conditionals(self, slabs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each slab given those behind it, at a draw and its noise.
+
+        Row j of L^T (w - mean) / S = noise holds the slabs from j on: their densities multiply to the joint one.
+        """
+        deviation = self.scale / self.cholesky.diagonal(dim1=-2, dim2=-1)
+        return slabs - deviation * noise, deviation
+
+
+def slab_given_gates(
+    curvature: Tensor, linear: Tensor, gates: Tensor, scale: Tensor, loc: Tensor | None = None
+) -> SlabGivenGates:
+    """The slabs' Gaussian given gates z of each element, shape ``(n, p)``, and the prior's scales and means.
+
+    The curvature A and the linear term b may have a batch dimension n.
+    """
+    if loc is not None:
+        linear = linear - torch.einsum("...ij,...j->...i", curvature, gates * loc)
+    gated = gates * scale
+    precision = gated.unsqueeze(-1) * curvature * gated.unsqueeze(-2)
+    precision = precision + torch.eye(gates.shape[-1], dtype=gates.dtype, device=gates.device)
+    cholesky = torch.linalg.cholesky(precision)
+    offset = scale * torch.cholesky_solve((gated * linear).unsqueeze(-1), cholesky).squeeze(-1)
+    return SlabGivenGates(cholesky, offset if loc is None else loc + offset, scale)

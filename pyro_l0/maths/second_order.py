@@ -1,0 +1,214 @@
+"""Second-order tools: Newton's method, quadratic log likelihoods, expansions and Laplace's approximation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Objective", "Point", "Step", "find_maximum", "jacobian", "slope_and_curvature"]
+
+
+# Numbers that one batch of work may hold, and rows of a design's A that are kept: 128 MB and 256 MB of float64.
+BATCH = 2**24
+KEPT = 2**25
+_DENSE = 2000  # columns of a design up to which A is formed at once: 32 MB
+
+
+class Quadratic(Protocol):
+    """b . beta - beta' A beta / 2."""
+
+    linear: Tensor  # b, shape (p,)
+    diagonal: Tensor  # that of A, shape (p,)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of A: indices of shape ``(S, k)`` give ``(S, k, p)``."""
+        ...
+
+    def blocks(self, index: Tensor) -> Tensor:
+        """The square of A that belongs to each row of indices: shape ``(S, k)`` gives ``(S, k, k)``."""
+        ...
+
+
+class DenseQuadratic:
+    """A quadratic log likelihood with a given A, symmetric and positive semidefinite, shape ``(p, p)``."""
+
+    def __init__(self, matrix: Tensor, linear: Tensor) -> None:
+        if matrix.dim() != 2 or matrix.shape != linear.shape * 2:
+            raise ValueError(
+                f"Expected a matrix of shape (p, p) and a linear term of shape (p,), but got {tuple(matrix.shape)} "
+                f"and {tuple(linear.shape)}."
+            )
+        self.matrix, self.linear, self.diagonal = matrix, linear, matrix.diagonal()
+
+    def rows(self, index: Tensor) -> Tensor:
+        """See :class:`Quadratic`."""
+        return self.matrix[index]
+
+    def blocks(self, index: Tensor) -> Tensor:
+        """See :class:`Quadratic`."""
+        return self.matrix[index[:, :, None], index[:, None, :]]
+
+
+class DesignQuadratic:
+    """A quadratic log likelihood with A = X'X, which is never held as a whole.
+
+    Rows of A are computed when first needed and kept while there is room: a sampler opens few gates, mostly the same.
+    """
+
+    def __init__(self, design: Tensor, linear: Tensor) -> None:
+        if design.dim() != 2 or design.shape[1:] != linear.shape:
+            raise ValueError(
+                f"Expected a design of shape (n, p) and a linear term of shape (p,), but got {tuple(design.shape)} and "
+                f"{tuple(linear.shape)}."
+            )
+        self.linear = linear
+        self._columns = design.T.contiguous()
+        self.diagonal = self._columns.square() @ design.new_ones(1).expand(len(design))
+        self._capacity = KEPT // max(len(linear), 1)
+        self._forget()
+
+    def rows(self, index: Tensor) -> Tensor:
+        """See :class:`Quadratic`."""
+        wanted, place = index.unique(return_inverse=True)
+        if len(wanted) > self._capacity:
+            return self._computed(wanted)[place]
+        missing = wanted[self._place[wanted] < 0]
+        if self._count + len(missing) > self._capacity:
+            self._forget()
+            missing = wanted
+        self._keep(missing)
+        return self._kept[self._place[index]]
+
+    def blocks(self, index: Tensor) -> Tensor:
+        """See :class:`Quadratic`."""
+        pieces = index.split(max(1, BATCH // max(1, index.shape[1] * self._columns.shape[1])))
+        columns = (self._columns[piece] for piece in pieces)
+        return torch.cat([x @ x.mT for x in columns])
+
+    def _computed(self, index: Tensor) -> Tensor:
+        return self._columns[index] @ self._columns.T
+
+    def _forget(self) -> None:
+        self._count = 0
+        self._kept = self._columns.new_empty(0, len(self.linear))
+        self._place = torch.full_like(self.linear, -1, dtype=torch.long)
+
+    def _keep(self, index: Tensor) -> None:
+        end = self._count + len(index)
+        if end > len(self._kept):
+            grown = self._kept.new_empty(min(max(2 * end, 64), self._capacity), len(self.linear))
+            grown[: self._count] = self._kept[: self._count]
+            self._kept = grown
+        self._kept[self._count : end] = self._computed(index)
+        self._place[index] = torch.arange(self._count, end, device=index.device)
+        self._count = end
+
+
+def quadratic_of(design: Tensor, linear: Tensor) -> DenseQuadratic | DesignQuadratic:
+    """A quadratic log likelihood with A = X'X, which is formed at once unless it is large."""
+    if len(linear) > _DENSE:
+        return DesignQuadratic(design, linear)
+    return DenseQuadratic(design.T @ design, linear)
+
+
+_ITERATIONS, _HALVINGS = 100, 40
+_ARMIJO = 1e-4  # share of the promised gain that a step must bring
+
+# S arguments, and whatever else is linear in them, such as linear predictors; each of shape (S, ...).
+Point = tuple[Tensor, ...]
+
+
+class Step(NamedTuple):
+    """A Newton step from each of S points."""
+
+    moves: Point
+    gain: Tensor  # slope . step, shape (S,)
+    settled: Tensor  # which points need no further step, shape (S,); they take this one without a check
+    curvature: Tensor  # what the objective keeps of the second derivatives
+
+
+class Objective(Protocol):
+    """S functions to be maximised."""
+
+    def value(self, point: Point) -> Tensor:
+        """Shape ``(S,)``."""
+        ...
+
+    def step(self, point: Point, value: Tensor) -> Step:
+        """The Newton step from a point of known values."""
+        ...
+
+
+def find_maximum(objective: Objective, point: Point, advice: str = "") -> tuple[Point, Tensor, Step]:
+    """Take Newton steps, each halved until it gains enough: the last point, its values, and the step to take next.
+
+    The advice ends the warning of maxima that were not found.
+    """
+    value = objective.value(point)
+    step = objective.step(point, value)
+    for _ in range(_ITERATIONS):
+        if bool(step.settled.all()):
+            break
+        point, value, moved = _ascended(objective, point, value, step)
+        if not moved:
+            break
+        step = objective.step(point, value)
+    else:
+        if advice:
+            warnings.warn(
+                f"Newton's method has not found the mode of {int((~step.settled).sum())} of {len(value)} gate vectors "
+                f"in {_ITERATIONS} steps; their evidence is too small. {advice}",
+                UserWarning,
+                stacklevel=5,
+            )
+    return point, value, step
+
+
+def _ascended(objective: Objective, point: Point, value: Tensor, step: Step) -> tuple[Point, Tensor, bool]:
+    """Points after the longest of the halved steps that gains enough, their values, and whether any has moved."""
+    length = torch.ones_like(value)
+    for _ in range(_HALVINGS):
+        with torch.no_grad():
+            there = _moved(point, step.moves, length)
+            new = objective.value(there)
+        enough = step.settled | ((new - value >= _ARMIJO * length * step.gain) & (new < math.inf))
+        if bool(enough.all()):
+            return there, new, True
+        length = torch.where(enough, length, 0.5 * length)
+    there = _moved(point, step.moves, torch.where(enough, length, 0.0))
+    return there, torch.where(enough, new, value), bool((enough & ~step.settled).any())
+
+
+def _moved(point: Point, moves: Point, length: Tensor) -> Point:
+    return tuple(x + length.to(x).view(-1, *[1] * (x.dim() - 1)) * move for x, move in zip(point, moves, strict=True))
+
+
+def jacobian(values: Tensor, at: Tensor) -> Tensor:
+    """Of a vector of values by a vector, shape ``(len(values), len(at))``; zero where nothing depends on it."""
+    if not values.requires_grad:
+        return at.new_zeros(len(values), len(at))
+    unit = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    (rows,) = torch.autograd.grad(
+        values, at, unit, is_grads_batched=True, allow_unused=True, materialize_grads=True, retain_graph=True
+    )
+    return rows.detach()
+
+
+@torch.enable_grad()
+def slope_and_curvature(function: Callable[[Tensor], Tensor], at: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """The gradient of a function, shape ``(p,)``, and its negative Hessian with eigenvalues of at least ``least``."""
+    at = at.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(function(at), at, create_graph=True)
+    hessian = -jacobian(slope, at)
+    eye = torch.eye(len(at)).to(at)
+    _, not_positive = torch.linalg.cholesky_ex(hessian - least * eye)
+    curvature = 0.5 * (hessian + hessian.mT)
+    if int(not_positive):
+        values, vectors = torch.linalg.eigh(curvature.double())
+        curvature = ((vectors * values.clamp(min=least)) @ vectors.mT).to(curvature)
+    return slope.detach(), curvature

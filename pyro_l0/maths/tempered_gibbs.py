@@ -1,0 +1,403 @@
+"""Inclusion probabilities of many gates: collapsed mean field, weighted tempered Gibbs sampling, priors and scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.second_order import Quadratic
+
+
+class GatePrior(Protocol):
+    """Prior of gate vectors z of zeros and ones, shape ``(S, G)``."""
+
+    active_prob: Tensor  # P(z = 1) of each gate alone, shape (G,) or one for all of them
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Log odds that a gate is open, given the others; broadcasts against z."""
+        ...
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Log probability of each vector, shape ``(S,)``."""
+        ...
+
+
+class IndependentGates:
+    """Gates that are open independently of one another, with log odds of shape ``(G,)`` or one for all."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        self.active_prob = torch.sigmoid(logits)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """See :class:`GatePrior`."""
+        return self._logits
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """See :class:`GatePrior`."""
+        # Chosen rather than multiplied: a gate that is always open has infinite log odds.
+        return torch.where(z > 0, F.logsigmoid(self._logits), F.logsigmoid(-self._logits)).sum(-1)
+
+
+class BetaBinomialGates:
+    """Gates that are open with a common probability, which is Beta(alpha, beta) and summed out."""
+
+    def __init__(self, alpha: float, beta: float) -> None:
+        if not (0 < alpha < math.inf and 0 < beta < math.inf):
+            raise ValueError(f"Expected alpha and beta to be positive and finite, but got {alpha} and {beta}.")
+        self.alpha, self.beta = alpha, beta
+        self.active_prob = torch.tensor(alpha / (alpha + beta), dtype=torch.float64)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """See :class:`GatePrior`."""
+        z = _numbers(z)
+        others = z.sum(-1, keepdim=True) - z
+        return torch.log(self.alpha + others) - torch.log(self.beta + (z.shape[-1] - 1 - others))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """See :class:`GatePrior`."""
+        count = _numbers(z).sum(-1)
+        total = torch.lgamma(self.alpha + count) + torch.lgamma(self.beta + (z.shape[-1] - count))
+        constant = math.lgamma(self.alpha) + math.lgamma(self.beta) - math.lgamma(self.alpha + self.beta)
+        return total - math.lgamma(self.alpha + self.beta + z.shape[-1]) - constant
+
+
+def _numbers(z: Tensor) -> Tensor:
+    """Gates that may be bool, as numbers whose log gamma is accurate."""
+    return z if z.is_floating_point() else z.double()
+
+
+# Most gates that are open at the start, on average: a vague prior of the rate opens hundreds, and a step closes one.
+_START = 10.0
+# What is added to the running probabilities: gates that hardly ever open are tried for about two of a dozen flips. With
+# few gates that many tries are too many: at ten of them an exact pair's error doubles.
+_EXPLORED, _EXPLORED_MOST = 5.0, 0.1
+# Bound of the log odds in a draw of the mean field: a surer gate, 6e-6, says no more.
+_SURE = 12.0
+# One step in e^30, 1e13, is never seen. Beyond it the weights of the tempered distribution overflow in float32.
+_NEVER = 30.0
+
+
+@dataclass(frozen=True)
+class GibbsRun:
+    """States of weighted tempered Gibbs chains, with averages."""
+
+    active_probs: Tensor  # P(z = 1) of each gate, Rao-Blackwellised, shape (G,)
+    chain_active_probs: Tensor  # by chain, shape (chains, G); their spread shows how well the chains mix
+    states: Tensor  # gates visited after the warm-up, bool, shape (N, G)
+    weights: Tensor  # of these states, summing to one
+    chain: Tensor  # which chain visited each, shape (N,)
+    hyper: Tensor  # hyperparameters of each state, shape (N, d); none where they are fixed
+
+    def standard_error(self) -> Tensor:
+        """Of the active probabilities, shape ``(G,)``, by how much the chains differ; NaN for one chain."""
+        chains = len(self.chain_active_probs)
+        share = self.weights.new_zeros(chains).index_add(0, self.chain, self.weights)
+        apart = (self.chain_active_probs - share @ self.chain_active_probs).square()
+        return (share.square() @ apart * (chains / (chains - 1 or math.nan))).sqrt()
+
+    def distinct(self) -> tuple[Tensor, Tensor]:
+        """Each state once, bool of shape ``(M, G)``, with its weight; the heaviest first."""
+        first, group = distinct_rows(self.states)
+        weights = self.weights.new_zeros(len(first)).index_add(0, group, self.weights)
+        order = weights.argsort(descending=True)
+        return self.states[first[order]], weights[order]
+
+    def reweighted(self, log_ratio: Callable[[Tensor], Tensor]) -> GibbsRun:
+        """The run for another distribution of the gates, from the log ratio of both at distinct states, ``(M, G)``."""
+        first, group = distinct_rows(self.states)
+        weights = torch.softmax(self.weights.log() + log_ratio(self.states[first])[group].to(self.weights), 0)
+        # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
+        change = self._averages(weights) - self._averages(self.weights)
+        share = self.weights.new_zeros(len(change)).index_add(0, self.chain, weights)
+        by_chain = self.chain_active_probs + change
+        active_probs = (share @ by_chain).clamp(0, 1)
+        return replace(self, active_probs=active_probs, chain_active_probs=by_chain.clamp(0, 1), weights=weights)
+
+    def draws(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent draws of the states by their weights: gates, bool, shape ``(n, G)``."""
+        return self.states[torch.multinomial(self.weights, n, replacement=True, generator=generator)]
+
+    def _averages(self, weights: Tensor) -> Tensor:
+        """Weighted average of the states of each chain."""
+        chains = torch.arange(len(self.chain_active_probs), device=weights.device)
+        by_chain = torch.where(self.chain == chains[:, None], weights, 0.0)
+        # A chain may have no weight left at all.
+        by_chain = by_chain / by_chain.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        return by_chain @ self.states.to(weights)
+
+
+def distinct_rows(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each distinct row of gates, bool, is first seen, and which of these every row is."""
+    if not states.shape[1]:  # rows without columns are all the same
+        return torch.zeros(1, dtype=torch.long), torch.zeros(len(states), dtype=torch.long)
+    # As bytes, eight gates each: rows of many bools take seconds to sort.
+    packed = np.packbits(states.cpu().numpy(), axis=1)
+    _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+    return torch.from_numpy(first).to(states.device), torch.from_numpy(group.reshape(-1)).to(states.device)
+
+
+@torch.no_grad()
+def collapsed_mean_field(
+    collapsed: CollapsedQuadratic,
+    prior: GatePrior,
+    *,
+    steps: int = 200,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Log odds of independent gates, by natural gradients of the collapsed evidence bound; shape ``(G,)``.
+
+    The exact natural gradient moves the log odds towards the mean log odds of each gate given draws of the others. It
+    starts from the prior: coordinate ascent's solution, which fixes the slabs' means too, is a worse mode.
+    """
+    logits = torch.logit(_start_probs(collapsed, prior))
+    draws = collapsed.chains or 16
+    for step in range(steps):
+        z = torch.bernoulli(torch.sigmoid(logits).expand(draws, -1), generator=generator)
+        gibbs = collapsed.gibbs_logits(z, prior.logits(z)).clamp(-_SURE, _SURE)
+        logits = logits.lerp(gibbs.mean(0), 0.3 / (1 + step / 20) ** 0.7)
+    return logits
+
+
+@torch.no_grad()
+def tempered_gibbs(
+    collapsed: CollapsedQuadratic,
+    prior: GatePrior,
+    *,
+    chains: int = 16,
+    flips: int = 1200,
+    warm_up: float = 0.3,
+    start: Tensor | None = None,
+    running: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> GibbsRun:
+    """Weighted tempered Gibbs sampling of gates.
+
+    Each step flips one gate j, chosen in proportion to v_j = (eta_j + c) / (2 P(z_j | others)) with eta_j its
+    running active probability and c a little. So an improbable state is left at once, by a gate that matters, and has a
+    weight of 1 / sum v.
+
+    Chains with scales or factors of their own each sample their own posterior, and the averages give every chain the
+    same weight. They ``start`` from gates of shape ``(chains, G)``, by default draws from the prior. The share
+    ``warm_up`` of their flips only adapts the running probabilities; those given as ``running``, shape ``(G,)``, stay
+    as they are.
+    """
+    chains = collapsed.chains or chains
+    probs = _start_probs(collapsed, prior)
+    z = torch.bernoulli(probs.expand(chains, -1), generator=generator) if start is None else start.to(probs, copy=True)
+    target = _Fixed(collapsed, prior, z.new_empty(len(z), 0))
+    return sampled_target(
+        target,
+        z,
+        probs if running is None else running.to(probs),
+        flips=flips,
+        warm_up=int(warm_up * flips),
+        adapts=running is None,
+        same_target=collapsed.chains is None,
+        generator=generator,
+    )
+
+
+@torch.no_grad()
+def sampled_target(
+    target: Target,
+    start: Tensor,
+    running: Tensor,
+    *,
+    flips: int,
+    warm_up: int,
+    adapts: bool = True,
+    same_target: bool = True,
+    generator: torch.Generator | None = None,
+) -> GibbsRun:
+    """Weighted tempered Gibbs sampling of gates and of hyperparameters beside them.
+
+    The gates ``start``, shape ``(chains, G)``, move in place. During the first ``warm_up`` flips, which are left out,
+    the ``running`` active probabilities, shape ``(G,)``, follow the chains if ``adapts``. Averages give each chain the
+    same weight where they do not sample the ``same_target``.
+    """
+    z = start
+    explored = min(_EXPLORED / z.shape[1], _EXPLORED_MOST)
+    tried = 0.5 * (running + explored)
+    steps = _Steps(flips - warm_up, z, target.hyper)
+    everyone = torch.arange(len(z), device=z.device)
+    for step in range(flips):
+        logits = target.logits(z)
+        if adapts and step < warm_up:
+            running = running.lerp(torch.sigmoid(logits).mean(0), 0.05)
+            tried = 0.5 * (running + explored)
+        logits, rates = target.moved(z, logits, tried, adapts=step < warm_up, generator=generator)
+        if step >= warm_up:
+            steps.add(step - warm_up, z, target.hyper, 1 / rates.sum(1), torch.sigmoid(logits))
+        flipped = _chosen(rates, generator)
+        z[everyone, flipped] = 1 - z[everyone, flipped]
+    return steps.run(same_target)
+
+
+def flip_rates(tried: Tensor, z: Tensor, logits: Tensor) -> Tensor:
+    """v of every gate, ``(S, G)``, from half of how often it is tried; chains sample the target times their sum."""
+    against = ((1 - 2 * z) * logits).clamp(max=_NEVER)  # log odds of the other value
+    return tried * (1 + torch.exp(against))
+
+
+class Target(Protocol):
+    """A distribution of gates z, and of the hyperparameters that a chain has beside them, shape ``(chains, d)``."""
+
+    @property
+    def hyper(self) -> Tensor: ...  # noqa: D102
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Log odds of every gate given the others and the hyperparameters; shape ``(chains, G)``."""
+        ...
+
+    def moved(
+        self,
+        z: Tensor,
+        logits: Tensor,
+        tried: Tensor,
+        *,
+        adapts: bool,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Move the hyperparameters, if it is their turn; returns the log odds and rates after that.
+
+        The move must leave the target times the sum of the rates invariant, except in the warm-up (``adapts``).
+        """
+        ...
+
+
+class _Fixed(NamedTuple):
+    """Gates alone."""
+
+    collapsed: CollapsedQuadratic
+    prior: GatePrior
+    hyper: Tensor
+
+    def logits(self, z: Tensor) -> Tensor:
+        return self.collapsed.gibbs_logits(z, self.prior.logits(z))
+
+    def moved(self, z: Tensor, logits: Tensor, tried: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        return logits, flip_rates(tried, z, logits)
+
+
+class _Steps:
+    """Collects states and weights in memory that is allocated once: wide states need much of it."""
+
+    def __init__(self, steps: int, z: Tensor, hyper: Tensor) -> None:
+        self.states = torch.empty((steps, *z.shape), dtype=torch.bool, device=z.device)
+        self.hyper = hyper.new_empty(steps, *hyper.shape)
+        self.weights = z.new_empty(steps, len(z))
+        self.active = torch.zeros_like(z)
+
+    def add(self, step: int, z: Tensor, hyper: Tensor, weight: Tensor, active: Tensor) -> None:
+        self.states[step] = z.bool()
+        self.hyper[step] = hyper
+        self.weights[step] = weight
+        self.active.addcmul_(weight[:, None], active)
+
+    def run(self, same_target: bool) -> GibbsRun:
+        total = self.weights.sum(0)
+        by_chain = self.active / total[:, None]
+        # Weights of chains compare only where the chains sample one distribution, with one unknown constant.
+        share = total / total.sum() if same_target else torch.full_like(total, 1 / len(total))
+        chain = torch.arange(len(total), device=total.device).repeat(len(self.weights))
+        weights = (self.weights / total * share).flatten()
+        states, hyper = self.states.flatten(0, 1), self.hyper.flatten(0, 1)
+        return GibbsRun(share @ by_chain, by_chain, states, weights, chain, hyper)
+
+
+def _chosen(rates: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A gate of each chain in proportion to its rate; torch.multinomial takes as long as the log odds."""
+    below = rates.cumsum(1)
+    where = torch.rand(len(rates), 1, generator=generator, dtype=rates.dtype, device=rates.device) * below[:, -1:]
+    # Rounding may put the point on the very end.
+    return torch.searchsorted(below, where)[:, 0].clamp(max=rates.shape[1] - 1)
+
+
+def _start_probs(collapsed: CollapsedQuadratic, prior: GatePrior) -> Tensor:
+    probs = prior.active_prob.to(collapsed.quadratic.linear).expand(collapsed.gates)
+    return probs * (_START / probs.sum()).clamp(max=1.0)
+
+
+# Share of the proposals that a walk in one dimension accepts at its best (Gelman, Roberts and Gilks 1996).
+_ACCEPTED = 0.44
+
+
+class ScaleWalk:
+    """Gates with the scales of a quadratic log likelihood at noise of scale one: a target of ``sampled_target``.
+
+    The chains sample p(z, theta | y) Z(z, theta) with theta, kept in ``hyper``, the logarithms of the scales of noise
+    and slabs, shape ``(chains, 2)``, and Z the sum of the rates at which gates are tried. ``every`` few flips one of
+    the ``unknown`` scales is proposed anew, a random step away, and accepted by the ratio of that product. The steps
+    adapt to the accepted share during the warm-up. ``log_density`` is that of theta, with the part of the log
+    likelihood without gates.
+    """
+
+    def __init__(
+        self,
+        quadratic: Quadratic,
+        prior: GatePrior,
+        log_density: Callable[[Tensor], Tensor],
+        start: Tensor,
+        *,
+        unknown: Sequence[int] = (0, 1),
+        gate_of: Tensor | None = None,
+        every: int = 2,
+    ) -> None:
+        self._quadratic, self.prior, self._log_density = quadratic, prior, log_density
+        self._unknown, self._gate_of, self._every = tuple(unknown), gate_of, every
+        self._log_steps = [0.0 for _ in self._unknown]
+        self._flips = 0
+        self.hyper = start
+
+    def collapsed(self, theta: Tensor) -> CollapsedQuadratic:
+        """The likelihood and the slabs at scales of each chain, shape ``(S, 2)``."""
+        noise, slab = theta.exp().T
+        return CollapsedQuadratic(self._quadratic, slab[:, None], gate_of=self._gate_of, factor=noise**-2)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """See :class:`~pyro_l0.maths.tempered_gibbs.Target`."""
+        logits, self._log_joint = self._at(self.hyper, z)
+        return logits
+
+    def moved(
+        self,
+        z: Tensor,
+        logits: Tensor,
+        tried: Tensor,
+        *,
+        adapts: bool,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Target``; moves the chains that ``logits`` saw last."""
+        rates = flip_rates(tried, z, logits)
+        self._flips += 1
+        if not self._unknown or self._flips % self._every:
+            return logits, rates
+        turn = self._flips // self._every
+        which = turn % len(self._unknown)
+        length = torch.tensor(self._log_steps[which]).exp().to(z)
+        theta = self.hyper.clone()
+        theta[:, self._unknown[which]] += length * torch.randn(len(z), generator=generator).to(z)
+        new_logits, log_joint = self._at(theta, z)
+        new_rates = flip_rates(tried, z, new_logits)
+        log_ratio = log_joint + new_rates.sum(1).log() - self._log_joint - rates.sum(1).log()
+        accept = torch.rand(len(z), generator=generator).to(z).log() < log_ratio
+        self.hyper = torch.where(accept[:, None], theta, self.hyper)
+        if adapts:
+            gain = 2.0 / (1 + turn // len(self._unknown)) ** 0.6
+            self._log_steps[which] += gain * (float(log_ratio.exp().clamp(max=1).mean()) - _ACCEPTED)
+        return torch.where(accept[:, None], new_logits, logits), torch.where(accept[:, None], new_rates, rates)
+
+    def _at(self, theta: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Log odds of the gates, and log p(y, theta | z)."""
+        factors, log_evidence = self.collapsed(theta).conditionals(z)
+        return factors + self.prior.logits(z).to(factors), log_evidence + self._log_density(theta)

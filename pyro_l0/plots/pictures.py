@@ -1,0 +1,366 @@
+"""Curves, bars, gates, densities and inclusion probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pyro_l0.plots.style import COLOURS, Array, as_array, check_axes, figure_axes, scale, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # an extra
+
+    from pyro_l0.distributions.gate import GateDistribution
+
+__all__ = ["plot_bars", "plot_credible_sets", "plot_curves", "plot_density", "plot_gates", "plot_inclusion"]
+
+
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\")
+
+
+def plot_curves(
+    curves: Mapping[str, ArrayLike],
+    x: ArrayLike | None = None,
+    *,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    spreads: Mapping[str, ArrayLike] | None = None,
+    lines: Mapping[str, float] | None = None,
+    xscale: Literal["linear", "log"] = "linear",
+    yscale: Literal["linear", "log"] = "linear",
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw curves by name, each with a colour, a marker and a line of its own.
+
+    Args:
+        curves: by name, numbers of shape ``(n,)`` over ``x``, or x and y of shape ``(2, n)``. A curve with an empty
+            name gets no legend.
+        x: shape ``(n,)``; 1, 2, 3 and so on if not given.
+        xlabel: what is on the x axis, with its unit.
+        ylabel: what is on the y axis, with its unit.
+        title: title of the picture.
+        spreads: by name of a curve, half the length of its error bars, shape ``(n,)``, in the unit of y.
+        lines: levels to compare with, by name, drawn across the picture.
+        xscale: linear, or logarithmic with plain numbers at the ticks.
+        yscale: the same for y.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: there is no curve, or x and y have different shapes.
+
+    Example:
+        >>> axes = plot_curves({"train": [0.9, 0.4], "test": [1.0, 0.6]}, xlabel="epoch", ylabel="loss, nats")
+        >>> [line.get_label() for line in axes.lines]
+        ['train', 'test']
+    """
+    if not curves:
+        raise ValueError("Expected at least one curve, but got none.")
+    axes = figure_axes(figsize=(5.5, 3.6)) if axes is None else axes
+    check_axes(axes)
+    for place, (name, values) in enumerate(curves.items()):
+        at, y = _points(name, values, x)
+        style = series(place) | {"markevery": max(1, len(y) // 10), "label": name or None}
+        if spreads is not None and name in spreads:
+            axes.errorbar(at, y, as_array(spreads[name]), capsize=3, **style)
+        else:
+            axes.plot(at, y, **style)
+    for name, level in (lines or {}).items():
+        axes.axhline(level, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=name)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    scale(axes, xscale, yscale)
+    axes.grid(alpha=0.3)
+    if lines or any(curves):
+        axes.legend(fontsize="small")
+    return axes
+
+
+def plot_bars(
+    groups: Mapping[str, ArrayLike],
+    names: Sequence[str],
+    *,
+    ylabel: str,
+    title: str = "",
+    spreads: Mapping[str, ArrayLike] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw bars side by side, hatched so that greyscale tells them apart.
+
+    Args:
+        groups: by name, the heights, shape ``(n,)``.
+        names: the n names below the bars.
+        ylabel: what the heights are, with their unit.
+        title: title of the picture.
+        spreads: by name of a group, half the length of its error bars, shape ``(n,)``.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: a group has another number of heights than there are names.
+
+    Example:
+        >>> axes = plot_bars({"exact": [0.9, 0.2], "guide": [0.8, 0.3]}, ["age", "bmi"], ylabel="inclusion probability")
+        >>> [float(bar.get_height()) for bar in axes.patches]
+        [0.9, 0.2, 0.8, 0.3]
+    """
+    axes = figure_axes(figsize=(0.6 * len(names) + 2.5, 3.4)) if axes is None else axes
+    check_axes(axes)
+    width = 0.8 / max(1, len(groups))
+    for place, (name, values) in enumerate(groups.items()):
+        heights = as_array(values)
+        if heights.shape != (len(names),):
+            raise ValueError(f"Expected {len(names)} heights of {name!r}, one a name, but got shape {heights.shape}.")
+        at = np.arange(len(names)) + width * (place - (len(groups) - 1) / 2)
+        error = None if spreads is None or name not in spreads else as_array(spreads[name])
+        colour, hatch = COLOURS[place % len(COLOURS)], _HATCHES[place % len(_HATCHES)]
+        style: dict[str, Any] = {"color": colour, "alpha": 0.75, "hatch": hatch}
+        axes.bar(at, heights, 0.92 * width, yerr=error, capsize=3, label=name, edgecolor="white", **style)
+    axes.axhline(0, color="0.2", linewidth=0.8)
+    axes.set_xticks(np.arange(len(names)), names)
+    axes.set(ylabel=ylabel, title=title)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize="small")
+    return axes
+
+
+def _points(name: str, values: ArrayLike, x: ArrayLike | None) -> tuple[Array, Array]:
+    """x and y of a curve."""
+    found = as_array(values)
+    if found.ndim == 2 and len(found) == 2:
+        return found[0], found[1]
+    at = np.arange(1.0, 1.0 + found.size) if x is None else as_array(x)
+    if found.ndim != 1 or at.shape != found.shape:
+        raise ValueError(
+            f"Expected y of the shape of x, {at.shape}, or of shape (2, n), but {name!r} has {found.shape}."
+        )
+    return at, found
+
+
+def plot_gates(
+    gates: ArrayLike,
+    *,
+    shape: tuple[int, int] | None = None,
+    image: ArrayLike | None = None,
+    name: str = "",
+    label: str = "test gate",
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw the gates of a site in sorted order, or as pixels if each gates one.
+
+    Args:
+        gates: numbers in [0, 1], such as ``guide.test_gates()["z"]`` or ``guide.active_probs()["z"]``, of any shape.
+        shape: rows and columns of the picture whose pixels they gate.
+        image: a picture of that shape, drawn in grey with a frame around each pixel whose gate is open.
+        name: name of the site, for the title.
+        label: what the numbers are.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes, whose title counts the gates that are not 0.
+
+    Raises:
+        ValueError: a gate is outside of [0, 1], or the shape has another number of gates.
+
+    Example:
+        >>> import torch
+        >>> plot_gates(torch.tensor([0.0, 1.0, 0.4]), name="layer.0").get_title()
+        'layer.0: 2 of 3 open'
+    """
+    values = as_array(gates).ravel()
+    if not values.size or not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(f"Expected gates in [0, 1], but {name or 'the site'} has others or none.")
+    if image is not None and shape is None:
+        shape = as_array(image).shape
+    if shape is not None and (len(shape) != 2 or np.prod(shape) != values.size):
+        raise ValueError(f"Expected a shape (rows, columns) of {values.size} gates, but got {tuple(shape)}.")
+    axes = figure_axes(figsize=(3.4, 3.2) if shape else (4.5, 3)) if axes is None else axes
+    check_axes(axes)
+    opened = int((values != 0).sum())
+    if shape is None:
+        axes.bar(np.arange(1, values.size + 1), np.sort(values)[::-1], width=1.0, color=COLOURS[0])
+        axes.set(xlabel="gates, largest first", ylabel=label, ylim=(0, 1.02))
+    elif image is None:
+        shown = axes.imshow(values.reshape(shape), vmin=0, vmax=1, cmap="cividis")
+        axes.figure.colorbar(shown, ax=axes, label=label)
+    else:
+        axes.imshow(as_array(image).reshape(shape), cmap="gray_r")
+        rows, columns = values.reshape(shape).nonzero()
+        axes.plot(columns, rows, "s", color=COLOURS[4], fillstyle="none")
+    if shape is not None:
+        axes.set(xticks=[], yticks=[])
+    axes.set_title(f"{name}: {opened} of {values.size} open" if name else f"{opened} of {values.size} open")
+    return axes
+
+
+def plot_density(gate: GateDistribution, *, title: str = "", axes: Axes | None = None) -> Axes:
+    """Draw the density of one gate between 0 and 1, and its atoms as bars.
+
+    Args:
+        gate: a single gate, of ``batch_shape`` ``()``.
+        title: title of the picture.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: the gate has a batch shape.
+
+    Example:
+        >>> import torch
+        >>> from pyro_l0 import HardConcrete
+        >>> axes = plot_density(HardConcrete(torch.tensor(0.0)))
+        >>> [round(float(bar.get_height()), 3) for bar in axes.patches]
+        [0.168, 0.168]
+    """
+    if len(gate.batch_shape):
+        raise ValueError(f"Expected a gate of batch shape (), but got {tuple(gate.batch_shape)}.")
+    axes = figure_axes(figsize=(4.5, 3)) if axes is None else axes
+    check_axes(axes)
+    z = gate.log_prob_zero.new_tensor(np.linspace(0.002, 0.998, 400))
+    axes.plot(z.numpy(), as_array(gate.log_prob(z).exp()), color=COLOURS[0], label="density")
+    atoms = as_array(gate.log_prob_zero.exp()), as_array(gate.log_prob_one.exp())
+    axes.bar([0, 1], [float(atom) for atom in atoms], width=0.04, color=COLOURS[1], label="atom, probability")
+    axes.set(xlabel="z", title=title, ylim=(0, 3))
+    axes.legend(fontsize="small")
+    return axes
+
+
+def plot_inclusion(
+    active_probs: ArrayLike,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    *,
+    mean: ArrayLike | None = None,
+    others: Mapping[str, ArrayLike] | None = None,
+    names: Sequence[str] | None = None,
+    axes: Sequence[Axes] | None = None,
+) -> Sequence[Axes]:
+    """Draw inclusion probabilities as bars beside the coefficients' intervals, the first feature on top.
+
+    Args:
+        active_probs: inclusion probabilities, shape ``(p,)``.
+        lower: lower ends of the coefficients' intervals, shape ``(p,)``.
+        upper: upper ends of the intervals, shape ``(p,)``.
+        mean: posterior means, shape ``(p,)``, drawn as dots.
+        others: by method, coefficients of other methods, shape ``(p,)``, drawn beside the means.
+        names: names of the features; by default their numbers.
+        axes: two of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: shapes differ, or a probability is outside of [0, 1].
+
+    Example:
+        >>> left, right = plot_inclusion([0.9, 0.2], [0.4, 0.0], [1.1, 0.3], mean=[0.8, 0.1], names=["age", "bmi"])
+        >>> [float(bar.get_width()) for bar in left.patches]
+        [0.9, 0.2]
+    """
+    probs = _probabilities(active_probs)
+    low, high = _like(probs, lower=lower, upper=upper)
+    labels = [str(i) for i in range(len(probs))] if names is None else [str(name) for name in names]
+    if len(labels) != len(probs):
+        raise ValueError(f"Expected a name for each of {len(probs)} features, but got {len(labels)}.")
+    axes = figure_axes(1, 2, figsize=(9, 0.28 * len(probs) + 1.2), sharey=True) if axes is None else axes
+    check_axes(*axes)
+    left, right = axes
+    rows = np.arange(len(probs))
+    left.barh(rows, probs, color=COLOURS[0])
+    left.set(xlim=(0, 1), xlabel="inclusion probability")
+    left.set_yticks(rows, labels)
+    left.set_ylim(len(probs) - 0.5, -0.5)
+    right.hlines(rows, low, high, color=COLOURS[0])
+    points = ({} if mean is None else {"posterior mean": mean}) | dict(others or {})
+    for place, (name, values) in enumerate(points.items(), start=mean is None):
+        right.plot(*_like(probs, **{name: values}), rows, **series(place) | {"linestyle": "none", "label": name})
+    if others:
+        right.legend(fontsize="small")
+    right.axvline(0, color="grey", linewidth=0.8)
+    right.set(xlabel="coefficient")
+    return axes
+
+
+def plot_credible_sets(
+    sets: Sequence[ArrayLike], correlation: ArrayLike, *, names: Sequence[str] | None = None, axes: Axes | None = None
+) -> Axes:
+    """Draw the correlations of the features in credible sets, with a frame around each set.
+
+    Args:
+        sets: the indices of each set's features, from 0.
+        correlation: correlations of all features, shape ``(p, p)``, such as ``np.corrcoef(X, rowvar=False)``.
+        names: names of all features; by default their numbers.
+        axes: one of matplotlib's axes; a new figure if not given.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: there is no set, a set is empty or names a feature that does not exist, or the matrix is not square.
+
+    Example:
+        >>> axes = plot_credible_sets(
+        ...     [[0, 1]], [[1.0, 0.9, 0.1], [0.9, 1.0, 0.0], [0.1, 0.0, 1.0]], names=["a", "b", "c"]
+        ... )
+        >>> [label.get_text() for label in axes.get_xticklabels()]
+        ['a', 'b']
+    """
+    matrix = as_array(correlation)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(
+            f"Expected correlations of shape (p, p), but got {matrix.shape}; np.corrcoef(X, rowvar=False) makes them."
+        )
+    members = [np.asarray(features) for features in sets]
+    if not members or any(not len(features) for features in members):
+        raise ValueError(f"Expected at least one credible set, of a feature or more, but got {len(members)} sets.")
+    if names is not None and len(names) != len(matrix):
+        raise ValueError(f"Expected a name for each of {len(matrix)} features, but got {len(names)}.")
+    shown = np.concatenate(members).astype(int)
+    if shown.min() < 0 or shown.max() >= len(matrix):
+        raise ValueError(f"Expected numbers of features from 0 to {len(matrix) - 1}, but got {shown.tolist()}.")
+    side = 0.3 * len(shown) + 2
+    axes = figure_axes(1, 1, figsize=(side + 1, side)) if axes is None else axes
+    check_axes(axes)
+    image = axes.imshow(matrix[np.ix_(shown, shown)], vmin=-1, vmax=1, cmap="PuOr_r")
+    axes.figure.colorbar(image, ax=axes, label="correlation")
+    labels = [str(i) if names is None else str(names[i]) for i in shown]
+    axes.set_xticks(range(len(shown)), labels, rotation=90)
+    axes.set_yticks(range(len(shown)), labels)
+    start = 0
+    for features in members:
+        _frame(axes, start, len(features))
+        start += len(features)
+    return axes
+
+
+def _frame(axes: Axes, start: int, size: int) -> None:
+    """A square around some rows and columns of an image."""
+    first, last = start - 0.5, start + size - 0.5
+    axes.plot([first, last, last, first, first], [first, first, last, last, first], color="black", clip_on=False)
+
+
+def _probabilities(values: ArrayLike) -> Array:
+    found = as_array(values)
+    if found.ndim != 1 or not len(found):
+        raise ValueError(f"Expected active_probs of shape (p,), but got {found.shape}.")
+    if not ((found >= 0) & (found <= 1)).all():
+        raise ValueError(f"Expected active_probs in [0, 1], but got values from {found.min()} to {found.max()}.")
+    return found
+
+
+def _like(probs: Array, **others: ArrayLike) -> list[Array]:
+    """Arrays of the shape of the probabilities."""
+    found = {name: as_array(x) for name, x in others.items()}
+    for name, x in found.items():
+        if x.shape != probs.shape:
+            raise ValueError(f"Expected {name} of the shape of active_probs, {probs.shape}, but got {x.shape}.")
+    return list(found.values())
