@@ -22,7 +22,7 @@ from pyro_l0.compaction.inputs import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.diagnostics import diagnose
-from pyro_l0.diagnostics.findings import Diagnosis
+from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import NetworkCost
 from pyro_l0.nn.costs.square_norms import square_norms

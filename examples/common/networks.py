@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.mixture import MixtureGate
+from pyro_l0.distributions.mixtures import MixtureGate
 from pyro_l0.infer import AutoSpikeSlab, factor
 from pyro_l0.nn import Gate
 from pyro_l0.nn.l0_gate import FAMILIES as PATHWISE

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_l0.bayes.layer import BayesianLayer
-from pyro_l0.bayes.network import bayesian_layers
+from pyro_l0.bayes.network import BayesianLayer, bayesian_layers
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate_layer import GateLayer, gate_names
 

@@ -14,9 +14,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.quadrature import integrate
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import GateDistribution, find_gate
+from pyro_l0.distributions.stretched import integrate
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo.elbo import L0_ELBO

@@ -1,26 +1,265 @@
-"""Draws of a posterior in the form that arviz summarises, compares and draws."""
+"""Joint draws of a posterior in the form that arviz summarises, compares and draws."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyro
+import torch
 from numpy.typing import ArrayLike, NDArray
+from pyro.distributions import Unit
+from pyro.distributions.util import scale_and_mask
+from pyro.infer import MCMC
+from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from pyro_l0.diagnostics.at_draws import at_draws, is_observation, sites_of
-from pyro_l0.diagnostics.posterior_draws import PosteriorDraws, completed, draws_of
-from pyro_l0.expect import expect
-from pyro_l0.infer.elbo.runs import Program
-from pyro_l0.infer.elbo.slabs import Switch, switches_of
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.gate import active_prob, find_gate, inside_events
+from pyro_l0.expect import expect, expect_count
+from pyro_l0.fast.record import Site, is_deterministic, is_likelihood
+from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, record_run
+from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site, product_name, switches_of
 from pyro_l0.infer.generators import seeded
+from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
+from pyro_l0.infer.guides.expansion import run_at
+from pyro_l0.infer.posterior.mcmc import PosteriorSamples
+from pyro_l0.infer.posterior.refine import RefinedPosterior
 from pyro_l0.infer.posterior.summaries import import_arviz
 
 if TYPE_CHECKING:
     from arviz import InferenceData  # takes seconds to import
 
-__all__ = ["inclusion_name", "inference_data", "to_arviz"]
+
+_AT_ONCE = 250  # runs of the model under one torch.vmap
+
+_Found = dict[str, dict[str, Tensor]]
+
+
+@torch.no_grad()
+def sites_of(model: Program, args: Args, kwargs: Kwargs) -> dict[str, Site]:
+    """The sample sites of a run of a model; refuses a part of the data and observations that are scaled."""
+    sites = run_at(lambda: model(*args, **kwargs), {})
+    for name, site in sites.items():
+        refuse_subsample(name, site)
+        if is_observation(site) and bool((torch.as_tensor(site["scale"]) != 1).any()):
+            raise ValueError(
+                f"Expected observations that count once, but site {name!r} has a scale of {site['scale']}, which "
+                "changes the posterior; leave out poutine.scale."
+            )
+    return {name: site for name, site in sites.items() if not site_is_subsample(site)}
+
+
+def refuse_subsample(name: str, site: Site) -> None:
+    """Refuse a site of a minibatch."""
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            raise ValueError(
+                f"Expected all of the data, but site {name!r} is in plate {frame.name!r}, which takes {frame.size} "
+                f"of {frame.full_size}. Leave out subsample and subsample_size and call with all the data."
+            )
+
+
+def is_observation(site: Site) -> bool:
+    """Whether a site is observed: not a factor, which scores without data."""
+    return is_likelihood(site) and not isinstance(site["fn"], Unit)
+
+
+@torch.no_grad()
+def at_draws(
+    model: Program, args: Args, kwargs: Kwargs, sites: Mapping[str, Site], values: Mapping[str, Tensor]
+) -> _Found:
+    """Run a model at draws of its latent sites, by ``torch.vmap`` where that can map it.
+
+    Values have shape ``(chains, draws, *shape of the site)``; those of deterministic sites are computed again. Returns
+    by site, with chains and draws in front, ``"log_likelihood"`` of every observation in nats,
+    ``"posterior_predictive"`` draws of what was observed, and values of ``"deterministic"`` sites.
+    """
+    _check_values(sites, values)
+
+    def program() -> object:
+        return model(*args, **kwargs)
+
+    def at_one(row: dict[str, Tensor]) -> _Found:
+        run = run_at(program, row)
+        with _Predicting():
+            again = run_at(program, row)
+        seen = [name for name, site in run.items() if is_observation(site)]
+        return {
+            "log_likelihood": {name: pointwise(run[name]) for name in seen},
+            "posterior_predictive": {name: again[name]["value"] for name in seen},
+            "deterministic": {name: site["value"] for name, site in run.items() if is_deterministic(site)},
+        }
+
+    rows = {name: x.flatten(0, 1) for name, x in values.items() if not is_deterministic(sites[name])}
+    at_one({name: x[0] for name, x in rows.items()})  # with all checks of values
+    lead = next(iter(values.values())).shape[:2]
+    found = _at_each(at_one, rows)
+    return {kind: {name: x.unflatten(0, lead) for name, x in of.items()} for kind, of in found.items()}
+
+
+def pointwise(site: Site) -> Tensor:
+    """Log probability of every observation of a site in nats; 0 for those that are masked.
+
+    Where the whole site is one event of independent elements, as by ``to_event``, each element is an observation.
+    """
+    fn = site["fn"] if site["fn"].batch_shape else inside_events(site["fn"])
+    log_prob = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
+    masked: Tensor = scale_and_mask(log_prob, 1.0, site["mask"])
+    return masked
+
+
+class _Predicting(Messenger):
+    """Draw what is observed."""
+
+    def _pyro_sample(self, msg: Site) -> None:
+        if is_observation(msg):
+            shape = msg["value"].shape
+            batch = torch.broadcast_shapes(msg["fn"].batch_shape, shape[: len(shape) - msg["fn"].event_dim])
+            msg.update(is_observed=False, value=None, fn=msg["fn"].expand(batch))
+
+
+def _check_values(sites: Mapping[str, Site], values: Mapping[str, Tensor]) -> None:
+    missing = [name for name, site in sites.items() if not site["is_observed"] and name not in values]
+    unknown = [name for name in values if name not in sites]
+    if missing or unknown:
+        raise ValueError(
+            f"Expected draws of every latent site of the model and of no others, but got {sorted(values)}: {missing} "
+            f"are missing and {unknown} are not in the model. Give the model that the posterior is of, with its "
+            "reparameterisation, and a guide of all its latent sites."
+        )
+    for name, x in values.items():
+        shape = sites[name]["value"].shape
+        if x.shape[2:] != shape:
+            raise ValueError(
+                f"Expected draws of site {name!r} of shape {tuple(shape)}, which it has in the model with these "
+                f"arguments, but got {tuple(x.shape[2:])}."
+            )
+
+
+def _at_each(function: Callable[[dict[str, Tensor]], _Found], rows: dict[str, Tensor]) -> _Found:
+    """What a function that can be run says of each row, stacked."""
+    try:
+        # Checks of values branch on what is mapped. torch warns that Gamma and Binomial take longer here.
+        with pyro.validation_enabled(False), warnings.catch_warnings():
+            slow = "There is a performance drop|An output with one or more elements was resized"
+            warnings.filterwarnings("ignore", slow, UserWarning)
+            mapped: _Found = torch.vmap(function, randomness="different", chunk_size=_AT_ONCE)(rows)
+        return mapped
+    except RuntimeError:  # it can't be mapped: it branches on values, or draws from what torch.vmap does not know
+        number = len(next(iter(rows.values())))
+        found = [function({name: x[i] for name, x in rows.items()}) for i in range(number)]
+    stacked: _Found = tree_map(lambda *x: torch.stack(x), *found)
+    return stacked
+
+
+class PosteriorDraws(NamedTuple):
+    """Draws by chain, and what is known of their gates."""
+
+    values: dict[str, Tensor]  # of every latent site, shape ``(chains, draws, *shape of the site)``
+    derived: dict[str, Tensor]  # of what follows from those, products of slabs with their gates too
+    active_probs: dict[str, Tensor]  # of gate sites; where missing, estimated from the draws
+    switches: Collection[str]  # the sites of binary gates
+
+
+def is_posterior(given: object) -> bool:
+    """Whether something is a posterior by its type, as functions are not."""
+    return isinstance(given, PosteriorSamples | RefinedPosterior | MCMC | AutoGuide) or hasattr(given, "to_arviz")
+
+
+@torch.no_grad()
+def draws_of(posterior: object, number: int, args: Args, kwargs: Kwargs) -> PosteriorDraws:
+    """Draws of a posterior: of a guide, called with some arguments, as many as asked for; of a sampler, all."""
+    if isinstance(posterior, PosteriorSamples):
+        return _of_samples(posterior)
+    if isinstance(posterior, MCMC):
+        return PosteriorDraws(dict(posterior.get_samples(group_by_chain=True)), {}, {}, ())
+    expect_count(1, draws=number)
+    if isinstance(posterior, AutoSpikeSlab | RefinedPosterior):
+        return _of_joint_draws(posterior, number)
+    if callable(posterior):
+        return _of_guide(posterior, number, args, kwargs)
+    raise TypeError(
+        "Expected a guide, a RefinedPosterior, PosteriorSamples, pyro.infer.MCMC or an object with a method to_arviz, "
+        f"but got {type(posterior).__name__}. The result of fit is no posterior: give its guide."
+    )
+
+
+def completed(
+    drawn: PosteriorDraws, fixed: Mapping[str, Tensor], sites: Mapping[str, Site], slab: Mapping[str, Switch]
+) -> PosteriorDraws:
+    """Draws with the model's deterministic values, the products of slabs with their gates, and the gates' rates."""
+    values, products = {**drawn.values, **fixed}, {}
+    for name, switch in slab.items():
+        gate = gate_site(switch)
+        for site in (name, gate):
+            if site not in values:
+                raise ValueError(f"Expected slab to name sites of {sorted(values)}, but {site!r} is none.")
+        products[product_name(gate, name)] = alignment_of(name, switch, sites).of(values[gate], 2) * values[name]
+    gates = [name for name, site in sites.items() if name in values and _is_gate(name, site, values)]
+    probs = {name: (values[name] != 0).double().mean((0, 1)) for name in gates} | drawn.active_probs
+    switches = {name for name in gates if isinstance(find_gate(sites[name]["fn"]), BernoulliGate)}
+    return PosteriorDraws(values, {**drawn.derived, **products}, probs, {*drawn.switches, *switches})
+
+
+def _is_gate(name: str, site: Site, values: Mapping[str, Tensor]) -> bool:
+    """Whether a site is a gate, or was one before RectifyReparam."""
+    rectified = is_deterministic(site) and f"{name}_base" in values
+    if rectified:
+        return bool(((values[name] >= 0) & (values[name] <= 1)).all())
+    return find_gate(site["fn"]) is not None
+
+
+def _of_samples(posterior: PosteriorSamples) -> PosteriorDraws:
+    probs = posterior.active_probs()
+    products = {name: x for name, x in posterior.samples.items() if " * " in name}
+    bases = {f"{gate}_base" for gate in probs if f"{gate}_base" in posterior.samples}  # of gates with a density
+    derived = {name: x for name, x in posterior.samples.items() if name in bases} | products
+    values = {name: x for name, x in posterior.samples.items() if name not in derived}
+    return PosteriorDraws(values, derived, probs, [gate for gate in probs if f"{gate}_base" not in bases])
+
+
+def _of_joint_draws(posterior: AutoSpikeSlab | RefinedPosterior, number: int) -> PosteriorDraws:
+    values, probs = posterior.draws(number), posterior.active_probs()
+    products = {
+        product_name(gate_site(posterior.slab[name]), name): x for name, x in posterior.products(values).items()
+    }
+    is_binary = isinstance(posterior, RefinedPosterior) or posterior.family is BernoulliGate
+    return PosteriorDraws(_one_chain(values), _one_chain(products), probs, list(probs) if is_binary else ())
+
+
+def _of_guide(guide: object, number: int, args: Args, kwargs: Kwargs) -> PosteriorDraws:
+    """Draws of a guide of any kind, run after run."""
+    assert callable(guide)
+    found: dict[str, list[Tensor]] = {}
+    probs: dict[str, list[Tensor]] = {}
+    switches: set[str] = set()
+    for _ in range(number):
+        for name, site in record_run(guide, args, kwargs, 0).sites.items():
+            refuse_subsample(name, site)
+            if is_observation(site):
+                raise ValueError(f"Expected a guide, but got a model with data at site {name!r}; give the model first.")
+            if site["is_observed"] or site["infer"].get("is_auxiliary") or site_is_subsample(site):
+                continue
+            found.setdefault(name, []).append(site["value"])
+            gate = find_gate(site["fn"])
+            if gate is not None:
+                probs.setdefault(name, []).append(active_prob(site["fn"]).expand(site["value"].shape))
+            if isinstance(gate, BernoulliGate):
+                switches.add(name)
+    values = {name: torch.stack(x) for name, x in found.items()}
+    return PosteriorDraws(_one_chain(values), {}, {n: torch.stack(x).mean(0) for n, x in probs.items()}, switches)
+
+
+def _one_chain(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Draws that do not depend on each other, as a single chain."""
+    return {name: x.unsqueeze(0) for name, x in draws.items()}
+
 
 Arrays = dict[str, dict[str, Any]]
 """Arrays or tensors by group and name."""

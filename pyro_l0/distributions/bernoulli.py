@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import GateDistribution, JointDraw, probability
-from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
+from pyro_l0.distributions.gate import Bounded, GateDistribution, JointDraw, as_parameters, check_rate, probability
 from pyro_l0.maths.special import Number
 
 

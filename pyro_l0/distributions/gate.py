@@ -1,4 +1,4 @@
-"""What every gate promises: a distribution on [0, 1] with atoms."""
+"""What every gate promises: a distribution on [0, 1] with atoms, its parameters and its wrappers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,86 @@ import traceback
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.distributions import ExpandedDistribution, Independent, MaskedDistribution, TorchDistribution
 from torch import Tensor
-from torch.distributions import Distribution, constraints, transform_to
+from torch.distributions import Distribution, Transform, biject_to, constraints, transform_to
 from torch.types import _size
 
 from pyro_l0.maths import host
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number, cat_flat
+
+
+class Bounded(constraints.Constraint):
+    """Finite reals strictly between two limits; torch's own constraints admit infinities."""
+
+    def __init__(self, lower: float = -math.inf, upper: float = math.inf) -> None:
+        self.lower = lower
+        self.upper = upper
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether each value satisfies it."""
+        return torch.isfinite(value) & (value > self.lower) & (value < self.upper)
+
+    def __repr__(self) -> str:
+        if self.lower > -math.inf:
+            return f"finite and greater than {self.lower:g}"
+        if self.upper < math.inf:
+            return f"finite and less than {self.upper:g}"
+        return "finite"
+
+
+def as_parameters(shared: Mapping[str, Number], **full: Number) -> tuple[list[Tensor], list[Number]]:
+    """Bring a family's parameters to one floating type and one batch shape: the full ones, and those that are shared.
+
+    Full ones become tensors of the batch's shape. Of shared ones numbers stay numbers, and so does a scalar tensor in
+    main memory that needs no gradient; other tensors stay the objects they are. Half precision becomes float32, because
+    atoms are found by exact comparison and bfloat16 rounds interior values to 1.
+    """
+    named = {**full, **shared}
+    dtypes = [x.dtype for x in named.values() if isinstance(x, Tensor)] or [torch.get_default_dtype()]
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
+    device = next((x.device for x in full.values() if isinstance(x, Tensor)), None)
+
+    def convert(x: Number) -> Number:
+        if not isinstance(x, Tensor):
+            return float(x)
+        if x.ndim == 0 and host.constant(x):
+            return float(x)
+        return x.to(dtype)
+
+    shared_values = [convert(x) for x in shared.values()]
+    full_values = [torch.as_tensor(x, dtype=dtype, device=device) for x in full.values()]
+    try:
+        batch_shape = torch.broadcast_shapes(
+            *(x.shape for x in (*full_values, *shared_values) if isinstance(x, Tensor))
+        )
+    except RuntimeError as error:
+        shapes = ", ".join(f"{name} {tuple(torch.as_tensor(x).shape)}" for name, x in named.items())
+        raise ValueError(f"Expected parameters whose shapes broadcast, but got {shapes}.") from error
+    return [x.expand(batch_shape) for x in full_values], shared_values
+
+
+def check_rate(name: str, value: float | Tensor, family: str, low: float = 0.0, high: float = 1.0) -> None:
+    """Refuse a probability outside the open range that a family can reach, if its values can be told."""
+    try:
+        rate = torch.as_tensor(value)
+    except RuntimeError as error:  # of what is no number
+        raise TypeError(f"Expected {name} to be a number or a tensor, but got {value!r}.") from error
+    if host.opaque(rate):
+        return
+    if not bool(((rate > low) & (rate < high)).all()):
+        raise ValueError(
+            f"Expected {name} strictly between {low:g} and {high:g}, the range that {family} can reach, "
+            f"but got {value}."
+        )
+
 
 _has_warned = False
 # Estimators whose gradient has no bias on a gate: an analytic KL, and one that differentiates no sample.
@@ -407,3 +474,91 @@ def _warn_if_sampled() -> None:
                     stacklevel=3,
                 )
             return
+
+
+def find_gate(fn: object) -> GateDistribution | None:
+    """The gate inside ``to_event``, ``mask`` and ``expand`` wrappers, or None."""
+    while type(fn) is Independent:  # the usual wrapper; abstract classes answer isinstance slowly
+        fn = fn.base_dist
+    while not isinstance(fn, GateDistribution):
+        inner = getattr(fn, "base_dist", None)
+        if inner is None or isinstance(fn, torch.distributions.TransformedDistribution):
+            return None
+        fn = inner
+    return fn
+
+
+def inside_events(fn: Any) -> Any:
+    """What is inside of ``to_event``."""
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def active_prob(fn: Any) -> Tensor:
+    """P(z != 0) of every gate of a site, 0 where a masked distribution masks it."""
+    if isinstance(fn, GateDistribution):
+        return fn.active_prob
+    active = active_prob(fn.base_dist)
+    if isinstance(fn, MaskedDistribution):
+        mask = fn._mask
+        if isinstance(mask, Tensor):
+            mask = mask.expand(fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
+        return active * mask
+    return active
+
+
+def innermost(fn: object) -> object:
+    """What is inside of ``to_event``, ``mask`` and ``expand``."""
+    while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+def rewrap(fn: Any, new: Any) -> TorchDistribution:
+    """A distribution in a gate's wrappers, instead of the gate."""
+    if isinstance(fn, GateDistribution):
+        inner: TorchDistribution = new
+        return inner
+    wrapped = rewrap(fn.base_dist, new)
+    if isinstance(fn, MaskedDistribution):
+        wrapped = wrapped.mask(fn._mask)
+    elif isinstance(fn, torch.distributions.Independent):
+        wrapped = wrapped.to_event(fn.reinterpreted_batch_ndims)
+    else:
+        wrapped = wrapped.expand(fn.batch_shape)
+    return wrapped
+
+
+def _refuse_to_transform(support: constraints.Constraint) -> NoReturn:
+    """Answers samplers and guides of continuous variables, which ask a support for its transform.
+
+    They pass the support alone, so the site's name and gate are read from the call stack.
+    """
+    where = "a gate site"
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        here = frame.f_locals
+        site = here.get("site", here.get("node", {"name": here.get("name"), "fn": here.get("prior")}))
+        gate = find_gate(site.get("fn")) if isinstance(site, dict) else None
+        if gate is not None:
+            where = f"gate site {site['name']!r}, a {type(gate).__name__}"
+            break
+    raise ValueError(
+        f"Expected a continuous variable for NUTS, HMC and guides such as AutoNormal or AutoDelta, but got {where}, "
+        "which is exactly 0 or 1 with positive probability. Sample it with pyro_l0.infer.sample_posterior; or "
+        "reparameterise each gate but a BernoulliGate, as in pyro.poutine.reparam(model, {'z': "
+        "pyro_l0.infer.reparam.RectifyReparam()}), or use pyro_l0.infer.AutoGate with L0_ELBO."
+    )
+
+
+def _transform_to_start(support: constraints.Constraint) -> Transform:
+    """A first value of a site may come from a transform: a sampler draws it before it sees the reparameterisation."""
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    if "pyro.infer.autoguide.initialization" in callers:
+        transform: Transform = transform_to(constraints.unit_interval)
+        return transform
+    return _refuse_to_transform(support)
+
+
+biject_to.register(GateSupport, _refuse_to_transform)
+transform_to.register(GateSupport, _transform_to_start)

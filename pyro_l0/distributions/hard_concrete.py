@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.types import _size
 
-from pyro_l0.distributions.gate import JointDraw
-from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
-from pyro_l0.distributions.quadrature import integrate
-from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate
+from pyro_l0.distributions.gate import Bounded, JointDraw, as_parameters, check_rate
+from pyro_l0.distributions.stretched import STRETCH_LIMITS, StretchedGate, integrate
 from pyro_l0.maths import hard_concrete, host, quadrature, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0.distributions.parameters import Bounded, as_parameters, check_rate
+from pyro_l0.distributions.gate import Bounded, as_parameters, check_rate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, kumaraswamy, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s

@@ -19,10 +19,9 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
 from pyro_l0.distributions.hard_kumaraswamy import HardKumaraswamy
-from pyro_l0.distributions.mixture_families import ExponentialGate, ExponentialUniformGate, PowerLawGate
-from pyro_l0.distributions.quadrature import integrate
-from pyro_l0.distributions.rectified import Rectified
-from pyro_l0.distributions.rectified_normal import RectifiedNormal
+from pyro_l0.distributions.mixtures import ExponentialGate, ExponentialUniformGate, PowerLawGate
+from pyro_l0.distributions.rectified import Rectified, RectifiedNormal
+from pyro_l0.distributions.stretched import integrate
 from pyro_l0.maths import hard_concrete_kl, host, quadrature, rectified_normal, special
 from pyro_l0.maths.quadrature import Nodes, Stretch
 from pyro_l0.maths.special import Number

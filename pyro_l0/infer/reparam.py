@@ -11,7 +11,7 @@ from pyro.distributions import Delta
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from torch import Tensor
 
-from pyro_l0.distributions.wrappers import find_gate, rewrap
+from pyro_l0.distributions.gate import find_gate, rewrap
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.runs import Program, sample_sites

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.expect import expect
-from pyro_l0.fast.deferred import aligned, multiply_along
+from pyro_l0.fast.products import aligned, multiply_along
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.gate_layer import GateLayer, check_given, check_units, gate_names, keep_being_called
 

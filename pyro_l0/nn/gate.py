@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.fast.deferred import may_be_in_block
+from pyro_l0.fast.products import may_be_in_block
 from pyro_l0.fast.record import sample
 from pyro_l0.nn.gate_layer import GateLayer, check_units, keep_being_called, site_path
 from pyro_l0.nn.recompute import draw_in_block, keep_with, refuse_reentrant

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_l0.fast.deferred import defer_product, may_defer, multiply_along
+from pyro_l0.fast.products import defer_product, may_defer, multiply_along
 
 __all__ = [
     "GateHolder",

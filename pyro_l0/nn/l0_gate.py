@@ -19,10 +19,9 @@ from pyro_l0.distributions import (
     PowerLawGate,
     RectifiedNormal,
 )
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.distributions.gate import GateDistribution, check_rate
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.fast.deferred import may_be_in_block
+from pyro_l0.fast.products import may_be_in_block
 from pyro_l0.nn.gate_layer import GateLayer, check_units, keep_being_called
 
 __all__ = ["FAMILIES", "L0Gate"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
-from pyro_l0.fast.deferred import has_top_hooks
+from pyro_l0.fast.products import has_top_hooks
 
 __all__ = ["Draw", "draw_in_block", "keep_with", "refuse_reentrant"]
 

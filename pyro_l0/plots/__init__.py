@@ -5,9 +5,7 @@ type raise a TypeError. Colour-blind readers can tell the colours apart, and mar
 greyscale print.
 """
 
-from pyro_l0.plots.curves import plot_bars, plot_curves
-from pyro_l0.plots.gates import plot_density, plot_gates
-from pyro_l0.plots.posteriors import plot_credible_sets, plot_inclusion
+from pyro_l0.plots.pictures import plot_bars, plot_credible_sets, plot_curves, plot_density, plot_gates, plot_inclusion
 from pyro_l0.plots.style import figure_axes, save_figure, short_names
 
 __all__ = [

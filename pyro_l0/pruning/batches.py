@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 
 from pyro_l0.pruning.distillation import Distillation
+from pyro_l0.training.epochs import some_batches
 from pyro_l0.training.processes import average_buffers
-from pyro_l0.training.stream import some_batches
 
 __all__ = ["BatchLoss", "Loader", "LossFunction", "groups", "renew_statistics", "trained_modules"]
 

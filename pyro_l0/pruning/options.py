@@ -14,8 +14,8 @@ from torch import nn
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.nn.calls import refuse_computed
 from pyro_l0.pruning.batches import Loader
+from pyro_l0.training.epochs import Stream
 from pyro_l0.training.processes import same_everywhere
-from pyro_l0.training.stream import Stream
 
 __all__ = ["check_budget", "check_callables", "check_distil", "check_network", "count_steps", "with_length"]
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pyro_l0.diagnostics import diagnose
-from pyro_l0.diagnostics.findings import Diagnosis
+from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
 from pyro_l0.pruning.batches import BatchLoss
 from pyro_l0.training.processes import average_gradients

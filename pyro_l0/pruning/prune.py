@@ -33,10 +33,9 @@ from pyro_l0.pruning.phases import MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import put_gates
 from pyro_l0.pruning.result import Pruned, PruningReport
 from pyro_l0.pruning.run import Cut, Evaluate, Run
-from pyro_l0.training.checkpoint import Checkpoint, checksum, saved_entry
+from pyro_l0.training.epochs import Checkpoint, Stream, checksum, saved_entry, some_batches
 from pyro_l0.training.epochs import epochs as train_epochs
 from pyro_l0.training.processes import rank, share
-from pyro_l0.training.stream import Stream, some_batches
 
 __all__ = ["prune"]
 

@@ -24,9 +24,8 @@ from pyro_l0.pruning.latency import Latency
 from pyro_l0.pruning.notes import FEW_STEPS
 from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule
 from pyro_l0.pruning.places import GatedNetwork
-from pyro_l0.training.epochs import check_finite
+from pyro_l0.training.epochs import check_finite, some_batches
 from pyro_l0.training.processes import average_buffers
-from pyro_l0.training.stream import some_batches
 
 __all__ = ["Cut", "Evaluate", "Run"]
 

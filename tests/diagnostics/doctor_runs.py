@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_l0 import BernoulliGate, HardConcrete, HardKumaraswamy, RectifiedNormal
 from pyro_l0.diagnostics import diagnose
-from pyro_l0.diagnostics.findings import Diagnosis
+from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.costs.square_norms import square_norms

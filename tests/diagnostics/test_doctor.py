@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.diagnostics import diagnose
-from pyro_l0.diagnostics.findings import Diagnosis, Finding, Unchecked
+from pyro_l0.diagnostics.doctor import Diagnosis, Finding, Unchecked
 from pyro_l0.diagnostics.sites import gate_sites
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.terms import Term

@@ -10,7 +10,7 @@ from pyro import poutine
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_l0.fast.deferred import defer_product, multiply_along
+from pyro_l0.fast.products import defer_product, multiply_along
 from pyro_l0.nn import Gate
 from pyro_l0.nn.gate_layer import name_gates
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.gate_priors import IndependentGates
-from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic, DesignQuadratic
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.second_order import DenseQuadratic, DesignQuadratic
+from pyro_l0.maths.tempered_gibbs import IndependentGates
 
 
 def seeded(seed: int) -> torch.Generator:

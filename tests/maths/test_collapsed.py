@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-import pyro_l0.maths.spike_slab.collapsed
-import pyro_l0.maths.spike_slab.quadratic
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic, DesignQuadratic
+import pyro_l0.maths.collapsed
+import pyro_l0.maths.second_order
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.second_order import DenseQuadratic, DesignQuadratic
 from tests.maths.spike_and_slab import Regression, prior, seeded, vectors, with_each
 
 REGRESSIONS = {
@@ -93,9 +93,9 @@ def test_batches_of_bounded_room(monkeypatch):
     factor = torch.linspace(0.2, 3, 64, dtype=torch.float64)
     whole = CollapsedQuadratic(regression.dense(), SCALES, factor=factor, gate_of=GROUPS.clamp(max=2))
     expected = CollapsedQuadratic(regression.dense(), SCALES, factor=factor).conditionals(z)[0]
-    monkeypatch.setattr(pyro_l0.maths.spike_slab.collapsed, "BATCH", 1)
-    monkeypatch.setattr(pyro_l0.maths.spike_slab.quadratic, "BATCH", 1)
-    monkeypatch.setattr(pyro_l0.maths.spike_slab.quadratic, "KEPT", 2 * 6)
+    monkeypatch.setattr(pyro_l0.maths.collapsed, "BATCH", 1)
+    monkeypatch.setattr(pyro_l0.maths.second_order, "BATCH", 1)
+    monkeypatch.setattr(pyro_l0.maths.second_order, "KEPT", 2 * 6)
     narrow = CollapsedQuadratic(regression.wide(), SCALES, factor=factor)
     close(narrow.conditionals(z)[0], expected)
     close(narrow.conditionals(z.flip(0)[torch.arange(63, -1, -1)])[0], expected)
@@ -106,7 +106,7 @@ def test_batches_of_bounded_room(monkeypatch):
 
 def test_a_design_forgets_rows_when_there_is_no_room(monkeypatch):
     """And says the same as its matrix all the time."""
-    monkeypatch.setattr(pyro_l0.maths.spike_slab.quadratic, "KEPT", 3 * 6)
+    monkeypatch.setattr(pyro_l0.maths.second_order, "KEPT", 3 * 6)
     regression = REGRESSIONS["correlated"]
     wide, dense = regression.wide(), regression.dense()
     close(wide.diagonal, dense.diagonal)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates, IndependentGates
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, IndependentGates
 from tests.maths.spike_and_slab import vectors, with_each
 
 PRIORS = {

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from scipy.integrate import dblquad
 from torch.autograd.functional import hessian, jacobian
 
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.expansion import gibbs_by_expansion
-from pyro_l0.maths.spike_slab.laplace import expanded, laplace_evidence
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.laplace import expanded, gibbs_by_expansion, laplace_evidence
 from tests.maths.spike_and_slab import Regression, active_probs, prior, seeded, vectors
 
 SCALES = torch.tensor([0.5, 2.0, 0.1, 1.0], dtype=torch.float64)

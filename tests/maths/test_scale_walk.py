@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
-from pyro_l0.maths.spike_slab.tempered_gibbs import sampled_target
+from pyro_l0.maths.tempered_gibbs import ScaleWalk, sampled_target
 from tests.maths.spike_and_slab import Regression, prior, seeded, vectors
 
 REGRESSION = Regression.drawn(20, 3, 8, rho=0.8)

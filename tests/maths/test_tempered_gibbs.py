@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates
-from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
-from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, collapsed_mean_field, tempered_gibbs
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.second_order import DenseQuadratic
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, GibbsRun, collapsed_mean_field, tempered_gibbs
 from tests.maths.spike_and_slab import Regression, active_probs, prior, seeded, vectors
 
 SPARSE = prior(0.2)

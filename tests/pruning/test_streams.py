@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from pyro_l0 import prune
-from pyro_l0.training.stream import Stream
+from pyro_l0.training.epochs import Stream
 from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, digits, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network

@@ -18,7 +18,7 @@ from pyro_l0 import prune
 from pyro_l0.compaction.files import hold
 from pyro_l0.pruning.described import told
 from pyro_l0.training import Checkpoint
-from pyro_l0.training.checkpoint import checksum
+from pyro_l0.training.epochs import checksum
 from tests.pruning.networks import StoppedError, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network

@@ -15,8 +15,7 @@ import torch
 
 import pyro_l0
 from pyro_l0.training import Checkpoint, epochs
-from pyro_l0.training.checkpoint import checksum
-from pyro_l0.training.epochs import check_finite
+from pyro_l0.training.epochs import check_finite, checksum
 
 DESCRIBED = {"network": "mlp", "sizes": (64, 30, 10)}
 

@@ -12,8 +12,15 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_l0.distributions.gate import GateDistribution, JointDraw, concatenate, side_by_side, sum_open
-from pyro_l0.distributions.wrappers import active_prob, inside_events
+from pyro_l0.distributions.gate import (
+    GateDistribution,
+    JointDraw,
+    active_prob,
+    concatenate,
+    inside_events,
+    side_by_side,
+    sum_open,
+)
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.coefficients import Options, check_names
 from pyro_l0.infer.elbo.dependence import own_densities

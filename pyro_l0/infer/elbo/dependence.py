@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Transform
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.wrappers import find_gate, innermost, inside_events
+from pyro_l0.distributions.gate import find_gate, innermost, inside_events
 from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.slabs import Switch, gate_site
 from pyro_l0.infer.generators import generators_kept

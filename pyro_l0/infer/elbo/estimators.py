@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site
 

@@ -14,8 +14,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.infer.elbo.slabs import Switch, check_used, gate_site

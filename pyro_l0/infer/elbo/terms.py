@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.wrappers import find_gate, inside_events
+from pyro_l0.distributions.gate import find_gate, inside_events
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.blocks import Block, Kind
 from pyro_l0.infer.elbo.coefficients import BySite, Coefficient, Options, by_site, check_shapes, is_zero

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import find_gate
 from pyro_l0.fast.record import Site
 
 EVERY = 100  # steps between two checks that make the host wait for a device

@@ -15,10 +15,8 @@ from pyro.poutine import Trace, runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_l0.distributions.gate import GateDistribution
+from pyro_l0.distributions.gate import GateDistribution, check_rate, find_gate
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.distributions.parameters import check_rate
-from pyro_l0.distributions.wrappers import find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site, sole_record
 from pyro_l0.infer.guides.correlated import CorrelatedPosterior

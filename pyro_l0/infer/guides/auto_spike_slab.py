@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributions.utils import clamp_probs
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.elbo.particles import each
@@ -32,7 +31,7 @@ from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
 from pyro_l0.infer.posterior.collapse import Collapsed, collapse
 from pyro_l0.infer.posterior.refine import Method, RefinedPosterior, refined
 from pyro_l0.infer.posterior.summaries import JointDraws
-from pyro_l0.maths.spike_slab.laplace import LogLikelihood
+from pyro_l0.maths.laplace import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]
 

@@ -12,7 +12,7 @@ from pyro.distributions import Beta, Normal
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.wrappers import find_gate, innermost
+from pyro_l0.distributions.gate import find_gate, innermost
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.runs import Args, Kwargs, log_prob, sample_sites
 from pyro_l0.infer.elbo.slabs import Switch, alignment_of, gate_site

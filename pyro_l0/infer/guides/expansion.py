@@ -12,8 +12,8 @@ from torch import Tensor
 from pyro_l0.fast.record import Record, Site, is_likelihood
 from pyro_l0.infer.elbo.runs import log_prob
 from pyro_l0.infer.guides.layout import MEAN_FIELD, Layout
-from pyro_l0.maths.spike_slab.collapsed import open_positions, opened
-from pyro_l0.maths.spike_slab.newton import Point, Step, find_maximum, jacobian, slope_and_curvature
+from pyro_l0.maths.collapsed import open_positions, opened
+from pyro_l0.maths.second_order import Point, Step, find_maximum, jacobian, slope_and_curvature
 
 _LEAST_CURVATURE = 1e-6
 _LEAST_GAIN = 1e-7  # of a Newton step, relative

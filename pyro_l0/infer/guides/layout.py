@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Transform
 
-from pyro_l0.distributions.wrappers import innermost
+from pyro_l0.distributions.gate import innermost
 from pyro_l0.fast.record import Site
 
 MEAN_FIELD = "use gates='mean_field' and slabs='independent', without hyper"  # advice where sites can't be correlated

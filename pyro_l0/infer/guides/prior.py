@@ -11,8 +11,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_l0.distributions.gate import GateDistribution
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.generators import generators_kept
 from pyro_l0.maths.special import Number

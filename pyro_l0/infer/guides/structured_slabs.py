@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.infer.guides.expansion import Expansion
-from pyro_l0.maths.spike_slab.collapsed import opened
-from pyro_l0.maths.spike_slab.structured_slab import SlabGivenGates, slab_given_gates
+from pyro_l0.maths.collapsed import SlabGivenGates, opened, slab_given_gates
 
 _RIDGE = 1e-3  # of the prior's precision, so that the curvature has a factor
 

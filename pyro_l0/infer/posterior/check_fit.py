@@ -13,8 +13,8 @@ from pyro_l0.infer.generators import seeded
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
 from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
 from pyro_l0.infer.posterior.refine import is_quadratic
-from pyro_l0.maths.spike_slab.expansion import reweighted
-from pyro_l0.maths.spike_slab.tempered_gibbs import tempered_gibbs
+from pyro_l0.maths.laplace import reweighted
+from pyro_l0.maths.tempered_gibbs import tempered_gibbs
 
 __all__ = ["FitCheck", "check_fit"]
 

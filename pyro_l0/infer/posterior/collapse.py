@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import find_gate
 from pyro_l0.fast.record import Site
 from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
 from pyro_l0.infer.guides.expansion import RunAt, gate_vectors
 from pyro_l0.infer.guides.layout import Layout
 from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates
-from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.second_order import DenseQuadratic
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates
 
 
 class SiteGates:

@@ -16,8 +16,7 @@ from torch.distributions import Transform, biject_to
 from torch.utils._pytree import tree_map
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateSupport
-from pyro_l0.distributions.wrappers import find_gate
+from pyro_l0.distributions.gate import GateSupport, find_gate
 from pyro_l0.fast.record import Site, is_deterministic
 from pyro_l0.infer.elbo.runs import sample_sites
 from pyro_l0.infer.guides.layout import Layout

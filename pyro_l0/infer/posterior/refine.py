@@ -13,10 +13,9 @@ from torch.distributions import Beta
 from pyro_l0.infer.elbo.slabs import Alignment, Switch
 from pyro_l0.infer.posterior.collapse import Collapsed
 from pyro_l0.infer.posterior.summaries import JointDraws
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.expansion import gibbs_by_expansion
-from pyro_l0.maths.spike_slab.laplace import LogLikelihood
-from pyro_l0.maths.spike_slab.tempered_gibbs import collapsed_mean_field, tempered_gibbs
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.laplace import LogLikelihood, gibbs_by_expansion
+from pyro_l0.maths.tempered_gibbs import collapsed_mean_field, tempered_gibbs
 
 __all__ = ["Method", "RefinedPosterior", "refined"]
 

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from pyro_l0.distributions.parameters import check_rate
+from pyro_l0.distributions.gate import check_rate
 from pyro_l0.expect import expect, expect_count
 
 __all__ = ["Budget", "BudgetTooSmallError", "Choice", "Cost", "read_budgets"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.utils import parametrize
 
-from pyro_l0.fast.gated_linear import record_norms, recorded_norms
+from pyro_l0.fast.products import record_norms, recorded_norms
 from pyro_l0.nn.calls import record_called
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.readers import Use, find_readers

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.quadratic import quadratic_of
+from pyro_l0.maths.second_order import quadratic_of
 from pyro_l0.selection.gate_vectors.grid import Grid, GridAxes, Laid, heaviest, lay
 from pyro_l0.selection.gate_vectors.states import (
     Group,

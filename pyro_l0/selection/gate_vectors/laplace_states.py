@@ -15,7 +15,7 @@ import torch
 from scipy.interpolate import CubicSpline
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.tempered_gibbs import distinct_rows
+from pyro_l0.maths.tempered_gibbs import distinct_rows
 from pyro_l0.selection.gate_vectors.grid import Grid, GridAxes, Laid, heaviest, lay
 from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.gate_vectors.modes import Mode, find_mode

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.newton import Point, Step, find_maximum
+from pyro_l0.maths.second_order import Point, Step, find_maximum
 from pyro_l0.selection.gate_vectors.likelihoods import Likelihood
 
 __all__ = ["Mode", "find_mode"]

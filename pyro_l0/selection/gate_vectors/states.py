@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.gate_priors import BetaBinomialGates, GatePrior, IndependentGates
-from pyro_l0.maths.spike_slab.tempered_gibbs import distinct_rows
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, GatePrior, IndependentGates, distinct_rows
 from pyro_l0.selection.problem import Prior
 
 __all__ = ["Group", "distinct_states", "draw_rate", "draws_of", "gate_prior", "groups_of", "sparse_rows"]

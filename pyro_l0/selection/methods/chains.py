@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
-from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun, sampled_target
+from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk, sampled_target
 from pyro_l0.selection.problem import Problem
 
 __all__ = ["Effort", "chain_evidence", "resampled", "rescaled", "sampled_walk"]

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.expansion import sampled_on_expansions
-from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
-from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun
+from pyro_l0.maths.laplace import sampled_on_expansions
+from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk
 from pyro_l0.selection.gate_vectors.axis import log_half_normal
 from pyro_l0.selection.gate_vectors.laplace_states import laplace, laplace_draws
 from pyro_l0.selection.gate_vectors.states import gate_prior

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.quadratic import Quadratic, quadratic_of
+from pyro_l0.maths.second_order import Quadratic, quadratic_of
 from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.problem import Problem
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
+from pyro_l0.maths.tempered_gibbs import ScaleWalk
 from pyro_l0.selection.gate_vectors.axis import log_half_normal
 from pyro_l0.selection.gate_vectors.laplace_states import laplace
 from pyro_l0.selection.problem import Problem

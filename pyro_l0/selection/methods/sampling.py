@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_l0.maths.spike_slab.quadratic import quadratic_of
-from pyro_l0.maths.spike_slab.scale_walk import ScaleWalk
-from pyro_l0.maths.spike_slab.tempered_gibbs import GibbsRun
+from pyro_l0.maths.second_order import quadratic_of
+from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk
 from pyro_l0.selection.gate_vectors.axis import log_half_cauchy, log_half_normal
 from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.gate_vectors.grid import smallest_noise

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import AutoSpikeSlab
-from pyro_l0.maths.spike_slab.collapsed import CollapsedQuadratic
-from pyro_l0.maths.spike_slab.gate_priors import IndependentGates
-from pyro_l0.maths.spike_slab.quadratic import DenseQuadratic, DesignQuadratic
-from pyro_l0.maths.spike_slab.tempered_gibbs import collapsed_mean_field, tempered_gibbs
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.second_order import DenseQuadratic, DesignQuadratic
+from pyro_l0.maths.tempered_gibbs import IndependentGates, collapsed_mean_field, tempered_gibbs
 
 NOISE, RATE, SCALE = 1.0, 0.01, 0.5
 PRIOR = IndependentGates(torch.tensor(math.log(RATE) - math.log1p(-RATE), dtype=torch.float64))

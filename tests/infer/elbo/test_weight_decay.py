@@ -13,8 +13,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pyro_l0 import BernoulliGate, HardConcrete
-from pyro_l0.fast.deferred import defer_product
-from pyro_l0.fast.gated_linear import record_norms, recorded_norms
+from pyro_l0.fast.products import defer_product, record_norms, recorded_norms
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.maths import hard_concrete
 from pyro_l0.nn import Gate

@@ -9,7 +9,7 @@ import torch
 from torch.distributions import MultivariateNormal
 
 from pyro_l0 import BernoulliGate
-from pyro_l0.maths.spike_slab.structured_slab import slab_given_gates
+from pyro_l0.maths.collapsed import slab_given_gates
 from tests.infer.regressions import correlated_guide
 
 P = 4

@@ -8,7 +8,7 @@ import torch
 from pyro import distributions as dist
 from scipy import stats
 
-from pyro_l0.maths.spike_slab.laplace import laplace_evidence
+from pyro_l0.maths.laplace import laplace_evidence
 from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates, laplace
 from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
