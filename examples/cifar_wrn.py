@@ -40,8 +40,8 @@ from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.training import process_group
 from pyro_l0.training.processes import average_gradients, processes, rank
 

@@ -23,8 +23,8 @@ from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, fact
 from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.nn import Gate, NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.square_norms import square_norms
 from tests.cases import ATOMIC, FAMILIES
 
 NUM_DATA = 100

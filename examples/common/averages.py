@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_l0.compaction.inputs import SelectedInputs
+from pyro_l0.compaction.apply import SelectedInputs
 from pyro_l0.training.epochs import check_finite
 
 __all__ = ["AVERAGE_POWER", "Average", "retrain"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.bayes.network import bayesian_layers
-from pyro_l0.compaction.files import replace_file
+from pyro_l0.compaction.storage import replace_file
 
 __all__ = ["Precision", "bit_precision", "load_quantised", "quantise", "save_quantised"]
 

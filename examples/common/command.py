@@ -131,7 +131,7 @@ def require_checkpoint(path: Path) -> None:
 @contextmanager
 def folder(out: Path) -> Iterator[None]:
     """Make a run's folder and keep other runs out of it; under ``torchrun`` the first process does."""
-    from pyro_l0.compaction.files import hold
+    from pyro_l0.compaction.storage import hold
 
     with ExitStack() as stack:
         if _is_first():

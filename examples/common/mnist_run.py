@@ -18,15 +18,15 @@ from common.gated_run import GatedRun
 from common.networks import FAMILIES, KEEP_RATES, Classifier, FamilyName, NetworkName
 from pyro_l0 import HardConcrete
 from pyro_l0.compaction import Shrinker, compact
-from pyro_l0.compaction.inputs import SelectedInputs
+from pyro_l0.compaction.apply import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.training.processes import average_gradients, processes, rank
 
 __all__ = ["Options", "Run", "check", "describe"]

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
 from pyro_l0.plots import figure_axes, plot_curves, save_figure, short_names
-from pyro_l0.plots.style import COLOURS, Array, as_array, scale, series
+from pyro_l0.plots.pictures import COLOURS, Array, as_array, scale, series
 
 __all__ = ["plot_circuit", "plot_edges", "plot_frontier", "plot_history", "plot_images", "plot_training"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common import command
-from pyro_l0.compaction.files import replace_file
+from pyro_l0.compaction.storage import replace_file
 
 __all__ = ["read_result", "results", "spread", "write_json"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pyro_l0.bayes.network import BayesianLayer, bayesian_layers
 from pyro_l0.nn.engine.record import copied
-from pyro_l0.nn.gate_layer import GateLayer, gate_names
+from pyro_l0.nn.gate import GateLayer, gate_names
 
 __all__ = ["OpenUnits", "WeightGates", "active_weights"]
 

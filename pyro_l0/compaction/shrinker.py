@@ -15,14 +15,13 @@ from torch import Tensor, distributed, nn
 
 from pyro_l0.compaction.apply import apply_in_place, check_state, constants_of, move
 from pyro_l0.compaction.calls import is_constant
-from pyro_l0.compaction.checks import check_network
+from pyro_l0.compaction.compact import check_network, search
 from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.search import search
 from pyro_l0.expect import expect, expect_count
-from pyro_l0.nn.costs.square_norms import square_norms
 from pyro_l0.nn.engine import Example, calls_of
 from pyro_l0.nn.fixed import fix_gates
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.square_norms import square_norms
 
 __all__ = ["GateObjective", "GatePosterior", "Replica", "Shrinker", "ShrinkerState"]
 

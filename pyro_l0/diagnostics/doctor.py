@@ -32,7 +32,7 @@ from pyro_l0.expect import expect
 from pyro_l0.infer.elbo.coefficients import by_site
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.elbo.terms import TERMS
-from pyro_l0.infer.guides.protocol import GateGuide, check_guide
+from pyro_l0.infer.guides.parameters import GateGuide, check_guide
 from pyro_l0.infer.target.sparsity_target import SparsityTarget
 from pyro_l0.nn.fixed import fix_gates
 
@@ -604,7 +604,7 @@ def diagnose(
 
     Args:
         guide: the gates' guide, after its first call; an AutoGate, NetworkGates or another
-            :class:`~pyro_l0.infer.guides.protocol.GateGuide`.
+            :class:`~pyro_l0.infer.guides.parameters.GateGuide`.
         optimiser: the gates' optimiser, of torch or of Pyro, or a list of all optimisers.
         loss: the loss that is trained, a function of a batch. ``L0_ELBO(...)(model, guide)`` is split into data and
             price; the price of other losses cannot be checked. Give it without a wrapper for data parallelism.

@@ -19,8 +19,8 @@ from pyro_l0.distributions.stretched import integrate
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo.elbo import L0_ELBO
-from pyro_l0.infer.elbo.runs import Program
-from pyro_l0.infer.guides.protocol import GateGuide, check_guide
+from pyro_l0.infer.guides.parameters import GateGuide, check_guide
+from pyro_l0.infer.runs import Program
 from pyro_l0.maths.quadrature import Nodes, Stretch
 
 __all__ = ["GradientReport", "exact_gradient", "measure_gradient", "pathwise_noise"]

@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.fast.record import Record
 from pyro_l0.infer.elbo.elbo import L0_ELBO
-from pyro_l0.infer.elbo.watch import Watch
 from pyro_l0.infer.guides.auto_gate import AutoGate
-from pyro_l0.infer.guides.protocol import GateGuide
-from pyro_l0.infer.target.positions import closing_locations
-from pyro_l0.infer.target.sparsity_target import SparsityTarget
+from pyro_l0.infer.guides.parameters import GateGuide
+from pyro_l0.infer.runs import Watch
+from pyro_l0.infer.target.sparsity_target import SparsityTarget, closing_locations
 
 Loss = Callable[..., Tensor]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_l0.distributions.gate import find_gate, rewrap
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site, is_deterministic
-from pyro_l0.infer.elbo.runs import Program, sample_sites
+from pyro_l0.infer.runs import Program, sample_sites
 
 
 class RectifyReparam(Reparam):

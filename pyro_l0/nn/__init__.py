@@ -1,12 +1,11 @@
 """Gates in networks: the layer, fixed gates, and what open gates cost."""
 
-from pyro_l0.nn.costs.cost import NetworkCost
+from pyro_l0.nn.cost import NetworkCost
 from pyro_l0.nn.fixed import fix_gates
 from pyro_l0.nn.gate import Gate
 from pyro_l0.nn.heads import gate_heads
 from pyro_l0.nn.insert import insert_gates
-from pyro_l0.nn.l0_gate import L0Gate
-from pyro_l0.nn.network_gates import NetworkGates, penalty
+from pyro_l0.nn.l0_gate import L0Gate, NetworkGates, penalty
 from pyro_l0.nn.suggest import suggest_gates
 from pyro_l0.nn.weights import gate_weights
 

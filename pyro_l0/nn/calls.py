@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_l0.nn.engine.analysis import analyse
 from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example, calls_of, record
-from pyro_l0.nn.engine.tape import Recording, Value
-from pyro_l0.nn.gate_layer import check_given, gate_names
+from pyro_l0.nn.engine.record import Example, Recording, Value, calls_of, record
+from pyro_l0.nn.gate import check_given, gate_names
 
 __all__ = ["Calls", "ModuleCall", "follow_calls", "record_called", "record_example", "refuse_computed"]
 

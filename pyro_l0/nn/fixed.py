@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pyro_l0.expect import expect
 from pyro_l0.fast.products import aligned, multiply_along
 from pyro_l0.nn.engine.record import copied
-from pyro_l0.nn.gate_layer import GateLayer, check_given, check_units, gate_names, keep_being_called
+from pyro_l0.nn.gate import GateLayer, check_given, check_units, gate_names, keep_being_called
 
 __all__ = ["FixedGate", "check_gates", "check_value", "fix_gates"]
 

@@ -1,11 +1,13 @@
-"""The Gate layer: a random multiplier per unit, as a Pyro site inside any network."""
+"""The Gate layer, a random multiplier per unit, and what every gate in a network is."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import pyro
@@ -14,22 +16,235 @@ from pyro.infer.elbo import ELBOModule
 from pyro.poutine import runtime
 from pyro.poutine.indep_messenger import IndepMessenger
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
 
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.distributions.hard_concrete import HardConcrete
-from pyro_l0.fast.products import may_be_in_block
+from pyro_l0.fast.products import defer_product, has_top_hooks, may_be_in_block, may_defer, multiply_along
 from pyro_l0.fast.record import sample
-from pyro_l0.nn.gate_layer import GateLayer, check_units, keep_being_called, site_path
-from pyro_l0.nn.recompute import draw_in_block, keep_with, refuse_reentrant
 
-__all__ = ["Gate"]
+
+class GateLayer(nn.Module):
+    """Base class of :class:`~pyro_l0.nn.Gate` and :class:`~pyro_l0.nn.L0Gate`: a gate per unit in a network.
+
+    Attributes:
+        size: number of units; a single gate multiplies an input of any size.
+        dim: dimension of the input that holds the units.
+        site_name: the gates' name in guides, costs and plans; None until they are named.
+    """
+
+    size: int
+    dim: int
+    site_name: str | None
+    is_reported: bool = False  # whether a draw that nothing trains was warned of
+
+    def narrow(self, index: Tensor) -> None:
+        """Keep the gates at some indices, shape ``(n,)``, in place."""
+        raise NotImplementedError(f"Expected {type(self).__name__} to write narrow, which keeps some of its gates.")
+
+    def multiply(self, x: Tensor, z: Tensor, dim: int, in_block: bool) -> Tensor:
+        """Multiply units by their gates ``z``; where that is cheaper, the layer behind does it with its weights."""
+        is_last = dim in (-1, x.dim() - 1)
+        if self.size > 1 and not in_block and x.dim() > 1 and (is_last or dim == 1) and may_defer(x, z):
+            return defer_product(x, z, -1 if is_last else 1)
+        return multiply_along(x, z, dim)
+
+
+class GateHolder(nn.Module):
+    """Registers gates that act by hooks; when it is called, it does nothing.
+
+    ``levels`` is how many modules below the network it is, as a container can't hold it.
+    """
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+
+    def forward(self, x: object) -> object:
+        """The input."""
+        return x
+
+
+def name_gates(network: nn.Module, prefix: str = "") -> dict[str, GateLayer]:
+    """Name the gates of a network after their module paths, and return them by name.
+
+    An unnamed gate takes its name at its first forward pass, from the outermost running module that contains it
+    (wrappers for losses and data parallelism do not count). Name gates beforehand, and it does not matter who calls the
+    network first.
+
+    Args:
+        network: the module whose paths are used.
+        prefix: text in front of every path.
+
+    Raises:
+        TypeError: ``network`` is not a module, or ``prefix`` not a string.
+
+    Example:
+        >>> from pyro_l0.nn import Gate
+        >>> list(name_gates(nn.Sequential(Gate(4), nn.Linear(4, 2), Gate(2)), prefix="net."))
+        ['net.0', 'net.2']
+    """
+    check_given(network)
+    if not isinstance(prefix, str):
+        raise TypeError(f"Expected prefix to be a string, but got {prefix!r}.")
+    paths = {path: gate for path, gate in network.named_modules() if isinstance(gate, GateLayer)}
+    gates = {prefix + (site_path(network, path) or "gate"): gate for path, gate in paths.items()}
+    for name, gate in gates.items():
+        gate.site_name = name
+    return gates
+
+
+def gate_names(network: nn.Module) -> dict[str, GateLayer]:
+    """The gates of a network by site name, or by their path in it if they have none; see :class:`~pyro_l0.nn.Gate`.
+
+    Raises:
+        ValueError: two gates have one name.
+        TypeError: ``network`` is not a module.
+    """
+    check_given(network)
+    gates: dict[str, GateLayer] = {}
+    for path, module in network.named_modules():
+        if isinstance(module, GateLayer):
+            name = module.site_name or site_path(network, path) or "gate"
+            if name in gates:
+                raise ValueError(
+                    f"Expected gates of different names, but two are called {name!r}; name them by name_gates, which "
+                    "takes their paths in the whole network."
+                )
+            gates[name] = module
+    return gates
+
+
+def check_given(network: object, entries: object = MappingProxyType({}), what: str = "") -> None:
+    """Refuse all but a network and a mapping from strings, which a message describes by ``what``."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"Expected a network, an nn.Module, but got a {type(network).__name__}.")
+    if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
+        raise TypeError(f"Expected {what}, but got a {type(entries).__name__}.")
+
+
+def check_units(x: object, size: int, dim: int, name: object) -> None:
+    """Refuse an input unless dimension ``dim`` holds ``size`` units, any number if that is 1."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"Expected a tensor at gate {name}, but got a {type(x).__name__}; of what a module such as nn.LSTM or "
+            "nn.MultiheadAttention returns, pass on the entry to be gated."
+        )
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(
+            f"Expected units of a floating type at gate {name}, but got {x.dtype}, which would round gates to 0; "
+            "convert them, by images.float() / 255 for example."
+        )
+    if type(x) is Tensor and x.is_nested:
+        for example in x.unbind():
+            check_units(example, size, dim - 1 if dim > 0 else dim, name)
+    elif x.dim() <= (dim if dim >= 0 else -dim - 1) or (size != 1 and size != x.shape[dim]):
+        raise ValueError(
+            f"Expected {size} units in dimension {dim} at gate {name}, but got an input of shape {tuple(x.shape)}."
+        )
+
+
+def keep_being_called(module: nn.Module, inputs: object) -> None:
+    """A hook that does nothing, without which torch's fused transformer layers bypass a module."""
+
+
+def site_path(root: nn.Module, path: str, with_wrappers: bool = True) -> str:
+    """A gate's module path without holders of gates, and without the wrappers of torch unless those are asked for."""
+    names: list[str] = []
+    module = root
+    for name in path.split(".") if path else []:
+        is_wrapper = isinstance(module, DistributedDataParallel) or name in ("_orig_mod", "_export_root")
+        module = getattr(module, name)
+        if isinstance(module, GateHolder):
+            names = names[: len(names) - module.levels]
+        elif with_wrappers or not is_wrapper:
+            names.append(name)
+    return ".".join(names)
+
+
+_REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+_KEY = "draw of a gate in a checkpointed block"
+
+
+class Draw:
+    """A gate's value, and the random state behind its draw."""
+
+    def __init__(self, value: Tensor, behind: Tensor) -> None:
+        self.value, self.behind = value, behind
+        self.is_ambiguous = False  # whether another value was drawn at the same random state
+
+
+_draws: WeakKeyDictionary[nn.Module, WeakValueDictionary[bytes, Draw]] = WeakKeyDictionary()
+_last: WeakKeyDictionary[nn.Module, Draw] = WeakKeyDictionary()  # for gates in front of all gradients
+
+
+def draw_in_block(
+    gate: nn.Module, name: str, device: torch.device, draw: Callable[[], Tensor]
+) -> tuple[Tensor, Draw | None]:
+    """The value of the gate at a site, and, if it is a new draw, what its graph must keep."""
+    refuse_reentrant(name)
+    draws, before = _draws.setdefault(gate, WeakValueDictionary()), _random_state(device)
+    place = hashlib.blake2b(before.numpy().tobytes()).digest()
+    kept = draws.get(place)
+    if torch._C._current_graph_task_id() == -1 or not has_top_hooks():  # not in the backward pass, or in a hook there
+        with saved_tensors_hooks(lambda x: x, lambda x: x):  # what the draw saves is not made again
+            new = draw()
+        other, kept = kept, Draw(new.detach().requires_grad_(new.requires_grad), _random_state(device))
+        if other is not None and not torch.equal(other.value, kept.value):
+            other.is_ambiguous = kept.is_ambiguous = True
+        draws[place] = _last[gate] = kept
+        return new, kept
+    if kept is None or kept.is_ambiguous:
+        why = "no value was kept" if kept is None else "it had several values at one random state"
+        raise RuntimeError(
+            f"Expected gate {name!r} to be called in the first run of its checkpointed block, whose value it takes "
+            f"when the block runs again for the gradient, but {why}; use torch.utils.checkpoint.checkpoint with "
+            "use_reentrant=False and preserve_rng_state=True on a block that makes the same calls twice."
+        )
+    _set_random_state(device, kept.behind)  # for what is drawn behind the gate, by a dropout say
+    return kept.value, None
+
+
+def keep_with(out: Tensor, draw: Draw) -> None:
+    """Let the graph behind a gate keep its draw."""
+    if out.grad_fn is not None:
+        kept: dict[object, object] = out.grad_fn.metadata  # type: ignore[assignment]  # which torch types as a method
+        kept[_KEY] = draw
+
+
+def refuse_reentrant(name: str) -> None:
+    """Refuse a reentrant checkpoint, which gives the gate at a site no gradient."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _REENTRANT:
+            raise RuntimeError(
+                f"Expected gate {name!r} outside of torch.utils.checkpoint with use_reentrant=True, which gives a "
+                "gradient to the arguments of a block alone and not to its gates; pass use_reentrant=False."
+            )
+        frame = frame.f_back
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type in ("cpu", "meta"):
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class Gate(GateLayer):
     r"""Multiply every unit by a gate that is sampled once per minibatch.
 
     Put it behind the nonlinearity, where a closed gate makes its unit a true zero. The sample site is named after the
-    layer's module path, such as ``"net.3"``; see :func:`~pyro_l0.nn.gate_layer.name_gates`.
+    layer's module path, such as ``"net.3"``; see :func:`~pyro_l0.nn.gate.name_gates`.
 
     Args:
         size: number of units. A single gate multiplies an input of any size, such as the output of a whole branch.
@@ -58,7 +273,7 @@ class Gate(GateLayer):
 
     Example:
         >>> import torch
-        >>> from pyro_l0.nn.gate_layer import gate_names
+        >>> from pyro_l0.nn.gate import gate_names
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), Gate(3))
         >>> net(torch.ones(2, 4)).shape
         torch.Size([2, 3])

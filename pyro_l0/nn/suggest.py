@@ -11,16 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pyro_l0.nn.calls import Calls, follow_calls
-from pyro_l0.nn.costs.cost import NetworkCost
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.record import Example
-from pyro_l0.nn.engine.slots import Axis, Link, Mask, Read, Reshape, outer
-from pyro_l0.nn.engine.tape import Operation, Recording, Value
-from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.gate_layer import GateLayer, gate_names, name_gates
+from pyro_l0.nn.cost import NetworkCost
+from pyro_l0.nn.engine.maps import Axis, Link, Maps, Mask, Read, Reshape, outer
+from pyro_l0.nn.engine.record import Example, Operation, Recording, Value
+from pyro_l0.nn.gate import Gate, GateLayer, gate_names, name_gates
 from pyro_l0.nn.heads import gate_heads, is_dense
-from pyro_l0.nn.hooks import hooks_of
-from pyro_l0.nn.insert import has_gate_behind, insert_gates
+from pyro_l0.nn.insert import has_gate_behind, hooks_of, insert_gates
 
 __all__ = ["Location", "Suggestions", "suggest_gates"]
 
@@ -464,7 +460,7 @@ class Trial:
 
     def _refusal(self, sites: Sequence[tuple[Key, ...]]) -> str | None:
         """Why a network with gates at these sites can't be cut; None if it can."""
-        from pyro_l0.compaction.search import refusal
+        from pyro_l0.compaction.compact import refusal
 
         site_of = {key: site for site in sites for key in site}
         gates = {path: self.gates[path] for path, is_head in site_of if not is_head}

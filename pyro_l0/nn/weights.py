@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import check_gates
-from pyro_l0.nn.gate import Gate
-from pyro_l0.nn.gate_layer import GateLayer, check_given
-from pyro_l0.nn.hooks import GateHook, arrange, has_hook, hooks_of, module_at, replace_gate
+from pyro_l0.nn.gate import Gate, GateLayer, check_given
+from pyro_l0.nn.insert import GateHook, arrange, has_hook, hooks_of, module_at, replace_gate
 
 __all__ = ["fix_weights", "gate_weights"]
 
@@ -39,7 +38,7 @@ def gate_weights(network: nn.Module, *paths: str) -> nn.Module:
         TypeError: a module has no weight of two dimensions or more.
 
     Example:
-        >>> from pyro_l0.nn.gate_layer import gate_names
+        >>> from pyro_l0.nn.gate import gate_names
         >>> net = gate_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)), "0")
         >>> gate_names(net)
         {'0.gate': Gate(6, dim=-1)}

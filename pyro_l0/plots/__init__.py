@@ -5,8 +5,17 @@ type raise a TypeError. Colour-blind readers can tell the colours apart, and mar
 greyscale print.
 """
 
-from pyro_l0.plots.pictures import plot_bars, plot_credible_sets, plot_curves, plot_density, plot_gates, plot_inclusion
-from pyro_l0.plots.style import figure_axes, save_figure, short_names
+from pyro_l0.plots.pictures import (
+    figure_axes,
+    plot_bars,
+    plot_credible_sets,
+    plot_curves,
+    plot_density,
+    plot_gates,
+    plot_inclusion,
+    save_figure,
+    short_names,
+)
 
 __all__ = [
     "figure_axes",

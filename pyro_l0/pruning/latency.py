@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn.calls import record_called
-from pyro_l0.nn.costs.expectation import Expectations
+from pyro_l0.nn.cost import Expectations, PerDevice
 from pyro_l0.nn.engine import Example, Operation, Value, calls_of
 from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
 from pyro_l0.nn.engine.formulas import FALSE, TRUE
-from pyro_l0.nn.gate_layer import gate_names
-from pyro_l0.nn.per_device import PerDevice
+from pyro_l0.nn.gate import gate_names
 from pyro_l0.training.processes import rank, share_value
 
 __all__ = ["Latency", "call_of", "measure_latency"]

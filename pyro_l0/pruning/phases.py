@@ -1,24 +1,265 @@
-"""The two phases of pruning: training with gates under a budget, and fine-tuning what was cut."""
+"""The two phases of pruning: training with gates under a budget, and fine-tuning, with distillation on request."""
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DistributedSampler
 
 from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget, factor
-from pyro_l0.pruning.batches import BatchLoss
-from pyro_l0.training.processes import average_gradients
+from pyro_l0.training.epochs import some_batches
+from pyro_l0.training.processes import average_buffers, average_gradients
 
-__all__ = ["FineTuning", "GatedPhase", "MakeOptimiser", "MakeSchedule", "Phase"]
+_SUM = 1e-3  # how far sums of probabilities are from 1, at most
+Distil = tuple[float, float | Callable[..., Tensor]]
+
+
+@dataclass(frozen=True)
+class Distillation:
+    r"""A loss that also compares a network's outputs with those of a teacher; ``prune(..., distil=...)`` makes it.
+
+    .. math:: (1 - w) L + w T^2 \operatorname{KL}(\operatorname{softmax}(t / T) \,\|\, \operatorname{softmax}(s / T)),
+
+    where L is the loss on the targets, s and t are the class logits of network and teacher, and the KL in nats is a
+    mean over examples and positions. A function of both outputs can replace T; it returns the factor of w.
+
+    Class logits are the outputs, or their entry ``logits``; targets are the batch's, or their entry ``labels``. There
+    is an integer target for each vector of logits, whose dimension is the second or the last one; negative targets,
+    such as transformers' -100, are left out of the mean.
+
+    Attributes:
+        teacher: the teacher, in evaluation mode.
+        weight: w, in (0, 1].
+        by: the temperature, or a function of the network's and the teacher's outputs that returns shape ``()``.
+
+    Example:
+        >>> distillation = Distillation(nn.Linear(2, 3), weight=0.5, by=2.0)
+        >>> logits, targets = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([0])
+        >>> float(distillation.divergence(logits, logits, targets))
+        0.0
+
+    References:
+        Hinton, Vinyals, Dean (2015), arXiv:1503.02531; section 2.
+    """
+
+    teacher: nn.Module
+    weight: float
+    by: float | Callable[..., Tensor]
+
+    def divergence(self, outputs: object, taught: object, targets: object) -> Tensor:
+        """The factor of w, shape ``()``: T² KL in nats, or the function's value."""
+        if callable(self.by):
+            return self.by(outputs, taught)
+        logits, other = _entry(outputs, "logits"), _entry(taught, "logits")
+        dim, is_counted = _classes(logits, _entry(targets, "labels"))
+        assert isinstance(logits, Tensor)
+        assert isinstance(other, Tensor)
+        student, teacher = (
+            F.log_softmax(x.to(torch.promote_types(x.dtype, torch.float32)) / self.by, dim) for x in (logits, other)
+        )
+        each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim)
+        return self.by**2 * (each * is_counted).sum() / is_counted.sum().clamp(min=1)
+
+    def check(self, taught: object) -> None:
+        """Refuse outputs that are probabilities already, of which a softmax makes others."""
+        logits = None if callable(self.by) else _entry(taught, "logits")
+        if isinstance(logits, Tensor) and logits.dim() > 1 and bool((logits >= 0).all()):
+            sums = (logits.sum(dim) - 1 for dim in (1, -1))
+            if any(bool((far.abs() < _SUM).all()) for far in sums):
+                raise ValueError(
+                    "Expected class logits to distil from, but the network returns probabilities; return the logits, "
+                    "or give distil=(weight, function) with a function of the network's and the teacher's outputs."
+                )
+
+
+def _entry(value: object, name: str) -> object:
+    """What a dict or a data class has under a name, or the value itself."""
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, value)
+
+
+def _classes(logits: object, targets: object) -> tuple[int, Tensor]:
+    """The dimension of the classes, and which positions count."""
+    if isinstance(logits, Tensor) and isinstance(targets, Tensor) and not targets.is_floating_point():
+        shape = tuple(logits.shape)
+        dims = {dim for dim in (1, len(shape) - 1) if dim < len(shape) > 1 < shape[dim]}
+        fitting = [dim for dim in dims if shape[:dim] + shape[dim + 1 :] == tuple(targets.shape)]
+        if len(fitting) == 1:
+            return fitting[0], targets >= 0
+    got = [
+        f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in (logits, targets)
+    ]
+    raise ValueError(
+        f"Expected class logits to distil from, and for each vector of them an integer target, but got {got[0]} and "
+        f"{got[1]}; for other outputs give distil=(weight, function) with a function of the network's and the "
+        "teacher's outputs, such as torch.nn.functional.mse_loss."
+    )
+
+
+LossFunction = Callable[..., Tensor]
+_BATCHES = 20  # for statistics of BatchNorm
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """What gives batches, again and again; a :class:`torch.utils.data.DataLoader` is one."""
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+
+    def __iter__(self) -> Iterator[object]:
+        """The batches of an epoch."""
+
+
+class BatchLoss:
+    """The loss of a network on a batch: the mean over it, or the sum, of shape ``()``.
+
+    A tuple or a list is inputs and, last, targets; of anything else all is input, and the targets are the batch itself,
+    as is the one entry of a tuple that has no more. Inputs are a tensor, several in a tuple or a list, or keywords in a
+    dict, as in an example of the network's. With a ``distillation`` a part of it compares the outputs with a teacher's.
+    """
+
+    distillation: Distillation | None = None
+
+    def __init__(self, function: LossFunction, device: torch.device, autocast: torch.dtype | None) -> None:
+        self.function, self.device, self._autocast = function, device, autocast
+
+    def __call__(self, network: nn.Module, batch: object) -> Tensor:
+        """The loss, shape ``()``; one that is no number, or that no gradient passes, is refused."""
+        inputs, targets = self.split(batch)
+        outputs = self.outputs(network, inputs)
+        loss = self.of_outputs(outputs, targets)
+        if self.distillation is not None:
+            taught = self._taught(self.distillation, inputs)
+            other = self._one(self.distillation.divergence, "distil's function", outputs, taught, targets)
+            loss = torch.lerp(loss, other.to(loss), self.distillation.weight)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError(
+                "Expected a loss that depends on the network's outputs, but no gradient passes; return it from loss_fn "
+                "as a tensor that was not detached."
+            )
+        return loss
+
+    def of_outputs(self, outputs: object, targets: object) -> Tensor:
+        """The loss of what a network returned."""
+        return self._one(self.function, "loss_fn(outputs, targets)", outputs, targets)
+
+    def teach(self, distillation: Distillation, batch: object) -> None:
+        """Learn from a teacher, too; a batch shows whether its outputs can be learned from."""
+        distillation.check(self._taught(distillation, self.split(batch)[0]))
+        self.distillation = distillation
+
+    def outputs(self, network: nn.Module, inputs: object) -> object:
+        """What the network returns."""
+        with self._context():
+            if isinstance(inputs, Mapping):
+                return network(**inputs)
+            if not isinstance(inputs, (tuple, list)):
+                return network(inputs)
+            try:
+                return network(*inputs)
+            except TypeError as error:
+                error.add_note(
+                    f"The batch gave {len(inputs)} inputs, as only its last item is targets; put several targets into "
+                    "one, such as (image, (label, box))."
+                )
+                raise
+
+    def split(self, batch: object) -> tuple[object, object]:
+        """Inputs and targets, on the device."""
+        if isinstance(batch, Mapping):
+            batch = dict(batch)  # moved as such, whatever its class
+        batch = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
+        if not isinstance(batch, (tuple, list)):
+            return batch, batch
+        if len(batch) == 1:
+            return batch[0], batch[0]
+        *inputs, targets = batch
+        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+
+    @torch.no_grad()
+    def _taught(self, distillation: Distillation, inputs: object) -> object:
+        return self.outputs(distillation.teacher, inputs)
+
+    def _one(self, function: Callable[..., Tensor], name: str, *given: object) -> Tensor:
+        """The number that a function returns, shape ``()``."""
+        with self._context():
+            loss = function(*given)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(
+                f"Expected {name} to return a tensor of one number, but got {got}; take the mean over the batch."
+            )
+        return loss.reshape(())
+
+    def _context(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._autocast is None else torch.autocast(self.device.type, self._autocast)
+
+
+def groups(loader: Loader, size: int, epoch: int) -> Iterator[list[object]]:
+    """The batches of an epoch, so many for each step; what is left over at the end makes a smaller group."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        sampler.set_epoch(epoch)
+    group: list[object] = []
+    for batch in loader:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def renew_statistics(network: nn.Module, loader: Loader, loss: BatchLoss) -> None:
+    """Take the running statistics of BatchNorm anew, as means over a few batches.
+
+    After units were removed the old ones describe inputs that no longer exist. The network's mode stays.
+    """
+    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    modes = {module: module.training for module in network.modules()}
+    momenta = [norm.momentum for norm in norms]
+    network.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean
+        norm.train()
+    try:
+        for batch in islice(some_batches(loader), _BATCHES):
+            loss.outputs(network, loss.split(batch)[0])
+        average_buffers(network)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in modes.items():
+            module.training = training
+
+
+def trained_modules(network: nn.Module, loss: BatchLoss, batch: object) -> set[str]:
+    """The paths of the modules whose own parameters a loss trains; a copy is called, with random numbers of its own."""
+    copied = copy.deepcopy(network).train()
+    with torch.random.fork_rng([loss.device] if loss.device.type == "cuda" else []):
+        loss(copied, batch).backward()
+    return {name.rpartition(".")[0] for name, p in copied.named_parameters() if p.grad is not None}
+
 
 MakeOptimiser = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[[Optimizer, int], LRScheduler]

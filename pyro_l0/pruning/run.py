@@ -14,16 +14,24 @@ from pyro_l0.compaction.compact import compact_or_fix
 from pyro_l0.compaction.storage import Compacted
 from pyro_l0.infer import AutoGate, SparsityTarget
 from pyro_l0.infer.target.budget import Cost
-from pyro_l0.infer.target.report import TargetReport
+from pyro_l0.infer.target.sparsity_target import TargetReport
 from pyro_l0.nn import Gate, NetworkCost
 from pyro_l0.nn.engine import Example
 from pyro_l0.nn.engine.record import copied
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.pruning.batches import BatchLoss, Loader, groups, renew_statistics
 from pyro_l0.pruning.latency import Latency
-from pyro_l0.pruning.notes import FEW_STEPS
-from pyro_l0.pruning.phases import FineTuning, GatedPhase, MakeOptimiser, MakeSchedule
+from pyro_l0.pruning.phases import (
+    BatchLoss,
+    FineTuning,
+    GatedPhase,
+    Loader,
+    MakeOptimiser,
+    MakeSchedule,
+    groups,
+    renew_statistics,
+)
 from pyro_l0.pruning.places import GatedNetwork
+from pyro_l0.pruning.result import FEW_STEPS
 from pyro_l0.training.epochs import check_finite, some_batches
 from pyro_l0.training.processes import average_buffers
 

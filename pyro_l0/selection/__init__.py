@@ -8,11 +8,9 @@ if find_spec("sklearn") is None:
         "do: pip install 'pyro-l0[selection]'"
     )
 
-from pyro_l0.selection.classifier import SpikeSlabClassifier
 from pyro_l0.selection.credible_sets import credible_sets
 from pyro_l0.selection.neural import NeuralFeatureSelector
-from pyro_l0.selection.poisson import SpikeSlabPoissonRegressor
-from pyro_l0.selection.regressor import SpikeSlabRegressor
+from pyro_l0.selection.regressions import SpikeSlabClassifier, SpikeSlabPoissonRegressor, SpikeSlabRegressor
 
 __all__ = [
     "NeuralFeatureSelector",

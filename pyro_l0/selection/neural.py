@@ -18,6 +18,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
+from pyro_l0.selection.estimator import seed_of
 from pyro_l0.selection.network_training import (
     ClassResponse,
     CrossFit,
@@ -31,7 +32,6 @@ from pyro_l0.selection.network_training import (
     train_for_subsets,
     train_gates,
 )
-from pyro_l0.selection.parameters import seed_of
 
 __all__ = ["NeuralFeatureSelector"]
 

@@ -1,16 +1,23 @@
-"""Quantiles, linear predictors and predictive averages of joint draws of sparse coefficients."""
+"""Predictions of joint draws of sparse coefficients, and an estimator's posterior as arviz takes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+from scipy.special import expit, gammaln, log_expit, log_softmax
 
-from pyro_l0.selection.posterior import Draws
+from pyro_l0.diagnostics.inference_data import inference_data
+from pyro_l0.selection.problem import Draws, Family
 
-__all__ = ["averages", "linear_predictors", "quantiles", "rows_of"]
+if TYPE_CHECKING:
+    import arviz
+
+__all__ = ["averages", "linear_predictors", "log_likelihood", "quantiles", "replicated", "rows_of", "to_inference_data"]
+
 
 Array = NDArray[np.float64]
 
@@ -51,3 +58,73 @@ def linear_predictors(draws: Draws, x: Array) -> Array:
     outputs = draws.intercept.shape[1]
     by_output = (draws.coefficients[:, k::outputs] @ x.T for k in range(outputs))
     return np.stack(list(by_output), axis=2) + draws.intercept[:, None, :]
+
+
+def to_inference_data(
+    family: Family,
+    draws: Draws,
+    sample: dict[str, NDArray[Any]],
+    active_probs: Array,
+    x: Array,
+    y: Array,
+    names: Sequence[str],
+    gates: Sequence[str],
+) -> arviz.InferenceData:
+    """Posterior draws, log likelihoods, replicated observations, the observations, and inclusion probabilities.
+
+    The draws are in the units of the data; ``sample`` has the same by name. The gates' names are those of the features
+    or of groups.
+    """
+    predictors = linear_predictors(draws, x)
+    posterior = {"z": sample["gates"], **{name: values for name, values in sample.items() if name != "gates"}}
+    gate = "feature" if list(gates) == list(names) else "group"
+    outputs = ["output"] if sample["coef"].ndim == 3 else []
+    new = replicated(family, predictors, draws.noise_scale, np.random.default_rng(0))
+    return inference_data(
+        {
+            "posterior": {name: values[None] for name, values in posterior.items()},
+            "log_likelihood": {"y": log_likelihood(family, predictors, y, draws.noise_scale)[None]},
+            "posterior_predictive": {"y": new[None]},
+            "observed_data": {"y": y},
+            "constant_data": {"P(z != 0)": active_probs},
+        },
+        coords={"feature": list(names), gate: list(gates)},
+        dims={
+            "z": [gate],
+            "coef": [*outputs, "feature"],
+            "intercept": outputs,
+            "y": ["observation"],
+            "P(z != 0)": [gate],
+        },
+    )
+
+
+def log_likelihood(family: Family, predictors: Array, y: Array, noise: Array) -> Array:
+    """Log probability of each observation at each draw, shape ``(N, n)``, from predictors ``(N, n, K)`` and noise."""
+    eta = predictors[..., 0]
+    found: Array
+    if family == "categorical":
+        found = log_softmax(predictors, axis=-1)[:, np.arange(len(y)), y.astype(int)]
+    elif family == "gaussian":
+        scale = noise[:, None]
+        found = -0.5 * ((y - eta) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
+    elif family == "bernoulli":
+        found = log_expit(np.where(y > 0, eta, -eta))
+    else:
+        found = y * eta - np.exp(eta) - gammaln(y + 1)
+    return found
+
+
+def replicated(family: Family, predictors: Array, noise: Array, rng: np.random.Generator) -> Array:
+    """New observations at the same features, one set for each draw, shape ``(N, n)``."""
+    eta = predictors[..., 0]
+    if family == "categorical":
+        # The largest of the predictors with Gumbel noise has the probabilities of the softmax.
+        found = np.argmax(predictors + rng.gumbel(size=predictors.shape), axis=-1)
+    elif family == "gaussian":
+        found = eta + noise[:, None] * rng.standard_normal(eta.shape)
+    elif family == "bernoulli":
+        found = rng.random(eta.shape) < expit(eta)
+    else:
+        found = rng.poisson(np.exp(eta))
+    return np.asarray(found, dtype=np.float64)

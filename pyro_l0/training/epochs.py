@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, distributed, nn
 
-from pyro_l0.compaction.files import hold, replace_file
+from pyro_l0.compaction.storage import hold, replace_file
 from pyro_l0.training.processes import processes, rank
 
 _KEPT = 20  # batches of an iterator that can't be begun anew

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn import gate_heads, insert_gates, suggest_gates
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 
 __all__ = ["MODELS", "RATES", "gated", "random_gates", "refusals"]
 

@@ -12,7 +12,7 @@ from pyro_l0.compaction.certificate import certify
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.engine import rule
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
 
 GATE = torch.tensor([1.0, 0.0, 0.5, 0.9])

@@ -13,7 +13,7 @@ from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.compaction.plan import Plan
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

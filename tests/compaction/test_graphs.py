@@ -8,8 +8,8 @@ from torch import nn
 from pyro_l0.compaction import Shrinker, compact, load_compacted
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.square_norms import square_norms
 from tests.compaction.networks import Model, started
 from tests.networks import Net
 

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from pyro_l0.compaction import compact
-from pyro_l0.compaction.apply import apply_plan
-from pyro_l0.compaction.inputs import SelectedInputs
+from pyro_l0.compaction.apply import SelectedInputs, apply_plan
 from pyro_l0.compaction.layers import ReducedLayerNorm, ReducedRMSNorm, as_whole_norms, reduce_norm
-from pyro_l0.compaction.plan import Plan
-from pyro_l0.compaction.sizes import torch_sizes
+from pyro_l0.compaction.plan import Plan, torch_sizes
 from pyro_l0.nn import Gate, L0Gate, fix_gates
 from tests.networks import Net
 

@@ -11,7 +11,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.nn import Gate, insert_gates, suggest_gates
 from pyro_l0.nn.engine import analyse, record
-from pyro_l0.nn.engine.held import Holder
+from pyro_l0.nn.engine.sizes import Holder
 from tests.compaction.random_cuts import MODELS, gated, random_gates, refusals
 from tests.engine.zoo import ZOO
 from tests.networks import Net

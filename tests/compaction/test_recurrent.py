@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.nn import Gate, L0Gate, NetworkCost, fix_gates, insert_gates
-from pyro_l0.nn.network_gates import NetworkGates
+from pyro_l0.nn.l0_gate import NetworkGates
 
 X, LONGER = torch.randn(3, 5, 4, dtype=torch.float64), torch.randn(4, 9, 4, dtype=torch.float64)
 GATES = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.7, 1.0, 1.0, 0.0], dtype=torch.float64)

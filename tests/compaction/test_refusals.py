@@ -15,7 +15,7 @@ from pyro_l0.compaction.compact import CompactionError
 from pyro_l0.infer import AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.engine import maps
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 from tests import networks
 
 VECTORS, SEQUENCES, IMAGES = (

@@ -10,12 +10,12 @@ import mnist
 from common.networks import build as build_network
 from mnist import Options
 from pyro_l0.compaction import Shrinker, compact, load_compacted
-from pyro_l0.compaction.inputs import SelectedInputs
+from pyro_l0.compaction.apply import SelectedInputs
 from pyro_l0.compaction.shrinker import Replica
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.square_norms import square_norms
 from tests.compaction.networks import Model, set_gates
 from tests.networks import Net
 

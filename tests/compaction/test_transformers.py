@@ -10,7 +10,7 @@ from torch import nn
 
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import Gate, fix_gates
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 from tests.compaction.test_in_place import Transformer
 from tests.processes import python
 

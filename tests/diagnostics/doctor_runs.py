@@ -17,8 +17,8 @@ from pyro_l0.diagnostics import diagnose
 from pyro_l0.diagnostics.doctor import Diagnosis
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget
 from pyro_l0.nn import Gate, NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.square_norms import square_norms
 from tests.diagnostics.networks import Residual, ResidualCNN, cnn, mlp, transformer
 
 GATE_RATE = 0.05

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_l0.diagnostics.inference_data import inference_data
-from pyro_l0.infer.posterior.summaries import import_arviz
+from pyro_l0.infer.guides.summaries import import_arviz
 
 az = import_arviz()
 

@@ -15,7 +15,7 @@ from scipy import stats
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.diagnostics import to_arviz
 from pyro_l0.infer import AutoGate, AutoSpikeSlab, fit, sample_posterior
-from pyro_l0.infer.posterior.summaries import import_arviz
+from pyro_l0.infer.guides.summaries import import_arviz
 from pyro_l0.infer.reparam import RectifyReparam
 from tests.cases import first_by_default
 

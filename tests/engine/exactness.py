@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.engine import Value, analyse, calls_of, record
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 
 SHAPES = ("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand")
 PARTS = ("aten::slice", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::narrow")

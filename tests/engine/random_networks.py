@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pyro_l0.nn import Gate
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 from tests.engine.zoo.attention import Attention
 from tests.engine.zoo.entry import _away_from_start
 from tests.networks import Net

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.engine import analyse, record
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 from tests.engine import own_operation
 from tests.engine.exactness import Between, close_some, examine, shake
 from tests.networks import Net

@@ -7,8 +7,8 @@ from torch import nn
 
 from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
-from pyro_l0.nn.engine.slots import VARIES
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.engine.maps import VARIES
+from pyro_l0.nn.gate import name_gates
 from tests.engine.exactness import examine
 from tests.networks import Net
 

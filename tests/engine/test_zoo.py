@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates
-from pyro_l0.nn.attention import PlainAttention
 from pyro_l0.nn.engine import analyse, record
+from pyro_l0.nn.heads import PlainAttention
 from tests.engine.zoo import ZOO, call, sites
 
 # torch's counter has no entry for aten._trilinear: the bilinear layer's weights times its batch of three.

@@ -16,7 +16,7 @@ from common.cifar import load_cifar, read_batch
 from common.residual import wide_resnet
 from pyro_l0.compaction import compact, load_compacted
 from pyro_l0.nn import NetworkCost
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 from tests.bench.wrn import wrn_table
 from tests.examples.killing import run_and_kill, without_seconds
 

@@ -15,7 +15,7 @@ from common.data import load_digits
 from common.networks import mlp
 from mnist import Options
 from pyro_l0.compaction import load_compacted
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 from pyro_l0.training.epochs import checksum
 from tests.examples.killing import run_and_kill, without_seconds
 

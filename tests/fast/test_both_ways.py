@@ -14,8 +14,8 @@ from pyro_l0.compaction import compact
 from pyro_l0.fast.record import Record, sample
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, SparsityTarget, factor
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.square_norms import square_norms
 from tests.cases import ATOMIC, FAMILIES
 
 NUM_DATA = 1000

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_l0.fast.products import defer_product, multiply_along
 from pyro_l0.nn import Gate
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 
 
 def factors(*shape, units=4, make=torch.rand, needs_gradient=True, dtype=None):

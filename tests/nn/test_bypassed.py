@@ -12,7 +12,7 @@ from torch import nn
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, fix_gates, insert_gates
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_l0.infer.factor import factor
+from pyro_l0.infer.runs import factor
 from pyro_l0.nn import fix_gates, gate_heads
-from pyro_l0.nn.attention import PlainAttention
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
+from pyro_l0.nn.heads import PlainAttention
 from tests.networks import Net
 from tests.nn.training import trained_gates
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from pyro_l0.compaction import Shrinker, compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import Gate, fix_gates, gate_heads, gate_weights, insert_gates
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.weights import fix_weights
 
 

@@ -13,7 +13,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, insert_gates, suggest_gates
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 

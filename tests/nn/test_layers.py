@@ -11,7 +11,7 @@ from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, fix_gates
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 from tests.networks import Net
 
 

@@ -14,7 +14,7 @@ from pyro_l0 import HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, factor
 from pyro_l0.infer.reparam import RectifyReparam
 from pyro_l0.nn import Gate
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 

@@ -11,10 +11,10 @@ from pyro_l0 import HardConcrete
 from pyro_l0.compaction.apply import apply_plan
 from pyro_l0.diagnostics.gradients import pathwise_noise
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, gate_weights, insert_gates, suggest_gates
-from pyro_l0.nn.costs.square_norms import square_norms
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.insert import gate_dropout
+from pyro_l0.nn.square_norms import square_norms
 from pyro_l0.nn.weights import fix_weights
 
 DOORS = {

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0 import prune
-from pyro_l0.compaction import compact, search
+from pyro_l0.compaction import compact
+from pyro_l0.compaction import compact as search
 from pyro_l0.nn import Gate, NetworkCost, fix_gates, gate_heads, insert_gates, suggest_gates
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 from tests.networks import Net
 
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate
-from pyro_l0.infer.factor import factor
+from pyro_l0.infer.runs import factor
 from pyro_l0.nn import Gate, fix_gates, gate_weights
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 from pyro_l0.nn.weights import fix_weights
 from tests.nn.training import trained_gates
 

@@ -16,7 +16,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.nn import Gate, NetworkCost, fix_gates
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 from pyro_l0.nn.insert import gate_dropout
 from tests.networks import Net
 

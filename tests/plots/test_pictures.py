@@ -19,7 +19,7 @@ from pyro_l0.plots import (
     save_figure,
     short_names,
 )
-from pyro_l0.plots.style import COLOURS, series
+from pyro_l0.plots.pictures import COLOURS, series
 
 
 @pytest.fixture(autouse=True)

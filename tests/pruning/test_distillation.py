@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0 import prune
-from pyro_l0.pruning.batches import BatchLoss
-from pyro_l0.pruning.distillation import Distillation
+from pyro_l0.pruning.phases import BatchLoss, Distillation
 from tests.pruning.networks import Mlp, StoppedError, digits, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network

@@ -11,7 +11,7 @@ from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate
 from pyro_l0.pruning import latency
 from pyro_l0.pruning.latency import Latency, measure_latency, microseconds
-from pyro_l0.pruning.notes import notes_on_latency
+from pyro_l0.pruning.result import notes_on_latency
 from tests.processes import in_two
 from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, VisionTransformer, digits, same, stopping
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from pyro_l0 import prune
 from pyro_l0.nn import Gate, gate_heads, insert_gates
-from pyro_l0.pruning.limits import gates_at_least, gates_in_step
+from pyro_l0.pruning.places import gates_at_least, gates_in_step
 from tests.pruning.networks import Mlp, ResidualCnn, StoppedError, VisionTransformer, digits, same, stopping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network

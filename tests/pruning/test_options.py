@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_l0 import prune
 from pyro_l0.nn import Gate
-from pyro_l0.pruning.batches import BatchLoss
-from pyro_l0.pruning.options import count_steps
-from pyro_l0.pruning.phases import FineTuning
+from pyro_l0.pruning.phases import BatchLoss, FineTuning
+from pyro_l0.pruning.prune import count_steps
 from tests.pruning.networks import Mlp, ResidualCnn, digits, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # few steps, an untrained network

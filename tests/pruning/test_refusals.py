@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pyro_l0 import prune
-from pyro_l0.infer.target.report import TargetReport
+from pyro_l0.infer.target.sparsity_target import TargetReport
 from pyro_l0.nn import Gate
-from pyro_l0.pruning.notes import notes_on
+from pyro_l0.pruning.result import notes_on
 from tests.pruning.networks import Mlp, digits
 
 X, Y = digits(320)

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_l0
 from pyro_l0 import prune
-from pyro_l0.compaction.files import hold
-from pyro_l0.pruning.described import told
+from pyro_l0.compaction.storage import hold
+from pyro_l0.pruning.prune import told
 from pyro_l0.training import Checkpoint
 from pyro_l0.training.epochs import checksum
 from tests.pruning.networks import StoppedError, same, stopping

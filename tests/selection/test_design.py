@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 
 from pyro_l0.selection.design import default_rate, make_design
 from pyro_l0.selection.methods.enumeration import exact_posterior
-from pyro_l0.selection.posterior import Draws, SelectionPosterior
+from pyro_l0.selection.problem import Draws, SelectionPosterior
 
 
 def data(n=30, p=4, seed=0):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_l0.infer.elbo.estimators import Estimators
-from pyro_l0.infer.elbo.slabs import Switch, fits
+from pyro_l0.infer.slabs import Switch, fits
 
 NAMES = ("lam", "group_size", "weight_decay")
 Coefficient = float | Tensor | Mapping[str, float | Tensor]

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Record, Site
-from pyro_l0.infer.elbo.blocks import Kind, Run, as_in_model, blocks_of
 from pyro_l0.infer.elbo.coefficients import NAMES, Coefficient, as_dict, by_site, check_numbers, is_zero, kl_scale_at
-from pyro_l0.infer.elbo.dependence import check_dependence
 from pyro_l0.infer.elbo.estimators import (
     EstimatorName,
     Estimators,
@@ -29,12 +27,23 @@ from pyro_l0.infer.elbo.estimators import (
     gates_log_prob,
     leave_one_out,
 )
-from pyro_l0.infer.elbo.particles import over_particles
-from pyro_l0.infer.elbo.runs import Args, Kwargs, Program, check_arguments, odd_arguments, record_run
-from pyro_l0.infer.elbo.slabs import Switch, switches_of
-from pyro_l0.infer.elbo.terms import TERMS, Term, check_slab, terms_of
-from pyro_l0.infer.elbo.watch import EVERY, Watch, bad_values, number_of_bad
-from pyro_l0.infer.generators import generators_kept
+from pyro_l0.infer.elbo.pairs import check_dependence
+from pyro_l0.infer.elbo.terms import TERMS, Kind, Run, Term, as_in_model, blocks_of, check_slab, terms_of
+from pyro_l0.infer.runs import (
+    EVERY,
+    Args,
+    Kwargs,
+    Program,
+    Watch,
+    bad_values,
+    check_arguments,
+    generators_kept,
+    number_of_bad,
+    odd_arguments,
+    over_particles,
+    record_run,
+)
+from pyro_l0.infer.slabs import Switch, switches_of
 
 Objective = Literal["l0", "free_energy", "spike_slab"]
 _LOG_Q = "log q(z)"  # beside the terms of a particle
@@ -99,7 +108,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             :math:`\sum P(z \neq 0) \tfrac12 \|\theta_g\|^2`; a number or a dict by site. A weight decay w on the mean
             loss of N examples is :math:`N w` here.
         square_norm: for ``weight_decay``, a function per gate site that returns :math:`\|\theta_g\|^2` of every
-            gate's weights; see :func:`pyro_l0.nn.costs.square_norms.square_norms`.
+            gate's weights; see :func:`pyro_l0.nn.square_norms.square_norms`.
         estimator: how the gradient of :class:`~pyro_l0.distributions.BernoulliGate` posteriors is estimated:
             ``"score_function"``, ``"leave_one_out"``, ``"arm"``, ``"straight_through"`` (biased) or ``"rebar"``; see
             :class:`~pyro_l0.infer.elbo.estimators.Estimators`.
@@ -260,7 +269,7 @@ class L0_ELBO(ELBO):  # noqa: N801  # Pyro names its ELBOs so
             found = self._pathwise
         norms: Any = (
             self.square_norm
-        )  # those of pyro_l0.nn.costs.square_norms.square_norms can be computed during the network's forward pass
+        )  # those of pyro_l0.nn.square_norms.square_norms can be computed during the network's forward pass
         decayed = [name for name in self.square_norm if not is_zero(by_site(self.weight_decay, name))]
         with norms.during(decayed) if hasattr(norms, "during") else nullcontext():
             parts = found(model, guide, args, kwargs, runs)

@@ -1,23 +1,28 @@
-"""Checks that a model and its guide fit together."""
+"""Checks that a model and its guide fit together: shapes, draws, slabs, and what depends on what."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
+import pyro
 import torch
-from pyro.distributions import Unit
+from pyro.distributions import Delta, Normal, Unit
 from pyro.infer.util import is_validation_enabled
+from pyro.poutine.util import site_is_subsample
 from pyro.util import check_site_shape
 from torch import Tensor
+from torch.distributions import Transform
 
 from pyro_l0.distributions.bernoulli import BernoulliGate
-from pyro_l0.distributions.gate import GateDistribution, find_gate
-from pyro_l0.fast.record import Site
+from pyro_l0.distributions.gate import GateDistribution, find_gate, innermost, inside_events
+from pyro_l0.fast.record import Record, Site
 from pyro_l0.infer.elbo.estimators import EstimatorName
-from pyro_l0.infer.elbo.slabs import Switch, check_used, gate_site
+from pyro_l0.infer.guides.mean_field import carried, transform_to_support
+from pyro_l0.infer.runs import generators_kept
+from pyro_l0.infer.slabs import Drawn, Switch, check_used, gate_site
 
 #: What to do about a discrete latent that is no gate, even one that is enumerated elsewhere.
 SUM_OUT = (
@@ -116,4 +121,194 @@ def check_auxiliary(name: str, site: Site) -> None:
     if not (site["infer"].get("is_auxiliary") or site["is_observed"]):
         raise ValueError(
             f"Site {name!r} of the guide is not in the model; mark it infer={{'is_auxiliary': True}} if that is meant."
+        )
+
+
+#: Guides whose slabs have a density for each entry.
+FACTORISED = "Take AutoNormal, AutoDiagonalNormal, independent normals of your own, or AutoSpikeSlab"
+
+_Sites = Mapping[str, Site]
+_Run = Callable[[Record], None]  # of a guide or a model under a handler
+
+
+class _Link(NamedTuple):
+    """The entries of an auxiliary site from which a site follows, one by one."""
+
+    source: str
+    start: int
+    stop: int
+    shape: torch.Size
+    transform: Transform | None
+
+    def part(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:-1], -1)[..., self.start : self.stop].reshape(self.shape)
+
+    def is_right(self, guide: _Sites, value: Tensor) -> bool:
+        part = self.part(guide[self.source]["value"])
+        return torch.equal(part if self.transform is None else self.transform(part), value)
+
+    def density(self, guide: _Sites, event_dim: int) -> Any:
+        normal = inside_events(guide[self.source]["fn"])
+        fn = carried(self.part(normal.loc), self.part(normal.scale), self.transform)
+        return fn.to_event(event_dim - fn.event_dim)
+
+
+def _links(model: _Sites, guide: _Sites) -> dict[str, _Link]:
+    """The entries of auxiliary normals from which a ``Delta`` after them may follow, in the order of Pyro's guides."""
+    found: dict[str, _Link] = {}
+    source, start = "", 0
+    for name, site in guide.items():
+        base = inside_events(site["fn"])
+        if name not in model and site["infer"].get("is_auxiliary"):
+            source, start = name if type(base) is Normal else "", 0
+        elif source and name in model and isinstance(base, Delta):
+            transform = transform_to_support(name, model[name]["fn"], is_slab=False)
+            shape = site["value"].shape if transform is None else transform.inverse_shape(site["value"].shape)
+            stop = start + shape.numel() // guide[source]["value"].shape[:-1].numel()
+            found[name], start = _Link(source, start, stop, shape, transform), stop
+    widths = {link.source: (1, *guide[link.source]["value"].shape)[-1] for link in found.values()}
+    used_up = {link.source for link in found.values() if link.stop == widths[link.source]}
+    return {name: x for name, x in found.items() if x.source in used_up and x.stop <= widths[x.source]}
+
+
+def own_densities(slab: Collection[str], model: _Sites, guide: _Sites) -> _Sites:
+    """A guide's sites, where slabs that follow from auxiliary draws have the density of their own values instead.
+
+    An automatic guide of Pyro's draws u and a ``Delta`` of T(u): only log q(u) - log |det T'(u)| together with
+    -log p(T(u)) is a KL of a slab, which a gate can weigh.
+    """
+    if not any(isinstance(inside_events(guide[name]["fn"]), Delta) for name in slab if name in guide):
+        return guide
+    links = _links(model, guide)
+    sources = {links[name].source for name in slab if name in links}
+    own = {
+        name: {**guide[name], "fn": link.density(guide, guide[name]["fn"].event_dim)}
+        for name, link in links.items()
+        if link.source in sources
+    }
+    return {name: own.get(name, site) for name, site in guide.items() if name not in sources}
+
+
+def _parents(run: _Run, sites: _Sites, names: Collection[str]) -> dict[str, set[str]]:
+    """For each latent site of a run at the values of some sites, on which of the names its distribution depends.
+
+    Either a derivative shows it, even one that is 0 for now, or a change of the distribution at another draw.
+    """
+    values = {name: {**site, "value": site["value"].detach()} for name, site in sites.items()}
+    leaves = {name: values[name]["value"].clone().requires_grad_() for name in names}
+
+    def densities(drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        record = Record({**values, **{name: {**values[name], "value": value} for name, value in drawn.items()}})
+        with generators_kept(), pyro.validation_enabled(False):
+            run(record)
+            return {name: _density(site, values) for name, site in record.sites.items() if _is_latent(site)}
+
+    with torch.enable_grad():
+        first = densities(leaves)
+        found: dict[str, set[str]] = {name: set() for name in first}
+        for name, x in first.items() if leaves else ():
+            inputs = list(leaves.values()) if x.requires_grad else []
+            slopes = torch.autograd.grad(x.sum(), inputs, retain_graph=True, allow_unused=True) if inputs else ()
+            found[name] |= {leaf for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None}
+
+    def changed(drawn: Mapping[str, Tensor]) -> set[str]:
+        again = densities(drawn)
+        return {name for name, x in first.items() if not torch.allclose(x, again[name], equal_nan=True)}
+
+    with torch.no_grad(), generators_kept():
+        others = {name: _another(sites[name]) for name in leaves}
+        for leaf, other in others.items() if changed(others) else ():
+            for name in changed({leaf: other}):
+                found[name].add(leaf)
+    return found
+
+
+def _density(site: Site, values: _Sites) -> Tensor:
+    """What shows a change of a site's distribution: its density at one value."""
+    fn, value = innermost(site["fn"]), values.get(site["name"], site)["value"]
+    if isinstance(fn, Drawn):  # its joint draw has terms of its own
+        return torch.zeros(())
+    density: Tensor = fn.v if isinstance(fn, Delta) else site["fn"].log_prob(value)
+    return density
+
+
+def _another(site: Site) -> Tensor:
+    """Another value of a site; gates open where they are closed, and close where they are open."""
+    value: Tensor = site["value"]
+    return (value == 0).to(value.dtype) if find_gate(site["fn"]) is not None else site["fn"].sample()
+
+
+def _is_latent(site: Site) -> bool:
+    return not site["is_observed"] and not site_is_subsample(site)
+
+
+def _descendants(parents: Mapping[str, set[str]], name: str) -> set[str]:
+    found, new = set[str](), {name}
+    while new:
+        new = {child for child, of in parents.items() if of & new} - found
+        found |= new
+    return found
+
+
+def check_dependence(
+    model: _Sites, guide: _Sites, slab: Mapping[str, Switch], run_model: _Run, run_guide: _Run, at_draws: bool
+) -> set[str]:
+    """The sites whose KL has to be taken at their draws; raises for slabs and for gates whose KL would be biased.
+
+    That is a site whose prior depends on a site that, in the guide, depends on it. ``at_draws`` says whether the KL of
+    binary gates may be taken so.
+    """
+    latent = {name: site for name, site in guide.items() if _is_latent(site)}
+    places = {name: i for i, name in enumerate(name for name in latent if name in model)}
+    order = [name for name in model if name in places]
+    if not slab and order == list(places):
+        return set()
+    # What is computed from other draws, a Delta, is computed anew.
+    drawn = {name: x for name, x in guide.items() if name not in latent or not isinstance(innermost(x["fn"]), Delta)}
+    parents = _parents(run_guide, drawn, [x for x in latent if x in drawn and drawn[x]["value"].is_floating_point()])
+    jointly = [name for name, site in latent.items() if isinstance(site["fn"], Drawn)]
+    for i, name in enumerate(jointly):
+        parents[name] |= set(jointly[:i])
+    for name, switch in slab.items():
+        if not isinstance(guide[name]["fn"], Drawn):
+            _check_slab(name, gate_site(switch), _links(model, guide), guide, parents)
+    after = {name: {x for x in _descendants(parents, name) if x in places} for name in places}
+    turned = {(v, z) for i, z in enumerate(order) for v in order[:i] if places[v] > places[z] and v in after[z]}
+    if not turned:
+        return set()
+    of_prior = _parents(run_model, guide, {v for v, _ in turned})
+    found = {z: v for v, z in turned if v in of_prior[z]}
+    for name, other in found.items():
+        gate = find_gate(guide[name]["fn"])
+        if gate is not None and not (at_draws and isinstance(gate, BernoulliGate)):
+            raise ValueError(
+                f"Expected the prior of gate site {name!r} to depend on no site that the guide draws given {name!r}, "
+                f"but it depends on {other!r}, and their KL is no sum of KLs. Draw them in the model's order, or take "
+                "a BernoulliGate and estimator='leave_one_out'."
+            )
+    return set(found)
+
+
+def _check_slab(
+    name: str, gate: str, links: Mapping[str, _Link], guide: _Sites, parents: Mapping[str, set[str]]
+) -> None:
+    """Refuse a slab whose KL is not one by entry that P(z != 0) weighs."""
+    source = links[name].source if name in links else name
+    together = {name} | {other for other, link in links.items() if link.source == source}
+    if name in _descendants(parents, gate):
+        raise ValueError(
+            f"Expected slab site {name!r} not to depend on its gates {gate!r} in the guide, whose P(z != 0) weighs its "
+            "KL, but it does. Draw it without them, or take AutoSpikeSlab with slabs='structured'."
+        )
+    is_computed = isinstance(innermost(guide[name]["fn"]), Delta) and parents[name]
+    if is_computed and not all(x in links and links[x].is_right(guide, guide[x]["value"]) for x in together):
+        of = ", ".join(f"{x!r}, {innermost(guide[x]['fn'])}" for x in sorted(parents[name]))
+        raise ValueError(
+            f"Expected slab site {name!r} to have a density for each of its gates, but the guide computes it from "
+            f"{of}. {FACTORISED}."
+        )
+    if dependent := _descendants(parents, source) - together:
+        raise ValueError(
+            f"Expected no site of the guide to depend on slab site {name!r}, which has its prior where its gate is "
+            f"closed, but {sorted(dependent)} do. Draw them without it."
         )

@@ -17,20 +17,28 @@ from pyro_l0.distributions.bernoulli import BernoulliGate
 from pyro_l0.distributions.gate import GateDistribution, find_gate
 from pyro_l0.expect import expect
 from pyro_l0.fast.record import Site
-from pyro_l0.infer.elbo.particles import each
-from pyro_l0.infer.elbo.runs import Args, Kwargs
-from pyro_l0.infer.elbo.slabs import Switch, alignment_of, check_used, gate_site, switches_of
 from pyro_l0.infer.guides.auto_gate import AutoGate
-from pyro_l0.infer.guides.correlated import CorrelatedPosterior
-from pyro_l0.infer.guides.correlated_start import Structure, correlated_posterior, model_runs, structure_of
-from pyro_l0.infer.guides.drawn import Part
-from pyro_l0.infer.guides.expansion import log_likelihood
-from pyro_l0.infer.guides.lone_latents import LoneLatents, Slab, first_latents
-from pyro_l0.infer.guides.mean_field import GatesPosterior, MeanField, SitePosterior, plates_and_shape
-from pyro_l0.infer.guides.structured_slabs import StructuredSlabs
-from pyro_l0.infer.posterior.collapse import Collapsed, collapse
-from pyro_l0.infer.posterior.refine import Method, RefinedPosterior, refined
-from pyro_l0.infer.posterior.summaries import JointDraws
+from pyro_l0.infer.guides.correlated import (
+    CorrelatedPosterior,
+    Structure,
+    correlated_posterior,
+    model_runs,
+    structure_of,
+)
+from pyro_l0.infer.guides.expansion import StructuredSlabs, log_likelihood
+from pyro_l0.infer.guides.mean_field import (
+    GatesPosterior,
+    LoneLatents,
+    MeanField,
+    SitePosterior,
+    Slab,
+    first_latents,
+    plates_and_shape,
+)
+from pyro_l0.infer.guides.refine import Collapsed, Method, RefinedPosterior, collapse, refined
+from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.runs import Args, Kwargs, each
+from pyro_l0.infer.slabs import Part, Switch, alignment_of, check_used, gate_site, switches_of
 from pyro_l0.maths.laplace import LogLikelihood
 
 __all__ = ["AutoSpikeSlab"]

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from pyro_l0.expect import expect, expect_count
 from pyro_l0.infer.elbo.elbo import L0_ELBO
 from pyro_l0.infer.guides.auto_spike_slab import AutoSpikeSlab
-from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
+from pyro_l0.infer.posterior.check_fit import Evidence, log_ratios
 
 _BETAS = (0.9, 0.99)
 _LAST_RATE = 0.02  # of the learning rates, at the end

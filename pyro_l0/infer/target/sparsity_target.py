@@ -4,19 +4,244 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints, transform_to
 
+from pyro_l0.distributions.gate import GateDistribution, concatenate
 from pyro_l0.expect import expect
-from pyro_l0.infer.guides.protocol import GateGuide, check_guide
+from pyro_l0.infer.guides.parameters import GateGuide, check_guide
 from pyro_l0.infer.target.budget import Budget, Choice, Cost, read_budgets
-from pyro_l0.infer.target.positions import CLOSED, HIGHEST, LOWEST, OPENED, GatePositions
-from pyro_l0.infer.target.report import TargetReport
-from pyro_l0.infer.target.schedule import LEAST_DISTANCE, BudgetSchedule
 
-__all__ = ["SparsityTarget", "TargetState"]
+
+@dataclass(frozen=True)
+class TargetReport:
+    """The progress of a :class:`~pyro_l0.infer.SparsityTarget`, from its ``report()``; it prints as text.
+
+    Attributes:
+        step: steps taken.
+        steps: number of steps with gates.
+        fraction: by constraint, the cost of the deterministic network as a fraction of the full one's.
+        budget: by constraint, the largest fraction at the end.
+        undecided: the share of gates whose test gate is neither 0 nor 1.
+        multiplier: by constraint, nats per unit of cost, such as per multiply-add.
+        at_minimum: sites with no more open gates than their minimum, which close after all others.
+        open: by site, the numbers of open gates and of all gates.
+    """
+
+    step: int
+    steps: int
+    fraction: Mapping[str, float]
+    budget: Mapping[str, float]
+    undecided: float
+    multiplier: Mapping[str, float]
+    at_minimum: tuple[str, ...]
+    open: Mapping[str, tuple[int, int]]
+
+    @property
+    def of_budget(self) -> float:
+        """The largest share of a budget that is used; above 1 if a budget is not met."""
+        return max(self.fraction[name] / self.budget[name] for name in self.budget)
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step} of {self.steps}, {self.undecided:.1%} of the gates undecided"]
+        for name, budget in self.budget.items():
+            lines.append(
+                f"{name}: {self.fraction[name]:.4f} of the full network, budget {budget:.4g}, "
+                f"{self.multiplier[name]:.3g} nats per unit of cost"
+            )
+        width = max((len(site) for site in self.open), default=0)
+        for site, (number, of) in self.open.items():
+            minimum = ", at its minimum" if site in self.at_minimum else ""
+            lines.append(f"{site.ljust(width)}  {number} of {of} gates open{minimum}")
+        return "\n".join(lines)
+
+
+_LEAST_STEPS = 10
+_CHECKS = 100
+# How far a gate may go while the budget falls, in distances from where it starts to where it closes: so far at least if
+# all of its gradients have one sign, and so far if they have none, when Adam's steps add up like a random walk's.
+LEAST_DISTANCE, _WALK = 4.0, 1 / 6
+# Of the steps with gates: what passes before the first gate moves, and of the rest, what passes until the budget holds.
+_WARM_UP_PRETRAINED, _WARM_UP, _FALL = 0.08 / 3, 0.8 / 3, 0.8
+
+
+class BudgetSchedule:
+    """Phases of a training with gates: they wait until ``start``, the budget falls, it holds from ``settled`` on.
+
+    A network that was not pretrained learns for a while first. The deterministic network is checked at intervals.
+    """
+
+    def __init__(self, steps: int, pretrained: bool) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < _LEAST_STEPS:
+            raise ValueError(f"Expected steps to be an integer of at least {_LEAST_STEPS}, but got {steps!r}.")
+        wait = int((_WARM_UP_PRETRAINED if pretrained else _WARM_UP) * steps)
+        self.steps = steps
+        self.start = max(wait, min(20, int(steps / 7.5)))
+        rest = steps - self.start
+        self.settled = self.start + int(_FALL * rest)
+        self.interval = max(1, round(rest / _CHECKS))
+
+    @property
+    def distance(self) -> float:
+        """How far a gate can go while the budget falls; the more steps, the weaker a force that closes it.
+
+        In proportion to the root of the number of steps, gates go by the mean of their gradients, and what is noise
+        moves them equally far in runs of any length.
+        """
+        return max(LEAST_DISTANCE, _WALK * math.sqrt(self.settled - self.start))
+
+    def rate(self, unit: float) -> float:
+        """The gates' step size under Adam, for the distance from where they start to where they close."""
+        return self.distance * unit / (self.settled - self.start)
+
+    def is_check(self, step: int) -> bool:
+        """Whether the deterministic network is checked after so many steps."""
+        return step == self.steps or (self.start <= step < self.steps and (step - self.start) % self.interval == 0)
+
+    def budget(self, step: int, final: Tensor) -> Tensor:
+        """What holds until the check after the one at a step: from 1 to the final budget, by a cubic curve."""
+        done = min(1.0, max(0.0, (step + self.interval - self.start) / (self.settled - self.start)))
+        return final + (1 - final) * (1 - done) ** 3
+
+
+# In units of the logit of P(z != 0). Of a hard concrete, log alpha between -6 and 6, whose test gate closes at -log 11.
+HIGHEST, LOWEST = math.log(11) + 6, math.log(11) - 6
+OPENED, CLOSED = 1.0, -1.0  # of a gate that a correction opens or closes
+_RANGE = 30.0  # of the search, on the real line on which locations are learned
+_HALVINGS = 60
+
+
+class GatePositions:
+    r"""The locations of a guide's gates, side by side and in one unit.
+
+    A position is 0 where the test gate closes and positive where it is open; near there its unit is that of the logit
+    of P(z != 0), whatever the family. For a hard concrete it is :math:`\log \alpha - \log(-\gamma / \zeta)`.
+    The guide has been called before.
+    """
+
+    def __init__(self, guide: GateGuide) -> None:
+        self._guide = guide
+        self._kept: dict[str, tuple[Tensor, Tensor]] = {}  # one number for a site, or one for each gate
+        for (site, gate), location in zip(guide.posterior().items(), guide.locations(), strict=True):
+            name, constraint = next(iter(gate.learned.items()))
+            now = location.detach()
+            now = now if constraint is constraints.real else transform_to(constraint)(now)
+            if now.shape != getattr(gate, name).shape or not torch.allclose(now, getattr(gate, name)):
+                raise ValueError(
+                    f"Expected guide.locations() to hold {name} of gate site {site!r} on the real line, as "
+                    f"transform_to({constraint}) takes it, but got another tensor."
+                )
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The positions of all gates, site after site in the guide's order, shape ``(n,)``."""
+        scales = self._scales()
+        found = [
+            ((location.float() - closing) * slope).flatten()
+            for location, (closing, slope) in zip(self._guide.locations(), scales.values(), strict=True)
+        ]
+        return torch.cat(found) if found else torch.zeros(0)
+
+    def follow(self) -> None:
+        """Forget the closing points of gates with further parameters, which may have changed."""
+        self._kept = {site: kept for site, kept in self._kept.items() if not kept[0].dim()}
+
+    @torch.no_grad()
+    def slopes(self) -> Tensor:
+        """Derivatives of P(z != 0) by the locations, in the order of :meth:`read`; shape ``(n,)``."""
+        gates = list(self._guide.posterior().values())
+        joint = concatenate(gates)
+        if joint is not None and next(iter(joint.learned.values())) is constraints.real:
+            return joint.active_slope.float()
+        found = zip(gates, self._guide.locations(), strict=True)
+        return torch.cat([(gate.active_slope * _stretching(gate, at)).flatten().float() for gate, at in found])
+
+    @torch.no_grad()
+    def write(self, positions: Tensor) -> None:
+        """Put the gates at positions, in the order of :meth:`read`; shape ``(n,)``."""
+        start = 0
+        for location, (closing, slope) in zip(self._guide.locations(), self._scales().values(), strict=True):
+            end = start + location.numel()
+            location.copy_(positions[start:end].view(location.shape) / slope + closing)
+            start = end
+
+    @torch.no_grad()
+    def open_all(self, active_prob: float) -> float:
+        """Give every gate a P(z != 0), or the nearest that :data:`HIGHEST` allows.
+
+        Returns the largest distance of a location from where its gate closes, in the location's own unit.
+        """
+        distance = 0.0
+        scales = self._scales()
+        for (site, gate), location in zip(self._guide.posterior().items(), self._guide.locations(), strict=True):
+            closing, slope = scales[site]
+            wanted = _search(gate, lambda at: at.active_prob >= active_prob)
+            opened = torch.minimum(wanted, closing + HIGHEST / slope).to(location)
+            location.copy_(opened)
+            distance = max(distance, float((opened - closing).max()))
+        return distance
+
+    def _scales(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """By site, the locations at which gates close, and the slope of the logit of P(z != 0) there."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for (site, gate), location in zip(self._guide.posterior().items(), self._guide.locations(), strict=True):
+            kept = self._kept.get(site)
+            is_one = len(gate.learned) == 1 and not any(isinstance(x, Tensor) for x in gate.fixed_options.values())
+            if kept is None or kept[0].device != location.device or kept[0].shape not in ((), location.shape):
+                kept = _scale(gate)
+                if is_one:  # nothing but the location differs from gate to gate
+                    kept = (kept[0].flatten()[0], kept[1].flatten()[0])
+                self._kept[site] = kept
+            found[site] = kept
+        return found
+
+
+def closing_locations(gate: GateDistribution) -> Tensor:
+    """Where each test gate closes, on the real line on which locations are learned; shape ``batch_shape``."""
+    return _search(gate, lambda at: at.test_gate > 0)
+
+
+def _scale(gate: GateDistribution) -> tuple[Tensor, Tensor]:
+    """Where each gate closes, and the slope there; shape ``batch_shape``."""
+    closing = closing_locations(gate)
+    with torch.enable_grad():
+        there = closing.double().requires_grad_()
+        at = _placed(gate, there)
+        (slope,) = torch.autograd.grad((at.log_active_prob - at.log_prob_zero).sum(), there)
+    return closing, slope.float()
+
+
+def _stretching(gate: GateDistribution, location: Tensor) -> Tensor:
+    """Derivative of the first learned parameter by its value on the real line."""
+    constraint = next(iter(gate.learned.values()))
+    with torch.enable_grad():
+        at = location.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(transform_to(constraint)(at).sum(), at)
+    return slope
+
+
+def _search(gate: GateDistribution, is_past: Callable[[GateDistribution], Tensor]) -> Tensor:
+    """The lowest locations past a point, the other parameters as they are; shape ``batch_shape``."""
+    low = torch.full(gate.batch_shape, -_RANGE, dtype=torch.float64, device=gate.active_prob.device)
+    high = -low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        past = is_past(_placed(gate, middle))
+        low, high = torch.where(past, low, middle), torch.where(past, middle, high)
+    return high.float()
+
+
+def _placed(gate: GateDistribution, location: Tensor) -> GateDistribution:
+    """The gate in double precision with other locations, given on the real line."""
+    (name, constraint), *others = gate.learned.items()
+    value = location if constraint is constraints.real else transform_to(constraint)(location)
+    kept = {other: getattr(gate, other).detach().double() for other, _ in others}
+    return gate.apply_to_tensors(lambda x: x.detach().double()).with_learned(**{name: value}, **kept)
+
 
 OnBudget = Callable[[float, dict[str, Tensor]], None]
 _START = 0.999  # P(z != 0) at the start, or all but one gate in expectation where that is more
@@ -61,7 +286,7 @@ class SparsityTarget:
 
     Args:
         guide: the gates' guide, after its first call; an AutoGate, or another
-            :class:`~pyro_l0.infer.guides.protocol.GateGuide`. Its gates are opened.
+            :class:`~pyro_l0.infer.guides.parameters.GateGuide`. Its gates are opened.
             To resume, make the target first and load the guide's state afterwards.
         budget: largest fraction of the full network's cost, in (0, 1). Several falling ones are met one after the
             other in one run, and each is handed to ``on_budget``. A dict gives a fraction for each of several costs by

@@ -2,8 +2,7 @@
 
 from pyro_l0.nn.engine.analysis import Analysis, Fold, GateMap, ReducedNorm, analyse
 from pyro_l0.nn.engine.maps import Maps, find_rule, rule
-from pyro_l0.nn.engine.record import Example, calls_of, record
-from pyro_l0.nn.engine.tape import Call, Operation, Recording, Value
+from pyro_l0.nn.engine.record import Call, Example, Operation, Recording, Value, calls_of, record
 
 __all__ = [
     "Analysis",

@@ -3,24 +3,454 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pyro_l0.nn.engine import rules
-from pyro_l0.nn.engine.constants import read_what_stays, settle_constants
-from pyro_l0.nn.engine.maps import ConstantInput, Maps, find_rule
-from pyro_l0.nn.engine.shared_sizes import keep_parts_even, keep_results, pin_shared_sizes
-from pyro_l0.nn.engine.slots import CONSTANT, VARIES, Axis, Mask
-from pyro_l0.nn.engine.solve import Solution
-from pyro_l0.nn.engine.tape import WRITE, Operation, Recording, Value
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas, Needs
+from pyro_l0.nn.engine.maps import (
+    CONSTANT,
+    VARIES,
+    ZERO,
+    Axis,
+    ConstantInput,
+    Index,
+    Maps,
+    Mask,
+    Read,
+    find_rule,
+    outer,
+)
+from pyro_l0.nn.engine.record import WRITE, Operation, Recording, Value
+from pyro_l0.nn.engine.sizes import Comparison, Dimension, Holder, Source
+from pyro_l0.nn.gate import gate_names
 
-__all__ = ["Analysis", "Fold", "GateMap", "ReducedNorm", "analyse"]
+_NETWORK_INPUT, _NETWORK_OUTPUT = "network input", "network output"
+_IN_A_PRODUCT = "its dimension is a product of others, such as heads and features, and none of them can leave"
+_LAST = "the last of its dimension"
+_GIVEN = Formulas([])  # of given gates: all statements are true or false
+
+
+class Solution:
+    """Which units stay: those that are read, what boxes need to stay boxes, and one of every dimension."""
+
+    def __init__(self, maps: Maps) -> None:
+        self.units: list[Index] = maps.slots.units()
+        count = 1 + max((int(block.max()) for block in self.units if len(block)), default=-1)
+        self.stays: Mask = np.zeros(count, dtype=np.bool_)
+        self.reasons: npt.NDArray[np.int64] = np.full(count, -1)
+        self.texts: list[str] = []
+        self._needs = Needs(maps, _GIVEN, lambda _, link: _statements(link.where, link.target), _given_reads)
+        self._require(maps)
+        boxes = maps.distinct_boxes(self.units)
+        while any([self._fit(*box) for box in boxes]) or self._keep_one(maps):  # noqa: C419
+            pass
+
+    @property
+    def running(self) -> Collection[Operation]:
+        """The operations that the outputs depend on."""
+        return self._needs.running.keys()
+
+    def is_needed(self, axis: Axis) -> Mask:
+        """For each entry of a dimension, whether the outputs depend on it."""
+        return np.asarray(self._needs.of(axis) == TRUE)
+
+    def kept(self, axis: Axis) -> Index:
+        """The entries of a dimension that stay."""
+        return np.flatnonzero(self.stays[self.units[axis.block]])
+
+    def size(self, axis: Axis) -> int:
+        """How many entries of a dimension stay."""
+        return int(np.count_nonzero(self.stays[self.units[axis.block]]))
+
+    def reason(self, axis: Axis, entry: int) -> str:
+        """Why an entry stays."""
+        return self.texts[int(self.reasons[self.units[axis.block][entry]])]
+
+    def _require(self, maps: Maps) -> None:
+        """Keep inputs, outputs, what is pinned and what is read."""
+        for call in maps.recording.calls:
+            for values, text in ((call.inputs, _NETWORK_INPUT), (call.outputs, _NETWORK_OUTPUT)):
+                for axis in (axis for value in values for axis in maps.axes[value]):
+                    self._keep(self.units[axis.block], text)
+        for block, text in maps.pins:
+            self._keep(self.units[block], text)
+        for block, entries, text in maps.kept:
+            self._keep(self.units[block][entries], text)
+        for operation in maps.recording.operations:
+            for relation in maps.relations[operation]:
+                if isinstance(relation, Read) and relation in self._needs.read:
+                    units = self.units[relation.axes[0].block]
+                    self._keep(units[self._needs.read[relation] == TRUE], relation.reason)
+
+    def _keep(self, units: Index, text: str) -> bool:
+        """Let units stay; return whether that is new for some."""
+        units = units[~self.stays[units]]
+        if not len(units):
+            return False
+        if text not in self.texts:
+            self.texts.append(text)
+        self.stays[units] = True
+        self.reasons[units] = self.texts.index(text)
+        return True
+
+    def _fit(self, factors: list[Index], flat: Index) -> bool:
+        """Keep what has to stay for a flat entry to leave iff one of its factors' entries does."""
+        flat = flat.reshape([len(units) for units in factors])
+        stays = self.stays[flat]
+        text = self.texts[self.reasons[flat[stays][0]]] if stays.any() else _IN_A_PRODUCT
+        is_changed = False
+        for dim, units in enumerate(factors):
+            some = np.asarray(stays.any(axis=tuple(d for d in range(len(factors)) if d != dim)))
+            is_changed |= self._keep(units[some], text)
+        every = outer(np.logical_and, [self.stays[units] for units in factors])
+        return self._keep(flat[every], _IN_A_PRODUCT) or is_changed
+
+    def _keep_one(self, maps: Maps) -> bool:
+        """Let no dimension become empty; return whether one would have.
+
+        A factor of a view that no gate closes, such as the features of a head, stays whole: its size tends to be
+        written in the network's code.
+        """
+        is_gated = np.zeros(len(self.stays), dtype=np.bool_)
+        for call in maps.gates:
+            for axis in (call.front, call.behind):
+                is_gated[self.units[axis.block]] = True
+        factors = {id(self.units[factor]) for box in maps.boxes if box.is_view for factor in box.factors}
+        empty = {
+            id(block): block
+            for axes in maps.axes.values()
+            for block in (self.units[axis.block] for axis in axes)
+            if len(block) and not self.stays[block].any()
+        }
+        for key, block in empty.items():
+            self._keep(block if key in factors and not is_gated[block].any() else block[:1], _LAST)
+        return bool(empty)
+
+
+def _statements(mask: Mask | None, axis: Axis) -> Index:
+    return np.full(axis.size, TRUE) if mask is None else np.where(mask, np.int64(TRUE), np.int64(FALSE))
+
+
+def _given_reads(read: Read) -> Index:
+    return _statements(read.where, read.axes[0])
+
+
+_EXACT = {operator.floordiv: lambda x, y: Fraction(x) / y, operator.mod: lambda x, y: 0}  # what is divided is divisible
+
+
+def pin_shared_sizes(maps: Maps) -> None:
+    """Keep what would leave sizes different that the network's code expects to be equal.
+
+    For example, a head's entries of queries and of values leave independently, but both have the size ``head_dim``.
+    """
+    if not maps.recording.comparisons:
+        return
+    free = _FreeSizes(maps)
+    integers = _Integers(maps, free.size)
+    for equation in integers.equations:
+        if not integers.agree(equation):
+            for block in free.fix(integers.reached(equation), lambda: integers.agree(equation)):  # noqa: B023
+                maps.pin(block, equation.text)
+
+
+def keep_parts_even(maps: Maps, solution: Solution) -> bool:
+    """Keep units where ``chunk``, ``tensor_split`` or ``split`` would cut the rest elsewhere; return whether any."""
+    before = len(maps.kept)
+    for operation in maps.recording.operations:
+        number = operation.arguments.get("chunks", operation.arguments.get("indices_or_sections"))
+        if operation in solution.running and isinstance(number, int):
+            axes = [maps.axes[part][operation.integer("dim")] for part in operation.made]
+            parts: Any = operation.function(torch.empty(sum(map(solution.size, axes))), int(number))
+            _keep_even(maps, solution, axes, [len(part) for part in parts], operation.path)
+    for axes in (list(_axes(maps, x).values()) for x in maps.recording.comparisons if x.is_even):
+        most = max(map(solution.size, axes), default=0)
+        _keep_even(maps, solution, axes, [most] * len(axes), "a split")
+    return len(maps.kept) > before
+
+
+def _keep_even(maps: Maps, solution: Solution, axes: Sequence[Axis], want: list[int], place: str) -> None:
+    """Keep units for parts to have the sizes that are wanted; all, if no more units can make them so."""
+    kept = [solution.kept(axis) for axis in axes]
+    want = want + [0] * (len(kept) - len(want))
+    if [len(entries) for entries in kept] == want:
+        return
+    left = [np.setdiff1d(np.arange(axis.size), entries) for axis, entries in zip(axes, kept, strict=True)]
+    more = [rest[: max(size - len(entries), 0)] for rest, size, entries in zip(left, want, kept, strict=True)]
+    for axis, entries in zip(axes, more if any(map(len, more)) else left, strict=True):
+        maps.kept.append((axis.block, entries, f"even parts in {place or 'the network'}"))
+
+
+def keep_results(maps: Maps, solution: Solution) -> bool:
+    """Keep units where code would compare the sizes of the rest with another result; return whether any are kept."""
+    integers, before = _Integers(maps, solution.size), len(maps.kept)
+    known = dict[Source, int](integers.values().items())
+    for x in maps.recording.comparisons:
+        known.update((source, solution.size(axis)) for source, axis in _axes(maps, x).items())
+        try:
+            is_kept = x.function(*x.sides(known)) == x.result
+        except ZeroDivisionError:
+            is_kept = False
+        for axis in [] if is_kept else integers.reached(x):
+            if solution.size(axis) < axis.size:
+                maps.kept.append((axis.block, np.arange(axis.size), x.text))
+    return len(maps.kept) > before
+
+
+def find_integers(maps: Maps, solution: Solution) -> dict[Holder, int]:
+    """The integers that modules are to hold, for the sizes that they give to become those of the units that stay."""
+    return _Integers(maps, solution.size).values()
+
+
+def _axes(maps: Maps, x: Comparison) -> dict[Source, Axis]:
+    """By the sizes that a comparison is of, the dimensions that rules know."""
+    dims = maps.recording.dimensions
+    found = {source: dims[source] for source in x.sources if isinstance(source, Dimension) and source in dims}
+    return {source: maps.axes[value][dim] for source, (value, dim) in found.items() if value in maps.axes}
+
+
+class _Integers:
+    """What modules' integers are, by equations with sizes."""
+
+    def __init__(self, maps: Maps, size: Callable[[Axis], int]) -> None:
+        self._maps, self._size = maps, size
+        self.definitions: dict[Holder, Comparison] = {}
+        self.equations: list[Comparison] = []  # with no other integer unknown
+        for equation in sorted(maps.recording.comparisons, key=lambda x: len(_holders(x))):
+            unknown = [holder for holder in _holders(equation) if holder not in self.definitions]
+            if equation.is_equation and not equation.is_even and len(unknown) < 2:
+                self.equations.append(equation)
+                self.definitions.update(dict.fromkeys(unknown, equation))
+
+    def values(self) -> dict[Holder, int]:
+        """The integers, as far as they are whole."""
+        found = {holder: self.solve(holder) for holder in self.definitions}
+        return {holder: int(value) for holder, value in found.items() if value == int(value) > 0}
+
+    def agree(self, equation: Comparison) -> bool:
+        """Whether both sides of an equation are the same."""
+        return bool(self._difference(equation, self._known(equation)) == 0)
+
+    def reached(self, equation: Comparison) -> list[Axis]:
+        """The dimensions that an equation is about, by its integers, too."""
+        others = [self.definitions.get(holder, equation) for holder in _holders(equation)]
+        inner = [axis for other in others if other is not equation for axis in self.reached(other)]
+        return [*_axes(self._maps, equation).values(), *inner]
+
+    def solve(self, holder: Holder) -> Any:
+        """The integer for which its equation holds, if that is linear; else its present value."""
+        equation = self.definitions[holder]
+        known = self._known(equation, holder)
+        at_0, at_1 = (self._difference(equation, {**known, holder: x}) for x in (0, 1))
+        if at_0 is not None and at_1 is not None and at_0 != at_1:
+            root = Fraction(at_0) / (at_0 - at_1)
+            if self._difference(equation, {**known, holder: root}) == 0:
+                return root
+        return equation.sources[holder]
+
+    def _known(self, equation: Comparison, but: Holder | None = None) -> dict[Source, Any]:
+        sizes: dict[Source, Any] = {x: self._size(axis) for x, axis in _axes(self._maps, equation).items()}
+        return sizes | {x: self.solve(x) for x in _holders(equation) if x != but and x in self.definitions}
+
+    def _difference(self, equation: Comparison, known: Mapping[Source, Any]) -> Any:
+        try:
+            one, other = equation.sides(known, _EXACT)
+        except ZeroDivisionError:
+            return None
+        return one - other
+
+
+def _holders(equation: Comparison) -> list[Holder]:
+    return [source for source in equation.sources if isinstance(source, Holder)]
+
+
+class _FreeSizes:
+    """Sizes as polynomials of which units stay, at a random point: what is equal there is equal for all cuts."""
+
+    def __init__(self, maps: Maps) -> None:
+        self._units = units = maps.slots.units()
+        first: dict[bytes, int] = {}
+        names = {id(x): first.setdefault(x.tobytes(), block) for block, x in enumerate(units)}
+        self._name = [names[id(x)] for x in units]
+        self._factors = {self._name[x.flat]: x.factors for x in maps.boxes if len(units[x.flat]) > 1}
+        self._boxes = maps.distinct_boxes(units)
+        # On both sides of a gate units leave, if they can; parts that are to be even keep the same number.
+        even = [list(_axes(maps, x).values()) for x in maps.recording.comparisons if x.is_even]
+        pairs = [(call.front, call.behind) for call in maps.gates] + [(x[0], x[1]) for x in even if len(x) == 2]
+        self._pairs = [(units[one.block], units[other.block]) for one, other in pairs]
+        count = 1 + max((int(x.max()) for x in units if len(x)), default=-1)
+        self._drawn = np.random.default_rng(0).integers(2, 2**16, count)
+        self._whole = np.zeros(count, dtype=np.bool_)
+        ends = [axis for call in maps.recording.calls for x in (*call.inputs, *call.outputs) for axis in maps.axes[x]]
+        single = [block for block, entries in enumerate(units) if len(entries) == 1]
+        for block in {self._name[x] for x in (*(axis.block for axis in ends), *single, *(x for x, _ in maps.pins))}:
+            for leaf in (block, *self._leaves(block)):
+                self._whole[units[leaf]] = True
+        self._spread()
+
+    def size(self, axis: Axis) -> int:
+        """The size of a dimension."""
+        return int(self._weights[self._units[axis.block]].sum())
+
+    def fix(self, axes: Sequence[Axis], agree: Callable[[], bool]) -> list[int]:
+        """Few blocks that have to stay for sizes to agree; from now on they do."""
+        leaves = {self._name[leaf]: leaf for axis in axes for leaf in self._leaves(axis.block)}
+        before, fixed = self._whole.copy(), list[int]()
+        for leaf in leaves.values():
+            self._whole[self._units[leaf]] = True
+        for leaf in leaves.values():
+            units = self._units[leaf]
+            self._whole[units] = before[units]
+            self._spread()
+            if not agree():
+                self._whole[units] = True
+                fixed += [] if before[units].all() else [leaf]
+        self._spread()
+        return fixed
+
+    def _spread(self) -> None:
+        """Let units weigh what was drawn for them, those that stay 1, and pairs of factors the product."""
+        self._weights = np.where(self._whole, 1, self._drawn)
+        for _ in range(2):  # flat dimensions may be factors of others
+            for one, other in self._pairs:
+                self._weights[other] = np.where(self._whole[other], 1, self._weights[one])
+            for factors, flat in self._boxes:
+                self._weights[flat] = outer(np.multiply, [self._weights[x] for x in factors]).ravel()
+
+    def _leaves(self, block: int, around: frozenset[int] = frozenset()) -> list[int]:
+        """The blocks whose sizes multiply to that of a block."""
+        name = self._name[block]
+        factors = () if name in around else self._factors.get(name, ())
+        return [leaf for x in factors for leaf in self._leaves(x, around | {name})] or [block]
+
+
+def settle_constants(maps: Maps) -> dict[ConstantInput, Tensor]:
+    """Decide which constant inputs may leave, and return the constants, ``(inputs,)`` or ``(inputs, *positions)``.
+
+    A bias absorbs an input if its value is the same at all calls of the layer, and at all positions or at least for
+    all examples, where the layer pads.
+    """
+    of_weight = defaultdict[Value, list[ConstantInput]](list)
+    for layer in maps.constant_inputs:
+        of_weight[layer.weight].append(layer)
+    chosen = {weight: layers for weight, layers in of_weight.items() if any(x.candidates.any() for x in layers)}
+    values = _Evaluation(maps).run([layer.input for layers in chosen.values() for layer in layers])
+    constants = dict[ConstantInput, Tensor]()
+    for layers in chosen.values():
+        # Units in front, then examples and positions.
+        tensors = [values[layer.input].detach().cpu().movedim(layer.input_dim, 0) for layer in layers]
+        known = [maps.states(layer.input, layer.input_dim) < VARIES for layer in layers]
+        fits = _agree(layers, tensors, known)
+        for layer, tensor in zip(layers, tensors, strict=True):
+            layer.reads[layer.candidates & ~fits] = True
+            constants[layer] = _reduced(tensor, layer.candidates & fits)
+    return constants
+
+
+def read_what_stays(maps: Maps, solution: Solution) -> bool:
+    """Let layers read constants that stay for another reason and that nothing else computes; return whether any do."""
+    is_changed = False
+    for layer in maps.constant_inputs:
+        axis = maps.axes[layer.input][layer.input_dim]
+        stays = solution.stays[solution.units[axis.block]]
+        missed = layer.candidates & ~layer.reads & stays & ~solution.is_needed(axis)
+        if layer.operation in solution.running and missed.any():
+            layer.reads[missed] = True
+            is_changed = True
+    return is_changed
+
+
+def _agree(layers: list[ConstantInput], tensors: list[Tensor], known: list[Mask]) -> Mask:
+    """The inputs that are the same at all calls, for all examples, and for dense layers at all positions."""
+    first = tensors[0]
+    fits: Mask = np.logical_and.reduce(known)
+    for layer, tensor in zip(layers, tensors, strict=True):
+        if layer.weight.rank > 2:  # images
+            fits &= (tensor == tensor[:, :1]).flatten(1).all(1).numpy()
+        if layer.weight.rank > 2 and tensor.shape[2:] == first.shape[2:]:
+            fits &= (tensor[:, 0] == first[:, 0]).flatten(1).all(1).numpy()
+        else:
+            fits &= (tensor.flatten(1) == first.flatten(1)[:, :1]).all(1).numpy()
+    return fits
+
+
+def _reduced(tensor: Tensor, chosen: Mask) -> Tensor:
+    """One number for each unit if all chosen ones have the same at all positions, else one for each position."""
+    places = tensor.flatten(1)[torch.from_numpy(chosen)]
+    is_uniform = bool((places == places[:, :1]).all())
+    return tensor.flatten(1)[:, 0] if is_uniform else tensor[:, 0]
+
+
+class _Evaluation:
+    """Runs recorded operations again with fixed gates. Only what does not vary has a meaning in the results."""
+
+    def __init__(self, maps: Maps) -> None:
+        self.maps = maps
+        self._values: dict[Value, Tensor] = {}
+
+    def run(self, wanted: Iterable[Value]) -> dict[Value, Tensor]:
+        """The tensors of some values."""
+        operations = self._before(wanted)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for operation in self.maps.recording.operations:
+                if operation in operations:
+                    self._repeat(operation)
+        return {value: self._tensor(value) for value in wanted}
+
+    def _before(self, wanted: Iterable[Value]) -> set[Operation]:
+        """The operations that made what has something constant in it."""
+        makers = {x: operation for operation in self.maps.recording.operations for x in operation.made}
+        found, waiting = set[Operation](), list(wanted)
+        while waiting:
+            value = waiting.pop()
+            maker = makers.get(value)
+            if maker is None or maker in found or maker in self.maps.barriers or not self._has_constants(value):
+                continue
+            found.add(maker)
+            waiting.extend(maker.inputs)
+        return found
+
+    def _has_constants(self, value: Value) -> bool:
+        return self.maps.state(value) < VARIES or any((x.states < VARIES).any() for x in self.maps.axes[value])
+
+    def _tensor(self, value: Value) -> Tensor:
+        return self._values.get(value, value.tensor.detach())
+
+    def _repeat(self, operation: Operation) -> None:
+        changes = operation.name.endswith("_")
+        args, kwargs = tree_map_only(
+            Value,
+            lambda x: self._tensor(x).clone() if changes else self._tensor(x),
+            (operation.args, operation.kwargs),
+        )
+        result = operation.function(*args, **kwargs)
+        if operation.name == "gate":
+            assert isinstance(result, Tensor)
+            result = self._gated(operation, result)
+        results = result if isinstance(result, (tuple, list)) else [result]
+        for value, tensor in zip(operation.outputs, results, strict=True):
+            if value is not None and isinstance(tensor, Tensor):
+                self._values[value] = tensor
+
+    def _gated(self, operation: Operation, x: Tensor) -> Tensor:
+        site, dim = str(operation.arguments["site"]), operation.integer("dim") % x.dim()
+        shape = [-1 if d == dim else 1 for d in range(x.dim())]
+        if self.maps.values is not None and site in self.maps.values:
+            x = x * self.maps.values[site].to(x).view(shape)
+        if site in self.maps.closed:
+            # In place on a copy: a new tensor would be contiguous, where recorded views may rely on the strides of x.
+            x = x.clone().masked_fill_(torch.from_numpy(self.maps.closed[site]).to(x.device).view(shape), ZERO)
+        return x
 
 
 @dataclass(frozen=True)
@@ -213,7 +643,7 @@ def _apply_rule(maps: Maps, operation: Operation) -> None:
     elif operation.inputs:
         maps.barrier()
     else:
-        rules.creation.create(maps, operation)
+        rules.movement.create(maps, operation)
 
 
 def _pin_attention(maps: Maps, path: str) -> None:

@@ -1,35 +1,184 @@
-"""Which gates have to be open for an entry of a recorded tensor to stay, as statements about the gates.
-
-An example: in ``Linear(4, 3) -> ReLU -> Gate(3) -> Linear(3, 2)``, where ``g0, g1, g2`` say that the gates are open,
-
-1. forwards (``presence.py``): unit i behind the gate is not zero if ``gi``; the output varies if ``g0 or g1 or g2``;
-2. backwards (``needs.py``): the last layer reads unit i if ``gi`` and the output is needed, which it is; through the
-   gate, unit i in front is needed if ``gi``; the first layer runs, and its inputs stay, for certain;
-3. here: what a statement asks for stays, on both sides of an open gate, so that the second weight keeps
-   ``2 * (g0 + g1 + g2)`` of its entries and the first one ``4 * (g0 + g1 + g2)``.
-
-Statements rather than numbers: a count of given gates would come out right with truth values as well, but the
-probability of unit i would be that of ``gi and gi``, the square of its own. ``formulas.py`` says ``gi``.
-"""
+"""Which gates have to be open for an entry of a recorded tensor to stay, to vary, or not to be zero."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pyro_l0.nn.engine.analysis import analyse
-from pyro_l0.nn.engine.constants import settle_constants
-from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.needs import Needs
-from pyro_l0.nn.engine.presence import Presence
-from pyro_l0.nn.engine.slots import Axis, Index, Read
-from pyro_l0.nn.engine.tape import Recording
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.engine.analysis import analyse, settle_constants
+from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas, Needs
+from pyro_l0.nn.engine.maps import VARIES, ZERO, Axis, Index, Link, Maps, Mask, Read, Reshape
+from pyro_l0.nn.engine.record import Operation, Recording, Value
+from pyro_l0.nn.gate import gate_names
 
-__all__ = ["Dependencies", "find_dependencies"]
+__all__ = ["Dependencies", "Presence", "find_dependencies"]
+
+
+NONZERO, VARYING = 0, 1  # rows of what is known
+
+
+class Presence:
+    """For the entries of every dimension, the statements that their slices are not zero, and that they vary.
+
+    ``gates`` are by site the statements that each gate is open. What is zero with all gates open (``opened``) always
+    is; what is not zero with all gates closed (``closed``) never is.
+    """
+
+    def __init__(self, formulas: Formulas, gates: dict[str, Index], opened: Maps, closed: Maps) -> None:
+        self.formulas, self.gates, self.maps = formulas, gates, opened
+        self._to_bias = {layer.read for layer in opened.constant_inputs}
+        at_least = {
+            axis: other
+            for value in opened.axes
+            for axis, other in zip(opened.dims(value), closed.dims(value), strict=True)
+        }
+        self.known: dict[Axis, Index] = {axis: _rows(other) for axis, other in at_least.items()}
+        for operation in opened.recording.operations:
+            for reshape in [x for x in opened.relations[operation] if isinstance(x, Reshape)]:
+                for axis in set(reshape.targets).difference(at_least):  # of no tensor, between two reshapes
+                    self.known[axis] = self._regroup(reshape, axis)
+            for axis in (axis for output in operation.made for axis in opened.dims(output)):
+                self._settle(operation, axis)
+
+    def whole(self, value: Value) -> Index:
+        """The statements that a tensor is not zero as a whole, and that it varies, shape ``(2, 1)``."""
+        known = [self.known[axis] for axis in self.maps.dims(value)]
+        return np.array([[self.formulas.every(self.formulas.some_of(x[row]) for x in known)] for row in (0, 1)])
+
+    def passes(self, operation: Operation, link: Link) -> Index:
+        """The statements that the entries of a link are not multiplied by zero."""
+        if operation.name == "gate":
+            return self.gates[str(operation.arguments["site"])]
+        total = np.full(link.target.size, TRUE)
+        outputs = ((x, dim, axis) for x in operation.made for dim, axis in enumerate(self.maps.axes[x]))
+        behind = next(dim - x.rank for x, dim, axis in outputs if axis is link.target)
+        for value in factors(self.maps, operation) or ():
+            axes = self.maps.axes[value]
+            if any(axis is link.source for axis in axes):
+                continue
+            is_same = value.rank + behind >= 0 and axes[behind].size == link.target.size
+            known = self.known[axes[behind]] if is_same else self.whole(value)
+            total = self.formulas.both_each(total, known[NONZERO])
+        return total
+
+    def reads(self, read: Read, closed: Mask | None) -> Index:
+        """The statements that a sum needs entries: those that it has with closed gates always, others unless zero."""
+        entries = np.full(read.axes[0].size, TRUE)
+        if read.where is None or closed is None:
+            return entries
+        for number, axis in enumerate(read.axes):
+            row = VARYING if number == 0 and read in self._to_bias else NONZERO
+            entries = self.formulas.both_each(entries, self.known[axis][row])
+        return np.where(read.where, np.where(closed, TRUE, entries), FALSE)
+
+    def _settle(self, operation: Operation, axis: Axis) -> None:
+        """Find the statements of a dimension of an output, where open gates make a difference."""
+        known = self.known[axis]
+        is_asked = _rows(axis) < known  # TRUE where it is FALSE with closed gates
+        if is_asked.any():
+            found = self._follow(operation, axis)
+            known[NONZERO] = np.where(is_asked[NONZERO], found[NONZERO], known[NONZERO])
+            found[VARYING] = self.formulas.both_each(found[VARYING], known[NONZERO])
+            known[VARYING] = np.where(is_asked[VARYING], found[VARYING], known[VARYING])
+
+    def _follow(self, operation: Operation, axis: Axis) -> Index:
+        """What the relations say of a dimension of an output."""
+        relations = self.maps.relations[operation]
+        links = [x for x in relations if isinstance(x, Link) and x.target is axis]
+        if operation.name == "gate" and links and links[0].where is not None:
+            gates = self.gates[str(operation.arguments["site"])]
+            return self.formulas.both_each(self.known[links[0].source], gates)
+        for relation in relations:
+            if isinstance(relation, Reshape) and axis in relation.targets:
+                return self._regroup(relation, axis)
+            if isinstance(relation, Read) and relation.behind is axis:
+                groups = self.known[relation.axes[0]].reshape(2, relation.groups, -1)
+                found = self.formulas.some_of_each(groups).repeat(axis.size // relation.groups, axis=1)
+                others = [x for x in operation.inputs if relation.axes[0] not in self.maps.axes[x]]
+                found[VARYING] = self.formulas.some_each(found[VARYING], self._together(operation, others)[VARYING])
+                return found
+        if links:
+            return self._links(operation, axis, links)
+        return self._together(operation, operation.inputs).repeat(axis.size, axis=1)
+
+    def _regroup(self, relation: Reshape, axis: Axis) -> Index:
+        known = [self.known.get(x, np.full((2, x.size), TRUE)) for x in relation.sources]
+        return np.stack([self.formulas.regroup([x[row] for x in known], relation.targets, axis) for row in (0, 1)])
+
+    def _together(self, operation: Operation, inputs: Iterable[Value]) -> Index:
+        """The statements of a result that depends on tensors as wholes, shape ``(2, 1)``."""
+        wholes = {value: self.whole(value) for value in inputs}
+        total = np.array([[self.formulas.some(x[row, 0] for x in wholes.values())] for row in (0, 1)])
+        product = factors(self.maps, operation)
+        if product is not None:
+            nonzero = self.formulas.every(int(wholes[x][NONZERO, 0]) for x in product if x in wholes)
+            total[:, 0] = nonzero, self.formulas.both(nonzero, int(total[VARYING, 0]))
+        return total
+
+    def _links(self, operation: Operation, axis: Axis, links: list[Link]) -> Index:
+        """Entries made of linked entries of some inputs, and of others as wholes."""
+        linked = {
+            value: _spread(link, self.known[link.source])
+            for link in links
+            for value in operation.inputs
+            if any(link.source is x for x in self.maps.axes[value])
+        }
+        rest = [value for value in dict.fromkeys(operation.inputs) if value not in linked]
+        found = np.full((2, axis.size), FALSE)
+        if rest and all(link.target_entries is None for link in links):
+            found = self._together(operation, rest).repeat(axis.size, axis=1)
+            found = _without_indices(found, rest)
+        for link in links:
+            each = _spread(link, self.known[link.source])
+            of_link = [x for x in linked if any(link.source is axis for axis in self.maps.axes[x])]
+            found = self.formulas.some_each(found, _without_indices(each, of_link))
+        read = [axis for x in self.maps.relations[operation] if isinstance(x, Read) for axis in x.axes]
+        if any(link.source is axis for link in links for axis in read):  # it reads them together, too, as a norm does
+            found[VARYING] = self.formulas.some_of(found[VARYING])
+        product = factors(self.maps, operation)
+        if product is not None:
+            found[NONZERO] = TRUE
+            for value in product:
+                each = linked[value] if value in linked else self.whole(value)
+                found[NONZERO] = self.formulas.both_each(found[NONZERO], each[NONZERO])
+        return found
+
+
+def factors(maps: Maps, operation: Operation) -> list[Value] | None:
+    """The tensors of which a zero in one makes a zero of the result; None if there are none such."""
+    product = next((product for product in maps.products if product.operation is operation), None)
+    if product is not None and product.is_attention:
+        return [operation.value("value")]
+    if product is not None:
+        return [value for value in dict.fromkeys(operation.inputs) if value is not operation.added]
+    if any(isinstance(x, Link) and x.where is not None for x in maps.relations[operation]):
+        return [x for x in dict.fromkeys(operation.inputs) if x.dtype.is_floating_point or x.dtype.is_complex]
+    return None
+
+
+def _rows(axis: Axis) -> Index:
+    """The statements as far as the rules tell them."""
+    return np.where(np.stack([axis.states != ZERO, axis.states == VARIES]), np.int64(TRUE), np.int64(FALSE))
+
+
+def _without_indices(entries: Index, values: Iterable[Value]) -> Index:
+    """Statements of a result that is zero with closed gates, so that indices, which are always there, add nothing."""
+    if any(value.dtype.is_floating_point or value.dtype.is_complex for value in values):
+        return entries
+    return np.stack([np.where(entries[NONZERO] == TRUE, FALSE, entries[NONZERO]), entries[VARYING]])
+
+
+def _spread(link: Link, entries: Index) -> Index:
+    """Statements of the input's entries at those of the output; where none is linked, FALSE."""
+    entries = entries if link.source_entries is None else entries[:, link.source_entries]
+    if link.target_entries is None:
+        return entries
+    spread = np.full((2, link.target.size), FALSE)
+    spread[:, link.target_entries] = entries
+    return spread
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import Maps
-from pyro_l0.nn.engine.slots import Axis, Index, Link, Read, Reshape
-from pyro_l0.nn.engine.tape import Operation, Value
+from pyro_l0.nn.engine.maps import Axis, Index, Link, Maps, Read, Reshape
+from pyro_l0.nn.engine.record import Operation, Value
 
 _MOVES = {
     *("aten::t", "aten::transpose", "aten::permute", "aten::numpy_T", "aten::mT"),

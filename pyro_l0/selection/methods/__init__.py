@@ -6,8 +6,7 @@ from typing import Protocol
 
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
 from pyro_l0.selection.methods.sampling import tempered_posterior
-from pyro_l0.selection.posterior import SelectionPosterior
-from pyro_l0.selection.problem import Problem
+from pyro_l0.selection.problem import Problem, SelectionPosterior
 
 __all__ = ["METHODS", "find_posterior"]
 

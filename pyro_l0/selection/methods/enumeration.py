@@ -10,10 +10,9 @@ from numpy.typing import ArrayLike
 
 from pyro_l0.expect import expect
 from pyro_l0.selection.design import make_design
-from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
-from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates
-from pyro_l0.selection.posterior import SelectionPosterior
-from pyro_l0.selection.problem import Family, Problem
+from pyro_l0.selection.methods.gaussian_states import GaussianStates
+from pyro_l0.selection.methods.laplace_states import LaplaceStates
+from pyro_l0.selection.problem import Family, Problem, SelectionPosterior
 
 __all__ = ["enumerate_posterior", "exact_posterior"]
 

@@ -1,24 +1,353 @@
-"""Posteriors of up to ten thousand features by weighted tempered Gibbs sampling, unknown scales included."""
+"""Posteriors of many features by weighted tempered Gibbs chains: normal responses, and others by an expansion."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pyro_l0.maths.second_order import quadratic_of
-from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk
-from pyro_l0.selection.gate_vectors.axis import log_half_cauchy, log_half_normal
-from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
-from pyro_l0.selection.gate_vectors.grid import smallest_noise
-from pyro_l0.selection.gate_vectors.states import gate_prior
-from pyro_l0.selection.methods.chains import Effort, chain_evidence, resampled, rescaled, sampled_walk
-from pyro_l0.selection.methods.expanded_sampling import expanded_posterior
-from pyro_l0.selection.posterior import SelectionPosterior
-from pyro_l0.selection.problem import Problem
+from pyro_l0.maths.laplace import sampled_on_expansions
+from pyro_l0.maths.second_order import Quadratic, quadratic_of
+from pyro_l0.maths.tempered_gibbs import GibbsRun, ScaleWalk, sampled_target
+from pyro_l0.selection.methods.gaussian_states import GaussianStates
+from pyro_l0.selection.methods.grid import gate_prior, log_half_cauchy, log_half_normal, smallest_noise
+from pyro_l0.selection.methods.laplace_states import laplace, laplace_draws, likelihood_of
+from pyro_l0.selection.problem import MOST_ERROR, Prior, Problem, SelectionPosterior
 
-__all__ = ["tempered_posterior"]
+_WARM_UP = 0.3
+# Open gates that a chain starts with on average, at most.
+_START = 5.0
+_BRIDGE, _ROUNDS = 1000, 100  # draws that the evidence is estimated from, and rounds of the estimate
+
+
+class Effort(NamedTuple):
+    """Number and length of chains."""
+
+    chains: int  # side by side
+    flips: int  # of each chain, the warm-up included
+    every: int  # flips from one proposal of a scale to the next
+
+    @staticmethod
+    def of(p: int) -> Effort:
+        """For p features; beyond some hundred, a flip takes time in proportion to p."""
+        if p <= 50:
+            return Effort(64, 600, 2)
+        return Effort(24, 600, 3) if p <= 2000 else Effort(12, 1000, 3)
+
+
+def sampled_walk(walk: ScaleWalk, gates: int, flips: int, generator: torch.Generator) -> GibbsRun:
+    """Chains that start from gates of the prior, but few open ones."""
+    chains = len(walk.hyper)
+    probs = walk.prior.active_prob.expand(gates)
+    probs = probs * (_START / probs.sum()).clamp(max=1.0)
+    z = torch.bernoulli(probs.expand(chains, -1), generator=generator)
+    return sampled_target(walk, z, probs, flips=flips, warm_up=int(_WARM_UP * flips), generator=generator)
+
+
+def rescaled(
+    problem: Problem, active_probs: Tensor, share: Tensor, moments: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Moments ``(p, K)`` over draws in which each gate is open for a share, made those for its active probability."""
+    change = problem.switched(active_probs / share.clamp(min=torch.finfo(share.dtype).tiny))[:, None]
+    return moments[0] * change, moments[1] * change
+
+
+def resampled(weights: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Indices of draws by weight, at equal distances along the chains, in random order."""
+    offset = torch.rand(1, generator=generator, dtype=weights.dtype)
+    below = weights.cumsum(0)
+    at = (torch.arange(number, dtype=weights.dtype) + offset) / number * below[-1]
+    found = torch.searchsorted(below, at).clamp(max=len(weights) - 1)
+    return found[torch.randperm(number, generator=generator)]
+
+
+def chain_evidence(
+    log_marginal: Callable[[Tensor], Tensor], walk: ScaleWalk, run: GibbsRun, generator: torch.Generator
+) -> float:
+    """log p(y), by a bridge from where one half of the chains would go next to where the other half has been.
+
+    The bridge (Meng and Wong 1996, eq. 4.1) leads to a distribution that is known and close: a mixture with a part for
+    each draw of one half, in which every gate is independently what it would be given the others of that draw.
+    ``log_marginal`` is log p(y, z) of gates, shape ``(S, p)`` to ``(S,)``.
+    """
+    first = run.chain < len(run.chain_active_probs) // 2
+    drawn, centres = (resampled(torch.where(half, run.weights, 0.0), _BRIDGE, generator) for half in (first, ~first))
+    logits = torch.cat(
+        [
+            walk.collapsed(run.hyper[part]).gibbs_logits(z, walk.prior.logits(z))
+            for part in centres.split(64)
+            for z in [run.states[part].double()]
+        ]
+    )
+    z = run.states[drawn]
+    part = torch.randint(len(logits), (len(z),), generator=generator)
+    proposed = torch.rand(z.shape, generator=generator, dtype=logits.dtype) < torch.sigmoid(logits[part])
+    both = torch.cat([z, proposed])
+    # log p(y, z) / q(z), of draws and of proposals.
+    log_ratio = log_marginal(both) - _log_mixture(both, logits)
+    from_posterior, from_mixture = log_ratio.split(len(z))
+    log_evidence = float(from_mixture.logsumexp(0)) - math.log(len(z))
+    for _ in range(_ROUNDS):
+        before = log_evidence
+        numerator = F.logsigmoid(from_mixture - log_evidence).logsumexp(0)
+        denominator = F.logsigmoid(log_evidence - from_posterior).logsumexp(0)
+        log_evidence = before + float(numerator - denominator)
+        if abs(log_evidence - before) < 1e-6:
+            break
+    return log_evidence
+
+
+def _log_mixture(z: Tensor, logits: Tensor) -> Tensor:
+    """Log probability of gates, shape ``(S,)``, by parts of equal weight."""
+    closed = F.logsigmoid(-logits).sum(1)
+    each = [(part.to(logits) @ logits.T + closed).logsumexp(1) for part in z.split(256)]
+    return torch.cat(each) - math.log(len(logits))
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The log likelihood of the coefficients, to second order and up to a constant."""
+
+    problem: Problem
+    quadratic: Quadratic  # of the coefficients, the K of a feature side by side, shape (p K,)
+    intercept: Tensor  # mean of the intercepts where all coefficients are zero, shape (K,)
+    slope: Tensor  # by how much that mean falls with each coefficient, shape (K, p K)
+
+    def predictor(self, beta: Tensor) -> Tensor:
+        """Linear predictors at some coefficients, of shape ``(p K,)``, and the mean of the intercepts given these."""
+        return self.intercept - self.slope @ beta + self.problem.x @ beta.view(-1, self.problem.outputs)
+
+
+def null_predictor(problem: Problem) -> Tensor:
+    """Linear predictors of the model without features, shape ``(n, K)``, with half an observation more per outcome."""
+    y, zero = problem.y, problem.y.new_zeros(len(problem.y), problem.outputs)
+    weight = torch.ones_like(y) if problem.weight is None else problem.weight
+    if not problem.intercept:
+        return zero
+    n, total = weight.sum(), (weight * y).sum()
+    if problem.family == "poisson":
+        return zero + ((total + 0.5) / n).log()
+    if problem.family == "bernoulli":
+        return zero + ((total + 0.5) / (n - total + 0.5)).log()
+    log_counts = (y.long().bincount(weight, minlength=problem.outputs) + 0.5).log()
+    return zero + log_counts - log_counts.mean()
+
+
+def expanded(problem: Problem, eta: Tensor) -> Expansion:
+    """The log likelihood of a problem that is not Gaussian to second order at some linear predictors, ``(n, K)``."""
+    x, outputs = problem.x, problem.outputs
+    slope, curvature = (part[0] for part in likelihood_of(problem).derivatives(eta[None]))
+    values, vectors = torch.linalg.eigh(curvature)
+    root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # F
+    residual = slope + (curvature @ eta[:, :, None]).squeeze(2)
+    design = torch.einsum("nki,nj->nijk", root, x).reshape(len(x) * outputs, -1)
+    linear = (x.T @ residual).flatten()
+    intercept, falls = x.new_zeros(outputs), x.new_zeros(outputs, design.shape[1])
+    if problem.intercept:
+        columns = root.mT.reshape(-1, outputs)  # J
+        precision = problem.prior.intercept_scale**-2
+        inverse = torch.linalg.inv(columns.T @ columns + precision * torch.eye(outputs).to(x))
+        intercept = inverse @ residual.sum(0)
+        crossed = columns.T @ design
+        linear = linear - crossed.T @ intercept
+        falls = inverse @ crossed
+        # (I - U t U')^2 = I - J (J'J + s^-2)^-1 J' for the left singular vectors U of J.
+        left, sizes, _ = torch.linalg.svd(columns, full_matrices=False)
+        shrunk = 1 - (precision / (sizes.square() + precision)).sqrt()
+        design = design - (left * shrunk) @ (left.T @ design)
+    return Expansion(problem, quadratic_of(design, linear), intercept, falls)
+
+
+def gate_of(problem: Problem) -> Tensor | None:
+    """Which gate switches each coefficient, shape ``(p K,)``; None where each has its own."""
+    if problem.outputs == 1:
+        return problem.gate_of
+    return problem.switched(torch.arange(problem.gates)).repeat_interleave(problem.outputs)
+
+
+_EVERY = 3  # rounds from one proposal of the slab scale to the next
+_STEP = 0.4  # of its logarithm
+
+
+class LaplaceChains(NamedTuple):
+    """States of chains."""
+
+    states: Tensor  # gates, bool, shape (rounds, chains, G)
+    log_slab: Tensor  # log slab scales, shape (rounds, chains)
+
+    def standard_error(self) -> Tensor:
+        """Of the mean gates, shape ``(G,)``: by how much chains differ, and halves of all of them."""
+        by_chain = self.states.double().mean(0)
+        halves = torch.stack([half.double().mean((0, 1)) for half in self.states.chunk(2)])
+        return (by_chain.var(0) / len(by_chain) + halves.var(0) / 2).sqrt()
+
+
+class _Point(NamedTuple):
+    """Where the chains are: log density, the log odds of each gate's other value, and the log of the sum of g."""
+
+    log_density: Tensor
+    against: Tensor
+    log_total: Tensor
+
+    def where(self, taken: Tensor, other: _Point) -> _Point:
+        """The other one for some chains."""
+        return _Point(
+            torch.where(taken, other.log_density, self.log_density),
+            torch.where(taken[:, None], other.against, self.against),
+            torch.where(taken, other.log_total, self.log_total),
+        )
+
+
+def laplace_chains(
+    problem: Problem, walk: ScaleWalk, z: Tensor, log_slab: Tensor, rounds: int, generator: torch.Generator
+) -> LaplaceChains:
+    """Run chains side by side, from gates of shape ``(chains, G)`` and log slab scales, with a walk on an expansion."""
+    prior = problem.prior
+
+    def at(z: Tensor, log_slab: Tensor) -> _Point:
+        theta = torch.stack([torch.zeros_like(log_slab), log_slab], 1)
+        logits = walk.collapsed(theta).gibbs_logits(z.double(), walk.prior.logits(z.double()))
+        against = torch.where(z, -logits, logits)
+        density = laplace(problem, z, log_slab.exp()).log_evidence + walk.prior.log_prob(z)
+        return _Point(
+            density + log_half_normal(log_slab, prior.slab_unit), against, torch.sigmoid(against).sum(1).log()
+        )
+
+    def accepted(log_ratio: Tensor) -> Tensor:
+        return torch.rand(len(z), generator=generator, dtype=log_ratio.dtype).log() < log_ratio
+
+    point = at(z, log_slab)
+    states, slabs = [], []
+    for turn in range(rounds):
+        flip = torch.multinomial(torch.sigmoid(point.against), 1, generator=generator)
+        new = z.scatter(1, flip, ~z.gather(1, flip))
+        there = at(new, log_slab)
+        odds = point.against.gather(1, flip)[:, 0]
+        taken = accepted(there.log_density - point.log_density - odds + point.log_total - there.log_total)
+        z, point = torch.where(taken[:, None], new, z), point.where(taken, there)
+        if prior.slab_scale is None and turn % _EVERY == 0:
+            moved = log_slab + _STEP * torch.randn(len(z), generator=generator, dtype=log_slab.dtype)
+            there = at(z, moved)
+            taken = accepted(there.log_density - point.log_density)
+            log_slab, point = torch.where(taken, moved, log_slab), point.where(taken, there)
+        states.append(z)
+        slabs.append(log_slab)
+    return LaplaceChains(torch.stack(states), torch.stack(slabs))
+
+
+_MEAN = 500  # draws that the mean linear predictor is taken from
+_DRAWS = 4000  # of gates and slab scale, which are re-weighted
+_CHAINS = 64  # on the Laplace evidence
+# Their proposals: of the warm-up and of the first run, which is doubled so often at most; fewer where a state has more
+# numbers in its Hessians.
+_EXPANDED_ROUNDS, _FEWEST_ROUNDS, _DOUBLINGS, _WORK = 150, 20, 3, 2**24
+_NODES = 50  # of the slab scale's logarithm, over e^10 below its unit to e^2 above
+
+
+def expanded_posterior(problem: Problem, effort: Effort, draws: int, generator: torch.Generator) -> SelectionPosterior:
+    """The posterior of a regression that is not Gaussian.
+
+    The log likelihood is expanded at the model without features, and twice more at the mean linear predictor that the
+    chains find, which run for a third of the effort. Draws of the last chains are re-weighted by the Laplace evidence
+    of their gates and slab scales. Where that leaves a standard error above ``MOST_ERROR``, chains on the Laplace
+    evidence itself continue from there.
+    """
+
+    def sampled(walk: _Walk, share: float) -> GibbsRun:
+        return sampled_walk(walk, problem.gates, int(effort.flips * share), generator)
+
+    def mean_predictor(walk: _Walk, run: GibbsRun) -> Tensor:
+        picked = resampled(run.weights, _MEAN, generator)
+        beta = walk.collapsed(run.hyper[picked]).mean(run.states[picked]).mean(0)
+        return walk.expansion.predictor(beta)
+
+    walk, run = sampled_on_expansions(
+        lambda eta: _Walk(problem, expanded(problem, eta), effort), null_predictor(problem), sampled, mean_predictor
+    )
+    picked = resampled(run.weights, _DRAWS, generator)
+    z, slab = run.states[picked], run.hyper[picked, 1].exp()
+    fit = laplace(problem, z, slab)
+    log_ratio = fit.log_evidence - walk.collapsed(run.hyper[picked]).log_evidence(z)
+    weights = torch.softmax(log_ratio, 0)
+    # What the weights change is added to the Rao-Blackwell averages, which have less noise than the states.
+    change = weights - 1 / _DRAWS
+    active_probs = (run.active_probs + change @ z.double()).clamp(0, 1)
+    of_weights = change.square() @ (z.double() - active_probs).square()
+    error = (run.standard_error().square() + of_weights).sqrt()
+    which = resampled(weights, draws, generator)
+    log_evidence = chain_evidence(_log_marginal(walk, problem.prior), walk, run, generator)
+    if error.max() > MOST_ERROR:
+        chains = _continued(problem, walk, z[:_CHAINS], slab[:_CHAINS].log(), generator)
+        active_probs, error = chains.states.double().mean((0, 1)), chains.standard_error()
+        some = torch.randperm(chains.log_slab.numel(), generator=generator)[:_DRAWS]
+        z, slab = chains.states.flatten(0, 1)[some], chains.log_slab.flatten()[some].exp()
+        fit, weights = laplace(problem, z, slab), torch.full_like(slab, 1 / len(slab))
+        which = resampled(weights, draws, generator)
+    moments = fit.moments(weights, problem.x.shape[1])
+    return SelectionPosterior.of(
+        active_probs,
+        rescaled(problem, active_probs, weights @ z.double(), moments),
+        log_evidence + float(log_ratio.logsumexp(0)) - math.log(_DRAWS),
+        laplace_draws(problem, z[which], slab[which], generator),
+        error,
+    )
+
+
+def _continued(
+    problem: Problem, walk: ScaleWalk, z: Tensor, log_slab: Tensor, generator: torch.Generator
+) -> LaplaceChains:
+    """Chains on the Laplace evidence, run until their standard error is small enough, or ``_DOUBLINGS`` times."""
+    entries = problem.size * (problem.outputs * (1 + float(problem.switched(z).sum(1).double().mean()))) ** 2
+    rounds = max(_FEWEST_ROUNDS, min(_EXPANDED_ROUNDS, int(_WORK / entries)))
+    for doubling in range(_DOUBLINGS + 1):
+        chains = laplace_chains(problem, walk, z, log_slab, rounds, generator)
+        if doubling and chains.standard_error().max() <= MOST_ERROR:  # the first ones warm up
+            break
+        rounds *= 1 + bool(doubling)
+        z, log_slab = chains.states[-1], chains.log_slab[-1]
+    return chains
+
+
+class _Walk(ScaleWalk):
+    """Gates and an unknown slab scale on an expansion of a problem's log likelihood."""
+
+    def __init__(self, problem: Problem, expansion: Expansion, effort: Effort) -> None:
+        prior = problem.prior
+        slab = prior.slab_unit if prior.slab_scale is None else prior.slab_scale
+        super().__init__(
+            expansion.quadratic,
+            gate_prior(prior),
+            lambda theta: log_half_normal(theta[:, 1], prior.slab_unit),
+            torch.tensor([0.0, math.log(slab)], dtype=torch.float64).expand(effort.chains, 2),
+            unknown=[1] if prior.slab_scale is None else [],
+            gate_of=gate_of(problem),
+            every=effort.every,
+        )
+        self.expansion = expansion
+
+
+def _log_marginal(walk: ScaleWalk, prior: Prior) -> Callable[[Tensor], Tensor]:
+    """log p(y, z) of an expansion up to a constant, with an unknown slab scale integrated out."""
+    if prior.slab_scale is None:
+        middle = math.log(prior.slab_unit)
+        log_slabs = torch.linspace(middle - 10.0, middle + 2.0, _NODES, dtype=torch.float64)
+        log_weights = log_half_normal(log_slabs, prior.slab_unit) + math.log(12.0 / (_NODES - 1))
+    else:
+        log_slabs = torch.tensor([math.log(prior.slab_scale)], dtype=torch.float64)
+        log_weights = torch.zeros(1, dtype=torch.float64)
+    nodes = torch.stack([torch.zeros_like(log_slabs), log_slabs], 1)
+
+    def log_marginal(z: Tensor) -> Tensor:
+        each = torch.stack([walk.collapsed(node[None]).log_evidence(z) for node in nodes], 1)
+        return (each + log_weights).logsumexp(1) + walk.prior.log_prob(z)
+
+    return log_marginal
+
 
 # States that moments are averaged over: as many as there is time for, between these.
 _FEWEST, _MOST = 2000, 20_000

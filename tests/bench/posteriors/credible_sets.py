@@ -37,7 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.plots import figure_axes, save_figure
-from pyro_l0.plots.style import COLOURS
+from pyro_l0.plots.pictures import COLOURS
 from pyro_l0.selection import SpikeSlabClassifier, SpikeSlabRegressor
 from pyro_l0.selection.design import default_rate
 from tests.bench.posteriors.simulation_based_calibration import BINS, Calibration

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pyro_l0.nn import Gate
 from pyro_l0.nn.engine import analyse, record
-from pyro_l0.nn.gate_layer import gate_names
+from pyro_l0.nn.gate import gate_names
 
 _Result = TypeVar("_Result")
 

@@ -42,7 +42,7 @@ from common.networks import mlp
 from common.sweep import results, write_json
 from pyro_l0.compaction import compact
 from pyro_l0.nn import NetworkCost, fix_gates
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 from pyro_l0.training.epochs import check_finite
 from tests.bench.pruning.comparator_methods import METHODS, Layer, MethodName
 

@@ -24,7 +24,7 @@ from common.data import load_mnist
 from common.mnist_run import Options, Run
 from common.networks import build
 from pyro_l0.compaction import load_compacted
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from pyro_l0.nn import NetworkCost, fix_gates
 from pyro_l0.nn.engine import analyse, record
 from pyro_l0.nn.engine.readers import Use, find_readers, find_writers
 from pyro_l0.nn.fixed import FixedGate
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 
 __all__ = ["SCORES", "Batches", "Outcome", "ScoreName", "Units", "derivatives", "prune_by_importance", "train"]
 

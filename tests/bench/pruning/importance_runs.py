@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pyro_l0
 from pyro_l0.nn import Gate, insert_gates, suggest_gates
-from pyro_l0.pruning.distillation import Distillation
+from pyro_l0.pruning.phases import Distillation
 from pyro_l0.training import Checkpoint
 from tests.bench.pruning.importance import prune_by_importance, train
 

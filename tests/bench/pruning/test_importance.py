@@ -10,7 +10,7 @@ from torch import nn
 from common.residual import ResidualNetwork
 from pyro_l0.compaction import compact
 from pyro_l0.nn import Gate, insert_gates
-from pyro_l0.nn.hooks import hooks_of
+from pyro_l0.nn.insert import hooks_of
 from tests.bench.pruning import importance, importance_runs
 from tests.bench.pruning.importance import SCORES, Units, derivatives, prune_by_importance
 from tests.bench.pruning.importance_runs import Problem, Shuffled

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from pyro_l0.compaction import compact
 from pyro_l0.nn import fix_gates, insert_gates, suggest_gates
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no weights are downloaded
 for _operator in ("nms", "qnms"):

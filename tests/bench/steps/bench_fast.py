@@ -27,8 +27,8 @@ from common.data import Images
 from pyro_l0 import fast
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.elbo import Objective
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.square_norms import square_norms
 from tests.bench.steps.bench_step import GROUP_SIZES, LAM, NUM_DATA, SIZES, Model
 
 Step = Callable[[], None]

@@ -43,8 +43,8 @@ from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.compaction import compact
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.nn import NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.square_norms import square_norms
 from tests.bench.steps.bench_gpu_cifar import cifar_units
 from tests.bench.steps.bench_wrn import without_gates
 from tests.cases import ATOMIC, FAMILIES

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from common.networks import NetworkName, build
 from pyro_l0.compaction import load_compacted
 from pyro_l0.nn import Gate
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 
 BATCHES: dict[NetworkName, tuple[int, ...]] = {"mlp": (1, 1000), "lenet5": (1, 256)}
 

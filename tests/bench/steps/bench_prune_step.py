@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from pyro_l0.infer import SparsityTarget
 from pyro_l0.nn import NetworkCost
-from pyro_l0.pruning.batches import BatchLoss
-from pyro_l0.pruning.phases import GatedPhase
+from pyro_l0.pruning.phases import BatchLoss, GatedPhase
 from pyro_l0.pruning.places import put_gates
 from tests.bench.pruning import bench_pruning
 from tests.bench.pruning.bench_target import VisionTransformer

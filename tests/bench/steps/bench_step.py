@@ -42,7 +42,7 @@ from pyro_l0.infer.elbo.elbo import Objective
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.maths import hard_concrete_kl, quadrature
 from pyro_l0.nn import Gate, L0Gate, penalty
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
 
 NUM_DATA, BATCH, LAM, SIZES = 60_000, 100, 0.1, (784, 300, 100, 10)
 GROUP_SIZES = {"net.0": 300.0, "net.3": 100.0, "net.6": 10.0}

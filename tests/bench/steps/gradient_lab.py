@@ -46,7 +46,7 @@ from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.infer.elbo.estimators import EstimatorName
 from pyro_l0.plots import figure_axes, plot_curves, save_figure
-from pyro_l0.plots.style import COLOURS, as_array
+from pyro_l0.plots.pictures import COLOURS, as_array
 
 __all__ = ["Options", "main"]
 

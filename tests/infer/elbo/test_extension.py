@@ -17,7 +17,7 @@ from pyro_l0.diagnostics.gradients import measure_gradient
 from pyro_l0.distributions.gate import GateDistribution
 from pyro_l0.infer import L0_ELBO, AutoGate, SparsityTarget
 from pyro_l0.infer.elbo.terms import OBJECTIVES, Term
-from pyro_l0.infer.guides.protocol import GateGuide
+from pyro_l0.infer.guides.parameters import GateGuide
 from pyro_l0.nn import Gate
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoGate, AutoSpikeSlab, factor
-from pyro_l0.infer.elbo import watch
+from pyro_l0.infer import runs as watch
 from pyro_l0.nn import Gate
 from tests.networks import Net
 
@@ -225,7 +225,7 @@ def test_a_model_that_returns_its_loss(returns):
     """It has no likelihood, and only the price of its gates would be trained."""
     net = network(returns)
     for call in (L0_ELBO("l0", lam=0.1).differentiable_loss, L0_ELBO("l0", lam=0.1).loss_and_grads, L0_ELBO("l0").loss):
-        with pytest.raises(ValueError, match=r"no observed site and no factor.*pyro_l0.infer.factor"):
+        with pytest.raises(ValueError, match=r"no observed site and no factor.*pyro_l0.infer.runs"):
             call(net, AutoGate(net), X, Y)
 
 

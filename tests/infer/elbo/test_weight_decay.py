@@ -17,8 +17,8 @@ from pyro_l0.fast.products import defer_product, record_norms, recorded_norms
 from pyro_l0.infer import L0_ELBO, AutoGate
 from pyro_l0.maths import hard_concrete
 from pyro_l0.nn import Gate
-from pyro_l0.nn.costs.square_norms import _SquaredColumns, square_norms
-from pyro_l0.nn.gate_layer import name_gates
+from pyro_l0.nn.gate import name_gates
+from pyro_l0.nn.square_norms import _SquaredColumns, square_norms
 
 
 def columns(layer):

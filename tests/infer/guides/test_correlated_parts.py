@@ -12,9 +12,9 @@ from pyro import poutine
 from pyro_l0 import BernoulliGate
 from pyro_l0.infer import L0_ELBO
 from pyro_l0.infer.elbo.estimators import leave_one_out
-from pyro_l0.infer.guides.autoregressive import GateChain, HyperPosterior
-from pyro_l0.infer.guides.drawn import Drawn
-from pyro_l0.infer.posterior.evidence import Evidence, log_ratios
+from pyro_l0.infer.guides.correlated import GateChain, HyperPosterior
+from pyro_l0.infer.posterior.check_fit import Evidence, log_ratios
+from pyro_l0.infer.slabs import Drawn
 from tests.infer.regressions import correlated_guide, regression, shaken
 from tests.maths.spike_and_slab import log_evidence
 from tests.reference_posteriors import all_gates

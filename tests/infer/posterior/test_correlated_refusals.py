@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import L0_ELBO, AutoSpikeSlab, check_fit, fit
 from pyro_l0.infer.posterior import fit as fitting
-from pyro_l0.infer.posterior.evidence import log_ratios
+from pyro_l0.infer.posterior.check_fit import log_ratios
 from tests.infer.regressions import correlated_guide, leave_one_out
 
 SLAB = {"w": "z"}

@@ -12,9 +12,8 @@ from pyro.infer import NUTS
 
 from pyro_l0 import BernoulliGate, HardConcrete
 from pyro_l0.infer import sample_posterior
-from pyro_l0.infer.posterior.log_joint import LogJoint
-from pyro_l0.infer.posterior.recorded import recorded_with_slope
-from pyro_l0.infer.posterior.swaps import moved_by_swaps, slabs_of
+from pyro_l0.infer.posterior.log_joint import LogJoint, recorded_with_slope
+from pyro_l0.infer.posterior.mcmc import moved_by_swaps, slabs_of
 from pyro_l0.infer.reparam import RectifyReparam
 from tests.infer.regressions import regression
 from tests.reference_posteriors import GaussianPosterior

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_l0.infer.target.budget import Budget, Choice, first_that
-from pyro_l0.infer.target.schedule import BudgetSchedule
+from pyro_l0.infer.target.sparsity_target import BudgetSchedule
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_l0.nn import Gate, NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
-from pyro_l0.nn.gate_layer import gate_names, name_gates
+from pyro_l0.nn.gate import gate_names, name_gates
+from pyro_l0.nn.square_norms import square_norms
 
 
 def mlp(sizes, gated=True):

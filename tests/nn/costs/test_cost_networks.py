@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyro_l0.nn import Gate, NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
 from pyro_l0.nn.engine import analyse, record
+from pyro_l0.nn.square_norms import square_norms
 from tests.engine.zoo import ZOO
 from tests.networks import Net
 

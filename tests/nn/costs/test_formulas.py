@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_l0.nn.costs.expectation import Expectations
+from pyro_l0.nn.cost import Expectations
 from pyro_l0.nn.engine.formulas import FALSE, TRUE, Formulas
 
 

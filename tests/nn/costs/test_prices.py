@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pyro_l0.nn import Gate, NetworkCost
-from pyro_l0.nn.costs.square_norms import square_norms
+from pyro_l0.nn.square_norms import square_norms
 from tests.networks import Net
 
 

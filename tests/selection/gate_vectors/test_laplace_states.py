@@ -9,9 +9,8 @@ from pyro import distributions as dist
 from scipy import stats
 
 from pyro_l0.maths.laplace import laplace_evidence
-from pyro_l0.selection.gate_vectors.laplace_states import LaplaceStates, laplace
-from pyro_l0.selection.gate_vectors.likelihoods import likelihood_of
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
+from pyro_l0.selection.methods.laplace_states import LaplaceStates, laplace, likelihood_of
 from pyro_l0.selection.problem import Prior, Problem
 from tests.bench.posteriors.posterior_references import reference
 from tests.reference_posteriors import all_gates

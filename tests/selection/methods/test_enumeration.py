@@ -10,8 +10,8 @@ from scipy import stats
 
 from pyro_l0.maths.collapsed import CollapsedQuadratic
 from pyro_l0.maths.second_order import DenseQuadratic
-from pyro_l0.selection.gate_vectors.gaussian_states import GaussianStates
 from pyro_l0.selection.methods.enumeration import enumerate_posterior, exact_posterior
+from pyro_l0.selection.methods.gaussian_states import GaussianStates
 from pyro_l0.selection.problem import Prior, Problem
 from tests.reference_posteriors import GaussianPosterior, all_gates
 from tests.spike_slab_designs import gaussian_designs, wide_designs

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyro_l0.selection.methods.expansion import expanded, null_predictor
+from pyro_l0.selection.methods.sampling import expanded, null_predictor
 from pyro_l0.selection.problem import Prior, Problem
 from tests.maths.spike_and_slab import seeded
 

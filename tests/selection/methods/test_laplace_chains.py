@@ -6,12 +6,9 @@ import torch
 
 from pyro_l0.selection import SpikeSlabPoissonRegressor
 from pyro_l0.selection.design import make_design
-from pyro_l0.selection.methods import expanded_sampling
-from pyro_l0.selection.methods.chains import Effort
+from pyro_l0.selection.methods import sampling as expanded_sampling
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
-from pyro_l0.selection.methods.expanded_sampling import _Walk
-from pyro_l0.selection.methods.expansion import expanded, null_predictor
-from pyro_l0.selection.methods.laplace_chains import laplace_chains
+from pyro_l0.selection.methods.sampling import Effort, _Walk, expanded, laplace_chains, null_predictor
 
 
 def counts(n, p, seed, most=10**9):

@@ -9,9 +9,8 @@ import torch
 import torch.distributions as dist
 
 from pyro_l0.selection.methods import sampling
-from pyro_l0.selection.methods.chains import sampled_walk
 from pyro_l0.selection.methods.enumeration import enumerate_posterior
-from pyro_l0.selection.methods.sampling import _moments, tempered_posterior
+from pyro_l0.selection.methods.sampling import _moments, sampled_walk, tempered_posterior
 from pyro_l0.selection.problem import Prior, Problem
 from tests.cases import first_by_default
 from tests.reference_posteriors import GaussianPosterior

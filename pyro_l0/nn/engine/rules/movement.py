@@ -1,17 +1,43 @@
-"""Rules of operations that move entries and compute nothing."""
+"""Rules of operations that make or move entries and compute nothing: views, cuts, padding, pools, look-ups."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
+import torch
 
-from pyro_l0.nn.engine.maps import Maps, rule
-from pyro_l0.nn.engine.slots import CONSTANT, ZERO, Index
-from pyro_l0.nn.engine.tape import Operation, Value
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps, rule
+from pyro_l0.nn.engine.record import Operation, Value
 
-__all__: list[str] = []
+__all__ = ["create"]
+
+
+_ORDERED = ("aten::arange", "aten::linspace", "aten::logspace", "aten::hann_window", "aten::hamming_window")
+_LIKE = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
+
+
+@rule(*(f"aten::{name}" for name in _LIKE.split()))
+def create_like(maps: Maps, operation: Operation) -> None:
+    """Nothing is read but the sizes, which are those of the input."""
+    create(maps, operation)
+    maps.keeps_place(operation.value("self"), operation.output)
+
+
+@rule("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
+def create(maps: Maps, operation: Operation) -> None:
+    """Nothing is read; zeros are zero, random numbers vary, and other tensors are constant."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
+    number = operation.arguments.get("fill_value", operation.arguments.get("s"))
+    is_zero = operation.name in ("aten::zeros", "aten::new_zeros", "aten::zeros_like") or number == 0
+    state = VARIES if is_random else ZERO if is_zero else CONSTANT
+    for output in operation.made:
+        maps.set_state(output, state)
+        if operation.name in _ORDERED and output.shape[0] > 1:  # which numbers they are, code can't say of fewer
+            maps.pin(maps.axes[output][0].block)
 
 
 @rule(
@@ -250,3 +276,109 @@ def view_as_complex(maps: Maps, operation: Operation) -> None:
     for dim in range(min(x.rank, output.rank)):
         maps.passes(x, dim, output, dim)
     maps.fixes(x if x.rank > output.rank else output, -1)
+
+
+_POOLS = """max_pool{n}d avg_pool{n}d max_pool{n}d_with_indices _adaptive_avg_pool{n}d adaptive_avg_pool{n}d
+adaptive_max_pool{n}d reflection_pad{n}d replication_pad{n}d mkldnn_max_pool{n}d upsample_nearest{n}d
+_upsample_nearest_exact{n}d fractional_max_pool{n}d quantized_max_pool{n}d"""
+_RESIZES = "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa"
+
+
+@rule(
+    *(f"aten::{name.format(n=n)}" for name in _POOLS.split() for n in (1, 2, 3)),
+    *(f"aten::{name}" for name in _RESIZES.split()),
+)
+def pool(maps: Maps, operation: Operation) -> None:
+    """Images stay; channels pass, each by itself, and one that is zero or constant is so afterwards."""
+    x = operation.inputs[0]
+    match = re.search(r"(\d)d", operation.name)
+    assert match is not None
+    image = range(-int(match[1]), 0)
+    maps.fixes(x, *image)
+    for output in operation.made:
+        maps.set_state(output, maps.state(x))
+        maps.passes_rest(x, output, *image)
+        maps.fixes(output, *image)
+
+
+@rule("aten::embedding")
+def embedding(maps: Maps, operation: Operation) -> None:
+    """Rows stay, since any of them may be looked up; their features pass."""
+    weight, indices, output = operation.value("weight"), operation.value("indices"), operation.output
+    maps.fixes(weight, 0)
+    maps.set_state(output, max(maps.state(weight), maps.state(indices), CONSTANT))
+    maps.passes(weight, 1, output, output.rank - 1, nonzero=maps.state(indices))
+    for dim in range(indices.rank):
+        maps.same(indices, dim, output, dim)
+
+
+@rule("aten::gather")
+def gather(maps: Maps, operation: Operation) -> None:
+    """The dimension that is looked up stays; of the others, those of the same size are the same."""
+    x, index, output = operation.value("self"), operation.value("index"), operation.output
+    dim = operation.integer("dim") % x.rank if x.rank else 0
+    _look_up(maps, x, [index], output)
+    for d in range(x.rank):
+        if d != dim and x.shape[d] == output.shape[d]:
+            maps.passes(x, d, output, d, nonzero=maps.state(index))
+            maps.same(index, d, output, d)
+        else:
+            for value in (x, index, output):
+                maps.fixes(value, d)
+
+
+@rule("aten::index", "aten::index_select")
+def index(maps: Maps, operation: Operation) -> None:
+    """Dimensions that are looked up by tensors of numbers, or by one mask, stay; the others are the same."""
+    x, output = operation.value("self"), operation.output
+    if operation.name == "aten::index_select":
+        given = [*[None] * (operation.integer("dim") % x.rank), operation.value("index")]
+    else:
+        given = list(cast(Sequence[Value | None], operation.arguments["indices"]))
+    tensors = [i for i in given if isinstance(i, Value)]
+    places = [d for d, i in enumerate(given) if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in tensors):
+        if len(tensors) > 1:
+            return maps.barrier()
+        used, first, rank = list(range(places[0], places[0] + tensors[0].rank)), places[0], 1
+    else:
+        used, rank = places, max(i.rank for i in tensors)
+        first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    _look_up(maps, x, tensors, output)
+    for value in tensors:
+        maps.fixes(value, *range(value.rank))
+    maps.fixes(x, *used)
+    maps.fixes(output, *range(first, first + rank))
+    passed = [d for d in range(x.rank) if d not in used]
+    free = [d for d in range(output.rank) if not first <= d < first + rank]
+    for d, place in zip(passed, free, strict=True):
+        maps.passes(x, d, output, place, nonzero=max(map(maps.state, tensors)))
+
+
+@rule("aten::index_add", "aten::index_copy", "aten::scatter_add", "aten::scatter", "aten::scatter_reduce")
+def write_by_index(maps: Maps, operation: Operation) -> None:
+    """The dimension whose numbers are used stays; of the others, those of the same size are the same throughout."""
+    x, numbers, output = operation.value("self"), operation.value("index"), operation.output
+    source = operation.maybe("source") or operation.maybe("src")
+    written = [value for value in (source, numbers if numbers.rank == x.rank else None) if value is not None]
+    if source is None or source.rank != x.rank:
+        return maps.barrier()
+    used = operation.integer("dim") % x.rank
+    maps.set_state(output, max(maps.state(x), maps.state(source), maps.state(numbers)))
+    if numbers.rank < x.rank:
+        maps.fixes(numbers, *range(numbers.rank))
+    for dim, size in enumerate(x.shape):
+        if dim == used or any(value.shape[dim] != size for value in written):
+            for value in (x, output, *written):
+                maps.fixes(value, dim)
+            continue
+        for value in (x, *written):
+            maps.same(value, dim, output, dim)
+        states = np.maximum(maps.states(x, dim), maps.states(source, dim))
+        varies = np.maximum(states, np.uint8(maps.state(numbers)))
+        maps.set_states(output, dim, np.where(states == ZERO, states, varies))
+
+
+def _look_up(maps: Maps, x: Value, indices: list[Value], output: Value) -> None:
+    """What is looked up in zeros is zero; what is looked up in constants varies with the index."""
+    maps.set_state(output, ZERO if maps.state(x) == ZERO else max([maps.state(x), *map(maps.state, indices)]))

@@ -1,15 +1,85 @@
-"""Rules of normalisations."""
+"""Rules of normalisations, sums, means and other numbers of whole dimensions."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import nn
 
-from pyro_l0.nn.engine.maps import Maps, rule, runs_as
-from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO
-from pyro_l0.nn.engine.tape import Operation, Value
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Maps, rule, runs_as
+from pyro_l0.nn.engine.record import Operation, Value
+from pyro_l0.nn.engine.rules.pointwise import pointwise
 
-__all__: list[str] = []
+
+@rule("aten::sum", "aten::linalg_vector_norm", "aten::nansum")
+def sum_up(maps: Maps, operation: Operation) -> None:
+    """Entries are summed over; one leaves if it is zero."""
+    is_counted = operation.name == "aten::linalg_vector_norm" and float(str(operation.arguments["ord"])) <= 0
+    _reduce(maps, operation, zeros_leave=not is_counted)
+
+
+_NUMBERS = """mean amax amin max min prod any all argmax argmin var std var_mean std_mean logsumexp median nanmedian
+mode norm count_nonzero aminmax kthvalue"""
+
+
+@rule(*(f"aten::{name}" for name in _NUMBERS.split()))
+def reduce(maps: Maps, operation: Operation) -> None:
+    """Entries make one number, in which zeros count as well, so that all of them stay.
+
+    So does the mean of squares of an RMSNorm that is written out.
+    """
+    _reduce(maps, operation, zeros_leave=False)
+
+
+def _reduce(maps: Maps, operation: Operation, zeros_leave: bool) -> None:
+    x = operation.inputs[0]
+    if len(operation.inputs) > 1:  # the larger one of two tensors
+        return pointwise(maps, operation)
+    given = operation.integers("dim")
+    dims = {dim % x.rank for dim in given} if given and x.rank else set(range(x.rank))
+    keeps = bool(operation.arguments.get("keepdim", False))
+    for dim in sorted(dims):
+        maps.reads((x, dim), where=maps.states(x, dim) != ZERO if zeros_leave else None)
+    rest = [dim for dim in range(x.rank) if dim not in dims]
+    for output in operation.made:
+        least = _least(operation, output)
+        maps.set_state(output, max(maps.state(x), least))
+        for place, dim in enumerate(rest):
+            maps.passes(x, dim, output, dim if keeps else place, least)
+
+
+_ORDERS = """cumsum cumprod cummax cummin logcumsumexp sort argsort topk roll _fft_c2c _fft_r2c _fft_c2r"""
+
+
+@rule(*(f"aten::{name}" for name in _ORDERS.split()))
+def along(maps: Maps, operation: Operation) -> None:
+    """Entries of some dimensions are read in their order, and stay; the other dimensions are the same."""
+    x = operation.inputs[0]
+    given = operation.integers("dims" if operation.name == "aten::roll" else "dim") or list(range(x.rank))
+    dims = {dim % x.rank for dim in given} if x.rank else set()
+    for output in operation.made:
+        maps.passes_rest(x, output, *dims, least=_least(operation, output))
+        maps.fixes(output, *dims)
+    maps.fixes(x, *dims)
+
+
+def _least(operation: Operation, output: Value) -> int:
+    """What becomes of zeros: constants in sums of exponentials, and where places are returned."""
+    is_number = output.dtype.is_floating_point or output.dtype.is_complex
+    return CONSTANT if operation.name in ("aten::logsumexp", "aten::logcumsumexp") or not is_number else ZERO
+
+
+@rule("aten::tril", "aten::triu")
+def triangle(maps: Maps, operation: Operation) -> None:
+    """Part of each matrix becomes zero; matrices stay, and the dimensions in front are the same."""
+    x, output = operation.value("self"), operation.output
+    maps.passes_rest(x, output)
+    maps.fixes(x, -2, -1)
+
+
+@rule("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::_assert_async")
+def number(maps: Maps, operation: Operation) -> None:
+    """The network's code reads the number, and may branch on it."""
+    maps.roots.extend(operation.inputs)
 
 
 @rule(
@@ -31,7 +101,7 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
     is_zero = maps.states(x, channel) == ZERO
     before = maps.zero_channels.get(operation.path)
     maps.zero_channels[operation.path] = is_zero if before is None else is_zero & before
-    maps.passes_rest(x, operation.output, least=_least(maps, operation))
+    maps.passes_rest(x, operation.output, least=_smallest(maps, operation))
     _scale(maps, operation, channel)
     maps.mixes(x, *(dim for dim in range(x.rank) if dim != channel))
 
@@ -40,7 +110,7 @@ def batch_norm(maps: Maps, operation: Operation) -> None:
 def instance_norm(maps: Maps, operation: Operation) -> None:
     """Each channel of each example by itself, zeros stay zeros without a bias; images stay."""
     x, output = operation.value("input"), operation.output
-    maps.passes_rest(x, output, least=_least(maps, operation))
+    maps.passes_rest(x, output, least=_smallest(maps, operation))
     _scale(maps, operation, 1)
     if operation.maybe("bias") is None and operation.maybe("running_mean") is None:
         maps.set_states(output, 1, maps.states(x, 1))
@@ -48,7 +118,7 @@ def instance_norm(maps: Maps, operation: Operation) -> None:
     maps.fixes(x, *range(2, x.rank))
 
 
-def _least(maps: Maps, operation: Operation) -> int:
+def _smallest(maps: Maps, operation: Operation) -> int:
     """What a norm makes of zeros: constants, if its weight and bias are."""
     parameters = [operation.maybe(name) for name in ("weight", "bias")]
     return max([CONSTANT, *(maps.state(x) for x in parameters if x is not None)])
@@ -67,7 +137,7 @@ def _scale(maps: Maps, operation: Operation, *dims: int) -> None:
 def group_norm(maps: Maps, operation: Operation) -> None:
     """Groups of channels share a mean and a scale, so that whole groups leave; images stay."""
     x, output, groups = operation.value("input"), operation.output, operation.integer("group")
-    least = _least(maps, operation)
+    least = _smallest(maps, operation)
     maps.passes(x, 0, output, 0, least)
     for dim in range(2, x.rank):
         maps.same(x, dim, output, dim)
@@ -118,7 +188,7 @@ def weight_norm(maps: Maps, operation: Operation) -> None:
 
 
 def _normalise_units(maps: Maps, operation: Operation, layer: type[nn.Module], x: Value, count: int) -> None:
-    output, least = operation.output, _least(maps, operation)
+    output, least = operation.output, _smallest(maps, operation)
     normed = range(x.rank - count, x.rank)
     maps.passes_rest(x, output, least=least)
     for dim in normed:

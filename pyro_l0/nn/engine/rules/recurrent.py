@@ -7,9 +7,8 @@ from typing import cast
 
 import numpy as np
 
-from pyro_l0.nn.engine.maps import Maps, Product, rule
-from pyro_l0.nn.engine.slots import CONSTANT, VARIES, ZERO, Index
-from pyro_l0.nn.engine.tape import Operation, Value
+from pyro_l0.nn.engine.maps import CONSTANT, VARIES, ZERO, Index, Maps, Product, rule
+from pyro_l0.nn.engine.record import Operation, Value
 
 __all__: list[str] = []
 

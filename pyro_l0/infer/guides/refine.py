@@ -1,0 +1,265 @@
+"""Gates of large designs with the slabs integrated out: sampled, or as a collapsed mean field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import Beta
+
+from pyro_l0.distributions.bernoulli import BernoulliGate
+from pyro_l0.distributions.gate import find_gate
+from pyro_l0.fast.record import Site
+from pyro_l0.infer.guides.correlated import ConjugateRate, CorrelatedPosterior
+from pyro_l0.infer.guides.expansion import RunAt, StructuredSlabs, gate_vectors
+from pyro_l0.infer.guides.mean_field import Layout
+from pyro_l0.infer.guides.summaries import JointDraws
+from pyro_l0.infer.slabs import Alignment, Switch
+from pyro_l0.maths.collapsed import CollapsedQuadratic
+from pyro_l0.maths.laplace import LogLikelihood, gibbs_by_expansion
+from pyro_l0.maths.second_order import DenseQuadratic
+from pyro_l0.maths.tempered_gibbs import BetaBinomialGates, collapsed_mean_field, tempered_gibbs
+
+__all__ = ["Method", "RefinedPosterior", "refined"]
+
+
+class SiteGates:
+    """The prior of the gates of several sites: independent, or with a Beta rate in common that is summed out.
+
+    The log odds have shape ``(chains, G)`` or ``(1, G)``; those of gates with a rate are ignored.
+    """
+
+    def __init__(self, logits: Tensor, rates: Sequence[tuple[Tensor, BetaBinomialGates]]) -> None:
+        self._logits, self._rates = logits, rates
+        self.active_prob = torch.sigmoid(logits).mean(0)
+        for positions, rate in rates:
+            self.active_prob[positions] = rate.active_prob.to(logits)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Log odds that a gate is open, given the others, shape of z."""
+        odds = self._logits.expand(z.shape)
+        for positions, rate in self._rates:
+            odds = odds.index_copy(1, positions, rate.logits(z[:, positions]))
+        return odds
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Log probability of each vector, shape ``(S,)``."""
+        each = torch.where(z > 0, 1.0, -1.0) * self._logits.expand(z.shape)
+        each = torch.nn.functional.logsigmoid(each)
+        for positions, _ in self._rates:
+            each = each.index_fill(1, positions, 0.0)
+        rates = [rate.log_prob(z[:, positions]) for positions, rate in self._rates]
+        return torch.stack([each.sum(1), *rates]).sum(0)
+
+
+class Collapsed(NamedTuple):
+    """What a sampler of gates needs, for some values of the other latents: ``others`` has those of the first chain.
+
+    The quadratic's coefficients are measured from ``offset``, the means of the slabs' priors: 0 for those with a gate.
+    """
+
+    quadratic: CollapsedQuadratic
+    prior: SiteGates
+    gates: Layout
+    slabs: Layout
+    rates: Sequence[ConjugateRate]
+    others: Mapping[str, Tensor]
+    offset: Tensor
+
+
+@torch.no_grad()
+def collapse(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> Collapsed:
+    """Integrate the slabs out of a model whose posterior has structured slabs.
+
+    The other latents have values ``hyper`` on the real line, shape ``(chains, d)``, or one row for all chains.
+    """
+    slabs = joint.slab_posterior
+    assert isinstance(slabs, StructuredSlabs)
+    _check_slabs(joint)
+    shift = hyper - joint.hyper_start
+    curvature, linear = slabs.quadratic()
+    loc = slabs.prior_loc(shift)
+    linear = linear + shift @ slabs.shifts.mT - loc @ curvature
+    factor = slabs.likelihood_factor(shift)
+    scale = slabs.prior_scale(shift)
+    if len(hyper) == 1:
+        curvature, linear = (x if factor is None else factor.reshape(()) * x for x in (curvature, linear[0]))
+        factor, scale = None, scale.reshape(-1)
+    has_own_gate = torch.equal(slabs.gate_of, torch.arange(joint.gates.size, device=slabs.gate_of.device))
+    quadratic = CollapsedQuadratic(
+        DenseQuadratic(curvature, linear if linear.dim() == 1 else linear.mean(0)),
+        scale,
+        gate_of=None if has_own_gate else slabs.gate_of,
+        factor=None if factor is None else factor.reshape(-1),
+        linear=linear if linear.dim() == 2 else None,
+    )
+    prior, others = _prior(joint, run_at, hyper), joint.hyper.apart(hyper[0])
+    offset = loc if loc.dim() == 1 else loc[0]
+    return Collapsed(quadratic, prior, joint.gates, joint.slabs, joint.rates, others, offset)
+
+
+def _check_slabs(joint: CorrelatedPosterior) -> None:
+    """Refuse slabs with gates and a prior mean, and gates without slabs."""
+    slabs = joint.slab_posterior
+    gate_of = slabs.gate_of.reshape(len(slabs.loc), -1)
+    gated = (gate_of >= 0).any(1)
+    if bool(slabs.loc[gated].any() or slabs.loc_shifts[gated].any()):
+        raise ValueError(
+            f"Expected slabs {', '.join(map(repr, joint.slabs.shapes))} with a prior mean of 0, but got means of up to "
+            f"{float(slabs.loc[gated].abs().max()):.3g}."
+        )
+    alone = (torch.bincount(gate_of[gate_of >= 0], minlength=joint.gates.size) == 0).nonzero().flatten()
+    if len(alone):
+        raise ValueError(
+            f"Expected gates that enter the model as products with their slabs, but got no slab of gate site "
+            f"{_site_at(joint.gates, alone[0])!r}. Use sample_posterior."
+        )
+
+
+def _prior(joint: CorrelatedPosterior, run_at: RunAt, hyper: Tensor) -> SiteGates:
+    """The gates' prior at values of the other latents."""
+    rates = {rate.name: rate.open.new_full(rate.shape, 0.5) for rate in joint.rates}  # ignored
+
+    def odds(row: Tensor, gates: Tensor) -> Tensor:
+        sites = run_at({**rates, **joint.hyper.apart(row), **joint.gates.apart(gates)})
+        found = [_log_odds(name, sites[name]).expand(shape) for name, shape in joint.gates.shapes.items()]
+        return torch.cat([x.reshape(-1) for x in found])
+
+    rows = [odds(row, hyper.new_ones(joint.gates.size)) for row in hyper]
+    others = torch.stack([odds(hyper[0], gates) for gates in gate_vectors(joint.gates.size, hyper)])
+    moved = (rows[0] != others).any(0).nonzero().flatten()
+    if len(moved):
+        raise ValueError(
+            f"Expected gates that are independent given the other latents, but the prior of gate site "
+            f"{_site_at(joint.gates, moved[0])!r} changes with the gates before. Use sample_posterior."
+        )
+    positions = joint.gates.positions(hyper.device)
+    shared = [
+        (torch.cat([positions[name] for name in rate.gates]), BetaBinomialGates(float(rate.open), float(rate.closed)))
+        for rate in joint.rates
+    ]
+    return SiteGates(torch.stack(rows), shared)
+
+
+def _site_at(gates: Layout, position: Tensor) -> str:
+    """The site of the gate at a position."""
+    own = gates.positions(position.device)
+    return next(name for name, positions in own.items() if bool((positions == position).any()))
+
+
+def _log_odds(name: str, site: Site) -> Tensor:
+    gate = find_gate(site["fn"])
+    if not isinstance(gate, BernoulliGate):
+        raise ValueError(
+            f"Expected binary gates at site {name!r}, but got {gate}. Use a BernoulliGate in the model, or "
+            "sample_posterior."
+        )
+    return gate.logits
+
+
+Method = Literal["tempered", "mean_field"]
+
+_POINTS = 4  # at which a log likelihood is compared with its expansion
+_CLOSE = 1e-3  # nats by which they may differ for 1 nat of change, or in all
+
+
+@dataclass(frozen=True)
+class RefinedPosterior(JointDraws):
+    """Gates and slabs with the other latents held fixed, from :meth:`~pyro_l0.infer.AutoSpikeSlab.refine`.
+
+    Attributes:
+        spread: largest difference of an inclusion probability between chains; small if they have mixed.
+        slab: the gate site of each slab site.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist
+        >>> from pyro_l0 import BernoulliGate
+        >>> from pyro_l0.infer import AutoSpikeSlab
+        >>> x = torch.eye(50) * 3
+        >>> def model(y):
+        ...     with pyro.plate("features", 50):
+        ...         z, w = pyro.sample("z", BernoulliGate(probs=0.1)), pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(x @ (z * w), 0.5).to_event(1), obs=y)
+        >>> guide, y = AutoSpikeSlab(model, slab={"w": "z"}), x[7]
+        >>> _ = guide(y)
+        >>> int(guide.refine(y, seed=0, flips=200).active_probs()["z"].argmax())
+        7
+    """
+
+    _collapsed: Collapsed
+    _probs: Tensor
+    _draw_gates: Callable[[int], Tensor]
+    spread: float
+    slab: dict[str, Switch]
+    _alignments: Mapping[str, Alignment]
+
+    def active_probs(self) -> dict[str, Tensor]:
+        """Marginal P(z != 0) of every gate, by site and in its shape."""
+        return self._collapsed.gates.apart(self._probs)
+
+    @torch.no_grad()
+    def draws(self, n: int) -> dict[str, Tensor]:
+        """n joint draws by site, shape ``(n, *shape of the site)``; the other latents are the same in all."""
+        gates = self._draw_gates(n).to(self._probs)
+        slabs = self._collapsed.quadratic.draw_slabs(gates) + self._collapsed.offset
+        found = {name: x.expand(n, *x.shape) for name, x in self._collapsed.others.items()}
+        for layout, flat in ((self._collapsed.gates, gates), (self._collapsed.slabs, slabs)):
+            found |= {name: x.reshape(n, *layout.shapes[name]) for name, x in layout.pieces(flat).items()}
+        for rate in self._collapsed.rates:
+            found[rate.name] = Beta(*rate.parameters(found)).sample().reshape(n, *rate.shape)
+        return found
+
+    def _is_gate(self, name: str) -> bool:
+        return name in self._collapsed.gates.shapes
+
+
+@torch.no_grad()
+def refined(
+    collapsed: Collapsed,
+    log_likelihood: LogLikelihood,
+    method: Method,
+    generator: torch.Generator | None,
+    chains: int,
+    flips: int,
+) -> tuple[Collapsed, Tensor, Callable[[int], Tensor], float]:
+    """Sample the gates, or fit a collapsed mean field to them; arguments as of :meth:`AutoSpikeSlab.refine`.
+
+    The result is the model as it was expanded last, P(z != 0), what draws gates, and the spread of the chains.
+    """
+    if method not in ("tempered", "mean_field"):
+        raise ValueError(f"Expected method 'tempered' or 'mean_field', but got {method!r}.")
+    quadratic, prior = collapsed.quadratic, collapsed.prior
+    if method == "mean_field":
+        probs = torch.sigmoid(collapsed_mean_field(quadratic, prior, generator=generator))
+        return collapsed, probs, lambda n: torch.bernoulli(probs.expand(n, -1)), 0.0
+    if is_quadratic(log_likelihood, quadratic):
+        run = tempered_gibbs(quadratic, prior, chains=chains, flips=flips, generator=generator)
+    else:
+        run, quadratic = gibbs_by_expansion(
+            log_likelihood,
+            quadratic.scale,
+            prior,
+            start=torch.zeros_like(quadratic.quadratic.linear),
+            gate_of=quadratic.gate_of,
+            chains=chains,
+            flips=flips,
+            generator=generator,
+        )
+    first, second = (x.mean(0) for x in run.chain_active_probs.tensor_split(2))
+    spread = float((first - second).abs().max())
+    return collapsed._replace(quadratic=quadratic), run.active_probs, run.draws, spread
+
+
+def is_quadratic(log_likelihood: LogLikelihood, collapsed: CollapsedQuadratic) -> bool:
+    """Whether a log likelihood is its own expansion, at random coefficients of the size that the prior has."""
+    quadratic = collapsed.quadratic
+    beta = torch.randn(_POINTS, len(quadratic.linear)).to(quadratic.linear) * collapsed.scale
+    index = torch.arange(len(quadratic.linear), device=beta.device)
+    rows = quadratic.rows(index[None]).squeeze(0)
+    own = beta @ quadratic.linear - 0.5 * ((beta @ rows) * beta).sum(1)
+    difference = log_likelihood(beta) - own
+    change = difference - difference.mean()
+    return bool((change.abs() <= _CLOSE * (1 + (own - own.mean()).abs())).all())

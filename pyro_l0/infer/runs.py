@@ -1,0 +1,370 @@
+"""Recorded runs of a guide or a model: likelihood, particles, and errors that say what failed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import pyro
+import torch
+from pyro.distributions import Unit
+from pyro.distributions.util import scale_and_mask
+from pyro.infer.autoguide import AutoGuide
+from pyro.poutine import Trace
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+
+from pyro_l0.distributions.gate import find_gate
+from pyro_l0.fast.record import Record, Site, is_likelihood, sole_record
+from pyro_l0.infer.slabs import Part
+
+__all__ = ["generators_kept", "seeded"]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave all global random number generators as they were before."""
+    state = pyro.util.get_rng_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
+    pyro.util.set_rng_state(state)
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Draw from a seed, and leave the generators as they were; None draws from these."""
+    if seed is None:
+        yield
+        return
+    with generators_kept():
+        torch.manual_seed(seed)
+        yield
+
+
+def factor(name: str, log_factor: Tensor) -> None:
+    """Add a log probability to a model, such as a minibatch's log likelihood times the number of minibatches.
+
+    Use it instead of ``pyro.factor``, whose check of the value makes the host wait for an accelerator in every step.
+
+    Args:
+        name: name of the site.
+        log_factor: log probability in nats, of the shape of the plates around it; outside of plates it is summed.
+
+    Raises:
+        TypeError: ``log_factor`` is not a tensor.
+
+    Example:
+        >>> import torch
+        >>> from pyro_l0.infer import L0_ELBO
+        >>> L0_ELBO("l0").loss(lambda: factor("y", torch.tensor(-2.5)), lambda: None)
+        2.5
+    """
+    if not isinstance(log_factor, Tensor):
+        raise TypeError(f"Expected log_factor to be a tensor, but got {type(log_factor).__name__}.")
+    fn = Unit(log_factor, validate_args=False)
+    no_data = fn.sample()
+    record = sole_record()
+    if record is not None:
+        record.observe(name, fn, no_data)
+    else:
+        pyro.sample(name, fn, obs=no_data)
+
+
+EVERY = 100  # steps between two checks that make the host wait for a device
+_CLOSED = 0.01  # P(z != 0) above the family's minimum
+
+Explain = Callable[[], str]
+
+
+class Watch:
+    """Losses that are still to be checked, and sites that have closed.
+
+    In main memory every loss is checked at once. On an accelerator that would make the host wait in every step: there
+    the terms of the last steps are kept, and every hundredth step checks all of them at once.
+    """
+
+    def __init__(self) -> None:
+        self._unread: list[tuple[int, str, Tensor]] = []
+        self._closed: set[str] = set()
+
+    def loss(self, step: int, loss: Tensor, parts: Mapping[str, Tensor], explain: Explain) -> None:
+        """Check the loss of a step, now or later; raises if it is not finite."""
+        if loss.device.type == "cpu":
+            self.value(step, loss.item(), explain)
+        elif loss.device.type != "meta":
+            self._unread += [(step, name, part.detach()) for name, part in parts.items()]
+            if len(self._unread) >= EVERY * len(parts):
+                self._check_unread(step, explain)
+
+    def value(self, step: int, value: float, explain: Explain) -> None:
+        """Check a loss whose value is known."""
+        if not math.isfinite(value):
+            self._check_unread(step, explain)
+            raise ValueError(f"The loss is {value} at step {step}: {explain()}")
+
+    def _check_unread(self, now: int, explain: Explain) -> None:
+        unread, self._unread = self._unread, []
+        values = torch.stack([part.float() for _, _, part in unread]).tolist() if unread else []
+        for (step, name, _), value in zip(unread, values, strict=True):
+            if not math.isfinite(value):
+                raise ValueError(f"{name} is {value} at step {step}; when checked at step {now}: {explain()}")
+
+    def gates(self, step: int, guide: Mapping[str, Site]) -> None:
+        """Warn once for a site whose test gates are all 0 and P(z != 0) near its minimum; every hundredth step."""
+        if step % EVERY:
+            return
+        found = {name: find_gate(site["fn"]) for name, site in guide.items() if self._is_checked(name, site)}
+        gates = {name: gate for name, gate in found.items() if gate is not None and gate.batch_shape.numel()}
+        devices = [gate._like.device.type for gate in gates.values()]
+        if not gates or devices[0] == "meta" or (step == 0 and devices[0] != "cpu"):
+            return
+        with torch.no_grad():
+            excess = [(g.active_prob - g.least_active_prob + g.test_gate).max().float() for g in gates.values()]
+            most_of_site = torch.stack(excess).tolist()
+        for name, most in zip(gates, most_of_site, strict=True):
+            if most < _CLOSED:
+                self._closed.add(name)
+                warnings.warn(
+                    f"All gates of site {name!r} are closed at step {step}: P(z != 0) is at most {most:.2g}, where the "
+                    "likelihood hardly sees them. Lower their price lam (or the prior's demands), slow their learning "
+                    "rate or start them further open, unless the site is meant to go.",
+                    stacklevel=4,
+                )
+
+    def _is_checked(self, name: str, site: Site) -> bool:
+        if site["type"] != "sample" or name in self._closed:
+            return False
+        return all(frame.full_size in (None, frame.size) for frame in site["cond_indep_stack"])
+
+
+def number_of_bad(x: float | Tensor) -> int:
+    """How many of a tensor's or a number's values are not finite; reads them."""
+    return int((~torch.isfinite(torch.as_tensor(x))).sum())
+
+
+def bad_values(site: Site) -> list[str]:
+    """What is not finite at a recorded site: an observed value, or parameters of its distribution."""
+    found = []
+    if site["is_observed"] and (bad := number_of_bad(site["value"])):
+        found.append(f"what is observed at {site['name']!r} holds {bad} values that are not finite")
+    fn = site["fn"]
+    while fn is not None:
+        for parameter in fn.arg_constraints:
+            # Not a property that is computed from another parameter.
+            value = fn.__dict__.get(parameter, fn.__dict__.get(f"_{parameter}"))
+            if value is not None and (bad := number_of_bad(value)):
+                found.append(f"{parameter} of {type(fn).__name__} at {site['name']!r} holds {bad} that are not finite")
+        fn = getattr(fn, "base_dist", None)
+    return found
+
+
+Program = Callable[..., object]
+Args = tuple[object, ...]
+Kwargs = Mapping[str, object]
+
+
+def log_prob(site: Site) -> Tensor:
+    """Log probability of a recorded site's value under its scale and mask, in the shape of its batch."""
+    log_prob = site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
+    scaled: Tensor = scale_and_mask(log_prob, site["scale"], site["mask"])
+    return scaled
+
+
+def sample_sites(trace: Trace) -> dict[str, Site]:
+    """The sample sites of a run, but for those of plates."""
+    nodes: dict[str, Site] = trace.nodes
+    return {name: site for name, site in nodes.items() if site["type"] == "sample" and not site_is_subsample(site)}
+
+
+def record_run(
+    program: Program, args: Args, kwargs: Kwargs, step: int, values: Mapping[str, Site] | None = None
+) -> Record:
+    """Record a guide, or a model with the guide's sites as values; the step of the training is for messages."""
+    record = Record(values)
+    try:
+        with record:
+            returned = program(*args, **kwargs)
+    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+        seen = Trace()
+        for name, site in record.sites.items():
+            seen.add_node(name, **site)
+        error.add_note(seen.format_shapes())
+        # A guide of Pyro's runs the model at its first call, and takes the model's arguments.
+        model = program.model if isinstance(program, AutoGuide) else program
+        first = isinstance(program, AutoGuide) and program.prototype_trace is None
+        odd = "; ".join(odd_arguments(model, args, kwargs))
+        if not odd and "found invalid values" not in str(error):  # of torch's validation, which names no site
+            raise
+        what = "guide" if values is None and not first else "likelihood (nll) of the model"
+        where = f", where {odd}" if odd else ""
+        raise ValueError(f"The {what} failed at step {step}{where}: {error}") from error
+    if values is not None and not any(map(is_likelihood, record.sites.values())):
+        refuse_without_likelihood(program, record.sites, returned, args, kwargs)
+    return record
+
+
+def refuse_without_likelihood(
+    model: Program, sites: Mapping[str, Site], returned: object, args: Args, kwargs: Kwargs
+) -> None:
+    """Refuse a model without a likelihood that seems meant to have one: its loss would be the price of its gates alone.
+
+    A model that takes no data, has no network and returns no more than its draws may be meant as a prior.
+    """
+    found = None
+    for _, x in _leaves("", returned):
+        if x is not None and not any(x is site["value"] for site in sites.values()):
+            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            found = f"returns {what}; what a model returns is no part of the loss"
+    if found is None and any(_tensors("", [args, kwargs])):
+        found = "is given data"
+    if found is None and any(p.requires_grad for module in _modules(model) for p in module.parameters()):
+        found = "has parameters to train"
+    if found is not None:
+        raise ValueError(
+            f"Expected a likelihood, but the model has no observed site and no factor, and {found}: training would "
+            "only close gates. State a likelihood by pyro.sample('y', distribution, obs=y), or a loss in nats, summed "
+            "over the data, by pyro_l0.infer.runs('y', -loss) or pyro.factor."
+        )
+
+
+def _modules(model: object) -> Iterator[nn.Module]:
+    """A model that is a module, or the modules that a function uses: its object's, its closure's and its globals."""
+    if isinstance(model, nn.Module):
+        yield model
+    elif isinstance(model, partial):  # also what Pyro's handlers make of a model
+        for x in (model.func, *model.args):
+            yield from _modules(x)
+    elif inspect.isfunction(model) or inspect.ismethod(model):
+        around = inspect.getclosurevars(model)
+        owner = getattr(getattr(model, "__self__", None), "__dict__", {})
+        yield from (x for _, x in _leaves("", [around.nonlocals, around.globals, owner]) if isinstance(x, nn.Module))
+    elif inspect.ismethod(call := getattr(model, "__call__", None)):  # noqa: B004
+        yield from _modules(call)
+
+
+def check_arguments(program: Program, args: Args, kwargs: Kwargs) -> None:
+    """Refuse a minibatch without examples: every tensor among the arguments is empty."""
+    empty = False
+    for _, x in _tensors("", [args, kwargs]):
+        if x.numel():
+            return
+        empty = True
+    if empty:
+        raise ValueError(f"Expected at least one example, but {'; '.join(odd_arguments(program, args, kwargs))}.")
+
+
+def odd_arguments(program: Program, args: Args, kwargs: Kwargs) -> list[str]:
+    """Arguments of a program that are empty or not finite, by name; reads them."""
+    found = []
+    function = program.forward if isinstance(program, nn.Module) else program
+    try:
+        by_name: dict[str, object] = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        by_name = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+    for name, x in _tensors("", by_name):
+        bad = number_of_bad(x)
+        if not x.numel():
+            found.append(f"argument {name!r} is empty, of shape {tuple(x.shape)}")
+        elif bad:
+            found.append(f"argument {name!r} holds {bad} of {x.numel()} values that are not finite")
+    return found
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested lists, tuples and dicts, with their paths."""
+    return ((path, x) for path, x in _leaves(name, value) if isinstance(x, Tensor))
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _leaves(f"{name}[{key!r}]" if name else str(key), entry)
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            yield from _leaves(f"{name}[{i}]", entry)
+    else:
+        yield name, value
+
+
+def over_particles(
+    evaluate: Callable[[Record], dict[str, Tensor]],
+    run_guide: Callable[[], Record],
+    guide: object,
+    number: int,
+    mapped: bool,
+) -> dict[str, Tensor]:
+    """Numbers of a run for each of several particles, shape ``(number,)`` each.
+
+    ``evaluate`` gives numbers of shape ``()`` by name, from a run of the guide. If ``mapped``, ``torch.vmap`` maps
+    guide and model, which are written for one particle and need not broadcast; raises if it can't. The guide may have
+    ``draw_together(number)``, which returns parts of joint draws by site, or None.
+    """
+    if not mapped:
+        found = [evaluate(run_guide()) for _ in range(number)]
+        return {name: torch.stack([values[name] for values in found]) for name in found[0]}
+    if isinstance(guide, AutoGuide) and guide.prototype_trace is None:
+        run_guide()  # its first call runs the model, which can't be mapped then
+    draw_together: Callable[[int], dict[str, Part] | None] | None = getattr(guide, "draw_together", None)
+    together = None if draw_together is None else draw_together(number)
+    try:
+        # Checks of values can't be mapped; a guide's first call runs the model with them.
+        with pyro.validation_enabled(False):
+            if together is None:
+                each = torch.vmap(lambda _: evaluate(run_guide()), randomness="different")
+                return each(torch.arange(number))
+            # A row of parameters for each draw.
+            tensors = {
+                name: (part.values, *(x.expand(number, *x.shape[1:]) for x in part.parameters))
+                for name, part in together.items()
+            }
+
+            def one(drawn: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+                record = Record()
+                for name, (values, *parameters) in drawn.items():
+                    part = together[name]._replace(values=values, parameters=tuple(parameters))
+                    record.sample(name, *part.at_site({}))
+                return evaluate(record)
+
+            return torch.vmap(one, randomness="different")(tensors)
+    except RuntimeError as error:
+        if "vmap" not in str(error) and "functorch" not in str(error):
+            raise
+        raise ValueError(
+            "Expected a model whose particles can be evaluated at once, but torch.vmap can't map it; set "
+            f"vectorize_particles=False, which runs it once for each particle: {error}"
+        ) from error
+
+
+def can_be_mapped(
+    evaluate: Callable[[Record], dict[str, Tensor]], run_guide: Callable[[], Record], guide: object
+) -> bool:
+    """Whether ``torch.vmap`` maps guide and model, with a warning if not; arguments as of :func:`over_particles`."""
+    evaluate(run_guide())  # any other error is raised here
+    try:
+        over_particles(evaluate, run_guide, guide, 2, mapped=True)
+    except ValueError as error:
+        if "vectorize_particles" not in str(error):
+            raise
+        warnings.warn(f"Particles are evaluated one by one, which takes longer. {error}", stacklevel=4)
+        return False
+    return True
+
+
+def each(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function of every row of a tensor: by ``torch.vmap``, or row by row where that can't map it."""
+
+    def of_rows(rows: Tensor) -> Tensor:
+        with pyro.validation_enabled(False):
+            try:
+                return torch.vmap(function)(rows)
+            except RuntimeError as error:
+                if "vmap" not in str(error):
+                    raise
+                return torch.stack([function(row) for row in rows])
+
+    return of_rows

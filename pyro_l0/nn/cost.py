@@ -1,0 +1,495 @@
+"""Weights and multiply-adds of a network as differentiable functions of its gates, and which units stay anyway."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+from pyro_l0.nn.calls import record_called
+from pyro_l0.nn.engine.analysis import Analysis, analyse
+from pyro_l0.nn.engine.dependency import Dependencies, find_dependencies
+from pyro_l0.nn.engine.formulas import TRUE, Clause, Formulas
+from pyro_l0.nn.engine.maps import Axis
+from pyro_l0.nn.engine.readers import Use, find_readers, find_writers, weights_of
+from pyro_l0.nn.engine.record import Example, Recording
+from pyro_l0.nn.fixed import check_value
+from pyro_l0.nn.gate import gate_names
+
+__all__ = ["Expectations", "NetworkCost", "PerDevice", "Report", "Stay", "report"]
+
+
+class PerDevice:
+    """A constant on the CPU that is moved to each device only once, as the host waits for that."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._moved = {value.device: value}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The same on a device."""
+        if device not in self._moved:
+            self._moved[device] = self._value.to(device)
+        return self._moved[device]
+
+
+class Expectations:
+    """Sums of probabilities of statements about gates that are independent of each other.
+
+    A probability is a product over clauses, and the probability that none of a clause's literals holds one over
+    literals; this is exact where no gate is in two of them. Gates are numbered through in the order of ``sizes``.
+    """
+
+    def __init__(self, formulas: Formulas, sizes: Mapping[str, int]) -> None:
+        self._formulas, self._sizes = formulas, sizes
+        starts = itertools.accumulate(sizes.values(), initial=0)
+        self._sites = {(start, size): site for start, (site, size) in zip(starts, sizes.items(), strict=False)}
+        self._numbers: dict[tuple[tuple[int, int], ...], int] = {}
+
+    def add(self, statements: Mapping[int, int]) -> int:
+        """Announce a sum of statements, each with a number of times; return the sum's number."""
+        return self._numbers.setdefault(tuple(sorted(statements.items())), len(self._numbers))
+
+    def __call__(self, active: Mapping[str, Tensor]) -> list[Tensor]:
+        """The expected values of all sums, each of shape ``()``; by site, ``active`` is P(z != 0) of each gate."""
+        circuit, sums = self._compiled
+        values = circuit([active[site] for site in self._sizes]) if any(one.nodes is not None for one in sums) else None
+        return [one(active, values) for one in sums]
+
+    @cached_property
+    def _compiled(self) -> tuple[_Circuit, list[_Sum]]:
+        circuit = _Circuit(self._formulas, sum(self._sizes.values()))
+        plain = [self._plain_sum(statements) for statements in self._numbers]
+        for statements, one in zip(self._numbers, plain, strict=True):
+            if one is None:
+                for formula, _ in statements:
+                    circuit.add(formula)
+        circuit.arrange()
+        return circuit, [
+            one or _sum_of_nodes([circuit.place(formula) for formula, _ in statements], [n for _, n in statements])
+            for statements, one in zip(self._numbers, plain, strict=True)
+        ]
+
+    def _plain_sum(self, statements: Sequence[tuple[int, int]]) -> _Sum | None:
+        """A sum over all gates of a site, or the probability that one of them is open; None if it is neither."""
+        clauses = [self._formulas.clauses(formula) for formula, _ in statements]
+        times = {count for _, count in statements}
+        if len(times) > 1 or any(len(found) != 1 for found in clauses):
+            return None
+        gates = frozenset[int]().union(*(clause for (clause,) in clauses))
+        if not gates:
+            return None
+        site = self._sites.get((min(gates), len(gates))) if max(gates) - min(gates) == len(gates) - 1 else None
+        if site is None or (len(clauses) > 1 and len(clauses) < len(gates)):
+            return None
+        return _Sum(times.pop(), site, is_any=len(clauses) == 1 and len(gates) > 1)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """So many times the sum over a site's gates, or the probability that one of them is open, or a sum over nodes."""
+
+    times: int | PerDevice
+    site: str = ""
+    is_any: bool = False
+    nodes: PerDevice | None = None
+
+    def __call__(self, active: Mapping[str, Tensor], values: Tensor | None) -> Tensor:
+        if self.nodes is None:
+            probs = active[self.site]
+            total = 1 - _product(1 - probs) if self.is_any else probs.sum()
+        else:
+            assert values is not None
+            each = values.index_select(0, self.nodes.on(values.device))
+            total = (each if isinstance(self.times, int) else each * self.times.on(values.device)).sum()
+        return total * self.times if isinstance(self.times, int) and self.times > 1 else total
+
+
+def _sum_of_nodes(nodes: list[int], counts: list[int]) -> _Sum:
+    times = counts[0] if len(set(counts)) == 1 else PerDevice(torch.tensor(counts))
+    return _Sum(times, nodes=PerDevice(torch.tensor(nodes)))
+
+
+class _Circuit:
+    """Probabilities of statements, computed level by level: gates, what is made of them, what is made of that."""
+
+    def __init__(self, formulas: Formulas, gates: int) -> None:
+        self._formulas, self._gates = formulas, gates
+        self._nodes: dict[tuple[bool, tuple[int, ...]], int] = {}  # all or some of which nodes; gates come first
+        self._levels: dict[int, int] = {}
+        self._of_formula: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        self._steps: list[tuple[bool, PerDevice]] = []
+
+    def add(self, formula: int) -> int:
+        """Announce a statement; return its node."""
+        if formula not in self._of_formula:
+            clauses = [self._node(False, map(self._literal, x)) for x in self._formulas.clauses(formula)]
+            self._of_formula[formula] = self._node(True, clauses)
+        return self._of_formula[formula]
+
+    def arrange(self) -> None:
+        """Find a place for every node, behind those of the gates and the numbers 0 and 1."""
+        zero, one = self._gates, self._gates + 1
+        place = self._gates + 2
+        steps: dict[tuple[int, bool, int], list[tuple[int, tuple[int, ...]]]] = {}
+        for (is_all, parts), node in self._nodes.items():
+            width = max(len(parts) - 1, 0).bit_length()
+            steps.setdefault((self._levels[node], is_all, width), []).append((node, parts))
+        for (_, is_all, width), nodes in sorted(steps.items()):
+            fill = one if is_all else zero
+            rows = [[self._place(x) for x in parts] + [fill] * ((1 << width) - len(parts)) for _, parts in nodes]
+            self._places.update({node: place + row for row, (node, _) in enumerate(nodes)})
+            self._steps.append((is_all, PerDevice(torch.tensor(rows))))
+            place += len(nodes)
+
+    def place(self, formula: int) -> int:
+        """Where the probability of a statement stands."""
+        return self._place(self._of_formula[formula])
+
+    def __call__(self, probs: Sequence[Tensor]) -> Tensor:
+        """All probabilities."""
+        values = torch.cat([*probs, probs[0].new_zeros(1), probs[0].new_ones(1)])
+        for is_all, places in self._steps:
+            index = places.on(values.device)
+            factors = values.index_select(0, index.flatten()).view(index.shape)
+            values = torch.cat([values, _product(factors) if is_all else 1 - _product(1 - factors)])
+        return values
+
+    def _place(self, node: int) -> int:
+        return self._places.get(node, node)
+
+    def _literal(self, literal: int) -> int:
+        return literal if literal < self._gates else self.add(self._formulas.statements[literal - self._gates])
+
+    def _node(self, is_all: bool, parts: Iterable[int]) -> int:
+        given = tuple(parts)
+        if len(given) == 1:
+            return given[0]
+        if (is_all, given) not in self._nodes:
+            node = self._nodes[is_all, given] = self._gates + len(self._nodes)
+            self._levels[node] = 1 + max((self._levels.get(x, 0) for x in given), default=0)
+        return self._nodes[is_all, given]
+
+
+class _Product(torch.autograd.Function):
+    """Product over the last dimension; factors of 0 have their gradient without the host's counting them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return factors.prod(-1)
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> Tensor:
+        (factors,) = ctx.saved_tensors
+        one = torch.ones_like(factors[..., :1])
+        before = torch.cat([one, factors[..., :-1]], -1).cumprod(-1)
+        behind = torch.cat([one, factors[..., 1:].flip(-1)], -1).cumprod(-1).flip(-1)
+        return grad.unsqueeze(-1) * before * behind
+
+
+def _product(factors: Tensor) -> Tensor:
+    """The product over the last dimension."""
+    if factors.shape[-1] <= 4:
+        return reduce(torch.mul, factors.unbind(-1))
+    total: Tensor = _Product.apply(factors)  # type: ignore[no-untyped-call]
+    return total
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Units that stay on one side of a gate, or on both, when they are closed."""
+
+    site: str
+    units: tuple[int, ...]
+    where: str  # ``"in front"``: weights that write them stay; ``"behind"``: those that read them; or ``"both"``
+    why: str  # the operation and the module that need them
+
+    @property
+    def verdict(self) -> str:
+        """Where the units stay, and why."""
+        place = "on both sides of" if self.where == "both" else self.where if self.where == "behind" else "in front of"
+        return f"stay {place} the gate ({self.why})"
+
+    def __str__(self) -> str:
+        return f"gate {self.site!r}, {_ranges(self.units)}: {self.verdict}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :meth:`~pyro_l0.nn.NetworkCost.report` returns; it prints as text.
+
+    Attributes:
+        stays: the units that stay, by gate site, side of the gate and reason.
+    """
+
+    stays: tuple[Stay, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.stays)) or "every unit leaves with its gate"
+
+
+def report(recording: Recording, dependencies: Dependencies) -> Report:
+    """Find what keeps units of a network, by closing half of the gates and then the others."""
+    closings = [
+        {site: (torch.arange(size) + shift) % 2 == 0 for site, size in dependencies.sizes.items()} for shift in (0, 1)
+    ]
+    analyses = [analyse(recording, closing) for closing in closings]
+    lines: dict[tuple[str, str, str], list[int]] = {}
+    for site, unit, front, behind in _staying(dependencies):
+        where = "both" if front and behind else "in front" if front else "behind"
+        lines.setdefault((site, where, _why(analyses[unit % 2], site, unit, behind)), []).append(unit)
+    return Report(tuple(Stay(site, tuple(units), where, why) for (site, where, why), units in lines.items()))
+
+
+def _staying(dependencies: Dependencies) -> Iterator[tuple[str, int, bool, bool]]:
+    """Each gate's units that stay in front of it or behind it, where it and those on the same units are closed.
+
+    A gate on a whole branch has no units behind it.
+    """
+    formulas, units = dependencies.formulas, dependencies.maps.slots.units()
+    starts = dict(zip(dependencies.sizes, accumulate(dependencies.sizes.values(), initial=0), strict=False))
+    calls = {call.site: call for call in dependencies.maps.gates}
+    together: dict[int, set[int]] = {}
+    for site, call in calls.items():
+        for unit, common in enumerate(units[call.front.block].tolist()):
+            together.setdefault(common, set()).add(starts[site] + unit)
+    for site, call in calls.items():
+        sides = zip(dependencies.kept(call.front).tolist(), dependencies.kept(call.behind).tolist(), strict=True)
+        for unit, (front, behind) in enumerate(sides):
+            closed = together[units[call.front.block][unit]]
+            stays = formulas.holds(front, closed), not call.is_whole and formulas.holds(behind, closed)
+            if any(stays):
+                yield site, unit, *stays
+
+
+def _why(analysis: Analysis, site: str, unit: int, is_behind: bool) -> str:
+    call = next(call for call in analysis.maps.gates if call.site == site)
+    axis = call.behind if is_behind else call.front
+    if not analysis.solution.stays[analysis.solution.units[axis.block][unit]]:
+        return "other gates are open"
+    reason = analysis.solution.reason(axis, unit)
+    path, is_computed, _ = reason.rpartition(" in ")[2].partition(".parametrizations.")
+    if is_computed:
+        reason += f"; remove it first: torch.nn.utils.parametrize.remove_parametrizations on {path!r}"
+    return reason
+
+
+def _ranges(units: Sequence[int]) -> str:
+    """Units in words, such as ``units 0-3, 7``."""
+    breaks = np.flatnonzero(np.diff(units) != 1) + 1
+    parts = [(part[0], part[-1]) for part in np.split(np.array(units), breaks)]
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    return f"unit{'s' if len(units) > 1 else ''} {', '.join(texts)}"
+
+
+class NetworkCost:
+    """Counts the weights (without biases), parameters and multiply-adds that open gates leave in a network.
+
+    A weight is left if the unit it reads and the unit it writes are both left, so closed units upstream and downstream
+    count: between gates with a and b open units a dense layer keeps a * b weights, a convolution a * b kernels, and a
+    branch without open gates keeps nothing. For gates of 0 and 1 the counts are those of the compacted network (if
+    nothing of a layer is left, the compacted network keeps one unit, which does not count here). For probabilities they
+    are expectations under independent gates, and the numbers of units that a layer reads and writes count as
+    independent. Weights that several layers share count once.
+
+    Args:
+        network: any network with :class:`~pyro_l0.nn.Gate` or L0Gate layers.
+        example: what it is called with: a tensor, a tuple of positional arguments, a dict of keywords, or a list of
+            such calls, whose multiply-adds are counted together.
+
+    Attributes:
+        sizes: by gate site, the number of gates.
+        filter_sizes: by gate site, the number of weights that write one of its units: a convolution's filter, the
+            group that the L0 paper prices for feature maps; 0 for gates of the network's inputs.
+        total_weights: weights with every gate open.
+        total_parameters: parameters with every gate open, those of biases and norms included.
+        total_macs: multiply-adds per example with every gate open, of matrix products, convolutions and attention.
+
+    Raises:
+        ValueError: a gate is never called or computes weights, or a gate value is missing, misshapen or outside [0, 1].
+        TypeError: ``network`` is not a module, a gate value is not a tensor, or the example is of an integer type that
+            the network does not take.
+
+    Example:
+        >>> from pyro_l0.nn import Gate
+        >>> cost = NetworkCost(nn.Sequential(Gate(4), nn.Linear(4, 3), Gate(3), nn.Linear(3, 2)), torch.ones(1, 4))
+        >>> cost.group_sizes, cost.total_weights
+        ({'0': 3.0, '2': 2.0}, 18)
+        >>> cost.weights({"0": torch.tensor([1.0, 1.0, 0.0, 0.0]), "2": torch.tensor([1.0, 0.0, 0.0])})
+        tensor(4.)
+
+    References:
+        Louizos, Welling, Kingma (2018), arXiv:1712.01312; eq. 16 and section 4.1.
+    """
+
+    def __init__(self, network: nn.Module, example: Example) -> None:
+        self._recording = record_called(network, example)
+        self.sizes = {name: gate.size for name, gate in gate_names(network).items()}
+        self._dependencies = find_dependencies(self._recording)
+        maps = self._dependencies.maps
+        weights = dict.fromkeys(root for found in weights_of(maps).values() for root in found.values())
+        self._weights = _Count(self._dependencies, [maps.axes[weight] for weight in weights], 1)
+        batch = self._recording.calls[0].inputs[0].shape[:1] if self._recording.calls[0].inputs else ()
+        self._macs = _Count(self._dependencies, [product.axes for product in maps.products], math.prod(batch))
+        of_gates = {p for gate in gate_names(network).values() for p in gate.parameters()}
+        named = {name: p for name, p in network.named_parameters() if p not in of_gates}
+        used = dict.fromkeys(maps.recording.named[name] for name in named if name in maps.recording.named)
+        unused = sum(p.numel() for name, p in named.items() if name not in maps.recording.named)
+        self._parameters = _Count(self._dependencies, [maps.axes[value] for value in used], 1, unused)
+        self.total_weights = self._weights.total
+        self.total_parameters = self._parameters.total
+        self.total_macs = self._macs.total
+        self._group_sizes = self._per_unit(find_readers(maps))
+        for call in maps.gates:
+            if call.is_whole:
+                others = {name: torch.full((size,), float(name != call.site)) for name, size in self.sizes.items()}
+                self._group_sizes[call.site] = self.total_weights - float(self._weights(others))
+        self.filter_sizes = self._per_unit(find_writers(maps))
+
+    @property
+    def group_sizes(self) -> dict[str, float]:
+        """By gate site, the number of weights that read one of its units; for a gate on a whole branch, the branch's.
+
+        This is :math:`|g|` of Eq. 16, the ``group_size`` of :class:`~pyro_l0.infer.L0_ELBO`.
+
+        Raises:
+            ValueError: no weights read the units of a gate, so it would be free.
+        """
+        unread = [name for name, size in self._group_sizes.items() if not size]
+        if unread:
+            raise ValueError(
+                f"Expected layers that read the units of {' and '.join(map(repr, unread))}, but the network's output "
+                "depends on none. Remove the gate, or pass a group_size of your own to L0_ELBO, such as filter_sizes."
+            )
+        return self._group_sizes
+
+    def weights(self, active: Mapping[str, Tensor]) -> Tensor:
+        """Weights left, shape ``()``.
+
+        Args:
+            active: by site, P(z != 0) of each gate (for the expectation) or ``(z != 0).float()`` (for a given
+                network), shape ``(size,)``.
+        """
+        self._check(active)
+        return self._weights(active)
+
+    def macs(self, active: Mapping[str, Tensor]) -> Tensor:
+        """Multiply-adds left per example, shape ``()``; arguments as in :meth:`weights`."""
+        self._check(active)
+        return self._macs(active)
+
+    def parameters(self, active: Mapping[str, Tensor]) -> Tensor:
+        """Parameters left, shape ``()``; arguments as in :meth:`weights`.
+
+        Biases and parameters of norms count, biases that compaction adds for constants do not.
+        """
+        self._check(active)
+        return self._parameters(active)
+
+    def report(self) -> Report:
+        """The units that stay even if their gates close, and why.
+
+        Example:
+            >>> from pyro_l0.nn import Gate
+            >>> print(NetworkCost(nn.Sequential(nn.Linear(2, 3), Gate(3)), torch.ones(1, 2)).report())
+            gate '1', units 0-2: stay behind the gate (network output)
+        """
+        return report(self._recording, self._dependencies)
+
+    def _per_unit(self, uses: Iterable[Use]) -> dict[str, float]:
+        sizes = dict.fromkeys(self.sizes, 0.0)
+        for use in uses:
+            sizes[use.site] += len(use.units) * use.each / self.sizes[use.site]
+        return sizes
+
+    def _check(self, active: Mapping[str, Tensor]) -> None:
+        if not isinstance(active, Mapping) or active.keys() != self.sizes.keys():
+            got = sorted(map(str, active)) if isinstance(active, Mapping) else repr(active)
+            raise ValueError(f"Expected one entry per gate site {sorted(self.sizes)}, but got {got}.")
+        for name, value in active.items():
+            # Read where no device has to be waited for; differences go beyond 0 and 1.
+            is_read = getattr(value, "is_cpu", True) and not torch._C._are_functorch_transforms_active()
+            check_value(name, self.sizes[name], value, 1e-3 if is_read else None)
+
+
+class _Count:
+    """A sum over products of numbers of entries that stay, by the dimensions of each product.
+
+    It is divided by ``per``, and ``more`` comes to it whatever leaves.
+    """
+
+    def __init__(self, dependencies: Dependencies, products: Iterable[Iterable[Axis]], per: int, more: int = 0) -> None:
+        self._dependencies = dependencies
+        self._products = [list(axes) for axes in products]
+        self._per = per
+        self._more = more
+        total = more + sum(math.prod(axis.size for axis in axes) for axes in self._products)
+        self.total = total // per if total % per == 0 else total / per
+        self._histograms: dict[int, tuple[dict[int, int], tuple[Clause, ...]]] = {}
+
+    def __call__(self, active: Mapping[str, Tensor]) -> Tensor:
+        """The expected sum, shape ``()``."""
+        expectations, terms, constant = self._compiled
+        like = next(iter(active.values()), torch.zeros(()))
+        sums = expectations(active)
+        total = like.new_full((), constant)
+        for numbers, times in terms.items():
+            total = total + reduce(torch.mul, [sums[number] for number in numbers]) * times
+        return total
+
+    @cached_property
+    def _compiled(self) -> tuple[Expectations, dict[tuple[int, ...], float], float]:
+        """Sums of probabilities, the terms (by the numbers of a term's sums, how often it counts), and a constant."""
+        expectations = Expectations(self._dependencies.formulas, self._dependencies.sizes)
+        times: dict[tuple[int, ...], float] = {}
+        for axes in self._products:
+            count, sums = self._term(axes, expectations)
+            times[sums] = times.get(sums, 0.0) + count / self._per
+        constant = times.pop((), 0.0) + self._more
+        return expectations, times, constant
+
+    def _term(self, axes: list[Axis], expectations: Expectations) -> tuple[int, tuple[int, ...]]:
+        """A product's constant factor, and the sums that it is made of."""
+        factor, sums = 1, list[dict[int, int]]()
+        shared = dict[Clause, None]()
+        for axis in axes:
+            histogram, common = self._split(axis)
+            shared.update(dict.fromkeys(common))
+            if histogram.keys() <= {TRUE}:
+                factor *= histogram.get(TRUE, 0)
+            else:
+                sums.append(histogram)
+        formulas = self._dependencies.formulas
+        for clause in shared:  # once, and not at all where one of the sums is zero without it
+            if not any(self._is_implied(clause, histogram) for histogram in sums):
+                sums.append({formulas.number([clause]): 1})
+        return factor, tuple(sorted(expectations.add(histogram) for histogram in sums))
+
+    def _is_implied(self, clause: Clause, histogram: Mapping[int, int]) -> bool:
+        clauses = self._dependencies.formulas.clauses
+        return all(any(other <= clause for other in clauses(formula)) for formula in histogram)
+
+    def _split(self, axis: Axis) -> tuple[dict[int, int], tuple[Clause, ...]]:
+        """How many entries stay if a statement holds, for each statement, and what all of them have in common."""
+        key = id(self._dependencies.units[axis.block])
+        if key not in self._histograms:
+            formulas = self._dependencies.formulas
+            found, counts = np.unique(self._dependencies.kept(axis), return_counts=True)
+            clauses = [formulas.clauses(formula) for formula in found.tolist()]
+            common = tuple(clause for clause in clauses[0] if all(clause in other for other in clauses[1:]))
+            histogram: dict[int, int] = {}
+            for each, count in zip(clauses, counts.tolist(), strict=True):
+                rest = formulas.number([clause for clause in each if clause not in common])
+                histogram[rest] = histogram.get(rest, 0) + count
+            self._histograms[key] = histogram, common
+        return self._histograms[key]

@@ -1,1 +1,0 @@
-"""Weights and multiply-adds as functions of the gates, and squared norms of the weights behind them."""

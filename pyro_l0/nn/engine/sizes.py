@@ -1,0 +1,285 @@
+"""Integers of a network's modules and sizes of its tensors, followed through its code into the sizes that they give."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pyro_l0.nn.gate import GateLayer
+
+__all__ = ["KNOWN", "Comparison", "Dimension", "Held", "Holder", "Notes", "Source", "follow_integers", "note_sizes"]
+
+_LONGEST = 500  # letters of a formula that is followed
+KNOWN = ("torch.", "pyro_l0.")  # whose integers a table has, or nobody cuts
+Arithmetic = Mapping[Callable[..., Any], Callable[..., Any]]
+
+
+class Holder(NamedTuple):
+    """Where an integer is held: path of the module, name of the attribute, and place in it if that has several."""
+
+    path: str
+    name: str
+    place: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.place is None else f"[{self.place}]"
+        return f"{self.path}.{self.name}{place}".removeprefix(".")
+
+
+class Dimension(NamedTuple):
+    """One dimension of a tensor, by the tensor's id while a network is recorded."""
+
+    tensor: int
+    dim: int
+
+
+Source = Holder | Dimension
+
+
+class Notes(list["Comparison"]):
+    """What a recording notes of integers; a closed one notes nothing, and its integers are plain."""
+
+    is_open = True
+
+    def compare(self, function: Callable[..., bool], left: Held, right: int, is_even: bool = False) -> bool:
+        """The result of a comparison, which has to stay what it is."""
+        result = function(int(left), int(right))
+        if self.is_open:
+            self.append(Comparison(function, left, right, result, is_even))
+        return result
+
+
+class Held(int):
+    """An integer that a module holds or that is a size of a tensor, or a sum, product, quotient, ... of such.
+
+    It is an integer like any other. Its notes say what it is compared with and where its value matters.
+    """
+
+    notes: Notes
+    parts: tuple[Any, ...]  # its source; or a function and two integers
+    text: str
+
+    @classmethod
+    def of(cls, value: int, notes: Notes, text: str, *parts: Any) -> Held:
+        """An integer with what it is made of."""
+        self = cls(value)
+        self.notes, self.text, self.parts = notes, text, parts
+        return self
+
+    def is_number(self) -> None:
+        """Note that code computes with the value."""
+        self.notes.compare(operator.eq, self, int(self))
+
+    def __hash__(self) -> int:
+        if not isinstance(self.parts[0], Holder):  # a cache may give it back at another call
+            self.notes = Notes()
+            self.notes.is_open = False
+        return hash(int(self))
+
+    def __neg__(self) -> Any:
+        return 0 - self
+
+    def __bool__(self) -> bool:
+        return self.notes.compare(operator.ne, self, 0)
+
+    def __float__(self) -> float:
+        self.is_number()
+        return float(int(self))
+
+    def __truediv__(self, other: Any) -> Any:
+        return float(self) / other
+
+    def __pow__(self, *others: Any) -> Any:
+        self.is_number()
+        return pow(int(self), *others)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # what a network keeps of it is plain
+
+
+def _arithmetic(function: Callable[..., int], sign: str, is_reflected: bool) -> Callable[[Held, object], Any]:
+    def method(one: Held, other: object) -> Any:
+        if isinstance(other, float):
+            one.is_number()
+        if not isinstance(other, int):
+            return NotImplemented
+        both = (other, one) if is_reflected else (one, other)
+        value = function(*map(int, both))
+        text = f" {sign} ".join(x.text if isinstance(x, Held) else str(x) for x in both)
+        is_followed = one.notes.is_open and len(text) < _LONGEST
+        return Held.of(value, one.notes, text, function, *both) if is_followed else value
+
+    return method
+
+
+def _comparison(function: Callable[..., bool]) -> Callable[[Held, object], Any]:
+    return lambda one, other: one.notes.compare(function, one, other) if isinstance(other, int) else NotImplemented
+
+
+for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}.items():
+    setattr(Held, f"__{_name}__", _arithmetic(getattr(operator, _name), _sign, is_reflected=False))
+    setattr(Held, f"__r{_name}__", _arithmetic(getattr(operator, _name), _sign, is_reflected=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Held, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+class Comparison(NamedTuple):
+    """A comparison whose result has to stay what it is: the network's code made it, or a size was given by it."""
+
+    function: Callable[..., bool]
+    left: Held
+    right: int
+    result: bool
+    is_even: bool  # whether units may stay for it, as they do for parts of one size
+
+    @property
+    def is_equation(self) -> bool:
+        """Whether it says that two integers are equal."""
+        return self.function is (operator.eq if self.result else operator.ne)
+
+    @property
+    def text(self) -> str:
+        """Why units stay for it."""
+        if isinstance(self.right, Held) and self.is_equation:
+            return f"{self.left.text}, which is the size of other units, too"
+        return f"{self.left.text}, which the code computes with"
+
+    @property
+    def sources(self) -> dict[Source, int]:
+        """What it is made of, with the values there."""
+        return _sources(self.left) | _sources(self.right)
+
+    def sides(self, known: Mapping[Source, Any], arithmetic: Arithmetic | None = None) -> tuple[Any, Any]:
+        """Both sides for other values of what they are made of, perhaps by other functions."""
+        return _evaluate(self.left, known, arithmetic or {}), _evaluate(self.right, known, arithmetic or {})
+
+
+def _sources(integer: int) -> dict[Source, int]:
+    if not isinstance(integer, Held):
+        return {}
+    first, *both = integer.parts
+    return {key: value for part in both for key, value in _sources(part).items()} if both else {first: int(integer)}
+
+
+def _evaluate(integer: int, known: Mapping[Source, Any], arithmetic: Arithmetic) -> Any:
+    if not isinstance(integer, Held):
+        return integer
+    first, *both = integer.parts
+    if not both:
+        return known.get(first, int(integer))
+    return arithmetic.get(first, first)(*(_evaluate(part, known, arithmetic) for part in both))
+
+
+def follow_integers(network: nn.Module, notes: Notes) -> None:
+    """Let integers that users' modules hold, and sizes that torch's layers do, be :class:`Held`."""
+    for path, module in network.named_modules():
+        if isinstance(module, GateLayer):
+            continue
+        if type(module).__module__.startswith(KNOWN):
+            vars(module).update(_of_weight(path, module, notes))
+            continue
+        for name, value in dict(vars(module)).items():
+            if type(value) is int:
+                vars(module)[name] = _held(value, notes, Holder(path, name))
+            elif type(value) in (tuple, list) and all(type(x) is int for x in value):
+                held = [_held(x, notes, Holder(path, name, place)) for place, x in enumerate(value)]
+                vars(module)[name] = type(value)(held)
+
+
+def _held(value: int, notes: Notes, holder: Holder) -> Held:
+    return Held.of(value, notes, str(holder), holder)
+
+
+def _of_weight(path: str, module: nn.Module, notes: Notes) -> dict[str, Held]:
+    """The integers of a module of torch that are sizes of its weight."""
+    weight = module._parameters.get("weight")
+    if weight is None or getattr(module, "transposed", False):
+        return {}
+    values = {name: (vars(module).get(name), dim) for name, dim in _OF_WEIGHT.items() if dim < weight.dim()}
+    return {
+        name: Held.of(value, notes, f"{path}.{name}", Dimension(id(weight), dim))
+        for name, (value, dim) in values.items()
+        if type(value) is int and value == weight.shape[dim]
+    }
+
+
+_OF_WEIGHT = {"out_features": 0, "out_channels": 0, "in_features": 1, "in_channels": 1}  # which torch's code reads not
+_SPLITS = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
+# Functions that take integers as sizes of their results, and those that compute with them.
+_SIZED = """view reshape expand broadcast_to unflatten narrow arange linspace zeros ones full empty rand randn new_zeros
+new_ones new_full new_empty one_hot conv1d conv2d conv3d layer_norm rms_norm unfold interpolate"""
+_COMPUTED = """tensor pad repeat tile add sub rsub mul div true_divide floor_divide pow remainder fmod lt le gt ge eq ne
+clamp radd rmul rtruediv truediv rdiv rpow floordiv rfloordiv mod"""
+
+
+def note_sizes(notes: Notes, function: Any, arguments: tuple[Any, dict[str, Any]], results: Any) -> None:
+    """Note which integers among a function's arguments gave sizes of its results, or were computed with."""
+    leaves = [y for x in tree_leaves(arguments) for y in (x if isinstance(x, torch.Size) else [x])]
+    sizes = [x for x in leaves if isinstance(x, int) and not isinstance(x, bool)]
+    name = getattr(function, "__name__", "")
+    if function in _SPLITS:
+        _note_split(notes, *arguments, results)
+    elif name == "__getitem__":
+        _note_slices(notes, arguments[0][0], arguments[0][1], results)
+    elif name.strip("_") in _COMPUTED.split():
+        for size in sizes:
+            if isinstance(size, Held):
+                size.is_number()
+    elif name == "repeat_interleave" and len(sizes) == 2 and isinstance(sizes[0], Held):
+        x, repeats, dim = arguments[0][0], sizes[0], int(sizes[1])
+        notes.compare(operator.eq, repeats * _size(notes, x, dim), _size(notes, results, dim))  # type: ignore[arg-type]
+    elif name in _SIZED.split() and any(isinstance(size, Held) for size in sizes):
+        start = int(sizes.pop(0)) if name == "unflatten" else 0
+        for tensor in (x for x in tree_leaves(results) if isinstance(x, Tensor)):
+            _note_shape(notes, sizes, tensor, start)
+
+
+def _note_shape(notes: Notes, sizes: Sequence[int], tensor: Tensor, start: int) -> None:
+    """Sizes are those of dimensions in order, from one on; or each is that of the only one that has it."""
+    shape = list(tensor.shape)
+    start += 0 if start >= 0 else len(shape) - len(sizes) + 1
+    fits = [int(x) in (-1, n) for x, n in zip(sizes, shape[start:], strict=False)]
+    in_order = all(fits) and len(sizes) == len(fits) and (start > 0 or len(sizes) == len(shape))
+    for number, size in enumerate(sizes):
+        dims = [start + number] if in_order else [dim for dim, n in enumerate(shape) if n == int(size)]
+        if isinstance(size, Held) and len(dims) == 1:
+            notes.compare(operator.eq, size, _size(notes, tensor, dims[0]))
+
+
+def _size(notes: Notes, tensor: Tensor, dim: int) -> Held:
+    return Held.of(tensor.shape[dim], notes, f"shape[{dim}] of a tensor", Dimension(id(tensor), dim % tensor.dim()))
+
+
+def _note_slices(notes: Notes, x: Tensor, index: Any, result: Tensor) -> None:
+    """A slice has as many entries as there are between its ends."""
+    source = target = 0
+    parts = index if isinstance(index, tuple) else (index,)
+    for part in parts if all(x is None or x is ... or type(x) in (int, Held, slice) for x in parts) else ():
+        if isinstance(part, slice) and part != slice(None):
+            whole: Any = _size(notes, x, source)
+            start, stop = (whole + end if end is not None and end < 0 else end for end in (part.start, part.stop))
+            size = whole // part.step if part.step else (whole if stop is None else stop) - (start or 0)
+            if int(size) == result.shape[target]:
+                notes.compare(operator.eq, _size(notes, result, target), size)
+        skipped = x.dim() - sum(isinstance(x, (int, slice)) for x in parts) if part is ... else 1
+        source += skipped * (part is not None)
+        target += skipped * (isinstance(part, slice) or part is None or part is ...)
+
+
+def _note_split(notes: Notes, args: Sequence[Any], kwargs: Mapping[str, Any], parts: Sequence[Tensor]) -> None:
+    """Parts whose size one integer gives may lose different units, but the same number of them."""
+    given = [*args[1:], *(value for name, value in kwargs.items() if name.startswith("split"))][0]
+    dim = int(kwargs.get("dim", args[2] if len(args) > 2 else 0)) % parts[0].dim()
+    first: dict[int, Held] = {}
+    for size, part in zip([given] * len(parts) if isinstance(given, int) else given, parts, strict=True):
+        of = _size(notes, part, dim)
+        if not isinstance(size, Held):
+            of.is_number()
+        elif int(size) == int(of):  # the last may have less
+            notes.compare(operator.eq, first.get(id(size), size), of, is_even=id(size) in first)
+            first.setdefault(id(size), of)

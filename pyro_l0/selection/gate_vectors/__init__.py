@@ -1,1 +1,0 @@
-"""Gate vectors with everything else integrated out: their evidence, their moments and draws."""
