@@ -10,9 +10,11 @@ from torch.distributions import constraints
 
 from pyro_l0.distributions.gate import Bounded, as_parameters, check_rate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
-from pyro_l0.maths import host, kumaraswamy, quadrature, special
+from pyro_l0.maths import host, quadrature, special
 from pyro_l0.maths.mixture import Point, log_s
-from pyro_l0.maths.special import Number
+from pyro_l0.maths.special import Number, log1mexp
+
+_SMALL = -40.0  # log of a number that is lost beside 1
 
 
 class HardKumaraswamy(UnitIntervalGate):
@@ -95,25 +97,25 @@ class HardKumaraswamy(UnitIntervalGate):
         return cls(a, torch.log(rate) / unit.log_active_prob, gamma, zeta, validate_args=validate_args)
 
     def _unit_log_density(self, x: Point) -> Tensor:
-        return kumaraswamy.log_density(log_s(x), self.concentration1, self.concentration0)
+        return _log_density(log_s(x), self.concentration1, self.concentration0)
 
     def _unit_log_below(self, x: Point) -> Tensor:
-        return kumaraswamy.log_below(log_s(x), self.concentration1, self.concentration0)
+        return _log_below(log_s(x), self.concentration1, self.concentration0)
 
     def _unit_log_above(self, x: Point) -> Tensor:
-        return kumaraswamy.log_above(log_s(x), self.concentration1, self.concentration0)
+        return _log_above(log_s(x), self.concentration1, self.concentration0)
 
     def _unit_log_between(self, low: Point, high: Point) -> Tensor:
-        return kumaraswamy.log_between(log_s(low), log_s(high), self.concentration1, self.concentration0)
+        return _log_between(log_s(low), log_s(high), self.concentration1, self.concentration0)
 
     def _unit_rsample(self, shape: torch.Size) -> Tensor:
         a, b = self.concentration1, self.concentration0
         # Under torch.vmap draws differ between the mapped only if what they fill is mapped, as one of the two may be.
         e = (a * b if host.transformed() else a).new_empty(shape).exponential_()
-        return torch.exp(kumaraswamy.quantile_of_exponential(e, a, b))
+        return torch.exp(_quantile_of_exponential(e, a, b))
 
     def _unit_icdf(self, p: Tensor) -> Tensor:
-        log_quantile = kumaraswamy.quantile_of_exponential(-torch.log1p(-p), self.concentration1, self.concentration0)
+        log_quantile = _quantile_of_exponential(-torch.log1p(-p), self.concentration1, self.concentration0)
         return torch.exp(log_quantile)
 
     def _node_temperature(self) -> float:
@@ -127,5 +129,38 @@ class HardKumaraswamy(UnitIntervalGate):
         top = torch.minimum(low.clamp(min=1.0), high)
         drops = quadrature.drops(dtype, a.device)
         e = torch.cat((top * torch.exp(-drops), top + drops), -1)
-        s = torch.exp(kumaraswamy.quantile_of_exponential(e, a, b))
+        s = torch.exp(_quantile_of_exponential(e, a, b))
         return special.last(self.stretch.gamma) + special.last(self.stretch.width) * s
+
+
+# The unstretched variable has the survival function (1 - s^a)^b; ``log_s`` is log s, from whichever end is nearer.
+
+
+def _log_above(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log of the survival function."""
+    return b * log1mexp(-a * log_s)
+
+
+def _log_below(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log of the cdf."""
+    log_power = a * log_s
+    first = torch.log(b) + log_power
+    # b s^a to rounding, where s^a itself would underflow.
+    small = (log_power < _SMALL) & (first < _SMALL)
+    return torch.where(small, first, log1mexp(-b * log1mexp(-torch.where(small, _SMALL, log_power))))
+
+
+def _log_between(log_low: Tensor, log_high: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log of the mass between two points."""
+    above = _log_above(log_low, a, b)
+    return above + log1mexp(above - _log_above(log_high, a, b))
+
+
+def _log_density(log_s: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Log density."""
+    return torch.log(a) + torch.log(b) + (a - 1) * log_s + (b - 1) * log1mexp(-a * log_s)
+
+
+def _quantile_of_exponential(e: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """log s at a survival function of exp(-e), which is the quantile of a unit exponential e's probability."""
+    return log1mexp((e / b).clamp(min=torch.finfo(e.dtype).tiny)) / a

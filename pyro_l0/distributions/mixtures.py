@@ -14,9 +14,8 @@ from torch.types import _size
 from pyro_l0.distributions.gate import Bounded, as_parameters, check_rate
 from pyro_l0.distributions.stretched import STRETCH_LIMITS, UnitIntervalGate
 from pyro_l0.maths import host, mixture
-from pyro_l0.maths.components import Exponential, ExponentialUniform, PowerLaw
 from pyro_l0.maths.host import kept
-from pyro_l0.maths.mixture import Component, Point
+from pyro_l0.maths.mixture import Component, Exponential, ExponentialUniform, Point, PowerLaw
 from pyro_l0.maths.special import Number, last
 
 

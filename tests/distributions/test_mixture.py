@@ -5,15 +5,15 @@ import torch
 from torch.autograd import gradcheck
 
 from pyro_l0.distributions import ExponentialGate, ExponentialUniformGate, HardConcrete, PowerLawGate
-from pyro_l0.maths import components, mixture, quadrature
+from pyro_l0.maths import mixture, quadrature
 from tests.cases import FAMILIES, build
 from tests.reference import ExponentialReference, ExponentialUniformReference, PowerLawReference, mp
 
 MIXTURES = FAMILIES[3:6]
 REFERENCES = {
-    components.Exponential: ExponentialReference,
-    components.ExponentialUniform: ExponentialUniformReference,
-    components.PowerLaw: PowerLawReference,
+    mixture.Exponential: ExponentialReference,
+    mixture.ExponentialUniform: ExponentialUniformReference,
+    mixture.PowerLaw: PowerLawReference,
 }
 CASES = [(family, parameters) for family in MIXTURES for parameters in family.parameters]
 
@@ -77,9 +77,9 @@ def test_the_two_ways_to_draw_agree(case):
 @pytest.mark.parametrize(
     "component",
     [
-        *(components.Exponential(beta) for beta in (1e-3, 1.0, 30.0, 300.0)),
-        *(components.ExponentialUniform(beta, share) for beta in (0.1, 25.0, 90.0) for share in (1e-6, 0.9)),
-        *(components.PowerLaw(beta) for beta in (1.5, 40.0, 300.0)),
+        *(mixture.Exponential(beta) for beta in (1e-3, 1.0, 30.0, 300.0)),
+        *(mixture.ExponentialUniform(beta, share) for beta in (0.1, 25.0, 90.0) for share in (1e-6, 0.9)),
+        *(mixture.PowerLaw(beta) for beta in (1.5, 40.0, 300.0)),
     ],
     ids=repr,
 )
@@ -165,10 +165,10 @@ def test_means_of_the_components():
     s = torch.linspace(0, 1, 200_001, dtype=torch.float64)[1:-1]
     x = mixture.Point(s, 1 - s)
     for component in (
-        components.Exponential(6.0),
-        components.Exponential(1e-3),
-        components.ExponentialUniform(25.0, 0.1),
-        components.PowerLaw(1.7),
+        mixture.Exponential(6.0),
+        mixture.Exponential(1e-3),
+        mixture.ExponentialUniform(25.0, 0.1),
+        mixture.PowerLaw(1.7),
     ):
         mean = torch.trapezoid(component.log_above(x).exp(), s).item() + 2.5e-6
         assert component.mean == pytest.approx(mean, abs=1e-5)
@@ -179,7 +179,7 @@ def test_means_of_the_components():
 def test_quantiles_of_the_exponential_mixture(beta, dtype):
     """The closed form meets the cdf again, from either tail, at any weight."""
     logits = torch.tensor([-80.0, -5.0, 0.0, 3.0, 80.0], dtype=dtype)[:, None]
-    component = components.Exponential(beta)
+    component = mixture.Exponential(beta)
     p = torch.cat([torch.logspace(-12, -0.31, 40, dtype=dtype), 1 - torch.logspace(-6, -0.31, 40, dtype=dtype)])
     s = component.mixture_quantile(logits, p)
     assert ((s >= 0) & (s <= 1)).all()
