@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import reduce
+from functools import cache, reduce
 
 import numpy as np
 
@@ -122,15 +122,15 @@ class Formulas:
 
     def holds(self, formula: int, closed: Set[int]) -> bool:
         """Whether a statement holds where some gates are closed and all others open."""
-        return all(
-            any(
-                literal not in closed
-                if literal < self._gates
-                else self.holds(self.statements[literal - self._gates], closed)
-                for literal in clause
+
+        @cache  # statements share others, which would be looked at once for each way to them
+        def found(statement: int) -> bool:
+            return all(
+                any(x not in closed if x < self._gates else found(self.statements[x - self._gates]) for x in clause)
+                for clause in self._clauses[statement]
             )
-            for clause in self._clauses[formula]
-        )
+
+        return found(formula)
 
     def is_the_same(self, one: int, other: int) -> bool:
         """Whether two statements hold in the same ones of many cases, drawn at random."""

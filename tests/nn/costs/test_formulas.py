@@ -59,3 +59,15 @@ def test_probabilities_of_independent_gates():
     values = expectations({"a": probs})
     assert values[numbers[0]].item() == pytest.approx(1 - (1 - 0.2) * (1 - 0.06))
     assert values[numbers[1]].item() == pytest.approx(3 * 1.4)
+
+
+def test_statements_that_share_others_are_looked_at_once():
+    """Forty rows of two, each of which holds by either of the row before: two to the fortieth ways through them."""
+    formulas = Formulas([162])
+    one, other = formulas.gate(160), formulas.gate(161)
+    for gate in range(0, 160, 4):
+        a, b, c, d = map(formulas.gate, range(gate, gate + 4))
+        both = formulas.both
+        one, other = formulas.some([both(one, a), both(other, b)]), formulas.some([both(one, c), both(other, d)])
+    assert formulas.holds(one, {160})
+    assert not formulas.holds(one, {160, 161})
