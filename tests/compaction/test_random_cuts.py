@@ -189,6 +189,7 @@ SIZES = {
 
 
 @pytest.mark.filterwarnings("ignore:Expected an example that uses the whole network")
+@pytest.mark.filterwarnings("ignore:Gates are closed, but nothing is smaller")  # halves of unequal numbers
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_in_code_fit_or_units_stay(name):
     """What code computes from shapes, attributes and literals, compares, or takes as a number."""

@@ -117,7 +117,8 @@ def test_an_initial_state_that_is_given_keeps_its_units():
     torch.manual_seed(3)
     network = insert_gates(Given().double().eval(), {"layer": Gate(8)})
     example = X, torch.randn(1, 5, 8, dtype=torch.float64)
-    compacted = compact(network, {"layer.1": GATES}, example)
+    with pytest.warns(UserWarning, match="'layer.1': network input"):
+        compacted = compact(network, {"layer.1": GATES}, example)
     assert compacted.network.layer.hidden_size == 8
     torch.testing.assert_close(compacted.network(*example), fix_gates(network, {"layer.1": GATES})(*example))
 

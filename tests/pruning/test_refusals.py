@@ -292,7 +292,7 @@ class _Picky(nn.Module):
     """Takes eight units or four, which no operation tells."""
 
     def forward(self, x):
-        if x.shape[-1] not in (4, 8):
+        if len(x.mT) not in (4, 8):
             raise RuntimeError("eight units, or four")
         return x
 
